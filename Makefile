@@ -1,0 +1,54 @@
+# make setup | demo | test | lint | bench
+# The first target that is run makes .venv with pip; later runs reuse it until pyproject.toml changes.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-done
+# torch runs on one thread: tests and benchmarks use processes, and results must not depend on cores.
+RUN := OMP_NUM_THREADS=1 $(PY)
+WORKERS ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
+# The first of these that runs and is new enough makes the virtual environment.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: setup demo test lint format bench clean
+.DEFAULT_GOAL := setup
+
+setup: $(STAMP)
+
+# The stamp is a copy of pyproject.toml, so that a checkout that only changes its date installs nothing.
+$(STAMP): pyproject.toml
+	@if cmp -s pyproject.toml $(STAMP); then touch $(STAMP); else $(MAKE) --no-print-directory install; fi
+
+.PHONY: install
+install:
+	@test -x $(PY) || test -n "$(PYTHON)" || { echo "fxpar needs Python 3.11 or newer; install it or say make PYTHON=/path/to/python"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -e ".[dev]"
+	@cp pyproject.toml $(STAMP)
+
+demo: setup
+	$(RUN) examples/demo.py
+
+test: setup
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/pyrefly check
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup
+	@test -n "$(BENCHMARKS)" || { echo "there is no benchmarks/bench_*.py to run"; exit 1; }
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script $(BENCH_ARGS); done
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find fxpar passes recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,35 @@
+"""What the placement search minimises, in bytes on the wire of one rank."""
+
+from __future__ import annotations
+
+import math
+
+from fxpar.dist_config import Partial, Placement, Replicate, Shard
+
+LAUNCH_BYTES = 16 * 1024  # what one more collective is worth; breaks ties between equal volumes
+COPY_FRACTION = 1e-3  # a local slice costs next to nothing, but not nothing
+
+
+def reshard_bytes(nbytes: int, source: Placement, target: Placement, degree: int) -> float:
+    """Cost of changing the placement of a tensor of `nbytes` (whole) on an axis of `degree`; inf if there is no way.
+
+    Ring algorithms: all-reduce 2 (k-1)/k, all-gather and reduce-scatter (k-1)/k, all-to-all (k-1)/k^2 of the whole.
+    """
+    if source == target:
+        return 0.0
+    ring = nbytes * (degree - 1) / degree
+    match source, target:
+        case Partial(op), Replicate():
+            return (2 * ring if op != "logsumexp" else degree * ring) + LAUNCH_BYTES
+        case Partial("sum" | "avg"), Shard():
+            return ring + LAUNCH_BYTES
+        case Shard(), Replicate():
+            return ring + LAUNCH_BYTES
+        case Shard(), Shard():
+            if source.dim == target.dim:  # other sections: through the whole tensor
+                return ring + LAUNCH_BYTES + COPY_FRACTION * nbytes
+            return ring / degree + LAUNCH_BYTES
+        case Replicate(), Shard():
+            return COPY_FRACTION * nbytes / degree
+        case _:
+            return math.inf

@@ -1,0 +1,210 @@
+"""`annotate(logical, strategy)`: the placement of every value, from two small searches (tp, then cp)."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+
+import sympy
+from torch import fx
+
+from fxpar.annotate.policy import ATTENTION, ContextAxis, TensorAxis, grad_cost, resolve_overrides
+from fxpar.annotate.problem import AxisProblem, Sizes, build, is_op, normalize_fqn, resolve, tensor_metas
+from fxpar.annotate.solve import Demand, solve
+from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
+from fxpar.errors import FxparWarning, NotYetError
+from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.pass_base import tensor_operands
+from fxpar.rules.option import Option
+from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
+from fxpar.strategy import Strategy
+
+Choice = dict[fx.Node, Option]
+
+
+def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
+    """A copy of the logical graph with `node.meta["dist"]` (results) and `["dist_in"]` (operands) on every node.
+
+    Raises NotYetError for axes that the lowering does not know, OverrideError for an override that fits nothing.
+    """
+    started = time.process_time()
+    for axis in ("pp", "ep"):
+        if strategy.degree(axis) > 1:
+            raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, cp and tp.")
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(logical.gm.graph, copied))
+    result = AnnotatedGraph(graph, logical.inputs, logical.outputs, logical.dims, strategy, name=logical.name)
+    _label_placeholders(result)
+    tensor, context = strategy.degree("tp"), strategy.degree("cp")
+    sizes = Sizes([d.symbol for d in logical.dims], tensor * tensor * context)
+    token = _token_symbol(logical)
+    overrides = resolve_overrides(logical, strategy)
+    named = {copied[node].name: overrides[node.name] for node in logical.placeholders if node.name in overrides}
+    tp: Choice = {}
+    if tensor > 1:
+        axis = TensorAxis(tensor, strategy.sp, named)
+        problem = build(graph, sizes, tensor, None, 1, axis, token)
+        chosen = solve(problem, lambda c, o: axis.node_cost(problem, c, o), _demands(result, problem, True))
+        tp = _spread(problem, chosen)
+    cp: Choice = {}
+    if context > 1:
+        across = ContextAxis(context)
+        problem_cp = build(graph, sizes, context, tp, tensor, across, token)
+        chosen = solve(
+            problem_cp, lambda c, o: across.node_cost(problem_cp, c, o), _demands(result, problem_cp, False)
+        )
+        cp = _spread(problem_cp, chosen)
+    _write(result, tp, cp, token)
+    _note_attention(result, tp, cp)
+    _note_missing_rules(result)
+    if token is not None:
+        result.divisors[str(token)] = context * (tensor if strategy.sp else 1)
+    result.timings = {**logical.timings, "annotate_cpu_s": time.process_time() - started}
+    return result
+
+
+def _label_placeholders(graph: AnnotatedGraph) -> None:
+    """Parameters of repeated layers share a class; every other input is a class of its own."""
+    for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+        node.meta["kind"] = info.kind
+        name = normalize_fqn(info.fqn) if info.kind == "param" else info.fqn
+        node.meta["class"] = (info.kind, name, info.requires_grad)
+
+
+def _token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:
+    """The dim that context and sequence parallelism cut: T where there is one, else the first dynamic dim."""
+    names = [d.name for d in logical.dims]
+    if not names:
+        return None
+    return next((d.symbol for d in logical.dims if d.name == "T"), logical.dims[0].symbol)
+
+
+def _demands(graph: AnnotatedGraph, problem: AxisProblem, tensor_axis: bool) -> list[Demand]:
+    """What the graph's results may be: a gradient lies like its parameter, or stays partial if that is replicated."""
+    placeholder = {info.fqn: node for node, info in zip(graph.placeholders, graph.inputs, strict=True)}
+    demands: dict[tuple, Demand] = {}
+    for node, output in zip(graph.results, graph.outputs, strict=True):
+        source, index = resolve(node)
+        value = (problem.class_of[source], index)
+        if output.kind == "buffer":
+            demand = Demand(value, (R,), (0.0,))
+        elif output.kind == "loss":
+            demand = Demand(value, (R, P), (0.0, 0.0))
+        else:
+            param = problem.class_of[placeholder[output.fqn]]
+            lies = [o.outputs[0] for o in problem.classes[param].options]
+            nbytes = problem.sizes.nbytes(tensor_metas(source)[index])  # type: ignore[arg-type]
+            later = grad_cost(nbytes, P, problem.degree) if tensor_axis else 0.0
+            shards = [p for p in lies if isinstance(p, Shard)]
+            whole = (R, P) if R in lies else ()
+            demand = Demand(
+                value,
+                (*whole, *shards),
+                (*((0.0, later) if whole else ()), *(0.0 for _ in shards)),
+                param,
+                (*((R, R) if whole else ()), *shards),
+            )
+        demands[(demand.value, demand.options, demand.tie)] = demand
+    return list(demands.values())
+
+
+def _spread(problem: AxisProblem, chosen: dict[int, Option]) -> Choice:
+    return {node: chosen[index] for node, index in problem.class_of.items()}
+
+
+def _write(graph: AnnotatedGraph, tp: Choice, cp: Choice, token: sympy.Symbol | None) -> None:
+    """Put DistConfigs on all nodes from the two axes' choices."""
+    mesh = graph.strategy.mesh
+
+    def config(meta: TensorMeta, on_tp: Placement, on_cp: Placement) -> DistConfig:
+        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, on_tp, on_cp, token)
+
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or is_op(node):
+            metas = tensor_metas(node)
+            on_tp, on_cp = tp.get(node), cp.get(node)
+            dist = tuple(
+                config(m, on_tp.outputs[j] if on_tp else R, on_cp.outputs[j] if on_cp else R) if m else None
+                for j, m in enumerate(metas)
+            )
+            node.meta["dist"] = dist if isinstance(node.meta["tensor"], tuple) else dist[0]
+            operands = tensor_operands(node)
+            node.meta["dist_in"] = tuple(
+                config(
+                    operand.meta["tensor"],
+                    on_tp.inputs[i] if on_tp else R,
+                    on_cp.inputs[i] if on_cp else R,
+                )
+                for i, operand in enumerate(operands)
+            )
+        elif node.op == "call_function" and tensor_metas(node):  # getitem
+            source, index = resolve(node)
+            node.meta["dist"] = source.meta["dist"][index]
+    (output,) = graph.graph.find_nodes(op="output")
+    by_fqn = {info.fqn: n for n, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"}
+    output.meta["dist_in"] = tuple(
+        _result_config(graph, node, out.kind, by_fqn.get(out.fqn))
+        for node, out in zip(graph.results, graph.outputs, strict=True)
+    )
+
+
+def _result_config(graph: AnnotatedGraph, node: fx.Node, kind: str, param: fx.Node | None) -> DistConfig:
+    """How a result leaves the body: like its parameter, or partial on axes that are summed up afterwards."""
+    made: DistConfig = node.meta["dist"]
+    lies = param.meta["dist"] if param is not None and kind == "grad" else None
+    target = lies or DistConfig.replicated(graph.strategy.mesh, made.ndim, made.dtype)
+    if kind in ("loss", "grad"):
+        for axis in graph.strategy.mesh.names:
+            if isinstance(made.placement(axis), Partial) and target.placement(axis) == R:
+                target = target.with_placement(axis, made.placement(axis))
+    return target
+
+
+def combine(
+    base: DistConfig, meta: TensorMeta, on_tp: Placement, on_cp: Placement, token: sympy.Symbol | None
+) -> DistConfig:
+    """Both axes on one tensor. On a token dim cp cuts first (its piece is a run of tokens), elsewhere tp."""
+    order: tuple[tuple[str, Placement], ...] = (("tp", on_tp), ("cp", on_cp))
+    if isinstance(on_tp, Shard) and isinstance(on_cp, Shard) and on_tp.dim == on_cp.dim:
+        size = meta.shape[on_tp.dim]
+        if not isinstance(size, int) and token in size.free_symbols:
+            order = (("cp", on_cp), ("tp", on_tp))
+    for axis, placement in order:
+        if placement != R:
+            base = base.with_placement(axis, placement)
+    return base
+
+
+def _note_attention(graph: AnnotatedGraph, tp: Choice, cp: Choice) -> None:
+    """Say where heads did not divide and what was done instead."""
+    for axis, choice in (("tp", tp), ("cp", cp)):
+        places = defaultdict(list)
+        for node, option in choice.items():
+            if node.target is ATTENTION[0] and not any(isinstance(p, Shard) for p in option.inputs):
+                heads = tuple(node.args[i].meta["tensor"].shape[1] for i in (0, 1))  # type: ignore[union-attr]
+                places[(normalize_fqn(node.meta["fqn"]), heads)].append(node)
+        for (fqn, (heads, kv_heads)), nodes in places.items():
+            graph.notes.append(
+                f"{len(nodes)} attention op(s) in {fqn or 'the root'}: {heads} query / {kv_heads} key-value heads do not divide "
+                f"by {axis}={graph.strategy.degree(axis)}; attention runs whole on each {axis} rank"
+            )
+
+
+def _note_missing_rules(graph: AnnotatedGraph) -> None:
+    """Warn of ops that run replicated only because nobody wrote their rule."""
+    if graph.strategy.degree("tp") * graph.strategy.degree("cp") == 1:
+        return
+    missing = defaultdict(list)
+    for node in graph.graph.nodes:
+        if is_op(node) and rule_of(node.target) is None and node.target not in REPLICATED_ON_PURPOSE:
+            missing[str(node.target)].append(node)
+    for name, nodes in missing.items():
+        where = nodes[0].meta.get("source") or nodes[0].meta.get("fqn") or "the model"
+        note = f"op {name} ({len(nodes)}x, first at {where}) has no sharding rule: it runs replicated"
+        graph.notes.append(note)
+        warnings.warn(note, FxparWarning, stacklevel=3)
+
+
+__all__ = ["annotate", "combine"]

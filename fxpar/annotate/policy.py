@@ -1,0 +1,175 @@
+"""What each mesh axis is for: the tensor axis cuts weights, the context axis cuts tokens."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
+from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
+from fxpar.dist_config import Partial, Placement, R, Replicate, Shard
+from fxpar.errors import OverrideError, nearest
+from fxpar.graph import Input, LogicalGraph
+from fxpar.rules.matmul import matmul_flops
+from fxpar.rules.option import Option, OpView
+from fxpar.rules.own_ops import attention_options
+from fxpar.rules.table import own
+from fxpar.strategy import Strategy, parse_override
+
+ATTENTION = (own.attention.default, own.attention_backward.default)
+
+# A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
+# outweighs communication unless the cut is absurd.
+WHOLE_WORK = 64
+# Under sequence parallelism an activation that every rank keeps whole costs memory.
+WHOLE_ACTIVATION = 0.05
+
+
+def _shards(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool | None]:
+    """Kind (token, static, neither) of every dim that an option cuts."""
+    kinds = []
+    for result, placement in enumerate(option.outputs):
+        if isinstance(placement, Shard):
+            kinds.append(entry.token[result][placement.dim])
+    for producers, placement in zip(entry.operands, option.inputs, strict=True):
+        if isinstance(placement, Shard):
+            producer, result = min(producers)
+            kinds.append(problem.classes[producer].token[result][placement.dim])
+    return kinds
+
+
+def _token_dims(entry: OpClass, result: int) -> list[int]:
+    """Token dims of the batch; whatever follows from them is found through the rules."""
+    if entry.nodes[0].meta.get("kind") != "batch":
+        return []
+    return [d for d, token in enumerate(entry.token[result]) if token]
+
+
+def _work_bytes(problem: AxisProblem, entry: OpClass) -> float:
+    """Bytes that a product or attention touches; 0 for other ops."""
+    if entry.view.target not in ATTENTION and not matmul_flops(entry.view):
+        return 0.0
+    return float(sum(problem.sizes.nbytes(m) for m in tensor_metas(entry.nodes[0]) if m))
+
+
+def _weight_bytes(problem: AxisProblem, entry: OpClass) -> float:
+    """Bytes of a weight and of the activations that it makes, so that neither small widths nor long batches tip it."""
+    meta = entry.nodes[0].meta["tensor"]
+    return problem.sizes.nbytes(meta) + problem.sizes.NOMINAL * max(entry.view.outputs[0]) * meta.dtype.itemsize
+
+
+def _is_cut(option: Option) -> bool:
+    return any(isinstance(p, Shard) for p in (*option.inputs, *option.outputs))
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """tp: weights are cut; activations follow. With `sp`, tokens may be cut where weights are not involved."""
+
+    degree: int
+    sp: bool
+    overrides: Mapping[str, Placement]  # by placeholder name
+
+    def seeds(self, entry: OpClass, result: int) -> list[int]:
+        if entry.nodes[0].meta.get("kind") == "param":
+            return list(range(len(entry.view.outputs[0])))
+        return _token_dims(entry, result) if self.sp else []
+
+    def sources(self, entry: OpClass) -> list[Option]:
+        node = entry.nodes[0]
+        if node.meta.get("kind") != "param":
+            return [Option((), (R,))]
+        shards = sorted(entry.candidates[0], key=str)
+        override = self.overrides.get(node.name)
+        if isinstance(override, Replicate):
+            return [Option((), (R,))]
+        if isinstance(override, Shard):
+            same_dim = [s for s in shards if s.dim == override.dim] or [override]
+            return [Option((), (s,)) for s in same_dim]
+        return [Option((), (R,)), *(Option((), (s,)) for s in shards)]
+
+    def extra(self, op: OpView) -> list[Option]:
+        return attention_options(op, self.degree) if op.target in ATTENTION else []
+
+    def allowed(self, problem: AxisProblem, entry: OpClass, option: Option) -> bool:
+        kinds = _shards(problem, entry, option)
+        return all(kind is False or (kind is True and self.sp) for kind in kinds)
+
+    def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
+        if entry.view.target == "input":
+            is_weight = entry.nodes[0].meta.get("kind") == "param" and len(entry.view.outputs[0]) > 1
+            return WHOLE_WORK * _weight_bytes(problem, entry) if is_weight and not _is_cut(option) else 0.0
+        cost = 0.0
+        if not _is_cut(option):
+            cost = WHOLE_WORK * _work_bytes(problem, entry)
+        if self.sp:
+            for placement, kinds, meta in zip(option.outputs, entry.token, tensor_metas(entry.nodes[0]), strict=True):
+                if meta is not None and any(kinds) and not isinstance(placement, Shard):
+                    cost += WHOLE_ACTIVATION * problem.sizes.nbytes(meta)
+        return cost
+
+
+@dataclass(frozen=True)
+class ContextAxis:
+    """cp: tokens are cut everywhere but in attention, which swaps them for heads (Ulysses) where heads divide."""
+
+    degree: int
+
+    def seeds(self, entry: OpClass, result: int) -> list[int]:
+        return _token_dims(entry, result)
+
+    def sources(self, entry: OpClass) -> list[Option]:
+        node = entry.nodes[0]
+        if node.meta.get("kind") != "batch":
+            return [Option((), (R,))]
+        return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
+
+    def extra(self, op: OpView) -> list[Option]:
+        return attention_options(op, self.degree) if op.target in ATTENTION else []
+
+    def allowed(self, problem: AxisProblem, entry: OpClass, option: Option) -> bool:
+        if entry.view.target in ATTENTION:
+            return True
+        return all(kind is True for kind in _shards(problem, entry, option))
+
+    def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
+        return 0.0 if _is_cut(option) else WHOLE_WORK * _work_bytes(problem, entry)
+
+
+def grad_cost(nbytes: int, placement: Placement, degree: int) -> float:
+    """A gradient that stays partial is reduced later, together with others: no launch of its own."""
+    if isinstance(placement, Partial):
+        return max(0.0, reshard_bytes(nbytes, placement, R, degree) - LAUNCH_BYTES)
+    return 0.0
+
+
+def resolve_overrides(logical: LogicalGraph, strategy: Strategy) -> dict[str, Placement]:
+    """Override of each parameter placeholder by name; the first glob that matches wins. Raises OverrideError."""
+    found: dict[str, Placement] = {}
+    params = [
+        (node, info) for node, info in zip(logical.placeholders, logical.inputs, strict=True) if info.kind == "param"
+    ]
+    names = [fqn for _, info in params for fqn in (info.fqn, *info.aliases)]
+    for pattern, text in strategy.overrides:
+        placement = parse_override(pattern, text)
+        matched = [(n, i) for n, i in params if any(fnmatch.fnmatchcase(f, pattern) for f in (i.fqn, *i.aliases))]
+        if not matched:
+            hint = nearest(pattern, names)
+            raise OverrideError(pattern, "matches no parameter", hint or ". Globs run over parameter FQNs.")
+        for node, info in matched:
+            _check_dim(pattern, placement, info)
+            found.setdefault(node.name, placement)
+    return found
+
+
+def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
+    rank = len(info.meta.shape)
+    if isinstance(placement, Shard) and placement.dim >= rank:
+        raise OverrideError(
+            pattern, f"{placement} names dim {placement.dim}, but parameter {info.fqn!r} has {rank} dims."
+        )
+
+
+__all__ = ["ATTENTION", "ContextAxis", "TensorAxis", "grad_cost", "resolve_overrides"]

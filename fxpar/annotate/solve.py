@@ -1,0 +1,187 @@
+"""Choose one option per class at the least communication: a small 0/1 program, solved by HiGHS (scipy).
+
+Variables: x[c, o], class c takes option o; z[v, p, q] >= 0, result v is made as placement p and also wanted as q. A
+reshard is paid once per (result, wanted placement) however many users want it, as the lowered graph shares it. For
+every user of v that may want q:  sum of its x wanting q <= sum over p of z[v, p, q];  and z[v, p, q] <= the x making p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve_want
+from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
+from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
+from fxpar.dist_config import Placement
+from fxpar.errors import PlacementError
+from fxpar.rules.option import Option
+
+NodeCost = Callable[[OpClass, Option], float]
+Want = dict[Placement, list[int]]  # placement -> columns of one user that want it
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A graph result: `value` is wanted in one of `options`, each at a cost; tied to a class's own option.
+
+    `options[i]` is only legal where class `tie` is placed as `ties[i]`.
+    """
+
+    value: Result
+    options: tuple[Placement, ...]
+    costs: tuple[float, ...]
+    tie: int | None = None
+    ties: tuple[Placement, ...] = ()
+
+
+class _Program:
+    """Rows and columns of the 0/1 program as they are found."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.integral: list[int] = []
+        self.rows: list[tuple[dict[int, float], float, float]] = []
+
+    def column(self, cost: float, integral: bool) -> int:
+        self.cost.append(cost)
+        self.integral.append(int(integral))
+        return len(self.cost) - 1
+
+    def row(self, entries: dict[int, float], low: float, high: float) -> None:
+        self.rows.append((entries, low, high))
+
+    def one_of(self, columns: list[int]) -> None:
+        self.row(dict.fromkeys(columns, 1.0), 1, 1)
+
+    def solve(self) -> np.ndarray:
+        if not self.cost:
+            return np.zeros(0)
+        data, row_index, column_index, low, high = [], [], [], [], []
+        for i, (entries, lo, hi) in enumerate(self.rows):
+            low.append(lo)
+            high.append(hi)
+            for j, value in entries.items():
+                data.append(value)
+                row_index.append(i)
+                column_index.append(j)
+        matrix = sparse.csr_matrix((data, (row_index, column_index)), shape=(len(self.rows), len(self.cost)))
+        result = milp(
+            np.array(self.cost) / LAUNCH_BYTES,
+            integrality=np.array(self.integral),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, np.array(low), np.array(high)),
+            options={"mip_rel_gap": 1e-9, "time_limit": 60.0},
+        )
+        if result.x is None:
+            raise PlacementError(f"the placement search found no solution: {result.message}")
+        return result.x
+
+
+def solve(problem: AxisProblem, node_cost: NodeCost, demands: list[Demand]) -> dict[int, Option]:
+    """The option of every class."""
+    return _Search(problem, node_cost, demands).run()
+
+
+class _Search:
+    """One run of the search."""
+
+    def __init__(self, problem: AxisProblem, node_cost: NodeCost, demands: list[Demand]) -> None:
+        self.problem, self.demands = problem, demands
+        self.program = _Program()
+        possible: dict[Result, set[Placement]] = {}
+        for demand in demands:
+            possible.setdefault(demand.value, set()).update(demand.options)
+        self.aliases: dict[int, Alias] = find_aliases(problem, possible)
+        self.x: dict[int, list[int]] = {}
+        self.wants: dict[Result, list[Want]] = {}
+        self.demand_columns: list[list[int]] = []
+        for entry in problem.classes:
+            if entry.index not in self.aliases:
+                count = len(entry.nodes)
+                columns = [self.program.column(node_cost(entry, o) * count, True) for o in entry.options]
+                self.x[entry.index] = columns
+                self.program.one_of(columns)
+
+    def run(self) -> dict[int, Option]:
+        for index, columns in self.x.items():
+            entry = self.problem.classes[index]
+            for position, producers in enumerate(entry.operands):
+                placements = [o.inputs[position] for o in entry.options]
+                for value in producers:
+                    self._want(value, placements, columns)
+        for demand in self.demands:
+            self._demand(demand)
+        for index in self.x:
+            for result in range(len(self.problem.classes[index].view.outputs)):
+                self._reshards(self.problem.classes[index], result)
+        solution = self.program.solve()
+        chosen = {
+            index: self.problem.classes[index].options[int(np.argmax([solution[j] for j in columns]))]
+            for index, columns in self.x.items()
+        }
+        demanded: dict[Result, list[Placement]] = {}
+        for demand, columns in zip(self.demands, self.demand_columns, strict=True):
+            pick = demand.options[int(np.argmax([solution[j] for j in columns]))]
+            demanded.setdefault(demand.value, []).append(pick)
+        return expand(self.problem, self.aliases, chosen, demanded)
+
+    def _want(self, value: Result, placements: list[Placement], columns: list[int]) -> None:
+        """Note that the user behind `columns` wants `value` so, looking through aliases."""
+        want: Want = {}
+        behind = value
+        for column, placement in zip(columns, placements, strict=True):
+            behind, wanted = resolve_want(self.aliases, value, placement)
+            want.setdefault(wanted, []).append(column)
+        self.wants.setdefault(behind, []).append(want)
+
+    def _demand(self, demand: Demand) -> None:
+        columns = [self.program.column(cost, True) for cost in demand.costs]
+        self.demand_columns.append(columns)
+        self.program.one_of(columns)
+        self._want(demand.value, list(demand.options), columns)
+        if demand.tie is None:
+            return
+        options = self.problem.classes[demand.tie].options
+        for column, tied in zip(columns, demand.ties, strict=True):
+            match = [c for c, o in zip(self.x[demand.tie], options, strict=True) if o.outputs[0] == tied]
+            self.program.row({column: 1.0, **dict.fromkeys(match, -1.0)}, -1, 0)
+
+    def _reshards(self, entry: OpClass, result: int) -> None:
+        """Columns and rows for the placements in which one result is made and wanted."""
+        meta = tensor_metas(entry.nodes[0])[result]
+        wants = self.wants.get((entry.index, result), [])
+        if meta is None or not wants:
+            return
+        makes: dict[Placement, list[int]] = {}
+        for column, option in zip(self.x[entry.index], entry.options, strict=True):
+            makes.setdefault(option.outputs[result], []).append(column)
+        unique = {tuple(sorted((str(p), *c) for p, c in want.items())): want for want in wants}
+        for placement in dict.fromkeys(p for want in wants for p in want):
+            supply = self._supply(entry, self.problem.sizes.nbytes(meta), makes, placement)
+            for want in unique.values():
+                if placement in want:
+                    row = {**dict.fromkeys(want[placement], 1.0), **dict.fromkeys(supply, -1.0)}
+                    self.program.row(row, -np.inf, 0)
+
+    def _supply(
+        self, entry: OpClass, nbytes: int, makes: dict[Placement, list[int]], placement: Placement
+    ) -> list[int]:
+        """Columns of the ways to have a result in `placement`: as it is made, or through a reshard."""
+        supply: list[int] = []
+        for made, columns in makes.items():
+            if made == placement:
+                supply += columns
+                continue
+            price = reshard_bytes(nbytes, made, placement, self.problem.degree)
+            # Parameters and inputs are used as they lie, or sliced; gathering them is not this axis' business.
+            if not np.isfinite(price) or (entry.view.target == "input" and price >= LAUNCH_BYTES):
+                continue
+            column = self.program.column(price * len(entry.nodes), False)
+            self.program.row({column: 1.0, **dict.fromkeys(columns, -1.0)}, -np.inf, 0)
+            supply.append(column)
+        return supply

@@ -1,0 +1,48 @@
+"""`capture`: an unmodified module and a loss become one LogicalGraph."""
+
+from __future__ import annotations
+
+import time
+from torch import nn
+
+from fxpar.capture.canonical import Canonical
+from fxpar.capture.dynamic import Dynamic, resolve_dynamic
+from fxpar.capture.functional import make_functional
+from fxpar.capture.guards import check_guards
+from fxpar.capture.provenance import Provenance, user_line
+from fxpar.capture.signature import Batch, make_signature, model_device, named_batch
+from fxpar.capture.step import LossFunction, Step
+from fxpar.graph import LogicalGraph, Output
+from fxpar.torch_api.tracing import FakeWorld
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Batch,
+    *,
+    dynamic: Dynamic = "auto",
+    name: str | None = None,
+) -> LogicalGraph:
+    """Trace forward, loss and backward of `model` once, on fake tensors."""
+    started = time.process_time()
+    device = model_device(model)
+    batch = named_batch(example_batch)
+    dims = resolve_dynamic(dynamic, batch)
+    world = FakeWorld(user_line)
+    signature = make_signature(model, batch, world, dims)
+    step = Step(model, loss_fn, example_batch, signature, world, Provenance(model), device)
+    raw = step.trace()
+    traced = time.process_time()
+    functional = make_functional(raw.gm, signature, world)
+    checked = check_guards(world, dims.dims)
+    count = 1 + len(raw.grads)
+    buffers = dict(zip(raw.buffers, functional.results[count:], strict=True)) | functional.buffers
+    written = [fqn for fqn in signature.of_kind("buffer") if fqn in buffers]
+    results = functional.results[:count] + [buffers[fqn] for fqn in written]
+    gm = Canonical(functional.gm, signature.inputs, dims, world).run(results)
+    outputs = [Output("loss", "loss"), *(Output("grad", fqn) for fqn in raw.grads)]
+    outputs += [Output("buffer", fqn) for fqn in written]
+    done = time.process_time()
+    timings = {"trace_ms": 1e3 * (traced - started), "canonical_ms": 1e3 * (done - traced)}
+    return LogicalGraph(gm, signature.inputs, tuple(outputs), checked, name or type(model).__name__, timings)

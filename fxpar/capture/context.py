@@ -1,0 +1,66 @@
+"""What the parts of one running capture share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fxpar.capture.provenance import Provenance, user_line
+from fxpar.errors import UnsupportedOpError
+from fxpar.torch_api.tracing import FakeWorld
+
+
+@dataclass
+class Mean:
+    """A mean that the program took over everything, and the sum it could have taken instead."""
+
+    result: Tensor
+    total: Tensor
+    what: str
+    line: str | None
+
+
+@dataclass
+class CaptureContext:
+    """State of one trace. `batch` holds the traced batch tensors, `seed` the graph's seed input."""
+
+    world: FakeWorld
+    provenance: Provenance
+    batch: Mapping[str, Tensor]
+    seed: Tensor
+    device: torch.device
+    means: list[Mean] = field(default_factory=list)
+    masks: list[tuple[Tensor, object]] = field(default_factory=list)
+    documents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def unsupported(self, what: str, instead: str) -> UnsupportedOpError:
+        """The error for something that the running module does, with its FQN and line."""
+        return UnsupportedOpError(what, instead, self.provenance.fqn, user_line())
+
+    def add_mean(self, result: Tensor, total: Tensor, what: str) -> Tensor:
+        """Remember that `result` is a mean whose sum is `total`; returns `result`."""
+        self.means.append(Mean(result, total, what, user_line()))
+        return result
+
+
+_CURRENT: ContextVar[CaptureContext | None] = ContextVar("fxpar_capture", default=None)
+
+
+def current() -> CaptureContext | None:
+    """The capture that is running; None outside of one."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def running(context: CaptureContext) -> Iterator[CaptureContext]:
+    """Make `context` the current one."""
+    token = _CURRENT.set(context)
+    try:
+        yield context
+    finally:
+        _CURRENT.reset(token)

@@ -1,0 +1,64 @@
+"""What tracing took for granted about the dynamic dims: bounds are kept, anything else is an error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import sympy
+
+from fxpar.errors import SpecializedShapeError
+from fxpar.graph import Dim, dim_symbol
+from fxpar.torch_api.tracing import FakeWorld, Guard
+
+
+def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The dims with the bounds that the guards of a trace imply; raises SpecializedShapeError for other guards.
+
+    A bound is a comparison that is linear in one dim, such as `T <= 512` from a table of 512 positions.
+    """
+    named = {symbol: dim_symbol(name) for symbol, name in world.names().items()}
+    bounds = {dim.symbol: (dim.minimum, dim.maximum) for dim in dims}
+    for guard in world.guards:
+        condition = guard.condition.xreplace(named)
+        if condition in (sympy.true, True):
+            continue
+        for part in sympy.And.make_args(condition):
+            _narrow(part, bounds, guard)
+    return tuple(
+        replace(dim, minimum=bounds[dim.symbol][0], maximum=bounds[dim.symbol][1]) for dim in dims
+    )
+
+
+def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]], guard: Guard) -> None:
+    """Tighten `bounds` by one condition."""
+    found = _linear(condition)
+    if found is None:
+        names = " and ".join(sorted(map(str, condition.free_symbols))) or "a dim"
+        raise SpecializedShapeError(names, str(condition), guard.place)
+    symbol, low, high = found
+    minimum, maximum = bounds[symbol]
+    if low is not None:
+        minimum = max(minimum, low)
+    if high is not None:
+        maximum = high if maximum is None else min(maximum, high)
+    bounds[symbol] = minimum, maximum
+
+
+def _linear(condition: sympy.Basic) -> tuple[sympy.Symbol, int | None, int | None] | None:
+    """(dim, least, greatest) of a comparison `a * dim + b <= 0` in any form; None for any other condition."""
+    if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
+        return None
+    symbols = condition.free_symbols
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    difference = sympy.expand(condition.gts - condition.lts)  # >= 0, or > 0
+    a, b = difference.coeff(symbol, 1), difference.coeff(symbol, 0)
+    if not (a.is_number and b.is_number) or sympy.expand(difference - a * symbol - b) != 0 or a == 0:
+        return None
+    strict = isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan))
+    edge = sympy.Rational(-b, a)  # dim > edge or dim < edge, or equal where not strict
+    if a > 0:
+        return symbol, math.floor(edge) + 1 if strict else math.ceil(edge), None
+    return symbol, None, math.ceil(edge) - 1 if strict else math.floor(edge)

@@ -1,0 +1,169 @@
+"""Where each traced node comes from: module FQN, the user's source line, forward or backward.
+
+Nothing of the model is touched: global module hooks keep a stack of FQNs while the model runs. A node of the backward
+gets what the forward op had whose autograd node the engine is running, matched by sequence number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from fxpar.torch_api import tracing
+
+
+def _folder(file: str | None) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(file or "")), "")
+
+
+_TORCH = _folder(torch.__file__)
+_FXPAR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
+_TRANSFORMERS = f"{os.sep}transformers{os.sep}"
+F = TypeVar("F", bound=Callable[..., Any])
+_GENERATED = ("<frozen", "<string>", "<eval_with_key>")
+
+# Functions of capture that call user code: frames outside of them are the caller's, not the model's.
+_BOUNDARIES: set[CodeType] = set()
+
+
+@functools.cache
+def is_user_file(filename: str) -> bool:
+    """Whether users know this file: not torch, fxpar, the standard library or a host's plumbing."""
+    if filename.startswith(_GENERATED):
+        return False
+    path = os.path.abspath(filename)
+    if path.startswith((_TORCH, _FXPAR)):
+        return False
+    if "-packages" + os.sep in path:
+        return _TRANSFORMERS not in path or f"{_TRANSFORMERS}models{os.sep}" in path
+    return not path.startswith(_STDLIB)
+
+
+def calls_user_code(function: F) -> F:
+    """Mark a function of capture that calls user code."""
+    _BOUNDARIES.add(function.__code__)
+    return function
+
+
+def user_line() -> str | None:
+    """`file:line` of the innermost frame of user code, looking no further out than capture."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _BOUNDARIES:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def line_of_error(error: BaseException) -> str | None:
+    """`file:line` of the innermost frame of user code in an exception's traceback."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code in _BOUNDARIES:
+            line = None
+        elif is_user_file(code.co_filename):
+            line = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+@dataclass
+class Frame:
+    """One module call on the stack; `calls` counts what inside it wants a number (dropouts)."""
+
+    fqn: str
+    module: int
+    calls: int = 0
+
+
+@dataclass
+class Provenance:
+    """Follows one run of a model; `on_node` stamps `fqn`, `source`, `backward` into node metas."""
+
+    model: nn.Module
+    stack: list[Frame] = field(default_factory=lambda: [Frame("", 0)])
+    recomputing: int = 0
+
+    def __post_init__(self) -> None:
+        self._names = {id(module): name for name, module in reversed(list(self.model.named_modules()))}
+        self._forward: dict[int, tuple[str, str | None]] = {}
+
+    @property
+    def fqn(self) -> str:
+        """FQN of the module that is running."""
+        return self.stack[-1].fqn
+
+    def next_call(self) -> tuple[str, int]:
+        """The running module's FQN and a number that counts up within this call of it."""
+        frame = self.stack[-1]
+        frame.calls += 1
+        return frame.fqn, frame.calls - 1
+
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """Follow module calls, checkpointed ones too, and stamp the nodes traced inside the block."""
+        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        try:
+            with tracing.checkpoint_hook(self._resume), tracing.observe_nodes(self.on_node):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def on_node(self, node: fx.Node) -> None:
+        if node.op != "call_function":
+            return
+        sequence = tracing.backward_sequence_number()
+        meta = node.meta
+        if sequence is None or self.recomputing:
+            meta["fqn"], meta["source"] = self.fqn, user_line()
+            if sequence is None:
+                # Ops that need no gradient get no number of their own, so the first one keeps it.
+                self._forward.setdefault(tracing.sequence_number(), (meta["fqn"], meta["source"]))
+        else:
+            meta["fqn"], meta["source"] = self._forward.get(sequence, (None, None))
+        meta["backward"] = sequence is not None
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self.stack.append(Frame(name, id(module)))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self._names:
+            return
+        # A model that catches an exception of a submodule leaves that submodule's frame behind.
+        while len(self.stack) > 1 and self.stack.pop().module != id(module):
+            pass
+
+    def _resume(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
+        """Give a checkpointed region the same stack when it runs again, so that its dropouts get the same numbers."""
+        start = copy.deepcopy(self.stack)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            stack, self.stack = self.stack, copy.deepcopy(start)
+            self.recomputing += 1
+            try:
+                return recompute(*args, **kwargs)
+            finally:
+                self.recomputing -= 1
+                self.stack = stack
+
+        return run

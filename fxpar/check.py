@@ -1,0 +1,232 @@
+"""Check strategies: run every rank in this process and compare loss and every gradient with a single device.
+
+The single device is the captured graph itself, run on each replica's micro-batch in turn; the sum is the truth. Each
+data-parallel replica gets micro-batches of its own, of a different length where the model has a token dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import FxparError
+from fxpar.exec_graph import ExecGraph, compile_graph
+from fxpar.graph import LogicalGraph
+from fxpar.lower import lower
+from fxpar.runtime.bound import Backend, bind
+from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.padding import pad_batch
+from fxpar.strategy import Strategy
+from fxpar.torch_api.threaded import run_threads
+
+Batch = Mapping[str, Tensor]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One strategy's verdict; relative errors are max |a - b| / max |b| of a tensor, over all ranks."""
+
+    strategy: str
+    world: int
+    ok: bool
+    loss_rel_err: float
+    grad_max_rel_err: float
+    worst_param: str
+    collectives: dict[str, int]
+    collective_bytes: int
+    capture_cpu_s: float
+    annotate_cpu_s: float
+    lower_cpu_s: float
+    nodes: int
+    run_wall_s: float = 0.0
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(
+    logical: LogicalGraph,
+    strategies: Sequence[Strategy | str],
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Batch],
+    *,
+    scale: float = 1.0,
+    tolerance: float | None = None,
+    compile: Backend = "eager",
+) -> list[CheckResult]:
+    """Check each strategy on `batches`: replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse).
+
+    `params` and `buffers` are whole tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the
+    parameters' dtype: 1e-10 for float64, 1e-5 for float32.
+    """
+    dtype = next((t.dtype for t in params.values() if t.is_floating_point()), torch.float32)
+    limit = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
+    oracle = _Oracle(logical, params, buffers, scale)
+    return [_check_one(logical, s, params, buffers, batches, scale, limit, oracle, compile) for s in strategies]
+
+
+class _Oracle:
+    """The captured graph on one device, by micro-batch; results are kept, as strategies share micro-batches."""
+
+    def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
+        self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
+        self._module = compile_graph(logical.gm.graph)
+        self._known: dict[int, list[Tensor]] = {}
+
+    def result(self, index: int, batch: Batch) -> list[Tensor]:
+        if index not in self._known:
+            values = []
+            for info in self._logical.inputs:
+                if info.kind in ("param", "buffer"):
+                    values.append((self._params if info.kind == "param" else self._buffers)[info.fqn])
+                elif info.kind == "batch":
+                    values.append(batch[info.fqn])
+                elif info.kind == "scale":
+                    values.append(torch.tensor(self._scale, dtype=info.meta.dtype))
+                else:
+                    values.append(torch.tensor(index))
+            with torch.no_grad():
+                self._known[index] = list(self._module(*values))
+        return self._known[index]
+
+
+def assign(strategy: Strategy, count: int) -> list[list[int]]:
+    """Micro-batches of each dp replica: round robin over at least one each."""
+    replicas = strategy.degree("dp")
+    total = max(count, replicas)
+    return [[i for i in range(total) if i % replicas == r] for r in range(replicas)]
+
+
+def _check_one(
+    logical: LogicalGraph,
+    strategy: Strategy | str,
+    params: Batch,
+    buffers: Batch,
+    batches: Sequence[Batch],
+    scale: float,
+    limit: float,
+    oracle: _Oracle,
+    compile: Backend,
+) -> CheckResult:
+    if isinstance(strategy, str):
+        strategy = Strategy.parse(strategy)
+    program = lower(logical, strategy)
+    plan = assign(strategy, len(batches))
+    expected = _sum([oracle.result(i, batches[i % len(batches)]) for micro in plan for i in micro], logical)
+    begun, error = time.perf_counter(), ""
+    try:
+        ranks = run_world(program, params, buffers, batches, plan, scale, compile)
+        loss_error, errors = _compare(program, ranks, expected)
+    except FxparError as problem:
+        loss_error, errors, error = float("inf"), {"": float("inf")}, str(problem)
+    worst = max(errors, key=errors.__getitem__) if errors else ""
+    grad_error = errors.get(worst, 0.0)
+    return CheckResult(
+        strategy=str(strategy),
+        world=strategy.world,
+        ok=loss_error <= limit and grad_error <= limit,
+        loss_rel_err=loss_error,
+        grad_max_rel_err=grad_error,
+        worst_param=worst,
+        collectives=program.collectives(),
+        collective_bytes=program.collective_bytes(),
+        capture_cpu_s=round(program.timings.get("capture_cpu_s", 0.0), 3),
+        annotate_cpu_s=round(program.timings["annotate_cpu_s"], 3),
+        lower_cpu_s=round(program.timings["lower_cpu_s"], 3),
+        nodes=program.node_count,
+        run_wall_s=round(time.perf_counter() - begun, 3),
+        error=error,
+        notes=list(program.notes),
+    )
+
+
+def run_world(
+    program: ExecGraph,
+    params: Batch,
+    buffers: Batch,
+    batches: Sequence[Batch],
+    plan: list[list[int]],
+    scale: float,
+    compile: Backend = "eager",
+) -> list[dict[str, Any]]:
+    """All ranks of a program as threads; `plan[replica]` lists its micro-batches. Results by rank (local tensors)."""
+    strategy = program.strategy
+    fingerprint = program.fingerprint()
+
+    def work(rank: int) -> dict[str, Any]:
+        groups = ProcessGroups().names(strategy.mesh, program.axes())
+        bound = bind(program, rank, groups, compile=compile)
+        local = {
+            info.fqn: stored.dist.take(params[info.fqn], rank)
+            for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+            if info.kind == "param"
+        }
+        bound.prepare(local, buffers)
+        for index in plan[strategy.mesh.coordinate(rank).get("dp", 0)]:
+            whole = pad_batch(program.inputs, program.dims, program.divisors, batches[index % len(batches)])
+            bound.run(local_batch(program, whole, rank), scale, seed=index)
+        return {**bound.finish(), "fingerprint": fingerprint}
+
+    return run_threads(strategy.world, work)
+
+
+def local_batch(program: ExecGraph, batch: Batch, rank: int) -> dict[str, Tensor]:
+    """This rank's piece of a replica's (padded) batch."""
+    return {
+        info.fqn: stored.dist.take(batch[info.fqn], rank)
+        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+        if info.kind == "batch"
+    }
+
+
+def _sum(results: list[list[Tensor]], logical: LogicalGraph) -> dict[tuple[str, str], Tensor]:
+    """Loss and gradients summed over micro-batches."""
+    total: dict[tuple[str, str], Tensor] = {}
+    for values in results:
+        for info, value in zip(logical.outputs, values, strict=True):
+            if info.kind == "buffer":
+                continue
+            key = (info.kind, info.fqn)
+            total[key] = value.clone() if key not in total else total[key] + value
+    return total
+
+
+def _compare(
+    program: ExecGraph, ranks: list[dict[str, Any]], expected: dict[tuple[str, str], Tensor]
+) -> tuple[float, dict[str, float]]:
+    """Relative error of the loss, and of each gradient put together from all ranks' pieces."""
+    truth = expected[("loss", "loss")]
+    loss_error = max(relative_error(result["loss"], truth) for result in ranks)
+    errors: dict[str, float] = {}
+    for info, stored in zip(program.outputs, program.stored_outputs, strict=True):
+        if info.kind != "grad":
+            continue
+        truth = expected[("grad", info.fqn)]
+        worst = 0.0
+        for rank, result in enumerate(ranks):
+            piece = stored.dist.take(truth, rank)  # padding included: it must be zero
+            worst = max(worst, relative_error(result["grads"][info.fqn], piece, truth))
+        errors[info.fqn] = worst
+    return loss_error, errors
+
+
+def relative_error(value: Tensor, truth: Tensor, whole: Tensor | None = None) -> float:
+    """max |value - truth| / max |whole|; inf for a wrong shape or NaN."""
+    if value.shape != truth.shape:
+        return float("inf")
+    if not truth.numel():
+        return 0.0
+    size = float((truth if whole is None else whole).abs().max())
+    gap = float((value - truth).abs().max())
+    if gap != gap:
+        return float("inf")
+    return gap / size if size else gap

@@ -1,0 +1,193 @@
+"""`ExecGraph`: what every rank runs under one strategy, in three parts.
+
+    prologue   once per mini-batch:  stored parameters -> parameters as the body wants them (casts, ZeRO gathers)
+    body       per micro-batch:      forward, loss, backward
+    epilogue   once per group:       loss and gradients -> reduced over data ranks, lying like the stored parameters
+
+It is the same object on every rank: process groups and this rank's coordinates are tokens (`@tp`, `#tp`) until `bind`.
+It pickles as plain data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import fx, nn
+
+from fxpar.dist_config import DistConfig
+from fxpar.graph import Dim, Input, Output, TensorMeta
+from fxpar.serialize import graph_from_data, graph_to_data
+from fxpar.strategy import Strategy
+
+Source = tuple[Literal["input", "prologue", "body"], int]
+
+
+@dataclass
+class Part:
+    """One graph of an ExecGraph: where each of its placeholders comes from, and its results."""
+
+    graph: fx.Graph
+    sources: tuple[Source, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"graph": graph_to_data(self.graph), "sources": self.sources}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.graph, self.sources = graph_from_data(state["graph"]), state["sources"]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        (output,) = self.graph.find_nodes(op="output")
+        return tuple(output.args[0])
+
+    @property
+    def is_empty(self) -> bool:
+        """No calls at all: every result is a placeholder."""
+        return not any(node.op == "call_function" for node in self.graph.nodes)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How an input or a result lies outside of the graph."""
+
+    meta: TensorMeta
+    dist: DistConfig
+
+    @property
+    def local(self) -> TensorMeta:
+        return TensorMeta(self.dist.local_shape(self.meta.shape), self.meta.dtype)
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One collective of a graph: kind, mesh axes joined by '.', what a rank puts in, how many calls were fused."""
+
+    kind: str
+    axis: str
+    sent: TensorMeta
+    part: str
+    fqn: str
+    backward: bool
+    fused: int = 1
+
+    def wire_bytes(self, degree: int, dims: dict) -> float:
+        """Bytes that one rank sends, by the ring algorithm (substance of `sent` with dynamic dims at `dims`)."""
+        nbytes = self.sent.numel(dims) * self.sent.dtype.itemsize
+        share = (degree - 1) / degree
+        factor = {"all_reduce": 2 * share, "all_gather": degree - 1.0, "reduce_scatter": share, "all_to_all": share}
+        return nbytes * factor[self.kind]
+
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def collective_kind(node: fx.Node) -> str | None:
+    """Kind of a `_c10d_functional` collective node; None for any other node."""
+    name = str(node.target)
+    if node.op != "call_function" or not name.startswith("_c10d_functional."):
+        return None
+    return _KINDS.get(name.split(".")[1])
+
+
+@dataclass
+class ExecGraph:
+    """The program of every rank for one strategy; see the module docstring."""
+
+    strategy: Strategy
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    stored_inputs: tuple[Stored, ...]
+    stored_outputs: tuple[Stored, ...]
+    dims: tuple[Dim, ...]
+    divisors: dict[str, int]
+    prologue: Part
+    body: Part
+    epilogue: Part
+    name: str = "model"
+    notes: tuple[str, ...] = ()
+    timings: dict[str, float] = field(default_factory=dict)
+    passes: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"prologue": self.prologue, "body": self.body, "epilogue": self.epilogue}
+
+    @property
+    def node_count(self) -> int:
+        return sum(len(part.graph.nodes) for part in self.parts.values())
+
+    def communications(self) -> list[Communication]:
+        """All collectives in program order."""
+        found = []
+        for name, part in self.parts.items():
+            for node in part.graph.nodes:
+                kind = collective_kind(node)
+                if kind is not None:
+                    axis, sent = node.meta["comm"]
+                    found.append(
+                        Communication(
+                            kind,
+                            axis,
+                            sent,
+                            name,
+                            node.meta.get("fqn", ""),
+                            bool(node.meta.get("backward")),
+                            node.meta.get("fused", 1),
+                        )
+                    )
+        return found
+
+    def collectives(self) -> dict[str, int]:
+        """Number of collectives of each kind in one mini-batch of one micro-batch."""
+        return dict(sorted(Counter(c.kind for c in self.communications()).items()))
+
+    def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
+        """Bytes that one rank sends per step with dynamic dims at `sizes` (the example's by default)."""
+        dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in self.dims}
+        mesh = self.strategy.mesh
+        return round(sum(c.wire_bytes(mesh.degree(c.axis), dims) for c in self.communications()))
+
+    def fingerprint(self) -> str:
+        """Hash of the program; equal on all ranks, or they would deadlock."""
+        digest = hashlib.sha256(str(self.strategy).encode())
+        for part in self.parts.values():
+            for node in part.graph.nodes:
+                digest.update(f"{node.op} {node.target} {node.name} {node.args} {node.kwargs}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def axes(self) -> tuple[str, ...]:
+        """Process-group tokens that the graphs use (axes joined by '.'), sorted."""
+        return tuple(sorted({c.axis for c in self.communications()}))
+
+
+def compile_graph(graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs the graph as generated Python; values are freed after their last use."""
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def substitute_tokens(graph: fx.Graph, groups: dict[str, str], indices: dict[str, int]) -> fx.Graph:
+    """A copy of the graph with `@axis` replaced by process-group names and `#axis` by this rank's position."""
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, str) and value[:1] == "@":
+            return groups[value[1:]]
+        if isinstance(value, str) and value[:1] == "#":
+            return indices[value[1:]]
+        if isinstance(value, tuple | list):
+            return type(value)(swap(v) for v in value)
+        return value
+
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    for node in new.nodes:
+        if node.op == "call_function" and any(isinstance(a, str) for a in node.args):
+            node.args = tuple(swap(a) if isinstance(a, str) else a for a in node.args)
+    return new

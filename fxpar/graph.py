@@ -1,0 +1,143 @@
+"""The two graphs of fxpar: `LogicalGraph` (one replica, global shapes) and `ExecGraph` (what one rank runs).
+
+Both hold `torch.fx` graphs whose nodes carry light, picklable metadata instead of fake tensors:
+
+    node.meta["tensor"]    TensorMeta, or a tuple of TensorMeta | None for an op with several results
+    node.meta["sym"]       sympy expression in the dynamic dims, on nodes whose value is an integer
+    node.meta["fqn"]       FQN of the module that the node was traced in ("" for the root), backward nodes too
+    node.meta["source"]    "file:line" of the user's code, or None
+    node.meta["backward"]  True for a node of the backward
+    node.meta["dist"]      DistConfig (or tuple) once annotated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import sympy
+import torch
+from torch import fx
+
+from fxpar.dist_config import short_dtype
+from fxpar.strategy import Strategy
+
+Size = int | sympy.Expr
+InputKind = Literal["param", "buffer", "batch", "scale", "seed"]
+OutputKind = Literal["loss", "grad", "buffer"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape (sizes may be sympy expressions in the dynamic dims) and dtype of a value."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+    def numel(self, dims: Mapping[sympy.Symbol, int]) -> int:
+        """Number of elements with the dynamic dims at `dims`."""
+        count = 1
+        for size in self.shape:
+            count *= size if isinstance(size, int) else int(size.subs(dims))
+        return count
+
+    def __str__(self) -> str:
+        return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dynamic dim: its name (also of the sympy symbol), the size in the example, and what guards allow."""
+
+    name: str
+    example: int
+    minimum: int = 1
+    maximum: int | None = None
+
+    @property
+    def symbol(self) -> sympy.Symbol:
+        return dim_symbol(self.name)
+
+
+def dim_symbol(name: str) -> sympy.Symbol:
+    """The sympy symbol of a dynamic dim."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder. `fqn` is a parameter's or buffer's FQN, a batch key, "scale" or "seed"."""
+
+    kind: InputKind
+    fqn: str
+    meta: TensorMeta
+    requires_grad: bool = False
+    aliases: tuple[str, ...] = ()  # further FQNs of a tied parameter
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result: the loss, the gradient of parameter `fqn`, or the new value of buffer `fqn`."""
+
+    kind: OutputKind
+    fqn: str
+
+
+@dataclass
+class LogicalGraph:
+    """Forward + loss + backward of one replica with global shapes.
+
+    Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
+    (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    dims: tuple[Dim, ...]
+    name: str = "model"
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.gm.graph.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        (output,) = self.gm.graph.find_nodes(op="output")
+        return tuple(output.args[0])
+
+    def params(self) -> Iterator[Input]:
+        return (i for i in self.inputs if i.kind == "param")
+
+    def example_dims(self) -> dict[sympy.Symbol, int]:
+        return {dim.symbol: dim.example for dim in self.dims}
+
+
+@dataclass
+class AnnotatedGraph:
+    """A replica's graph on its way to an `ExecGraph`: every value has a `DistConfig` for one strategy.
+
+    The passes of the lowering change `graph` in place. `divisors[dim]` is what a dynamic dim must divide by (the runtime
+    pads to it); `notes` say what the compiler decided that a user may not expect.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    dims: tuple[Dim, ...]
+    strategy: Strategy
+    name: str = "model"
+    divisors: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        (output,) = self.graph.find_nodes(op="output")
+        return tuple(output.args[0])

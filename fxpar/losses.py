@@ -1,0 +1,87 @@
+"""Loss functions in the form that `fxpar.capture` wants: `loss_fn(model, batch) -> sum over valid tokens`.
+
+Conventions, for all of them:
+
+- The result is a **sum** over valid tokens (elements), not a mean, in fp32 (fp64 for fp64 models). The captured graph
+  multiplies it by its input `scale`, which the runtime sets to 1/(valid tokens of the whole mini-batch): micro-batches
+  of any size then add up to the gradient of the mean.
+- `batch["labels"]` are **aligned**: labels[b, t] is what the logits at position t must predict. For a language model
+  that is the next token; `next_token_labels` makes them. A label of `ignore_index` (-100) is not valid: it adds nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxpar.ops.cross_entropy import cross_entropy_loss
+
+IGNORE_INDEX = -100
+_NOT_INPUTS = {"labels", "loss_mask"}
+
+
+def causal_lm(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Sum of the token losses of a language model.
+
+    Calls the model with those tensors of the batch that its forward accepts (all but the labels), and `use_cache=False`
+    if it knows that. The model returns logits [..., V], or an object with `.logits`; labels [...] are aligned.
+    """
+    outputs = model(**_model_inputs(model, batch))
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return cross_entropy_sum(logits, batch["labels"])
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Sum over tokens of -log softmax(logits)[label]; logits [..., V], labels [...] int64 -> scalar.
+
+    bf16 and fp16 logits are summed up in fp32 without a copy of them. Other labels outside [0, V) give NaN.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    return cross_entropy_loss(rows, labels.reshape(-1), ignore_index=ignore_index).sum()
+
+
+def mse_sum(prediction: Tensor, target: Tensor) -> Tensor:
+    """Sum over elements of the squared difference, at least in fp32 -> scalar."""
+    if prediction.dtype != torch.float64:
+        prediction = prediction.float()
+    return F.mse_loss(prediction, target.to(prediction.dtype), reduction="sum")
+
+
+def next_token_labels(
+    input_ids: Tensor,
+    *,
+    document_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Aligned labels of tokens [..., T]: the next token, `ignore_index` at the last one and at the end of each document.
+
+    Documents packed into one row are given by their ids, or by positions that restart at 0; both are [..., T].
+    """
+    labels = torch.full_like(input_ids, ignore_index)
+    labels[..., :-1] = input_ids[..., 1:]
+    ends = torch.zeros_like(input_ids, dtype=torch.bool)
+    if document_ids is not None:
+        ends[..., :-1] |= document_ids[..., 1:] != document_ids[..., :-1]
+    if position_ids is not None:
+        ends[..., :-1] |= position_ids[..., 1:] == 0
+    return labels.masked_fill(ends, ignore_index)
+
+
+def _model_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keyword arguments of the model's forward that the batch has."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    inputs: dict[str, Any] = {
+        key: value
+        for key, value in batch.items()
+        if key not in _NOT_INPUTS and (takes_any or key in parameters)
+    }
+    if "use_cache" in parameters:
+        inputs["use_cache"] = False
+    return inputs

@@ -1,0 +1,17 @@
+"""fxpar's own ops. Importing this package registers them under `torch.ops.fxpar`.
+
+Each op is functional, takes its tensors by position, has a fake kernel that works with symbolic
+sizes, and a gradient that is again an op of a captured graph. A rank may run any of them on a slice
+of the global tensors: what it must know about the slice is an argument.
+
+    attention, attention_backward          softmax attention of every kind, `fxpar.ops.attention`
+    cross_entropy, cross_entropy_backward  over a slice of the classes, `fxpar.ops.cross_entropy`
+    dropout                                same mask under any slicing, `fxpar.ops.dropout`
+    embedding, embedding_backward          in a slice of the table, `fxpar.ops.embedding`
+"""
+
+from __future__ import annotations
+
+from fxpar.ops import attention, cross_entropy, dropout, embedding
+
+__all__ = ["attention", "cross_entropy", "dropout", "embedding"]

@@ -1,0 +1,196 @@
+"""`fxpar::attention`: one attention op for every device, with its fake kernel and its gradient.
+
+The op covers what captured models need: grouped-query heads, causal, packed documents, sliding
+windows, a dense mask, a soft cap on the scores. Its graph is the same on every device; the kernels
+behind it are not:
+
+    CPU     `attention_cpu`   ATen's CPU flash, once per document; else blocks of query rows
+    CUDA    `attention_cuda`  ATen's flash, dense or packed; else blocks of query rows
+
+With q [B, H, Sq, E], k [B, Hkv, Skv, E], v [B, Hkv, Skv, Ev], query head h reads key/value head
+`h // (H // Hkv)`, and
+
+    score = (q . k) * scale; if softcap > 0: score = softcap * tanh(score / softcap); score += mask
+    lse = log(sum(exp(score of the visible keys))); out = sum(exp(score - lse) * v)
+
+Key j is visible to query i unless one of these hides it:
+
+    causal         j > i
+    window > 0     i - j >= window if causal, |i - j| >= window if not: the `sliding_window` that
+                   transformers hands to its attention functions (the config value of its
+                   bidirectional models, and of `create_bidirectional_sliding_window_mask`, is
+                   one less)
+    document_ids   [B or 1, S] integers: i and j have different ids. Ids may come in any order
+    mask           [B or 1, H or 1, Sq, Skv]: bool, False hides; or float, added to the score
+
+A query that sees no key has out 0, lse -inf and gradients 0. Sq may differ from Skv only without
+causal, window and document_ids. `mask` gets no gradient.
+
+Memory: `out` and the gradients are laid out as [B, S, H, E] (what is returned is a transposed
+view), so `out.transpose(1, 2).reshape(B, S, H * E)` costs nothing. `lse` is [B, H, Sq], contiguous,
+fp32 (fp64 for fp64). It serves the backward, where a global lse may stand in for the local one, and
+combines partial results of one query; no gradient flows through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import OpInputError
+from fxpar.ops import attention_cpu
+
+_LIB = torch.library.Library("fxpar", "FRAGMENT")
+_LIB.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? mask, bool causal, "
+    "int window, float scale, float softcap) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIB.define(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? document_ids, Tensor? mask, bool causal, int window, float scale, float softcap) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to differ. Comparing a symbolic one would guard the graph."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
+def _fits(x: Tensor, shape: tuple[Any, ...], broadcast: int) -> bool:
+    """Whether x has this shape, where the first `broadcast` dims may also be 1."""
+    return x.dim() == len(shape) and not any(
+        _differ(a, b) and not (d < broadcast and a == 1) for d, (a, b) in enumerate(zip(x.shape, shape, strict=True))
+    )
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    window: int,
+) -> None:
+    """Raise `OpInputError` if the shapes or dtypes do not fit together (see the page above)."""
+
+    def fail(why: str) -> NoReturn:
+        raise OpInputError("attention", why)
+
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        fail(f"q, k, v need 4 dims [B, H, S, E], got {q.dim()}, {k.dim()}, {v.dim()}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        fail(f"q, k, v need one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    (B, H, Sq, E), (Bk, Hkv, Sk, Ek) = q.shape, k.shape
+    ungrouped = _differ(H, Hkv) and (Hkv == 0 or H % Hkv != 0)
+    kv_differ = any(_differ(a, b) for a, b in zip(k.shape[:3], v.shape[:3], strict=True))
+    if ungrouped or kv_differ or _differ(B, Bk) or _differ(E, Ek):
+        fail(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} are not [B, H, Sq, E], "
+            "[B, Hkv, Skv, E], [B, Hkv, Skv, Ev] with H a multiple of Hkv"
+        )
+    if (causal or window > 0 or document_ids is not None) and _differ(Sq, Sk):
+        fail(f"{Sq} queries over {Sk} keys need causal, window and document_ids to be off")
+    if document_ids is not None and not _fits(document_ids, (B, Sq), 1):
+        fail(f"document_ids {tuple(document_ids.shape)} are not [B or 1, S] = [{B}, {Sq}]")
+    if mask is not None and not _fits(mask, (B, H, Sq, Sk), 2):
+        fail(f"mask {tuple(mask.shape)} is not [B or 1, H or 1, Sq, Skv] = {[B, H, Sq, Sk]}")
+
+
+def _empty_bshe(like: Tensor, shape: Any) -> Tensor:
+    """An empty [B, H, S, E] tensor whose memory is laid out as [B, S, H, E]."""
+    B, H, S, E = shape
+    return like.new_empty(B, S, H, E).transpose(1, 2)
+
+
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    check_inputs(q, k, v, document_ids, mask, causal, window)
+    lse = q.new_empty(q.shape[:3], dtype=attention_cpu.compute_dtype(q.dtype))
+    return _empty_bshe(q, (*q.shape[:3], v.shape[3])), lse
+
+
+def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_bshe(q, q.shape), _empty_bshe(k, k.shape), _empty_bshe(v, v.shape)
+
+
+def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
+    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
+    return attention_cpu.forward(q, k, v, attention_cpu.Rule(ids, mask, *rule))
+
+
+def _backward_cpu(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ids: Tensor | None,
+    mask: Tensor | None,
+    *rule: Any,
+) -> Any:
+    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
+    return attention_cpu.backward(dout, q, k, v, out, lse, attention_cpu.Rule(ids, mask, *rule))
+
+
+def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
+    from fxpar.ops import attention_cuda  # only a process that has a GPU needs it
+
+    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
+    return attention_cuda.forward(q, k, v, attention_cpu.Rule(ids, mask, *rule))
+
+
+def _backward_cuda(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ids: Tensor | None,
+    mask: Tensor | None,
+    *rule: Any,
+) -> Any:
+    from fxpar.ops import attention_cuda
+
+    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
+    return attention_cuda.backward(dout, q, k, v, out, lse, attention_cpu.Rule(ids, mask, *rule))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, document_ids, mask, *rule = inputs
+    if mask is not None and mask.requires_grad:
+        raise OpInputError("attention", "mask requires a gradient, which this op does not compute; detach the mask")
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, document_ids, mask)
+    ctx.rule = rule
+
+
+def _autograd(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.fxpar.attention_backward.default(dout, *ctx.saved_tensors, *ctx.rule)
+    return (*grads, *(None,) * 6)
+
+
+_LIB.impl("attention", _forward_cpu, "CPU")
+_LIB.impl("attention", _forward_cuda, "CUDA")
+_LIB.impl("attention_backward", _backward_cpu, "CPU")
+_LIB.impl("attention_backward", _backward_cuda, "CUDA")
+torch.library.register_fake("fxpar::attention", _forward_fake, lib=_LIB)
+torch.library.register_fake("fxpar::attention_backward", _backward_fake, lib=_LIB)
+torch.library.register_autograd("fxpar::attention", _autograd, setup_context=_setup_context, lib=_LIB)

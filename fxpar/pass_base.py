@@ -1,0 +1,98 @@
+"""What a pass is: a frozen dataclass whose fields are its options and whose call changes an `AnnotatedGraph`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from torch import fx
+
+from fxpar.dist_config import DistConfig
+from fxpar.errors import VerifyError
+from fxpar.graph import AnnotatedGraph, TensorMeta
+
+Tier = Literal["exact", "numeric"]
+Phase = Literal["prologue", "body", "epilogue"]
+
+
+@runtime_checkable
+class GraphPass(Protocol):
+    """`name` is its name in the registry; tier "exact" keeps every bit of every result, "numeric" may change rounding."""
+
+    name: ClassVar[str]
+    tier: ClassVar[Tier]
+
+    def __call__(self, graph: AnnotatedGraph) -> None: ...
+
+
+def insert(
+    graph: fx.Graph,
+    target: object,
+    args: tuple,
+    *,
+    like: fx.Node,
+    tensor: TensorMeta | None,
+    dist: DistConfig | None,
+    phase: Phase = "body",
+) -> fx.Node:
+    """A new call at the graph's insertion point that keeps `like`'s place in the user's model."""
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    for key in ("fqn", "source", "backward", "bucket"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    node.meta["tensor"], node.meta["dist"], node.meta["phase"] = tensor, dist, phase
+    return node
+
+
+def replace_operands(node: fx.Node, new: Iterable[fx.Node]) -> None:
+    """Replace the node's tensor operands, in order, by `new` (as many as there are)."""
+    supply = iter(new)
+
+    def swap(arg: fx.Node) -> fx.Node:
+        return arg if "sym" in arg.meta else next(supply)
+
+    node.args = fx.node.map_arg(node.args, swap)  # type: ignore[assignment]
+    node.kwargs = fx.node.map_arg(node.kwargs, swap)  # type: ignore[assignment]
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands in the order of a rule's inputs (a tensor used twice counts twice)."""
+    operands: list[fx.Node] = []
+
+    def visit(arg: fx.Node) -> fx.Node:
+        if "sym" not in arg.meta:
+            operands.append(arg)
+        return arg
+
+    fx.node.map_arg((node.args, node.kwargs), visit)
+    return operands
+
+
+def set_results(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
+    """Replace the graph's results."""
+    (output,) = graph.find_nodes(op="output")
+    output.args = (tuple(results),)
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Reorder the nodes so that operands come first, otherwise keeping their order. The graph must have no cycle."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [i for i, node in enumerate(nodes) if not missing[node]]
+    heapq.heapify(ready)
+    order: list[fx.Node] = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        order.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, position[user])
+    if len(order) != len(nodes):
+        raise VerifyError("the graph has a cycle: collectives that depend on each other were fused")
+    cursor = order[0]
+    for node in order[1:]:
+        cursor.append(node)
+        cursor = node

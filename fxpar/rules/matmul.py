@@ -1,0 +1,77 @@
+"""Rules of matrix products and convolution: parallel loops, and a sum over the contracted one."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpar.rules.option import Factor, OpView
+
+aten = torch.ops.aten
+
+
+def mm_factors(op: OpView) -> list[Factor]:
+    """[M, K] @ [K, N] -> [M, N]."""
+    return [Factor((0, None), (0,)), Factor((None, 1), (1,)), Factor((1, 0), ("sum",))]
+
+
+def bmm_factors(op: OpView) -> list[Factor]:
+    """[B, M, K] @ [B, K, N] -> [B, M, N]."""
+    return [
+        Factor((0, 0), (0,)),
+        Factor((1, None), (1,)),
+        Factor((None, 2), (2,)),
+        Factor((2, 1), ("sum",)),
+    ]
+
+
+def mv_factors(op: OpView) -> list[Factor]:
+    """[M, K] @ [K] -> [M]."""
+    return [Factor((0, None), (0,)), Factor((1, 0), ("sum",))]
+
+
+def dot_factors(op: OpView) -> list[Factor]:
+    """[K] . [K] -> []."""
+    return [Factor((0, 0), ("sum",))]
+
+
+def convolution_factors(op: OpView) -> list[Factor]:
+    """x [B, C, ...], weight [O, C/groups, ...], bias [O] -> [B, O, ...]; channels only without groups."""
+    bias = len(op.inputs) == 3
+    none = (None,) if bias else ()
+    factors = [Factor((0, None, *none), (0,), pad=False)]
+    if op.arg(8, "groups", 1) == 1:
+        factors.append(Factor((None, 0, *((0,) if bias else ())), (1,), pad=False))
+        if not bias:
+            factors.append(Factor((1, 1), ("sum",), pad=False))
+    return factors
+
+
+def convolution_backward_factors(op: OpView) -> list[Factor]:
+    """(grad [B, O, ...], x, weight) -> (dx, dweight, dbias), of which the mask keeps some."""
+    mask = op.arg(10, "output_mask", (True, True, True))
+    factors = [_masked((0, 0, None), (0, "sum", "sum"), mask)]
+    if op.arg(9, "groups", 1) == 1:
+        factors.append(_masked((1, None, 0), ("sum", 0, 0), mask))
+    return factors
+
+
+def _masked(inputs: tuple, outputs: tuple, mask: tuple[bool, ...]) -> Factor:
+    kept = tuple(o for o, keep in zip(outputs, mask, strict=True) if keep)
+    return Factor(inputs, kept, pad=False)
+
+
+def matmul_flops(op: OpView) -> int:
+    """Floating-point operations of a product op (2 per multiply-add); 0 for any other op."""
+    if op.target in (aten.mm.default, aten.bmm.default):
+        flops = 2 * op.inputs[0][-1]
+        for size in op.outputs[0]:
+            flops *= size
+        return flops
+    if op.target in (aten.convolution.default, aten.convolution_backward.default):
+        weight = op.inputs[1] if op.target is aten.convolution.default else op.inputs[2]
+        result = op.outputs[0] if op.target is aten.convolution.default else op.inputs[0]
+        flops = 2
+        for size in (*weight[1:], *result):
+            flops *= size
+        return flops
+    return 0

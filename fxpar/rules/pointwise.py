@@ -1,0 +1,76 @@
+"""Rules of element-wise ops, broadcasting included, and of ops that only look like them."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpar.dist_config import P
+from fxpar.rules.option import Factor, OpView, Option, linear
+
+aten = torch.ops.aten
+
+# Not tagged pointwise by torch although each result element depends on the operands' same element only.
+LOOKS_POINTWISE = (
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.hardtanh_backward.default,
+    aten.elu_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.softplus_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.log_sigmoid_backward.default,
+    aten.floor_divide.default,
+    aten.copy.default,
+)
+
+# Linear in every operand at once, in each operand alone, in the first only.
+_ADDS = (aten.add.Tensor, aten.sub.Tensor)
+_MULTIPLIES = (aten.mul.Tensor,)
+_LINEAR_IN_FIRST = (
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.alias.default,
+)
+
+
+def pointwise_factors(op: OpView) -> list[Factor]:
+    """One factor per result dim; an operand takes part where it is not broadcast."""
+    rank = len(op.outputs[0])
+    factors = []
+    for d in range(rank):
+        size = op.outputs[0][d]
+        inputs = []
+        for shape in op.inputs:
+            own = d - (rank - len(shape))
+            inputs.append(own if own >= 0 and (shape[own] == size and size != 1) else None)
+        factors.append(Factor(tuple(inputs), (d,) * len(op.outputs)))
+    return factors
+
+
+def pointwise_partials(op: OpView) -> list[Option]:
+    """How partial sums pass through an element-wise op."""
+    count = len(op.inputs)
+    if op.target in _ADDS:
+        # With a Python scalar as second operand every rank would add it once.
+        return [Option((P,) * count, (P,))] if count == 2 else []
+    if op.target in _MULTIPLIES:
+        # Any factor would do, but a sum is best taken before a tensor product of full size; a scalar factor (the
+        # loss scale) may come first.
+        scalars = [i for i, shape in enumerate(op.inputs) if not shape]
+        return [linear(op, i) for i in range(count) if count == 1 or any(j != i for j in scalars)]
+    if op.target in _LINEAR_IN_FIRST and (op.target is not aten.div.Tensor or not _rounds(op)):
+        return [linear(op, 0)]
+    return []
+
+
+def _rounds(op: OpView) -> bool:
+    return dict(op.kwargs).get("rounding_mode") is not None

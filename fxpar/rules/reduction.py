@@ -1,0 +1,122 @@
+"""Rules of reductions, softmax and normalisation."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpar.rules.option import Factor, OpView, Option, linear
+
+aten = torch.ops.aten
+
+# op -> how the results of chunks of a reduced dim combine (None: they do not).
+REDUCTIONS = {
+    aten.sum.dim_IntList: "sum",
+    aten.sum.default: "sum",
+    aten.mean.dim: "avg",
+    aten.mean.default: "avg",
+    aten.amax.default: "max",
+    aten.max.default: "max",
+    aten.amin.default: None,
+    aten.min.default: None,
+    aten.any.dim: None,
+    aten.all.dim: None,
+    aten.argmax.default: None,
+    aten.var.correction: None,
+    aten.var_mean.correction: None,
+    aten.std.correction: None,
+    aten.logsumexp.default: "logsumexp",
+    aten.linalg_vector_norm.default: None,
+    aten.prod.dim_int: None,
+}
+_DIM_POSITION = {aten.linalg_vector_norm.default: 2}
+_KEEPDIM_POSITION = {
+    aten.var.correction: -1,
+    aten.var_mean.correction: -1,
+    aten.std.correction: -1,
+    aten.linalg_vector_norm.default: 3,
+}
+
+
+def reduction_factors(op: OpView) -> list[Factor]:
+    """Kept dims are parallel; reduced dims combine by the op's own reduction where there is one."""
+    rank = len(op.inputs[0])
+    dims = op.arg(_DIM_POSITION.get(op.target, 1), "dim")
+    if op.target in (aten.sum.default, aten.mean.default, aten.max.default, aten.min.default):
+        dims = None
+    reduced = _dims(op, dims, rank)
+    keep = bool(op.arg(_KEEPDIM_POSITION.get(op.target, 2), "keepdim", False)) if dims is not None else False
+    how = REDUCTIONS[op.target]
+    factors, position = [], 0
+    for d in range(rank):
+        if d in reduced:
+            if how:
+                # Padding adds zeros to a sum; it would bias a mean or a maximum.
+                factors.append(Factor((d,), (how,) * len(op.outputs), pad=how == "sum", sections=True))
+            position += keep
+        else:
+            factors.append(Factor((d,), (position,) * len(op.outputs)))
+            position += 1
+    return factors
+
+
+def reduction_partials(op: OpView) -> list[Option]:
+    """Sums and means are linear."""
+    return [linear(op, 0)] if REDUCTIONS[op.target] in ("sum", "avg") else []
+
+
+def _dims(op: OpView, dims: object, rank: int) -> set[int]:
+    if dims is None or dims == ():
+        return set(range(rank))
+    if isinstance(dims, int):
+        return {op.dim(dims)}
+    return {op.dim(d) for d in dims}  # type: ignore[attr-defined]
+
+
+def softmax_factors(op: OpView) -> list[Factor]:
+    """Every dim but the one that is normalised; the backward takes (grad, output, dim)."""
+    position = 2 if len(op.inputs) == 2 else 1
+    dim = op.dim(op.arg(position, "dim"))
+    count = len(op.inputs)
+    return [Factor((d,) * count, (d,)) for d in range(len(op.inputs[0])) if d != dim]
+
+
+def cumulative_factors(op: OpView) -> list[Factor]:
+    """cumsum and friends: every dim but the one that is scanned."""
+    dim = op.dim(op.arg(1, "dim"))
+    return [Factor((d,), (d,) * len(op.outputs)) for d in range(len(op.inputs[0])) if d != dim]
+
+
+def layer_norm_factors(op: OpView) -> list[Factor]:
+    """(x [..., N], weight [N]?, bias [N]?) -> (y, mean [..., 1], rstd): leading dims are parallel."""
+    leading = len(op.inputs[0]) - len(op.arg(1, "normalized_shape"))
+    rest = (None,) * (len(op.inputs) - 1)
+    return [Factor((d, *rest), (d,) * len(op.outputs)) for d in range(leading)]
+
+
+def layer_norm_backward_factors(op: OpView) -> list[Factor]:
+    """(grad, x, normalized_shape, mean, rstd, weight?, bias?, mask) -> (dx, dweight, dbias)."""
+    leading = len(op.inputs[0]) - len(op.arg(2, "normalized_shape"))
+    affine = (None,) * (len(op.inputs) - 4)
+    mask = op.arg(7, "output_mask", (True, True, True))
+    factors = []
+    for d in range(leading):
+        kept = tuple(o for o, keep in zip((d, "sum", "sum"), mask, strict=True) if keep)
+        factors.append(Factor((d, d, d, d, *affine), kept))
+    return factors
+
+
+def rms_norm_factors(op: OpView) -> list[Factor]:
+    """aten._fused_rms_norm(x [..., N], normalized_shape, weight?, eps) -> (y, rstd)."""
+    return layer_norm_factors(op)
+
+
+def rms_norm_backward_factors(op: OpView) -> list[Factor]:
+    """(grad, x, normalized_shape, rstd, weight?, mask) -> (dx, dweight)."""
+    leading = len(op.inputs[0]) - len(op.arg(2, "normalized_shape"))
+    affine = (None,) * (len(op.inputs) - 3)
+    mask = op.arg(5, "output_mask", (True, True))
+    factors = []
+    for d in range(leading):
+        kept = tuple(o for o, keep in zip((d, "sum"), mask, strict=True) if keep)
+        factors.append(Factor((d, d, d, *affine), kept))
+    return factors

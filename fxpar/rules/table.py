@@ -1,0 +1,155 @@
+"""The table op -> sharding rule. An op without an entry runs replicated, with a warning that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpar.dist_config import Shard
+from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
+from fxpar.rules.option import Factor, OpView, Option, Rule, Seed, from_factors, linear, replicated
+
+aten = torch.ops.aten
+own = torch.ops.fxpar
+Factors = Callable[[OpView], list[Factor]]
+Partials = Callable[[OpView], list[Option]]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """How an op may be cut: by a sharded operand or result (`cuts`), and by partial operands (`partials`)."""
+
+    cuts: Rule
+    partials: Partials | None = None
+
+
+def _by(factors: Factors, partials: Partials | None = None) -> OpRule:
+    def cuts(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
+        return from_factors(factors(op), op, degree, seed, shard)
+
+    return OpRule(cuts, partials)
+
+
+def _pass_through(op: OpView) -> list[Option]:
+    return [linear(op, *range(len(op.inputs)))]
+
+
+def _first(op: OpView) -> list[Option]:
+    return [linear(op, 0)]
+
+
+POINTWISE = _by(pointwise.pointwise_factors, pointwise.pointwise_partials)
+_VIEW = OpRule(reshape.view, _first)
+_REDUCTION = _by(reduction.reduction_factors, reduction.reduction_partials)
+_FACTORY = _by(reshape.factory_factors)
+
+TABLE: dict[Any, OpRule] = {
+    aten.mm.default: _by(matmul.mm_factors),
+    aten.bmm.default: _by(matmul.bmm_factors),
+    aten.mv.default: _by(matmul.mv_factors),
+    aten.dot.default: _by(matmul.dot_factors),
+    aten.convolution.default: _by(matmul.convolution_factors),
+    aten.convolution_backward.default: _by(matmul.convolution_backward_factors),
+    aten.view.default: _VIEW,
+    aten.reshape.default: _VIEW,
+    aten._unsafe_view.default: _VIEW,
+    aten.permute.default: _by(reshape.permute_factors, _first),
+    aten.transpose.int: _by(reshape.transpose_factors, _first),
+    aten.t.default: _by(reshape.transpose_factors, _first),
+    aten.unsqueeze.default: _by(reshape.unsqueeze_factors, _first),
+    aten.squeeze.default: _by(reshape.squeeze_factors, _first),
+    aten.squeeze.dim: _by(reshape.squeeze_factors, _first),
+    aten.squeeze.dims: _by(reshape.squeeze_factors, _first),
+    aten.expand.default: _by(reshape.expand_factors, _first),
+    aten.repeat.default: _by(reshape.repeat_factors, _first),
+    aten.full.default: _FACTORY,
+    aten.zeros.default: _FACTORY,
+    aten.ones.default: _FACTORY,
+    aten.empty.memory_format: _FACTORY,
+    aten.new_zeros.default: _FACTORY,
+    aten.new_ones.default: _FACTORY,
+    aten.new_full.default: _FACTORY,
+    aten.new_empty.default: _FACTORY,
+    aten.slice.Tensor: OpRule(slicing.slice_, _first),
+    aten.slice_backward.default: OpRule(slicing.slice_backward, _first),
+    aten.select.int: _by(slicing.select_factors, _first),
+    aten.select_backward.default: _by(slicing.select_backward_factors, _first),
+    aten.unbind.int: _by(slicing.select_factors, _first),
+    aten.split.Tensor: OpRule(slicing.split, _first),
+    aten.split_with_sizes.default: OpRule(slicing.split, _first),
+    aten.cat.default: OpRule(slicing.cat, _pass_through),
+    aten.stack.default: _by(slicing.stack_factors, _pass_through),
+    aten.index.Tensor: _by(slicing.index_factors, _first),
+    aten.index_select.default: _by(slicing.index_select_factors, _first),
+    aten.gather.default: _by(slicing.gather_factors, _first),
+    aten.scatter.src: _by(slicing.scatter_factors),
+    aten.scatter.value: _by(slicing.scatter_factors),
+    aten.scatter_add.default: _by(slicing.scatter_factors),
+    aten.constant_pad_nd.default: _by(slicing.pad_factors),
+    aten.roll.default: _by(slicing.roll_factors, _first),
+    aten.flip.default: _by(slicing.roll_factors, _first),
+    aten.tril.default: _by(slicing.triangle_factors, _first),
+    aten.triu.default: _by(slicing.triangle_factors, _first),
+    aten.sort.default: _by(slicing.sort_factors),
+    aten.topk.default: _by(slicing.sort_factors),
+    aten.cumsum.default: _by(reduction.cumulative_factors, _first),
+    aten.cumprod.default: _by(reduction.cumulative_factors),
+    aten._softmax.default: _by(reduction.softmax_factors),
+    aten._log_softmax.default: _by(reduction.softmax_factors),
+    aten._safe_softmax.default: _by(reduction.softmax_factors),
+    aten._softmax_backward_data.default: _by(reduction.softmax_factors),
+    aten._log_softmax_backward_data.default: _by(reduction.softmax_factors),
+    aten.native_layer_norm.default: _by(reduction.layer_norm_factors),
+    aten.native_layer_norm_backward.default: _by(reduction.layer_norm_backward_factors),
+    aten._fused_rms_norm.default: _by(reduction.rms_norm_factors),
+    aten._fused_rms_norm_backward.default: _by(reduction.rms_norm_backward_factors),
+    own.attention.default: OpRule(own_ops.attention),
+    own.attention_backward.default: OpRule(own_ops.attention),
+    own.cross_entropy.default: OpRule(own_ops.cross_entropy),
+    own.cross_entropy_backward.default: OpRule(own_ops.cross_entropy_backward),
+    own.dropout.default: OpRule(own_ops.dropout),
+    own.embedding.default: OpRule(own_ops.embedding),
+    own.embedding_backward.default: OpRule(own_ops.embedding_backward),
+    **dict.fromkeys(reduction.REDUCTIONS, _REDUCTION),
+    **dict.fromkeys(pointwise.LOOKS_POINTWISE, POINTWISE),
+}
+
+# Run the same everywhere; nothing to gain from cutting them, so they are no surprise without a rule.
+REPLICATED_ON_PURPOSE = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.scalar_tensor.default,
+    aten.nonzero.default,
+    aten.searchsorted.Tensor,
+    aten.bucketize.Tensor,
+    aten.linspace.default,
+}
+
+
+def rule_of(target: Any) -> OpRule | None:
+    """The rule of an op, or None where there is none (it then runs replicated)."""
+    if target in TABLE:
+        return TABLE[target]
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        return POINTWISE
+    return None
+
+
+def options(op: OpView, degree: int, seeds: list[tuple[Seed, Shard]]) -> list[Option]:
+    """All legal options of `op` that cut one of the seeds, partial pass-throughs, and the replicated one."""
+    rule = rule_of(op.target)
+    found = [replicated(op)]
+    if rule is None:
+        return found
+    for seed, shard in seeds:
+        found += rule.cuts(op, degree, seed, shard)
+    if rule.partials is not None and op.inputs:
+        found += rule.partials(op)
+    return list(dict.fromkeys(found))
+
+
+__all__ = ["REPLICATED_ON_PURPOSE", "TABLE", "OpRule", "options", "rule_of"]

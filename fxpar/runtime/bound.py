@@ -1,0 +1,148 @@
+"""An `ExecGraph` bound to one rank: tokens filled in, compiled, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import BatchError
+from fxpar.exec_graph import ExecGraph, Part, Source, compile_graph, substitute_tokens
+from fxpar.graph import AnnotatedGraph
+from fxpar.passes.accumulate_gradients import AccumulateGradients
+
+Backend = Literal["eager", "inductor"]
+
+
+class BoundGraph:
+    """One rank's program. Call order per mini-batch: `prepare`, `run` for each micro-batch, `finish`."""
+
+    def __init__(self, program: ExecGraph, rank: int, groups: Mapping[str, str], compile: Backend = "eager") -> None:
+        self.program, self.rank = program, rank
+        self._backend = compile
+        self._groups = dict(groups)
+        mesh = program.strategy.mesh
+        self._indices = {axis: mesh.index(rank, axis) for axis in token_axes(program)}
+        self._prologue = self._compile(program.prologue)
+        self._body = self._compile(program.body)
+        self._epilogue = self._compile(program.epilogue)
+        self._accumulate: Callable[..., Any] | None = None
+        self._inputs: list[Tensor | None] = [None] * len(program.inputs)
+        self._prepared: Sequence[Tensor] = ()
+        self._sums: list[Tensor] | None = None
+
+    def _compile(self, part: Part) -> Callable[..., Any]:
+        graph = substitute_tokens(part.graph, self._groups, self._indices)
+        module = compile_graph(graph)
+        if self._backend == "inductor" and not part.is_empty:
+            # Sizes that come in through batch tensors are dynamic, so new lengths do not compile again.
+            return torch.compile(module, backend="inductor", dynamic=True, fullgraph=True)
+        return module
+
+    def prepare(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Start a mini-batch: local stored parameters (by FQN) and buffers; runs the prologue."""
+        for i, info in enumerate(self.program.inputs):
+            if info.kind == "param":
+                self._inputs[i] = params[info.fqn]
+            elif info.kind == "buffer":
+                self._inputs[i] = buffers[info.fqn]
+        self._sums = None
+        with torch.no_grad():
+            self._prepared = self._prologue(*self._gather(self.program.prologue.sources, ()))
+
+    def run(self, batch: Mapping[str, Tensor], scale: float | Tensor, seed: int = 0) -> None:
+        """One micro-batch (this rank's local tensors): forward, backward, results added to those so far."""
+        for i, info in enumerate(self.program.inputs):
+            if info.kind == "batch":
+                if info.fqn not in batch:
+                    raise BatchError(info.fqn, f"is missing; the batch has {sorted(batch)}")
+                self._inputs[i] = batch[info.fqn]
+            elif info.kind == "scale":
+                self._inputs[i] = torch.as_tensor(scale, dtype=info.meta.dtype, device=self._device())
+            elif info.kind == "seed":
+                self._inputs[i] = torch.tensor(seed, dtype=torch.int64, device=self._device())
+        with torch.no_grad():
+            values = self._gather(self.program.body.sources, ())
+            if self._sums is None:
+                self._sums = list(self._body(*values))
+            else:
+                self._sums = list(self._later_body()(*values, *self._accumulators()))
+        self._carry_buffers()
+
+    def finish(self) -> dict[str, Any]:
+        """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}."""
+        if self._sums is None:
+            raise BatchError("", "no micro-batch has run since prepare()")
+        with torch.no_grad():
+            results = self._epilogue(*self._gather(self.program.epilogue.sources, self._sums))
+        self._sums = None
+        out: dict[str, Any] = {"grads": {}, "buffers": {}}
+        for info, value in zip(self.program.outputs, results, strict=True):
+            if info.kind == "loss":
+                out["loss"] = value
+            else:
+                out["grads" if info.kind == "grad" else "buffers"][info.fqn] = value
+        return out
+
+    def _gather(self, sources: tuple[Source, ...], body: Sequence[Tensor]) -> list[Any]:
+        table = {"input": self._inputs, "prologue": self._prepared, "body": body}
+        return [table[part][i] for part, i in sources]
+
+    def _device(self) -> torch.device:
+        return next((t.device for t in self._inputs if t is not None), torch.device("cpu"))
+
+    def _buffer_outputs(self) -> dict[int, str]:
+        """Body result -> buffer FQN. A buffer's value reaches the epilogue as a placeholder, reduced or not."""
+        program = self.program
+        found = {}
+        places = list(program.epilogue.graph.find_nodes(op="placeholder"))
+        for info, node in zip(program.outputs, program.epilogue.results, strict=True):
+            if info.kind != "buffer":
+                continue
+            while node.op != "placeholder":
+                node = node.all_input_nodes[0]
+            part, index = program.epilogue.sources[places.index(node)]
+            if part == "body":
+                found[index] = info.fqn
+        return found
+
+    def _carry_buffers(self) -> None:
+        """The next micro-batch starts from the buffers that this one left."""
+        assert self._sums is not None
+        position = {info.fqn: i for i, info in enumerate(self.program.inputs) if info.kind == "buffer"}
+        for index, fqn in self._buffer_outputs().items():
+            self._inputs[position[fqn]] = self._sums[index]
+
+    def _accumulators(self) -> list[Tensor]:
+        assert self._sums is not None
+        kept = self._buffer_outputs()
+        return [value for i, value in enumerate(self._sums) if i not in kept]
+
+    def _later_body(self) -> Callable[..., Any]:
+        """The body that adds to earlier results; compiled when a second micro-batch comes."""
+        if self._accumulate is None:
+            program = self.program
+            copy = substitute_tokens(program.body.graph, self._groups, self._indices)
+            graph = AnnotatedGraph(copy, (), (), (), program.strategy)
+            AccumulateGradients(keep=tuple(self._buffer_outputs()))(graph)
+            module = compile_graph(graph.graph)
+            self._accumulate = module
+        return self._accumulate
+
+
+def token_axes(program: ExecGraph) -> set[str]:
+    """Axes of the `#axis` tokens in a program."""
+    return {
+        arg[1:]
+        for part in program.parts.values()
+        for node in part.graph.nodes
+        for arg in node.args
+        if isinstance(arg, str) and arg.startswith("#")
+    }
+
+
+def bind(program: ExecGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager") -> BoundGraph:
+    """`program` for `rank`; `groups` names a process group for each of `program.axes()`."""
+    return BoundGraph(program, rank, groups, compile)

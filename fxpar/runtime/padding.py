@@ -1,0 +1,102 @@
+"""Pad a batch so that its token count divides by what a strategy needs; padding changes neither loss nor gradients.
+
+Padding goes to the end, as a document of its own that no real token sees, with labels that the loss ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import PadError
+from fxpar.graph import Dim, Input
+
+IGNORE_INDEX = -100
+
+
+def _constant(value: int) -> Callable[[Tensor, int, int], Tensor]:
+    def fill(x: Tensor, dim: int, count: int) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] = count
+        return torch.full(shape, value, dtype=x.dtype, device=x.device)
+
+    return fill
+
+
+def _restart(x: Tensor, dim: int, count: int) -> Tensor:
+    """Positions 0, 1, ... of a new document."""
+    shape = [1] * x.dim()
+    shape[dim] = count
+    full = list(x.shape)
+    full[dim] = count
+    return torch.arange(count, dtype=x.dtype, device=x.device).view(shape).expand(full)
+
+
+def _next_document(x: Tensor, dim: int, count: int) -> Tensor:
+    """One id beyond the last."""
+    return (x.narrow(dim, x.shape[dim] - 1, 1) + 1).repeat_interleave(count, dim)
+
+
+# Batch key -> how its padding looks.
+PAD_RULES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "input_ids": _constant(0),
+    "tokens": _constant(0),
+    "labels": _constant(IGNORE_INDEX),
+    "targets": _constant(IGNORE_INDEX),
+    "target": _constant(IGNORE_INDEX),
+    "position_ids": _restart,
+    "positions": _restart,
+    "document_ids": _next_document,
+    "attention_mask": _constant(0),
+    "token_type_ids": _constant(0),
+    "loss_mask": _constant(0),
+}
+
+
+def batch_dims(inputs: tuple[Input, ...], dims: tuple[Dim, ...], batch: Mapping[str, Tensor]) -> dict[str, int]:
+    """Size of every dynamic dim in `batch`."""
+    names = {d.symbol: d.name for d in dims}
+    found: dict[str, int] = {}
+    for info in inputs:
+        if info.kind != "batch":
+            continue
+        for d, size in enumerate(info.meta.shape):
+            if size in names:
+                found[names[size]] = batch[info.fqn].shape[d]
+    return found
+
+
+def pad_batch(
+    inputs: tuple[Input, ...],
+    dims: tuple[Dim, ...],
+    divisors: Mapping[str, int],
+    batch: Mapping[str, Tensor],
+    rules: Mapping[str, Callable[[Tensor, int, int], Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """`batch` with every dynamic dim padded to a multiple of its divisor.
+
+    Raises PadError for a key without a rule (`rules` adds to PAD_RULES), or if the padded size exceeds what the model allows.
+    """
+    known = {**PAD_RULES, **(rules or {})}
+    symbols = {d.symbol: d for d in dims}
+    padded = dict(batch)
+    for info in inputs:
+        if info.kind != "batch":
+            continue
+        for d, size in enumerate(info.meta.shape):
+            dim = symbols.get(size)  # type: ignore[call-overload]
+            if dim is None:
+                continue
+            have = batch[info.fqn].shape[d]
+            missing = -have % divisors.get(dim.name, 1)
+            if not missing:
+                continue
+            if dim.maximum is not None and have + missing > dim.maximum:
+                raise PadError(info.fqn, f"padding {dim.name}={have} to {have + missing} exceeds {dim.maximum}")
+            rule = known.get(info.fqn)
+            if rule is None:
+                raise PadError(info.fqn, f"{dim.name}={have} must be a multiple of {divisors[dim.name]}")
+            padded[info.fqn] = torch.cat([padded[info.fqn], rule(batch[info.fqn], d, missing)], d)
+    return padded

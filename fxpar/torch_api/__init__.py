@@ -1,0 +1,3 @@
+"""The one door to private torch names: nothing outside this folder uses a torch name with a leading underscore."""
+
+from __future__ import annotations

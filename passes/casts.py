@@ -1,0 +1,88 @@
+"""Casts: parameters are stored in one dtype and computed with in another; gradients come back in the stored one.
+
+Before: a parameter's placeholder has the dtype that the model was captured in. After: it has `storage` dtype, a cast in
+the prologue (on this rank's piece, before any gather, so the gather moves the narrow dtype) makes what the body uses, and
+every gradient is cast to `storage` at the end of the body, so that micro-batches accumulate in it.
+
+    %w : bf16[F, D] = param("up.weight")        %w   : f32[F, D]  = param("up.weight")
+                                                %w_c : bf16[F, D] = _to_copy(%w, dtype=bf16)
+
+Cost: one local copy of the parameters per mini-batch, one of the gradients per micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpar.graph import AnnotatedGraph, Input, TensorMeta
+from fxpar.pass_base import Phase, Tier, insert, set_results
+
+_TO = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class Casts:
+    """`storage`: dtype of floating-point parameters outside the body; None leaves them as captured."""
+
+    storage: torch.dtype | None = None
+    name: ClassVar[str] = "casts"
+    tier: ClassVar[Tier] = "numeric"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        if self.storage is None:
+            return
+        changed = set()
+        inputs: list[Input] = []
+        for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+            if info.kind == "param" and info.meta.dtype.is_floating_point and info.meta.dtype != self.storage:
+                changed.add(info.fqn)
+                info = replace(info, meta=_as(info.meta, self.storage))
+                _cast_param(graph.graph, node, self.storage)
+            inputs.append(info)
+        graph.inputs = tuple(inputs)
+        results = []
+        for node, out in zip(graph.results, graph.outputs, strict=True):
+            if out.kind == "grad" and out.fqn in changed:
+                with graph.graph.inserting_before(next(iter(graph.graph.find_nodes(op="output")))):
+                    node = _cast(graph.graph, node, self.storage, "body", node)
+            results.append(node)
+        set_results(graph.graph, results)
+        (output,) = graph.graph.find_nodes(op="output")
+        output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
+
+
+def _as(meta: TensorMeta, dtype: torch.dtype) -> TensorMeta:
+    return TensorMeta(meta.shape, dtype)
+
+
+def _cast_param(graph: fx.Graph, node: fx.Node, storage: torch.dtype) -> None:
+    users = list(node.users)
+    compute = node.meta["tensor"].dtype
+    node.meta["tensor"] = _as(node.meta["tensor"], storage)
+    node.meta["dist"] = replace(node.meta["dist"], dtype=storage)
+    with graph.inserting_before(_first_call(graph)):
+        cast = _cast(graph, node, compute, "prologue", node)
+    for user in users:
+        user.replace_input_with(node, cast)
+
+
+def _first_call(graph: fx.Graph) -> fx.Node:
+    return next(n for n in graph.nodes if n.op != "placeholder")
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, phase: Phase, like: fx.Node) -> fx.Node:
+    cast = insert(
+        graph,
+        _TO,
+        (node,),
+        like=like,
+        tensor=_as(node.meta["tensor"], dtype),
+        dist=replace(node.meta["dist"], dtype=dtype),
+        phase=phase,
+    )
+    cast.kwargs = {"dtype": dtype}
+    return cast

@@ -1,0 +1,174 @@
+"""Global to local: sizes in the arguments become those of a rank's own piece.
+
+Before: the graph speaks of whole tensors. After: `meta["local"]` holds the local shape of every value, and shape
+arguments match it. Integers that were computed from a dynamic dim keep their *global* meaning and are divided where a
+size is used, by the placement there; a batch input that arrives sharded has its size multiplied up first.
+
+    %n : int = sym_size(%ids, 1)                %n_l = sym_size(%ids, 1); %n = mul(%n_l, 2)
+    %y : [T, 64@tp] = view(%x, [%n, 64])        %y = reshape(%x, [%n, 32])
+
+Views become reshapes: after a collective a piece may be contiguous where the whole was not. Cost: none.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxpar.dist_config import DistConfig
+from fxpar.graph import AnnotatedGraph, TensorMeta
+from fxpar.pass_base import Tier
+
+aten = torch.ops.aten
+
+# Ops with a list of result sizes, and where it stands.
+_SIZES = {
+    aten.view.default: 1,
+    aten.reshape.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.expand.default: 1,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_full.default: 1,
+    aten.new_empty.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.empty.memory_format: 0,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_END = 2**62  # slices to the end are written with a huge number
+
+
+@dataclass(frozen=True)
+class GlobalToLocal:
+    """No options."""
+
+    name: ClassVar[str] = "global_to_local"
+    tier: ClassVar[Tier] = "exact"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        divided: dict[tuple[fx.Node, int], fx.Node] = {}
+        for node in list(graph.graph.nodes):
+            if node.op == "call_function" and node.target is aten.sym_size.int:
+                _multiply_up(graph.graph, node)
+        for node in list(graph.graph.nodes):
+            if "dist" not in node.meta:
+                continue
+            _set_local(node)
+            if node.op == "call_function":
+                with graph.graph.inserting_before(node):
+                    _rewrite(node, Divider(graph.graph, divided))
+
+
+def _set_local(node: fx.Node) -> None:
+    metas, dists = node.meta["tensor"], node.meta["dist"]
+    if isinstance(metas, tuple):
+        node.meta["local"] = tuple(_local(m, d) if m else None for m, d in zip(metas, dists, strict=True))
+    elif metas is not None:
+        node.meta["local"] = _local(metas, dists)
+
+
+def _local(meta: TensorMeta, dist: DistConfig) -> TensorMeta:
+    return TensorMeta(dist.local_shape(meta.shape), meta.dtype) if any(dist.dims) else meta
+
+
+def _multiply_up(graph: fx.Graph, node: fx.Node) -> None:
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    dim: int = node.args[1]  # type: ignore[assignment]
+    degree = source.meta["dist"].degrees(dim)
+    if degree == 1:
+        return
+    with graph.inserting_after(node):
+        whole = graph.call_function(operator.mul, (node, degree))
+    whole.meta.update(node.meta)
+    node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+
+
+class Divider:
+    """Local size of a dim: integers are cut, integer nodes divided once per divisor and shared."""
+
+    def __init__(self, graph: fx.Graph, made: dict[tuple[fx.Node, int], fx.Node]) -> None:
+        self.graph, self.made = graph, made
+
+    def __call__(self, size: Any, dist: DistConfig, dim: int) -> Any:
+        degree = dist.degrees(dim)
+        if degree == 1 or (isinstance(size, int) and (size < 0 or size >= _END)):
+            return size
+        if not isinstance(size, fx.Node):
+            for entry in dist.dims[dim]:
+                size = -(-size // dist.mesh.degree(entry.axis))
+            return size
+        key = (size, degree)
+        if key not in self.made:
+            with self.graph.inserting_after(size):
+                node = self.graph.call_function(operator.floordiv, key)
+            node.meta.update(size.meta)
+            self.made[key] = node
+        return self.made[key]
+
+
+def _rewrite(node: fx.Node, divide: Divider) -> None:
+    """Make the size arguments of one op local."""
+    handler = _SPECIAL.get(node.target)
+    if handler is not None:
+        handler(node, divide)
+    position = _SIZES.get(node.target)
+    if position is None:
+        return
+    dist = node.meta["dist"]
+    sizes: Any = node.args[position]
+    new = [divide(size, dist, d) for d, size in enumerate(sizes)]
+    _set_arg(node, position, new)
+    if node.target in _VIEWS:
+        node.target = aten.reshape.default
+
+
+def _set_arg(node: fx.Node, position: int, value: Any) -> None:
+    args = list(node.args)
+    args[position] = value
+    node.args = tuple(args)
+
+
+def _slice(node: fx.Node, divide: Divider) -> None:
+    """slice(x, dim, start, end): bounds on a cut dim scale with it."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    _bounds(node, 1, source.meta["dist"], source.meta["tensor"], divide)
+
+
+def _slice_backward(node: fx.Node, divide: Divider) -> None:
+    _bounds(node, 2, node.meta["dist"], node.meta["tensor"], divide)
+
+
+def _bounds(node: fx.Node, at: int, dist: DistConfig, meta: TensorMeta, divide: Divider) -> None:
+    dim: int = (node.args[at] if len(node.args) > at else 0) % len(meta.shape)  # type: ignore[operator]
+    for position in (at + 1, at + 2):
+        if len(node.args) > position and node.args[position] is not None:
+            _set_arg(node, position, divide(node.args[position], dist, dim))
+
+
+def _split(node: fx.Node, divide: Divider) -> None:
+    """split_with_sizes(x, sizes, dim) and split(x, size, dim)."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    dim: int = (node.args[2] if len(node.args) > 2 else 0) % len(source.meta["tensor"].shape)  # type: ignore[operator]
+    dists = node.meta["dist"]
+    sizes: Any = node.args[1]
+    if isinstance(sizes, list | tuple):
+        _set_arg(node, 1, [divide(s, d, dim) for s, d in zip(sizes, dists, strict=True)])
+    else:
+        _set_arg(node, 1, divide(sizes, dists[0], dim))
+
+
+_SPECIAL: dict[Any, Callable[[fx.Node, Divider], None]] = {
+    aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+}

@@ -1,0 +1,75 @@
+"""Insert reshards: make every operand lie as its user wants it.
+
+Before: each node has the placement of its results (`dist`) and of the operands it wants (`dist_in`); these may differ.
+After: they agree; where they differed stands a `reshard`, shared by all users that want the same placement.
+
+    %h : f32[T, 64] P(tp) = mm(%x, %w)          %h : f32[T, 64] P(tp) = mm(%x, %w)
+    %y : f32[T, 64]       = add(%h, %r)         %h_r : f32[T, 64]     = reshard(%h)
+                                                %y : f32[T, 64]       = add(%h_r, %r)
+
+Cost: none by itself; the reshards are what `annotate` counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpar.collectives import reshard
+from fxpar.dist_config import DistConfig
+from fxpar.graph import AnnotatedGraph
+from fxpar.pass_base import Tier, insert, replace_operands, tensor_operands
+
+
+@dataclass(frozen=True)
+class InsertReshards:
+    """No options."""
+
+    name: ClassVar[str] = "insert_reshards"
+    tier: ClassVar[Tier] = "exact"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        made: dict[fx.Node, list[fx.Node]] = {}  # value -> its other placements so far
+        for node in list(graph.graph.nodes):
+            wanted = node.meta.get("dist_in")
+            if wanted is None:
+                continue
+            operands = tensor_operands(node)
+            if all(o.meta["dist"] == w for o, w in zip(operands, wanted, strict=True)):
+                continue
+            new = [
+                o if o.meta["dist"] == w else _placed(graph.graph, made, o, w, node)
+                for o, w in zip(operands, wanted, strict=True)
+            ]
+            replace_operands(node, new)
+
+
+def _placed(
+    graph: fx.Graph, made: dict[fx.Node, list[fx.Node]], value: fx.Node, wanted: DistConfig, user: fx.Node
+) -> fx.Node:
+    """`value` in the wanted placement: found, cut from one that is there, or made."""
+    known = made.setdefault(value, [])
+    for other in known:
+        if other.meta["dist"] == wanted:
+            return other
+    source = next((o for o in known if _is_slice(o.meta["dist"], wanted)), value)
+    with graph.inserting_before(user):
+        node = insert(
+            graph,
+            reshard,
+            (source,),
+            like=user if user.op != "output" else value,
+            tensor=value.meta["tensor"],
+            dist=wanted,
+        )
+    known.append(node)
+    return node
+
+
+def _is_slice(held: DistConfig, wanted: DistConfig) -> bool:
+    """Whether `wanted` is a local piece of `held`."""
+    if held.partial != wanted.partial:
+        return False
+    return all(w[: len(h)] == h for h, w in zip(held.dims, wanted.dims, strict=True))

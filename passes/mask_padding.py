@@ -1,0 +1,146 @@
+"""Mask padding: where a sum runs over an unevenly cut dim, make sure that the padding is zero.
+
+Before: a dim of 100 cut in 3 pieces of 34 has 2 elements of padding on the last rank, with unknown content.
+After: they are zero wherever a product or a sum contracts the dim, and in every result of the graph.
+
+    %s : f32[T] P(tp) = sum(%h, [1])            %h_z : f32[T, 100@tp] = zero_padding(%h, 1, 100, "#tp")
+                                                %s : f32[T] P(tp)     = sum(%h_z, [1])
+
+Padding starts as zero (parameters are stored that way) and most ops keep it so; only where that is not known a mask is
+inserted. Cost: one local copy per mask, none in graphs whose dims divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpar.collectives import is_collective
+from fxpar.dist_config import DistConfig
+from fxpar.graph import AnnotatedGraph
+from fxpar.ops.layout import zero_padding
+from fxpar.pass_base import Tier, insert, replace_operands, set_results, tensor_operands
+
+aten = torch.ops.aten
+own = torch.ops.fxpar
+
+# f(0) = 0, in every operand at once.
+_KEEP_ZERO = {
+    aten.neg.default,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.relu.default,
+    aten.tanh.default,
+    aten.sin.default,
+    aten.abs.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.silu_backward.default,
+    aten.gelu_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
+    aten.sigmoid_backward.default,
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.sum.dim_IntList,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    own.dropout.default,
+    own.embedding.default,
+}
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+_ALWAYS_ZERO = {own.cross_entropy_backward.default, own.embedding_backward.default}
+# These know which columns are classes and leave padding out by themselves.
+_AWARE = {own.cross_entropy.default, own.cross_entropy_backward.default, own.embedding.default}
+
+
+@dataclass(frozen=True)
+class MaskPadding:
+    """No options."""
+
+    name: ClassVar[str] = "mask_padding"
+    tier: ClassVar[Tier] = "exact"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        padded = {n: _padded(n) for n in graph.graph.nodes if n.op in ("placeholder", "call_function")}
+        if not any(padded.values()):
+            return
+        zero: dict[fx.Node, bool] = {}
+        masked: dict[fx.Node, fx.Node] = {}
+        for node in list(graph.graph.nodes):
+            if node.op == "output":
+                set_results(graph.graph, [_clean(graph.graph, r, node, padded, zero, masked) for r in graph.results])
+            elif node in padded:
+                _mask_contracted(graph.graph, node, padded, zero, masked)
+                zero[node] = not padded[node] or _stays_zero(node, padded, zero)
+
+
+def _padded(node: fx.Node) -> tuple[int, ...]:
+    dist, meta = node.meta.get("dist"), node.meta.get("tensor")
+    return dist.padded_dims(meta.shape) if isinstance(dist, DistConfig) else ()
+
+
+def _mask_contracted(graph: fx.Graph, node: fx.Node, padded: dict, zero: dict, masked: dict) -> None:
+    """Clean the operands that the node sums over a padded dim."""
+    dist = node.meta.get("dist")
+    partial = {a for c in (dist if isinstance(dist, tuple) else (dist,)) if c for a, _ in c.partial}
+    if not partial or node.target in _AWARE or is_collective(node):
+        return
+    operands = tensor_operands(node)
+    needs = [any(e.axis in partial for d in padded.get(o, ()) for e in o.meta["dist"].dims[d]) for o in operands]
+    if any(needs):
+        clean = [
+            _clean(graph, o, node, padded, zero, masked) if need else o for o, need in zip(operands, needs, strict=True)
+        ]
+        replace_operands(node, clean)
+
+
+def _clean(graph: fx.Graph, value: fx.Node, user: fx.Node, padded: dict, zero: dict, masked: dict) -> fx.Node:
+    """`value` with zero padding."""
+    if zero.get(value, True):
+        return value
+    if value not in masked:
+        dist, meta = value.meta["dist"], value.meta["tensor"]
+        node = value
+        for d in padded[value]:
+            axis, size = dist.dims[d][0].axis, meta.shape[d]
+            with graph.inserting_before(user):
+                node = insert(
+                    graph,
+                    zero_padding,
+                    (node, d, size, f"#{axis}"),
+                    like=value,
+                    tensor=meta,
+                    dist=dist,
+                    phase=value.meta.get("phase", "body"),
+                )
+        masked[value] = node
+    return masked[value]
+
+
+def _stays_zero(node: fx.Node, padded: dict, zero: dict) -> bool:
+    """Whether the node's padding is known to be zero, given what is known of its operands."""
+    if node.op == "placeholder" or node.target in _ALWAYS_ZERO or is_collective(node):
+        return True
+    operands = tensor_operands(node)
+    relevant = [o for o in operands if padded.get(o)]
+    if not all(zero.get(o, False) for o in relevant) or not relevant:
+        return False
+    if node.target in _SUMS:
+        # A term that is broadcast over the padded dim would not be zero there.
+        return len(operands) == 2 and len(relevant) == 2
+    return node.target in _KEEP_ZERO

@@ -1,0 +1,82 @@
+"""Reduce gradients: data parallelism. Results leave each replica as partial sums and are summed over all of them.
+
+Before: results are one replica's; a gradient may be partial on tp or cp already (a norm weight under sequence parallel).
+After: the loss is the same on every rank, a gradient lies as its parameter is stored, a buffer's new value is the mean
+over replicas. All of this happens once per group of micro-batches, in the epilogue (ZeRO-2 and 3: in the body).
+
+    %dw : f32[F@tp, D] P(dp)
+    %dw_r : f32[F@tp, D] = reshard(%dw)
+
+Cost per rank: an all-reduce of the local gradients over dp and cp, in buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpar.collectives import reshard
+from fxpar.dist_config import DistConfig, Partial
+from fxpar.graph import AnnotatedGraph
+from fxpar.markers import vary
+from fxpar.pass_base import Phase, Tier, insert, set_results
+
+
+@dataclass(frozen=True)
+class ReduceGradients:
+    """Reads the axes from the strategy."""
+
+    name: ClassVar[str] = "reduce_gradients"
+    tier: ClassVar[Tier] = "numeric"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        (output,) = graph.graph.find_nodes(op="output")
+        stored = {
+            info.fqn: node.meta["dist"]
+            for node, info in zip(graph.placeholders, graph.inputs, strict=True)
+            if info.kind == "param"
+        }
+        results: list[fx.Node] = []
+        for node, out in zip(graph.results, graph.outputs, strict=True):
+            body = _varying(node, graph, "avg" if out.kind == "buffer" else "sum")
+            target = stored[out.fqn] if out.kind == "grad" else DistConfig.replicated(body.mesh, body.ndim, body.dtype)
+            if body == target:
+                results.append(node)
+                continue
+            early = out.kind == "grad" and graph.strategy.zero >= 2
+            phase: Phase = "body" if early else "epilogue"
+            results.append(_reduce(graph.graph, node, body, target, phase, output))
+            if early:
+                results[-1].meta["bucket"] = f"grads/{_block(out.fqn)}"
+        set_results(graph.graph, results)
+        output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
+
+
+def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
+    """The result's placement with every replica's value as one term; integers of a buffer are the same everywhere."""
+    config: DistConfig = node.meta["dist"]
+    if graph.strategy.degree("dp") == 1 or (op == "avg" and not node.meta["tensor"].dtype.is_floating_point):
+        return config
+    return config.with_placement("dp", Partial(op))
+
+
+def _reduce(
+    graph: fx.Graph, node: fx.Node, body: DistConfig, target: DistConfig, phase: Phase, output: fx.Node
+) -> fx.Node:
+    # The same value may be a result twice, so its own config is left alone and a view of it carries the dp term.
+    early = phase == "body"
+    place = graph.inserting_after(node) if early else graph.inserting_before(output)
+    with place:
+        term = insert(graph, vary, (node,), like=node, tensor=node.meta["tensor"], dist=body, phase=phase)
+    with graph.inserting_after(term):
+        reduced = insert(graph, reshard, (term,), like=node, tensor=node.meta["tensor"], dist=target, phase=phase)
+    return reduced
+
+
+def _block(fqn: str) -> str:
+    head, _, _ = fqn.rpartition(".")
+    parts = head.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""

@@ -1,0 +1,136 @@
+"""Reshard to collectives: replace every reshard by steps that each work on one mesh axis.
+
+Before: `reshard` nodes between any two placements. After: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `shard`.
+
+    %g_r : f32[D@tp, F] P(dp) -> f32[D@tp@dp, F]
+    %g_r = reshard(%g)                          %g_r = reduce_scatter(%g, "dp", "sum", 0, ())
+
+Axes that shard one dim nest: only the innermost cut of a dim can be undone, and a new cut goes inside the others. Steps
+are taken in an order that respects this; where there is none, the axis in the way is gathered first.
+
+Cost in bytes per rank of a group of K, for a local result of n bytes: all_reduce 2n(K-1)/K, all_gather n(K-1)/K,
+reduce_scatter n(K-1), all_to_all n(K-1)/K, shard 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from fxpar import collectives as c
+from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.errors import PlacementError
+from fxpar.graph import AnnotatedGraph
+from fxpar.pass_base import Tier, insert
+
+Step = tuple[object, tuple, DistConfig]  # op, its arguments after x, the placement it makes
+
+
+@dataclass(frozen=True)
+class ReshardToCollectives:
+    """No options."""
+
+    name: ClassVar[str] = "reshard_to_collectives"
+    tier: ClassVar[Tier] = "exact"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        for node in graph.graph.find_nodes(op="call_function", target=c.reshard):
+            value: fx.Node = node.args[0]  # type: ignore[assignment]
+            with graph.graph.inserting_before(node):
+                for op, args, dist in steps(value.meta["dist"], node.meta["dist"]):
+                    value = insert(
+                        graph.graph,
+                        op,
+                        (value, *args),
+                        like=node,
+                        tensor=node.meta["tensor"],
+                        dist=dist,
+                        phase=node.meta["phase"],
+                    )
+            node.replace_all_uses_with(value)
+            graph.graph.erase_node(node)
+
+
+def steps(source: DistConfig, target: DistConfig) -> list[Step]:
+    """The single-axis steps from `source` to `target`. Raises PlacementError where there is no way (R -> P)."""
+    found: list[Step] = []
+    current = source
+    while (current.dims, current.partial) != (target.dims, target.partial):
+        step = _reduce(current, target) or _move(current, target) or _slice(current, target) or _gather(current, target)
+        if step is None:
+            raise PlacementError(f"no collective turns {source} into {target}")
+        found.append(step)
+        current = step[2]
+    return found
+
+
+def _reduce(current: DistConfig, target: DistConfig) -> Step | None:
+    """Partial sums become a shard in one reduce-scatter where the target wants that, else they are all-reduced."""
+    pending = {axis: op for axis, op in current.partial if (axis, op) not in target.partial}
+    if not pending:
+        return None
+    for d, entries in enumerate(target.dims):
+        have = current.dims[d]
+        if len(entries) > len(have) and entries[: len(have)] == have:
+            entry = entries[len(have)]
+            ops = {pending.get(axis) for axis in entry.axis.split(".")}
+            if len(ops) == 1 and ops <= {"sum", "avg"}:
+                dims = (*current.dims[:d], (*have, entry), *current.dims[d + 1 :])
+                left = tuple(p for p in current.partial if p[0] not in entry.axis.split("."))
+                (op,) = ops
+                return (
+                    c.reduce_scatter,
+                    (entry.axis, op, d, entry.sections),
+                    replace(current, dims=dims, partial=left),
+                )
+    op = next(iter(pending.values()))
+    axes = tuple(axis for axis, other in pending.items() if other == op)
+    # A sum that is to be scattered over some axes is reduced over the others first, when it is largest last.
+    wanted = {name for entries in target.dims for e in entries for name in e.axis.split(".")}
+    axes = tuple(a for a in axes if a not in wanted) or axes
+    left = tuple(p for p in current.partial if p[0] not in axes)
+    return c.all_reduce, (".".join(axes), op), replace(current, partial=left)
+
+
+def _move(current: DistConfig, target: DistConfig) -> Step | None:
+    """All-to-all: the innermost cut of a dim moves inside the cuts of another dim."""
+    for d, entries in enumerate(current.dims):
+        if not entries or entries == target.dims[d][: len(entries)]:
+            continue
+        last = entries[-1]
+        for to, wanted in enumerate(target.dims):
+            have = current.dims[to]
+            fits = to != d and len(wanted) > len(have) and wanted[: len(have)] == have
+            if fits and wanted[len(have)].axis == last.axis:
+                entry = wanted[len(have)]
+                dims = list(current.dims)
+                dims[d], dims[to] = entries[:-1], (*have, entry)
+                args = (last.axis, d, last.sections, to, entry.sections)
+                return c.all_to_all, args, replace(current, dims=tuple(dims))
+    return None
+
+
+def _slice(current: DistConfig, target: DistConfig) -> Step | None:
+    """A cut that is wanted on an axis that replicates now."""
+    used = {name for entries in current.dims for e in entries for name in e.axis.split(".")}
+    used |= {axis for axis, _ in current.partial}
+    for d, wanted in enumerate(target.dims):
+        have = current.dims[d]
+        if len(wanted) > len(have) and wanted[: len(have)] == have:
+            entry = wanted[len(have)]
+            if not used & set(entry.axis.split(".")):
+                dims = (*current.dims[:d], (*have, entry), *current.dims[d + 1 :])
+                return c.shard, (entry.axis, d, entry.sections), replace(current, dims=dims)
+    return None
+
+
+def _gather(current: DistConfig, target: DistConfig) -> Step | None:
+    """Undo the innermost cut of a dim that does not lie as wanted."""
+    for d, entries in enumerate(current.dims):
+        if entries and entries != target.dims[d][: len(entries)]:
+            last: AxisShard = entries[-1]
+            dims = (*current.dims[:d], entries[:-1], *current.dims[d + 1 :])
+            return c.all_gather, (last.axis, d, last.sections), replace(current, dims=dims)
+    return None

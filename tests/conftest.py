@@ -1,0 +1,53 @@
+"""What all tests share: one thread, seeds, no process group left behind, GPU tests skipped."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch: several workers share few cores, and sums must not depend on them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# Compiling and tracing make single examples slow, so a deadline would only measure the machine.
+settings.register_profile("fxpar", deadline=None, print_blob=True)
+settings.register_profile("ci", parent=settings.get_profile("fxpar"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "fxpar")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where torch sees no CUDA GPU."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def own_world() -> Iterator[None]:
+    """Seed torch before each test; fail a test that leaves a default process group behind.
+
+    A group that was there before the test (from a fixture of a wider scope) is left alone. Tests
+    that never import torch do not import it here.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+    before = _has_process_group()
+    yield
+    if _has_process_group() and not before:
+        sys.modules["torch.distributed"].destroy_process_group()
+        pytest.fail("the test left a default process group; destroy it in the test or its fixture")
+
+
+def _has_process_group() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()

@@ -1,0 +1,90 @@
+"""The CPU kernels: how documents are found, and how work is cut into blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.ops import attention_cpu
+from fxpar.ops.attention_cpu import Rule, bshe, document_runs
+
+
+@pytest.mark.parametrize(
+    ("ids", "runs"),
+    [
+        ([[5, 5, 5]], [[3]]),
+        ([[0, 0, 1, 2, 2]], [[2, 3, 5]]),
+        ([[7, 7, 1, 1]], [[2, 4]]),  # decreasing is as good as increasing
+        ([[0, 1, 1], [4, 2, 2]], [[1, 3]]),  # rows cut alike are given once
+        ([[0, 0, 1], [0, 1, 1]], [[2, 3], [1, 3]]),
+        ([[0, 1, 0]], None),
+        ([[0, 0, 1], [1, 0, 1]], None),
+    ],
+)
+def test_document_runs(ids, runs):
+    assert document_runs(torch.tensor(ids)) == runs
+
+
+def test_bshe_copies_only_what_lies_otherwise():
+    lying_right = torch.randn(2, 5, 3, 4).transpose(1, 2)
+    assert bshe(lying_right) is lying_right
+    other = torch.randn(2, 3, 5, 4)
+    assert bshe(other).transpose(1, 2).is_contiguous()
+    assert torch.equal(bshe(other), other)
+
+
+@given(
+    st.integers(1, 70),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.sampled_from([1, 100, 4096, 32768]),
+    st.sampled_from([0, 1, 128, 5000]),
+    st.booleans(),
+)
+def test_blocks_cover_everything_once_and_stay_small(B, Hkv, group, S, window, causal):
+    one = torch.empty(1)  # expanded: nothing of that size is allocated
+    q, k = one.expand(B, Hkv * group, S, 8), one.expand(B, Hkv, S, 8)
+    rule = Rule(None, None, causal, window, 1.0, 0.0)
+    covered = torch.zeros(B, Hkv, dtype=torch.int64)
+    limit = attention_cpu._CPU_BLOCK_SCORES
+    starved = 2 * attention_cpu._MIN_BLOCK_ROWS * S  # one head, fewest rows, all keys
+    last = None
+    for last in attention_cpu._parts(q, k, rule):
+        covered[last.b0 : last.b1, last.h0 : last.h1] += 1
+        heads = (last.b1 - last.b0) * (last.h1 - last.h0)
+        assert heads == 1 or last.h1 - last.h0 == Hkv or last.b1 - last.b0 == 1
+        ends = [0]
+        for i0, i1, j0, j1 in last.blocks(S, S, rule):
+            assert i0 == ends[-1]
+            ends.append(i1)
+            assert heads * group * (i1 - i0) * (j1 - j0) <= max(limit, starved)
+        assert ends[-1] == S
+    assert (covered == 1).all()
+
+
+@given(st.integers(1, 40), st.integers(1, 15), st.integers(0, 50), st.booleans())
+def test_key_range_holds_all_visible_keys_and_no_block_more(S, rows, window, causal):
+    rule = Rule(None, None, causal, window, 1.0, 0.0)
+    back = torch.arange(S)[:, None] - torch.arange(S)
+    seen = (back >= 0) if causal else torch.ones_like(back, dtype=torch.bool)
+    seen = seen & (back.abs() < window) if window > 0 else seen
+    for i0 in range(0, S, rows):
+        i1 = min(S, i0 + rows)
+        keys = seen[i0:i1].any(0).nonzero()
+        assert rule.keys(i0, i1, S) == (int(keys.min()), int(keys.max()) + 1)
+
+
+def test_flash_and_blocks_agree():
+    """The two ways to compute one piece, with the same rule."""
+    q, k, v, dout = (torch.randn(2, h, 150, 16, dtype=torch.float64) for h in (4, 2, 2, 4))
+    rule = Rule(None, None, True, 0, 0.2, 0.0)
+    assert attention_cpu._flash_fits(q, k, v, rule)
+    out, lse = attention_cpu.forward(q, k, v, rule)
+    blocks = attention_cpu.forward_blocks(q, k, v, rule)
+    torch.testing.assert_close((out, lse), blocks, rtol=1e-12, atol=1e-12)
+    args = (dout, q, k, v, out, lse, rule)
+    torch.testing.assert_close(
+        attention_cpu.backward(*args), attention_cpu.backward_blocks(*args), rtol=1e-11, atol=1e-11
+    )
