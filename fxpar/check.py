@@ -171,9 +171,13 @@ def run_world(
             if info.kind == "param"
         }
         bound.prepare(local, buffers)
-        for index in plan[strategy.mesh.coordinate(rank).get("dp", 0)]:
+        mine = plan[strategy.mesh.coordinate(rank).get("dp", 0)]
+        # ZeRO-2 and 3 talk to the other replicas inside the body, so all run the same number of micro-batches: a
+        # replica that has none left repeats one at scale 0, which adds exact zeros.
+        idle = max(map(len, plan)) - len(mine) if strategy.zero >= 2 else 0
+        for index, factor in [(i, scale) for i in mine] + [(mine[0], 0.0)] * idle:
             whole = pad_batch(program.inputs, program.dims, program.divisors, batches[index % len(batches)])
-            bound.run(local_batch(program, whole, rank), scale, seed=index)
+            bound.run(local_batch(program, whole, rank), factor, seed=index)
         return {**bound.finish(), "fingerprint": fingerprint}
 
     return run_threads(strategy.world, work)

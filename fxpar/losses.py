@@ -6,7 +6,7 @@ Conventions, for all of them:
   multiplies it by its input `scale`, which the runtime sets to 1/(valid tokens of the whole mini-batch): micro-batches
   of any size then add up to the gradient of the mean.
 - `batch["labels"]` are **aligned**: labels[b, t] is what the logits at position t must predict. For a language model
-  that is the next token; `next_token_labels` makes them. A label of `ignore_index` (-100) is not valid: it adds nothing.
+  that is the next token; `next_token_labels` makes them. A label of `ignore_index` (-100) is not valid, it adds 0.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def next_token_labels(
     position_ids: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Aligned labels of tokens [..., T]: the next token, `ignore_index` at the last one and at the end of each document.
+    """Aligned labels of tokens [..., T]: the next token; `ignore_index` at the last one and at the end of a document.
 
     Documents packed into one row are given by their ids, or by positions that restart at 0; both are [..., T].
     """
@@ -78,9 +78,7 @@ def _model_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, An
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     inputs: dict[str, Any] = {
-        key: value
-        for key, value in batch.items()
-        if key not in _NOT_INPUTS and (takes_any or key in parameters)
+        key: value for key, value in batch.items() if key not in _NOT_INPUTS and (takes_any or key in parameters)
     }
     if "use_cache" in parameters:
         inputs["use_cache"] = False

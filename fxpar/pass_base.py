@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterable
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ from fxpar.graph import AnnotatedGraph, TensorMeta
 
 Tier = Literal["exact", "numeric"]
 Phase = Literal["prologue", "body", "epilogue"]
+_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
 @runtime_checkable
@@ -96,3 +98,9 @@ def sort_topologically(graph: fx.Graph) -> None:
     for node in order[1:]:
         cursor.append(node)
         cursor = node
+
+
+def block_of(fqn: str) -> str:
+    """`model.layers.3` for a parameter of layer 3; its own module for one outside of repeated blocks."""
+    match = _BLOCK.match(fqn)
+    return match[1] if match else fqn.rpartition(".")[0]

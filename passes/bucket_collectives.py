@@ -93,7 +93,9 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
     def rows(meta: TensorMeta, whole: bool) -> tuple[int, tuple[int, ...]]:
         return (1, meta.shape) if whole else (meta.shape[0], meta.shape[1:])  # type: ignore[return-value]
 
-    with graph.inserting_before(last):
+    # Gathers start with the first member, whose operands are all there from the start; reductions with the last.
+    anchor = first if first.target is c10d.all_gather_into_tensor.default else last
+    with graph.inserting_before(anchor):
         if whole:
             inputs = [call(layout.lift, (i,), TensorMeta((1, *i.meta["local"].shape), i.meta["local"].dtype)) for i in inputs]
         buffer = call(layout.fuse, (inputs,), _fused(members, rows, whole, sent=True))

@@ -21,7 +21,7 @@ from fxpar.collectives import reshard
 from fxpar.dist_config import DistConfig, Partial
 from fxpar.graph import AnnotatedGraph
 from fxpar.markers import vary
-from fxpar.pass_base import Phase, Tier, insert, set_results
+from fxpar.pass_base import Phase, Tier, block_of, insert, set_results
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ReduceGradients:
             phase: Phase = "body" if early else "epilogue"
             results.append(_reduce(graph.graph, node, body, target, phase, output))
             if early:
-                results[-1].meta["bucket"] = f"grads/{_block(out.fqn)}"
+                results[-1].meta["bucket"] = f"grads/{block_of(out.fqn)}"
         set_results(graph.graph, results)
         output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
 
@@ -73,10 +73,3 @@ def _reduce(
     with graph.inserting_after(term):
         reduced = insert(graph, reshard, (term,), like=node, tensor=node.meta["tensor"], dist=target, phase=phase)
     return reduced
-
-
-def _block(fqn: str) -> str:
-    head, _, _ = fqn.rpartition(".")
-    parts = head.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else ""

@@ -14,7 +14,6 @@ Cost per rank and step: level 1, 2 as much as an all-reduce of the gradients; le
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,9 +22,7 @@ from torch import fx
 from fxpar.collectives import reshard
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier, insert
-
-_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
+from fxpar.pass_base import Tier, block_of, insert
 
 
 @dataclass(frozen=True)
@@ -60,12 +57,6 @@ class ZeroShard:
 def shard_over(config: DistConfig, axis: str) -> DistConfig:
     """`config` with dim 0 also cut by `axis`, inside its other cuts."""
     return replace(config, dims=((*config.dims[0], AxisShard(axis)), *config.dims[1:]))
-
-
-def block_of(fqn: str) -> str:
-    """`model.layers.3` for a parameter of layer 3; "" outside of repeated blocks."""
-    match = _BLOCK.match(fqn)
-    return match[1] if match else ""
 
 
 def _gather(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+
 from torch import nn
 
 from fxpar.capture.canonical import Canonical

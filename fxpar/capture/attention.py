@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpar import ops
+from fxpar.capture.context import MaskRule
 from fxpar.capture.dropout import dropout
 from fxpar.torch_api.tracing import known_equal
 
@@ -58,8 +59,12 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     document_ids: Tensor | None = None,
+    rule: MaskRule | None = None,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` for any number of leading dims: query [..., H, S, E], mask [..., S, Skv]."""
+    """`F.scaled_dot_product_attention` for any number of leading dims: query [..., H, S, E], mask [..., S, Skv].
+
+    `rule` says what the mask would have hidden, if there was one of known meaning.
+    """
     q, k, v = _at_least_4d(query), _at_least_4d(key), _at_least_4d(value)
     leading = _broadcast([t.shape[:-3] for t in (q, k, v)])
     heads = (q.shape[-3], k.shape[-3], v.shape[-3])
@@ -71,8 +76,8 @@ def scaled_dot_product_attention(
         if mask is not None and mask.dim() > 3:
             mask = mask.expand(*leading, *mask.shape[-3:]).flatten(0, len(leading) - 1)
         q, k, v = (t.flatten(0, len(leading) - 1) for t in (q, k, v))
-    rule = AttentionRule(is_causal, 0, 0.0, scale, mask, document_ids, dropout_p)
-    out = attend(q, k, v, rule)
+    causal, window = (is_causal, 0) if rule is None else (rule.causal, rule.window)
+    out = attend(q, k, v, AttentionRule(causal, window, 0.0, scale, mask, document_ids, dropout_p))
     if len(leading) != 1:
         out = out.unflatten(0, leading)
     return out.reshape(*out.shape[-max(query.dim(), key.dim(), value.dim()) :])

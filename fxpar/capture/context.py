@@ -25,6 +25,17 @@ class Mean:
     line: str | None
 
 
+@dataclass(frozen=True)
+class MaskRule:
+    """What a dense attention mask means. Documents are [B or 1, S] ids; a chunk of tokens is like a document."""
+
+    causal: bool
+    window: int = 0
+    chunk: int = 0
+    documents: Tensor | None = None
+    positions: Tensor | None = None  # within the documents, [B or 1, S]
+
+
 @dataclass
 class CaptureContext:
     """State of one trace. `batch` holds the traced batch tensors, `seed` the graph's seed input."""
@@ -35,12 +46,16 @@ class CaptureContext:
     seed: Tensor
     device: torch.device
     means: list[Mean] = field(default_factory=list)
-    masks: list[tuple[Tensor, object]] = field(default_factory=list)
+    masks: list[tuple[Tensor, MaskRule]] = field(default_factory=list)
     documents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def unsupported(self, what: str, instead: str) -> UnsupportedOpError:
         """The error for something that the running module does, with its FQN and line."""
         return UnsupportedOpError(what, instead, self.provenance.fqn, user_line())
+
+    def mask_rule(self, mask: Tensor) -> MaskRule | None:
+        """What a mask means, if it is one that was made by rule and has not been changed since."""
+        return next((rule for known, rule in self.masks if known is mask), None)
 
     def add_mean(self, result: Tensor, total: Tensor, what: str) -> Tensor:
         """Remember that `result` is a mean whose sum is `total`; returns `result`."""

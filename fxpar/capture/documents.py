@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpar.capture.attention import scaled_dot_product_attention
-from fxpar.capture.context import current
+from fxpar.capture.context import CaptureContext, MaskRule, current
 from fxpar.torch_api.tracing import known_equal
 
 _PACKED: ContextVar[Tensor | None] = ContextVar("fxpar_packed", default=None)
@@ -29,9 +30,40 @@ def document_ids_from_positions(position_ids: Tensor) -> Tensor:
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, length: int | torch.SymInt) -> Tensor:
-    """cu_seqlens [C] = [0, end of document 1, ...] -> document ids [1, length]; tokens past the last end are one more."""
+    """cu_seqlens [C] = [0, end of document 1, ...] -> ids [1, length]; tokens past the last end are one more document."""
     tokens = torch.arange(length, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.contiguous().long(), tokens, right=True).unsqueeze(0)
+
+
+def remembered(context: CaptureContext, key: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """`make(key)`, computed once per capture."""
+    known = context.documents.get(id(key))
+    if known is None:
+        known = context.documents[id(key)] = (key, make(key))  # holding the key keeps its id taken
+    return known[1]
+
+
+def with_batch_documents(rule: MaskRule, query: Tensor, key: Tensor, cu_seqlens: Tensor | None = None) -> MaskRule:
+    """Give a causal rule without documents those of the batch: bounds if there are any, else restarting positions.
+
+    For models whose masks are made by rule, with query and key [B, H, S, E]. Bounds are `cu_seqlens` [C] or the batch's
+    "cu_seq_lens_q" or "cu_seqlens", positions are its "position_ids" [B or 1, S].
+    """
+    context, length = current(), query.shape[-2]
+    if context is None or not rule.causal or rule.chunk or not known_equal(length, key.shape[-2]):
+        return rule
+    batch = context.batch
+    if cu_seqlens is None:
+        cu_seqlens = next((batch[k] for k in ("cu_seq_lens_q", "cu_seqlens") if k in batch), None)
+    if cu_seqlens is not None and (rule.documents is None or rule.positions is not None):
+        ids = remembered(context, cu_seqlens, lambda bounds: document_ids_from_cu_seqlens(bounds, length))
+        return replace(rule, documents=ids)
+    positions = batch.get("position_ids")
+    if rule.documents is not None or positions is None or positions.dim() != 2:
+        return rule
+    if not known_equal(positions.shape[1], length):
+        return rule
+    return replace(rule, documents=remembered(context, positions, document_ids_from_positions))
 
 
 @contextmanager
@@ -52,11 +84,22 @@ def packed(document_ids: Tensor) -> Iterator[None]:
         _PACKED.reset(token)
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`F.scaled_dot_product_attention` with the documents of the surrounding `packed` block, if it fits them."""
-    ids = _PACKED.get()
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with the documents of the surrounding `packed` block, if it fits them.
+
+    A mask whose meaning is known is replaced by that meaning.
+    """
+    ids, context = _PACKED.get(), current()
+    rule = context.mask_rule(attn_mask) if context is not None and attn_mask is not None else None
+    if rule is not None:
+        attn_mask, rule = None, with_batch_documents(rule, query, key)
+        ids = rule.documents if ids is None else ids
     fits = ids is not None and all(known_equal(x.shape[-2], ids.shape[-1]) for x in (query, key))
-    return scaled_dot_product_attention(query, key, value, *args, **kwargs, document_ids=ids if fits else None)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, *args, **kwargs, document_ids=ids if fits else None, rule=rule
+    )
 
 
 class _PackedMode(TorchFunctionMode):

@@ -35,7 +35,7 @@ def functional_dropout(input: Tensor, p: float = 0.5, training: bool = True, inp
 
 
 def channel_dropout(rank: int) -> Callable[..., Tensor]:
-    """`F.dropout1d`, `2d`, `3d`: whole channels of [N, C, ...] are dropped. An input of fewer than `rank` dims has no N."""
+    """`F.dropout1d`, `2d`, `3d`: drop whole channels of [N, C, ...]. An input of fewer than `rank` dims has no N."""
 
     def drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:

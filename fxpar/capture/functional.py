@@ -71,7 +71,7 @@ def _forbid_random(gm: fx.GraphModule) -> None:
 
 # ------------------------------------------------------------------------------------------------- batch norm
 def _batch_norms(gm: fx.GraphModule, signature: Signature) -> dict[str, fx.Node]:
-    """Batch norms that update running statistics (a write that their schema does not show) return the new ones instead."""
+    """Let batch norms return new running statistics; that they write to them does not show in their schema."""
     names = _placeholder_names(gm, signature)
     written: dict[str, fx.Node] = {}
     functional = aten._native_batch_norm_legit_functional.default

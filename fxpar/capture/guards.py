@@ -25,9 +25,7 @@ def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
             continue
         for part in sympy.And.make_args(condition):
             _narrow(part, bounds, guard)
-    return tuple(
-        replace(dim, minimum=bounds[dim.symbol][0], maximum=bounds[dim.symbol][1]) for dim in dims
-    )
+    return tuple(replace(dim, minimum=bounds[dim.symbol][0], maximum=bounds[dim.symbol][1]) for dim in dims)
 
 
 def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]], guard: Guard) -> None:

@@ -14,27 +14,18 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpar.capture.attention import AttentionRule, attend
-from fxpar.capture.context import CaptureContext, current
-from fxpar.capture.documents import document_ids_from_cu_seqlens, document_ids_from_positions
+from fxpar.capture.context import CaptureContext, MaskRule, current
+from fxpar.capture.documents import document_ids_from_positions, remembered, with_batch_documents
 from fxpar.torch_api.tracing import is_computed_from_inputs, known_equal
 
 NAME = "fxpar"
-
-
-@dataclass(frozen=True)
-class MaskRule:
-    """What a mask of transformers means: documents are [B or 1, S] ids, `chunk` restarts attention every so many tokens."""
-
-    causal: bool
-    window: int = 0
-    documents: Tensor | None = None
 
 
 @contextmanager
@@ -52,13 +43,14 @@ def host_models(model: nn.Module) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        for interface, function in (
-            (ALL_ATTENTION_FUNCTIONS, attention_forward),
-            (ALL_MASK_ATTENTION_FUNCTIONS, mask_forward),
+        for interface, name, function in (
+            (ALL_ATTENTION_FUNCTIONS, NAME, attention_forward),
+            (ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask_forward),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", mask_forward),  # models that call torch's attention themselves
         ):
             mapping = type(interface)._global_mapping
-            stack.callback(_restore_item, mapping, NAME, mapping.get(NAME))
-            mapping[NAME] = function
+            stack.callback(_restore_item, mapping, name, mapping.get(name))
+            mapping[name] = function
         for config, switch in _configs(models):
             if switch:
                 stack.enter_context(_attribute(config, "_attn_implementation_internal", NAME))
@@ -91,7 +83,7 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _configs(models: list[Any]) -> list[tuple[Any, bool]]:
-    """Every config of the models and their sub-configs once, and whether all models that use it take an attention by name."""
+    """Every config of the models, sub-configs too, and whether all models that use it take their attention by name."""
     found: dict[int, tuple[Any, bool]] = {}
     for model in models:
         able = model._can_set_attn_implementation()
@@ -113,6 +105,7 @@ def _described_masks() -> Iterator[None]:
 
     describe: dict[str, Callable[..., MaskRule | None]] = {
         "sliding_window_causal_mask_function": lambda window: MaskRule(True, int(window)),
+        "chunked_causal_mask_function": lambda size, _: MaskRule(True, chunk=int(size)),
         "packed_sequence_compatibility_function": _packed_rule,
     }
     with contextlib.ExitStack() as stack:
@@ -144,7 +137,7 @@ def _rule_of(function: Callable[..., Any]) -> MaskRule | None:
 
 def _packed_rule(function: Callable[..., Any], position_ids: Tensor, documents: Tensor) -> MaskRule | None:
     rule = _rule_of(function)
-    return None if rule is None else replace(rule, documents=documents)
+    return None if rule is None else replace(rule, documents=documents, positions=position_ids)
 
 
 def packed_documents(position_ids: Tensor) -> Tensor | None:
@@ -155,15 +148,7 @@ def packed_documents(position_ids: Tensor) -> Tensor | None:
     context = current()
     if context is None or not is_computed_from_inputs(position_ids):
         return None
-    return _remembered(context, position_ids, document_ids_from_positions)
-
-
-def _remembered(context: CaptureContext, key: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """`make(key)`, computed once per capture."""
-    known = context.documents.get(id(key))
-    if known is None:
-        known = context.documents[id(key)] = (key, make(key))  # holding the key keeps its id taken
-    return known[1]
+    return remembered(context, position_ids, document_ids_from_positions)
 
 
 def mask_forward(
@@ -178,19 +163,24 @@ def mask_forward(
     """The mask function of the "fxpar" attention: the dense bool mask [B, 1, Sq, Skv], with its meaning noted."""
     from transformers.masking_utils import sdpa_mask
 
+    if attention_mask is not None and not is_computed_from_inputs(attention_mask):
+        attention_mask = None  # all ones, made by the model itself
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     dense = sdpa_mask(
         batch_size, q_length, kv_length, *args, mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
     rule = _rule_of(mask_function)
     context = current()
-    if context is None or rule is None or dense is None or not known_equal(q_length, kv_length):
+    if context is None or rule is None or not known_equal(q_length, kv_length):
         return dense
     if attention_mask is not None:
-        if rule.documents is not None or not known_equal(attention_mask.shape[-1], kv_length):
+        if rule.chunk or rule.documents is not None or not known_equal(attention_mask.shape[-1], kv_length):
             return dense
         # Padding becomes a document of its own: valid tokens see what they saw, padding sees only padding.
         rule = replace(rule, documents=attention_mask.long())
+    elif rule.chunk:
+        positions = torch.arange(q_length).unsqueeze(0) if rule.positions is None else rule.positions
+        rule = replace(rule, documents=(positions % rule.chunk == 0).cumsum(-1))
     context.masks.append((dense, rule))
     return dense
 
@@ -220,8 +210,7 @@ def attention_forward(
     if rule is None:
         mask, rule = attention_mask, MaskRule(causal=False)
     else:
-        mask = None
-        rule = _with_batch_documents(rule, query, key, kwargs, context)
+        mask, rule = None, with_batch_documents(rule, query, key, kwargs.get("cu_seq_lens_q"))
     if position_bias is not None:
         mask = _with_bias(mask, position_bias)
     wanted = AttentionRule(
@@ -237,31 +226,7 @@ def _mask_rule(
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return MaskRule(bool(causal), int(window or 0) if causal else 0)
-    for known, rule in context.masks:
-        if known is mask:
-            assert isinstance(rule, MaskRule)
-            return rule
-    return None
-
-
-def _with_batch_documents(
-    rule: MaskRule, query: Tensor, key: Tensor, kwargs: dict[str, Any], context: CaptureContext
-) -> MaskRule:
-    """Add the documents that cu_seqlens (first) or restarting positions of the batch mark, where the mask has none."""
-    length = query.shape[2]
-    if not rule.causal or not known_equal(length, key.shape[2]):
-        return rule
-    bounds = kwargs.get("cu_seq_lens_q")
-    if bounds is None:
-        bounds = next((context.batch[k] for k in ("cu_seq_lens_q", "cu_seqlens") if k in context.batch), None)
-    if bounds is not None:
-        ids = _remembered(context, bounds, lambda b: document_ids_from_cu_seqlens(b, length))
-        return replace(rule, documents=ids) if rule.documents is None or "position_ids" in context.batch else rule
-    positions = context.batch.get("position_ids")
-    if rule.documents is None and positions is not None and positions.dim() == 2:
-        if known_equal(positions.shape[1], length):
-            return replace(rule, documents=_remembered(context, positions, document_ids_from_positions))
-    return rule
+    return context.mask_rule(mask)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:

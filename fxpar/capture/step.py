@@ -153,4 +153,3 @@ def _operation(error: Exception) -> str:
     name = str(getattr(error, "func", "")) or type(error).__name__
     words = {"aten._local_scalar_dense.default": "a value is read (.item(), or a tensor used as a condition)"}
     return words.get(name, name)
-

@@ -14,6 +14,7 @@ All pieces compute in fp32 (fp64 for fp64 inputs), also for bf16 and fp16 inputs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -64,23 +65,39 @@ class Rule:
         return low, min(high, i1) if self.causal else high
 
     def hide_(self, scores: Tensor, i0: int, i1: int, j0: int, j1: int) -> None:
-        """Apply mask, causality, window and ids in place to scores [b, h, i1 - i0, j1 - j0]."""
+        """Apply mask, ids, causality and window in place to scores [b, h, i1 - i0, j1 - j0]."""
         if self.mask is not None:
             mask = self.mask[:, :, i0:i1, j0:j1]
-            if mask.dtype == torch.bool:
-                scores.masked_fill_(~mask, -torch.inf)
-            else:
-                scores.add_(mask)
+            scores.add_(_bias(mask, scores.dtype) if mask.dtype == torch.bool else mask)
         if self.ids is not None:
-            other = self.ids[:, None, i0:i1, None] != self.ids[:, None, None, j0:j1]
-            scores.masked_fill_(other, -torch.inf)
+            same = self.ids[:, None, i0:i1, None] == self.ids[:, None, None, j0:j1]
+            scores.add_(_bias(same, scores.dtype))
         if self.window > 0 or self.causal:
             first = j0 if self.window > 0 else max(j0, i0)  # without a window, earlier keys are seen
-            back = torch.arange(i0, i1, device=scores.device)[:, None] - torch.arange(first, j1, device=scores.device)
-            hidden = back < 0 if self.causal else back <= -self.window
+            queries = torch.arange(i0, i1, device=scores.device)[:, None]
+            back = queries - torch.arange(first, j1, device=scores.device)
+            seen = back >= 0 if self.causal else back > -self.window
             if self.window > 0:
-                hidden |= back >= self.window
-            scores[..., first - j0 :].masked_fill_(hidden, -torch.inf)
+                seen &= back < self.window
+            scores[..., first - j0 :].add_(_bias(seen, scores.dtype))
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where seen, -inf elsewhere: 1 - 1 / seen.
+
+    On CPU adding this is several times faster than `masked_fill`, which does not vectorise.
+    """
+    return seen.to(dtype).reciprocal_().neg_().add_(1.0)
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """exp of x <= 0 in place, where what is next to nothing (1.8e-35 in fp32) becomes 0.
+
+    On CPU exp is 10 to 100 times slower where its result is 0 or denormal, as in hidden scores.
+    """
+    low = -700.0 if x.dtype == torch.float64 else -80.0
+    x.clamp_(min=low).exp_()
+    return torch.threshold_(x, 1.01 * math.exp(low), 0.0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -300,7 +317,7 @@ def forward_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor,
             scores, _ = _scores(rows, ks[:, j0:j1], near, part.b1 - part.b0, block)
             # A row that sees nothing has the maximum -inf; the clamp keeps -inf - -inf away.
             top = scores.amax(-1, keepdim=True).clamp_(min=limits.min)
-            weights = scores.sub_(top).exp_()
+            weights = _exp_(scores.sub_(top))
             total = weights.sum(-1, keepdim=True)
             part.into(lse, i0, i1, total.log().add_(top))
             found = torch.bmm(weights, vs[:, j0:j1]).div_(total.clamp_(min=limits.tiny))
@@ -325,7 +342,7 @@ def backward_blocks(
             i0, i1, j0, j1 = block
             rows, g, row_shift, row_inner = (x[:, :, i0:i1].flatten(1, 2) for x in (qs, gs, shift, inner))
             scores, slope = _scores(rows, ks[:, j0:j1], near, part.b1 - part.b0, block)
-            weights = scores.sub_(row_shift).exp_()
+            weights = _exp_(scores.sub_(row_shift))
             dvs[:, j0:j1].baddbmm_(weights.mT, g)
             dscores = torch.bmm(g, vs[:, j0:j1].mT).sub_(row_inner).mul_(weights)
             if slope is not None:

@@ -10,6 +10,8 @@ import contextlib
 import logging
 import math
 import operator
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as sympy_functions
 
 # What a forward raises under fake tensors when Python asks for a value that only the data has.
@@ -46,6 +49,7 @@ DATA_DEPENDENT_ERRORS = (
 DeviceMismatchError = FakeTensorDeviceMismatchError
 
 Place = Callable[[], str | None]
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 # ------------------------------------------------------------------------------------------- symbolic sizes
@@ -57,6 +61,26 @@ class Guard:
     place: str | None
 
 
+# Functions that decide how a fake result lies in memory, which no captured value depends on.
+_LAYOUT = {
+    "is_contiguous",
+    "is_contiguous_for_memory_format",
+    "is_non_overlapping_and_dense_or_false",
+    "compute_elementwise_output_logical_to_physical_perm",
+    "compute_elementwise_output_strides",
+}
+
+
+def _asks_for_layout() -> bool:
+    """Whether the condition that is being decided is about the memory layout of a fake tensor only."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_name in _LAYOUT:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _RecordingShapeEnv(ShapeEnv):
     """A ShapeEnv that asks `place` for the user's line whenever it adds a guard."""
 
@@ -66,7 +90,7 @@ class _RecordingShapeEnv(ShapeEnv):
         self.recorded: list[Guard] = []
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
-        if "suppressed" not in prefix:
+        if "suppressed" not in prefix and not _asks_for_layout():
             self.recorded.append(Guard(g, self.place()))
         super()._log_guard(prefix, g, forcing_spec)
 
@@ -117,6 +141,11 @@ class FakeWorld:
 def known_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal whatever the dynamic dims are; adds no guard."""
     return bool(statically_known_true(a == b))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The value of a symbolic size in the example; adds no guard."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 # --------------------------------------------------------------------------------------------------- tracing
@@ -195,7 +224,8 @@ def retyped_input(value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
     mode = proxy_tensor.get_proxy_mode()
     node = node_of(value)
-    assert mode is not None and node is not None
+    assert mode is not None
+    assert node is not None
     with proxy_tensor.disable_proxy_modes_tracing():
         retyped = torch.empty(value.shape, dtype=dtype)
         proxy_tensor.track_tensor_tree(retyped, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
@@ -323,15 +353,40 @@ def function_of(expression: sympy.Expr) -> Callable[..., Any] | None:
 def is_computed_from_inputs(value: Tensor) -> bool:
     """Inside a trace: whether the data of `value` depends on the data (not just the sizes) of any input."""
     node = node_of(value)
-    todo, seen = [] if node is None else [node], {node}
+    return node is not None and any(found.op == "placeholder" for found in _ancestors(node))
+
+
+def largest_without_inputs(value: Tensor) -> int | None:
+    """Inside a trace: the largest value, at the example's sizes, of a tensor that no input's data enters; else None."""
+    node = node_of(value)
+    if node is None or is_computed_from_inputs(value):
+        return None
+    values: dict[fx.Node, Any] = {}
+
+    def load(current: fx.Node) -> Any:
+        meta = current.meta.get("val")
+        if isinstance(meta, (torch.SymInt, torch.SymFloat)):
+            return meta.node.hint
+        return values[current]
+
+    with _disable_current_modes(), torch.no_grad():
+        for current in _ancestors(node):
+            if isinstance(current.meta.get("val"), (torch.SymInt, torch.SymFloat)):
+                continue
+            if current.op == "get_attr" or current.target is torch.ops.aten.lift_fresh_copy.default:
+                return None
+            args, kwargs = fx.map_arg((current.args, current.kwargs), load)
+            values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+        return int(values[node].max())
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    """A node and all that it is computed from, sizes not followed, in graph order."""
+    found, todo = {node}, [node]
     while todo:
-        current = todo.pop()
-        if current.op == "placeholder":
-            return True
-        if isinstance(current.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            continue
-        for source in current.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                todo.append(source)
-    return False
+        for source in todo.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                if not isinstance(source.meta.get("val"), (torch.SymInt, torch.SymFloat)):
+                    todo.append(source)
+    return [current for current in node.graph.nodes if current in found]

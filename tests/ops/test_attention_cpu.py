@@ -76,6 +76,23 @@ def test_key_range_holds_all_visible_keys_and_no_block_more(S, rows, window, cau
         assert rule.keys(i0, i1, S) == (int(keys.min()), int(keys.max()) + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exp_is_exp_except_where_it_is_next_to_nothing(dtype):
+    x = torch.cat([-torch.linspace(0, 2000, 4001, dtype=dtype), torch.full((17,), -torch.inf, dtype=dtype)])
+    y = attention_cpu._exp_(x.clone())
+    low = 1e-300 if dtype == torch.float64 else 1e-34
+    torch.testing.assert_close(y[x.exp() > low], x.exp()[x.exp() > low])
+    assert (y[x < -1000] == 0).all()
+    assert y.isfinite().all()
+
+
+def test_bias_hides_what_is_not_seen():
+    seen = torch.rand(50) > 0.5
+    bias = attention_cpu._bias(seen, torch.float32)
+    assert torch.equal(bias == 0, seen)
+    assert torch.equal(bias == -torch.inf, ~seen)
+
+
 def test_flash_and_blocks_agree():
     """The two ways to compute one piece, with the same rule."""
     q, k, v, dout = (torch.randn(2, h, 150, 16, dtype=torch.float64) for h in (4, 2, 2, 4))
