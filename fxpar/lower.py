@@ -24,6 +24,7 @@ from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives
+from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
 from fxpar.passes.zero_shard import ZeroShard
 from fxpar.strategy import Strategy
@@ -46,6 +47,7 @@ def default_passes(storage: torch.dtype | None = None) -> list[GraphPass]:
         GlobalToLocal(),
         LowerCollectives(),
         BucketCollectives(),
+        ReuseBuffers(),
         SinkWaits(),
     ]
 

@@ -3,7 +3,8 @@
 Before: a parameter lies as the tensor axis wants it, whole on every data rank (dp and cp).
 After: it is stored with dim 0 cut by `dp.cp` as well; a reshard restores the layout that the body computes with:
 
-    level 1, 2   once per step, in the prologue          level 3   before the first use, and again in the backward
+    level 1, 2   once per step, in the prologue
+    level 3      before the first use, and again in the backward where other layers have run in between
     gradients    level 1: reduce-scattered in the epilogue; level 2, 3: in the body, micro-batch by micro-batch
 
     %w : f32[F@tp@dp, D] = param("up.weight")
@@ -37,6 +38,7 @@ class ZeroShard:
         if not strategy.zero or not strategy.data_axes:
             return
         axis = ".".join(strategy.data_axes)
+        middle = _released_blocks(graph) if strategy.zero == 3 else set()
         for node, info in zip(graph.placeholders, graph.inputs, strict=True):
             if info.kind != "param" or not info.meta.shape:
                 continue
@@ -47,11 +49,31 @@ class ZeroShard:
                 _gather(graph.graph, node, compute, list(node.users), "prologue", "params")
                 continue
             block = block_of(info.fqn)
-            for backward in (False, True):
-                users = [u for u in node.users if u.target is not reshard and bool(u.meta.get("backward")) is backward]
-                if users:
-                    half = "backward" if backward else "forward"
-                    _gather(graph.graph, node, compute, users, "body", f"{block}/{half}")
+            users = list(node.users)
+            again = [u for u in users if u.meta.get("backward")] if block in middle else []
+            first = [u for u in users if u not in again]
+            _gather(graph.graph, node, compute, first, "body", f"{block}/forward")
+            _gather(graph.graph, node, compute, again, "body", f"{block}/backward")
+
+
+def _released_blocks(graph: AnnotatedGraph) -> set[str]:
+    """Blocks whose parameters are freed between forward and backward: those that another block's forward follows.
+
+    The last block and the head go straight into their backward; freeing them would only gather them twice.
+    """
+    last_use: dict[str, fx.Node] = {}
+    first_use: dict[str, fx.Node] = {}
+    for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+        users = [u for u in node.users if not u.meta.get("backward") and u.op != "output"]
+        if info.kind != "param" or not users:
+            continue
+        block = block_of(info.fqn)
+        last_use[block] = max([*users, *([last_use[block]] if block in last_use else [])])
+        first_use[block] = min([*users, *([first_use[block]] if block in first_use else [])])
+    layers = [block for block in first_use if block.rpartition(".")[2].isdigit()]
+    return {
+        block for block in last_use if any(first_use[other] > last_use[block] for other in layers if other != block)
+    }
 
 
 def shard_over(config: DistConfig, axis: str) -> DistConfig:

@@ -103,9 +103,11 @@ class Canonical:
         self.new[node] = same if same is not None else self.emit(node, target, args, kwargs, meta)
 
     def _source_of(self, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node | None:
-        """The node that a view or transpose leads back to, if it undoes the one before it or does nothing."""
+        """The node whose value this one has: it does nothing, or undoes the one before it."""
         if target is aten.t.default and args[0].target is aten.t.default:
             return args[0].args[0]
+        if target is aten.copy.default:  # a copy into a tensor of the same shape and dtype
+            return args[1] if args[1].meta["tensor"] == meta else None
         if target not in _VIEWS:
             return None
         if args[0].meta["tensor"] == meta:

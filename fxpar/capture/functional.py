@@ -35,17 +35,25 @@ class Functional:
 def make_functional(gm: fx.GraphModule, signature: Signature, world: tracing.FakeWorld) -> Functional:
     """Remove all writes from a traced graph. Raises MutationError, UnsupportedOpError."""
     _forbid_random(gm)
+    results = list(_output(gm).args[0])  # type: ignore[arg-type]
     written = _batch_norms(gm, signature)
     if any(_writes(node) for node in gm.graph.nodes):
-        renamed = _Renaming(gm, signature, world, written)
-        if not renamed.possible():
+        renaming = _Renaming(gm, signature, world, written)
+        if not renaming.possible():
+            _output(gm).args = ((*results, *written.values()),)
+            gm.recompile()
             gm = _functionalize(gm, signature, world)
-            written = _batch_norms(gm, signature)
-            renamed = _Renaming(gm, signature, world, written)
-            assert renamed.possible(), "functionalize left a write through a view"
-        renamed.run()
-    results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    return Functional(gm, results, written)
+            found = list(_output(gm).args[0])  # type: ignore[arg-type]
+            written = dict(zip(written, found[len(results) :], strict=True))
+            renaming = _Renaming(gm, signature, world, written)
+            assert renaming.possible(), "functionalize left a write through a view"
+        renaming.run()
+    return Functional(gm, list(_output(gm).args[0])[: len(results)], written)  # type: ignore[arg-type]
+
+
+def _output(gm: fx.GraphModule) -> fx.Node:
+    (node,) = gm.graph.find_nodes(op="output")
+    return node
 
 
 def _schema(node: fx.Node) -> Any:
@@ -123,7 +131,8 @@ class _Renaming:
     def _base(self, node: fx.Node) -> fx.Node:
         """The node whose memory this one's result is, or may be, a part of."""
         if node.target is operator.getitem:
-            return self.bases[node.args[0]]
+            whole = self.bases[node.args[0]]
+            return node if whole is node.args[0] else whole
         schema = _schema(node)
         if schema is None:
             return node

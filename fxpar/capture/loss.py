@@ -46,6 +46,7 @@ _LINEAR = _CASTS | {
     aten.stack.default,
     aten.cat.default,
     aten.expand.default,
+    aten.mean.dim,
 }
 _MEANS = {aten.mean.default}
 
@@ -109,6 +110,8 @@ def _check_divisions(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
             raise MeanLossError(f"{means[node].what} inside a larger expression", means[node].line)
         if node.target in _MEANS:
             raise MeanLossError("a mean over all elements", node.meta.get("source"))
+        if node.target is aten.mean.dim and _is_over_dynamic(node):
+            raise MeanLossError("a mean over a dynamic dim", node.meta.get("source"))
         follow: list[Any] = []
         if node.target in _LINEAR:
             follow = node.all_input_nodes
@@ -125,6 +128,12 @@ def _check_divisions(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
             if found not in seen:
                 seen.add(found)
                 todo.append(found)
+
+
+def _is_over_dynamic(mean: fx.Node) -> bool:
+    """Whether a mean over some dims takes in a dynamic one."""
+    shape = mean.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return any(not isinstance(shape[d], int) for d in mean.args[1])  # type: ignore[union-attr]
 
 
 def _is_count(node: Any, kinds: dict[fx.Node, set[str]]) -> bool:

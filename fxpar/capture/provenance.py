@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from fxpar.errors import UnsupportedOpError
 from fxpar.torch_api import tracing
 
 
@@ -121,7 +122,7 @@ class Provenance:
         """Follow module calls, checkpointed ones too, and stamp the nodes traced inside the block."""
         hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         try:
-            with tracing.checkpoint_hook(self._resume), tracing.observe_nodes(self.on_node):
+            with tracing.checkpoint_hook(self._resume, self._reentrant), tracing.observe_nodes(self.on_node):
                 yield
         finally:
             for hook in hooks:
@@ -152,6 +153,10 @@ class Provenance:
         # A model that catches an exception of a submodule leaves that submodule's frame behind.
         while len(self.stack) > 1 and self.stack.pop().module != id(module):
             pass
+
+    def _reentrant(self, *args: Any) -> Any:
+        advice = "Pass use_reentrant=False to torch.utils.checkpoint."
+        raise UnsupportedOpError("a checkpoint with use_reentrant=True", advice, self.fqn, user_line())
 
     def _resume(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
         """Give a checkpointed region the same stack when it runs again, so that its dropouts get the same numbers."""

@@ -114,7 +114,10 @@ class Step:
         trained = [(i.fqn, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]
         if not trained:
             raise LossError("a loss, but the model has no parameter that requires a gradient")
-        grads = torch.autograd.grad(loss, [v for _, v in trained], allow_unused=True)
+        with torch.autocast("cpu", enabled=False):
+            grads = torch.autograd.grad(loss, [v for _, v in trained], allow_unused=True)
+        if all(grad is None for grad in grads):
+            raise LossError("a tensor that does not depend on any trainable parameter")
         self.unused = tuple(fqn for (fqn, _), grad in zip(trained, grads, strict=True) if grad is None)
         return [
             torch.zeros(v.shape, dtype=v.dtype) if grad is None else grad
@@ -142,10 +145,6 @@ class Step:
             return DataDependentError(_operation(error), fqn, line)
         if isinstance(error, tracing.DeviceMismatchError):
             return DeviceError(f"{error} (in module {fqn!r}, at {line})")
-        if "use_reentrant=True" in str(error):
-            return UnsupportedOpError(
-                "a checkpoint with use_reentrant=True", "Pass use_reentrant=False to torch.utils.checkpoint."
-            )
         return None
 
 

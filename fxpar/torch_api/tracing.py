@@ -85,7 +85,7 @@ class _RecordingShapeEnv(ShapeEnv):
     """A ShapeEnv that asks `place` for the user's line whenever it adds a guard."""
 
     def __init__(self, place: Place) -> None:
-        super().__init__()
+        super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.place = place
         self.recorded: list[Guard] = []
 
@@ -255,12 +255,16 @@ def swapped_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 @contextlib.contextmanager
-def checkpoint_hook(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def checkpoint_hook(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]], reentrant: Callable[..., Any]
+) -> Iterator[None]:
     """Inside the block, what a non-reentrant checkpoint runs again in the backward is `wrap(recompute)`.
 
-    `wrap` is called in the forward, where the checkpointed region starts.
+    `wrap` is called in the forward, where the checkpointed region starts. `reentrant` is called in place of a reentrant
+    checkpoint, which gives no gradients to `torch.autograd.grad`.
     """
     module = torch.utils.checkpoint
+    module.CheckpointFunction.apply = staticmethod(reentrant)
     original = module._CheckpointFrame
 
     class Frame(original):
@@ -272,6 +276,7 @@ def checkpoint_hook(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
         yield
     finally:
         module._CheckpointFrame = original
+        del module.CheckpointFunction.apply  # uncovers the inherited one
 
 
 @contextlib.contextmanager
