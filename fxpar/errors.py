@@ -8,6 +8,8 @@ and exits with status 1 (2 for a mistake on the command line).
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -17,6 +19,14 @@ class FxparError(Exception):
 
 class FxparWarning(UserWarning):
     """Something runs correctly but not as a user may expect; the message names the node and the reason."""
+
+
+def warn(message: str) -> None:
+    """Issue an FxparWarning that points at the first caller outside of fxpar."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fxpar":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, FxparWarning, stacklevel=level)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -215,8 +225,8 @@ class OpInputError(FxparError):
 
 
 # -------------------------------------------------------------------------------------------------------- running
-class BatchError(FxparError):
-    """A batch does not fit the graph it is given to."""
+class MicroBatchError(FxparError):
+    """A micro-batch does not fit the graph it is given to, or comes out of turn."""
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(f"batch key {key!r} {why}" if key else why)
@@ -230,3 +240,89 @@ class PadError(FxparError):
             f"batch key {key!r}: {why}, and there is no rule for its padding. Give a length that divides, name the key as "
             "one of the known ones (input_ids, labels, position_ids, ...), or pass a rule."
         )
+
+
+# ---------------------------------------------------------------------------------- models and the command line
+class UnknownModelError(FxparError):
+    """MODEL names no built-in example, and is not written as another kind of model."""
+
+    def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
+        super().__init__(
+            f"there is no built-in model {spec!r}{hint}. Built in are {', '.join(examples)}; other models are written "
+            "hf:TYPE, pkg.module:function or file.py:function"
+        )
+
+
+class ModelTypeError(FxparError):
+    """A transformers type that is unknown or not a dense decoder."""
+
+    def __init__(self, model_type: str, why: str) -> None:
+        super().__init__(f"model type {model_type!r} {why}")
+
+
+class ModelConfigError(FxparError):
+    """transformers refuses a configuration."""
+
+    def __init__(self, model_type: str, cause: Exception) -> None:
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        super().__init__(
+            f"transformers cannot build 'hf:{model_type}' with these options: {type(cause).__name__}: {reason}. "
+            "Change them with --set key=value"
+        )
+
+
+class PresetError(FxparError):
+    """A published configuration that fxpar does not know."""
+
+    def __init__(self, model_type: str, size: str, known: Iterable[str]) -> None:
+        sizes = ", ".join(f"hf:{model_type}@{name}" for name in [*known, "default"])
+        super().__init__(f"there is no configuration 'hf:{model_type}@{size}'. There are {sizes}")
+
+
+class ModelOptionError(FxparError):
+    """A `--set` option that a model does not take, or with a value that does not fit."""
+
+    def __init__(self, option: str, why: str) -> None:
+        super().__init__(f"option {option!r} {why}")
+
+    @classmethod
+    def unknown(cls, key: str, owner: str, known: Iterable[str]) -> ModelOptionError:
+        names = sorted(set(known))
+        hint = nearest(key, names) or (f"; there are {', '.join(names)}" if 0 < len(names) <= 12 else "")
+        return cls(key, f"is unknown to {owner}{hint}")
+
+
+class ModelFunctionError(FxparError):
+    """A user's model function cannot be found, or returns something else than a model, a loss and a batch."""
+
+    def __init__(self, spec: str, why: str) -> None:
+        super().__init__(f"model {spec!r}: {why}")
+
+
+class MissingPackageError(FxparError):
+    """A model needs a package that is not installed."""
+
+    def __init__(self, model: str, package: str, how: str) -> None:
+        super().__init__(f"models {model!r} need {package}: {how}")
+
+
+class DtypeError(FxparError):
+    """A dtype that a model cannot be loaded in."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(f"dtype {name!r} is not known{nearest(name, names)}. Write one of {', '.join(names)}")
+
+
+class TokensError(FxparError):
+    """`--tokens` is no list of lengths."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"--tokens {text!r}: write the lengths of the micro-batches, such as 64,37,96; each is at least 2")
+
+
+class OutputError(FxparError):
+    """A result cannot be written where the user wants it."""
+
+    def __init__(self, path: str, cause: OSError) -> None:
+        super().__init__(f"cannot write {path!r}: {cause.strerror or cause}")

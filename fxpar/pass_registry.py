@@ -22,7 +22,21 @@ from fxpar.errors import DuplicatePassError, PassContractError, PassLoadError, U
 GROUP = "fxpar.passes"
 """Entry-point group through which other packages add passes."""
 
-BUILTIN: dict[str, str] = {}
+BUILTIN: dict[str, str] = {
+    "accumulate_gradients": "fxpar.passes.accumulate_gradients:AccumulateGradients",
+    "bucket_collectives": "fxpar.passes.bucket_collectives:BucketCollectives",
+    "casts": "fxpar.passes.casts:Casts",
+    "cleanup": "fxpar.passes.cleanup:Cleanup",
+    "global_to_local": "fxpar.passes.global_to_local:GlobalToLocal",
+    "insert_reshards": "fxpar.passes.insert_reshards:InsertReshards",
+    "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
+    "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
+    "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
+    "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
+    "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
+    "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
+    "zero_shard": "fxpar.passes.zero_shard:ZeroShard",
+}
 """Name -> `module:attribute` of the passes that come with fxpar."""
 
 GraphModulePass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar.errors import GraphFormatError
 
-_META = ("tensor", "local", "dist", "sym", "fqn", "source", "backward", "phase", "comm", "fused", "kind")
+_META = ("tensor", "local", "dist", "sym", "fqn", "source", "backward", "phase", "comm", "fused", "kind", "buffer")
 
 
 class NodeRef:

@@ -109,7 +109,7 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
             part = call(operator.getitem, (parts, i), old.meta["local"])
             if whole:
                 part = call(layout.lower, (part,), old.meta["local"])
-            part.meta.update({k: v for k, v in old.meta.items() if k in ("tensor", "dist", "local")})
+            part.meta.update({k: v for k, v in old.meta.items() if k in ("tensor", "dist", "local", "buffer")})
             old.replace_all_uses_with(part)
     for old, member in zip(waits, members, strict=True):
         graph.erase_node(old)

@@ -40,7 +40,7 @@ class LowerCollectives:
             if c.is_collective(node):
                 with graph.graph.inserting_before(node):
                     value = _LOWER[node.target](_Emitter(graph, node), *node.args)
-                value.meta.update({k: node.meta[k] for k in ("tensor", "dist", "local")})
+                value.meta.update({k: node.meta[k] for k in ("tensor", "dist", "local", "buffer") if k in node.meta})
                 node.replace_all_uses_with(value)
                 graph.graph.erase_node(node)
 

@@ -98,9 +98,14 @@ def _mask_contracted(graph: fx.Graph, node: fx.Node, padded: dict, zero: dict, m
     """Clean the operands that the node sums over a padded dim."""
     dist = node.meta.get("dist")
     partial = {a for c in (dist if isinstance(dist, tuple) else (dist,)) if c for a, _ in c.partial}
-    if not partial or node.target in _AWARE or is_collective(node):
-        return
     operands = tensor_operands(node)
+    if is_collective(node):
+        # What is cut on another axis as well can no longer be masked, so a collective that keeps padding gets it clean.
+        if padded[node]:
+            replace_operands(node, [_clean(graph, o, node, padded, zero, masked) for o in operands])
+        return
+    if not partial or node.target in _AWARE:
+        return
     needs = [any(e.axis in partial for d in padded.get(o, ()) for e in o.meta["dist"].dims[d]) for o in operands]
     if any(needs):
         clean = [

@@ -40,6 +40,8 @@ class ReduceGradients:
         }
         results: list[fx.Node] = []
         for node, out in zip(graph.results, graph.outputs, strict=True):
+            if out.kind == "buffer":
+                node.meta["buffer"] = out.fqn
             body = _varying(node, graph, "avg" if out.kind == "buffer" else "sum")
             target = stored[out.fqn] if out.kind == "grad" else DistConfig.replicated(body.mesh, body.ndim, body.dtype)
             if body == target:

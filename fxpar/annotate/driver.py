@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import defaultdict
 
 import sympy
@@ -13,7 +12,7 @@ from fxpar.annotate.policy import ATTENTION, ContextAxis, TensorAxis, grad_cost,
 from fxpar.annotate.problem import AxisProblem, Sizes, build, is_op, normalize_fqn, resolve, tensor_metas
 from fxpar.annotate.solve import Demand, solve
 from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
-from fxpar.errors import FxparWarning, NotYetError
+from fxpar.errors import NotYetError, warn
 from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.pass_base import tensor_operands
 from fxpar.rules.option import Option
@@ -204,7 +203,7 @@ def _note_missing_rules(graph: AnnotatedGraph) -> None:
         where = nodes[0].meta.get("source") or nodes[0].meta.get("fqn") or "the model"
         note = f"op {name} ({len(nodes)}x, first at {where}) has no sharding rule: it runs replicated"
         graph.notes.append(note)
-        warnings.warn(note, FxparWarning, stacklevel=3)
+        warn(note)
 
 
 __all__ = ["annotate", "combine"]

@@ -6,6 +6,8 @@ undo each other, no -1 in shapes, and no dead code.
 
 from __future__ import annotations
 
+import builtins
+import keyword
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,15 @@ aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
 _DEVICE_KEYS = ("device", "pin_memory", "layout")
+
+
+def _argument(fqn: str, used: set[str]) -> str:
+    """A Python name for an input that is not in `used` yet; it is put there."""
+    name = "".join(c if c.isalnum() else "_" for c in fqn)
+    while not name.isidentifier() or keyword.iskeyword(name) or hasattr(builtins, name) or name in used:
+        name = f"_{name}"
+    used.add(name)
+    return name
 
 
 @dataclass
@@ -50,9 +61,9 @@ class Canonical:
 
     def _placeholders(self) -> None:
         where: dict[str, tuple[fx.Node, int]] = {}
-        old = self.raw.graph.find_nodes(op="placeholder")
+        old, used = self.raw.graph.find_nodes(op="placeholder"), set[str]()
         for found, node in zip(self.inputs, old, strict=True):
-            new = self.graph.placeholder(found.fqn.replace(".", "_"))
+            new = self.graph.placeholder(_argument(found.fqn, used))
             owner = found.fqn.rpartition(".")[0] if found.kind in ("param", "buffer") else ""
             new.meta.update(tensor=found.meta, fqn=owner, source=None, backward=False)
             self.new[node] = new

@@ -12,10 +12,9 @@ from fxpar.capture.context import current
 from fxpar.ops.dropout import dropout as fxpar_dropout
 
 
-def salt(fqn: str, call: int) -> int:
-    """A stable 62-bit number for dropout number `call` inside one call of the module `fqn`."""
-    digest = hashlib.sha256(f"{fqn}:{call}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 2
+def salt(name: str) -> int:
+    """A stable 62-bit number for the dropout that `Provenance.next_call` calls `name`."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -23,7 +22,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     context = current()
     if p == 0.0 or context is None:
         return F.dropout(x, p) if p else x
-    return fxpar_dropout(x, float(p), context.seed, salt(*context.provenance.next_call()))
+    return fxpar_dropout(x, float(p), context.seed, salt(context.provenance.next_call()))
 
 
 def functional_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

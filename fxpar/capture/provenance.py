@@ -87,11 +87,16 @@ def line_of_error(error: BaseException) -> str | None:
 
 @dataclass
 class Frame:
-    """One module call on the stack; `calls` counts what inside it wants a number (dropouts)."""
+    """One module call on the stack: the number of the call among those of this module inside the call around it.
+
+    `calls` counts what wants a number (dropouts), `inner` the calls of modules by id, both within this call.
+    """
 
     fqn: str
     module: int
+    repeat: int = 0
     calls: int = 0
+    inner: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,11 +116,16 @@ class Provenance:
         """FQN of the module that is running."""
         return self.stack[-1].fqn
 
-    def next_call(self) -> tuple[str, int]:
-        """The running module's FQN and a number that counts up within this call of it."""
+    def next_call(self) -> str:
+        """A name for something in the running module that no other place or call of this step has.
+
+        `fqn:call`, plus how often each module around it has been called before if any has.
+        """
         frame = self.stack[-1]
+        repeats = [entry.repeat for entry in self.stack]
+        name = f"{frame.fqn}:{frame.calls}" + f":{repeats}" * any(repeats)
         frame.calls += 1
-        return frame.fqn, frame.calls - 1
+        return name
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
@@ -145,7 +155,10 @@ class Provenance:
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
         if name is not None:
-            self.stack.append(Frame(name, id(module)))
+            inner = self.stack[-1].inner
+            repeat = inner.get(id(module), 0)
+            inner[id(module)] = repeat + 1
+            self.stack.append(Frame(name, id(module), repeat))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._names:

@@ -44,7 +44,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **loss_functions.HANDLERS,
 }
 _RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.fractional_max_pool2d}
-_COMPOSITE = {F.multi_head_attention_forward}
+_COMPOSITE = {F.multi_head_attention_forward, torch.autograd.grad}
 assert attention  # handlers come from the modules above
 
 

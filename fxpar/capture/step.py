@@ -101,14 +101,20 @@ class Step:
             tracing.swapped_tensors(self.model, self.signature.model_tensors(values)),
             running(context),
             self.provenance.follow(),
+            torch.enable_grad(),
+            Redirect(context),  # in the backward too: a checkpoint runs user code there
         ):
-            with torch.enable_grad(), Redirect(context):
-                batch = named if isinstance(self.batch, Mapping) else type(self.batch)(named.values())
-                loss = _call_loss(self.loss_fn, self.model, dict(batch) if batch is named else batch)
+            loss = _call_loss(self.loss_fn, self.model, self._batch(named))
             loss = as_sum(loss, context) * tracing.retyped_input(scale, loss.dtype)
             grads = self._gradients(loss, values)
             buffers = self._reassigned(values)
         return (loss.detach(), *grads, *buffers)
+
+    def _batch(self, named: dict[str, Tensor]) -> Any:
+        """The traced batch in the container that the user passed."""
+        if isinstance(self.batch, Mapping):
+            return dict(named)
+        return type(self.batch)(named.values())  # type: ignore[call-arg]
 
     def _gradients(self, loss: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
         trained = [(i.fqn, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]

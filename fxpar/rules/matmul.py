@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpar.rules.option import Factor, OpView
+from fxpar.rules.option import ABSENT, Factor, OpView
 
 aten = torch.ops.aten
 
@@ -35,14 +35,16 @@ def dot_factors(op: OpView) -> list[Factor]:
 
 
 def convolution_factors(op: OpView) -> list[Factor]:
-    """x [B, C, ...], weight [O, C/groups, ...], bias [O] -> [B, O, ...]; channels only without groups."""
+    """x [B, C, ...], weight [O, C/groups, ...] ([C, O/groups, ...] if transposed), bias [O] -> [B, O, ...]; channels only
+    without groups."""
     bias = len(op.inputs) == 3
     none = (None,) if bias else ()
     factors = [Factor((0, None, *none), (0,), pad=False)]
     if op.arg(8, "groups", 1) == 1:
-        factors.append(Factor((None, 0, *((0,) if bias else ())), (1,), pad=False))
+        out, into = (1, 0) if op.arg(6, "transposed") else (0, 1)
+        factors.append(Factor((None, out, *((0,) if bias else ())), (1,), pad=False))
         if not bias:
-            factors.append(Factor((1, 1), ("sum",), pad=False))
+            factors.append(Factor((1, into), ("sum",), pad=False))
     return factors
 
 
@@ -51,13 +53,14 @@ def convolution_backward_factors(op: OpView) -> list[Factor]:
     mask = op.arg(10, "output_mask", (True, True, True))
     factors = [_masked((0, 0, None), (0, "sum", "sum"), mask)]
     if op.arg(9, "groups", 1) == 1:
-        factors.append(_masked((1, None, 0), ("sum", 0, 0), mask))
+        out = 1 if op.arg(7, "transposed") else 0
+        factors.append(_masked((1, None, out), ("sum", out, 0), mask))
     return factors
 
 
 def _masked(inputs: tuple, outputs: tuple, mask: tuple[bool, ...]) -> Factor:
-    kept = tuple(o for o, keep in zip(outputs, mask, strict=True) if keep)
-    return Factor(inputs, kept, pad=False)
+    made = tuple(o if keep else ABSENT for o, keep in zip(outputs, mask, strict=True))
+    return Factor(inputs, made, pad=False)
 
 
 def matmul_flops(op: OpView) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from fxpar.dist_config import Partial, Placement, R, Shard, chunk
 
 Shape = tuple[int, ...]
+ABSENT = "absent"  # a result that a call's output mask leaves out
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class Factor:
     """One loop: the dim it walks in each operand (None: not there) and each result.
 
     A result's entry may be the name of the reduction ("sum", "max", "avg", "logsumexp") that combines the chunks'
-    results. `pad` says that padding the dim with zeros is harmless. With `replicated_ok` a result that does not contain the
-    loop is the same for every chunk.
+    results, or ABSENT. `pad` says that padding the dim with zeros is harmless.
     """
 
     inputs: tuple[int | None, ...]
@@ -81,8 +81,8 @@ class Factor:
         if any(d is None for d in self.outputs):
             return None
         inputs = tuple(R if d is None else Shard(d, sections) for d in self.inputs)
-        outputs = tuple(Shard(d, sections) if isinstance(d, int) else Partial(str(d)) for d in self.outputs)
-        return Option(inputs, outputs)
+        made = (R if d == ABSENT else Shard(d, sections) if isinstance(d, int) else Partial(str(d)) for d in self.outputs)
+        return Option(inputs, tuple(made))
 
 
 def divides(size: int, degree: int, sections: tuple[int, ...], pad: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpar.rules.option import Factor, OpView, Option, linear
+from fxpar.rules.option import ABSENT, Factor, OpView, Option, linear
 
 aten = torch.ops.aten
 
@@ -29,12 +29,26 @@ REDUCTIONS = {
     aten.prod.dim_int: None,
 }
 _DIM_POSITION = {aten.linalg_vector_norm.default: 2}
+_KEYWORD_ONLY = 99  # a position that no call has
 _KEEPDIM_POSITION = {
-    aten.var.correction: -1,
-    aten.var_mean.correction: -1,
-    aten.std.correction: -1,
+    aten.var.correction: _KEYWORD_ONLY,
+    aten.var_mean.correction: _KEYWORD_ONLY,
+    aten.std.correction: _KEYWORD_ONLY,
     aten.linalg_vector_norm.default: 3,
 }
+
+LOSSES = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+)
+LOSSES_BACKWARD = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
 
 
 def reduction_factors(op: OpView) -> list[Factor]:
@@ -72,6 +86,32 @@ def _dims(op: OpView, dims: object, rank: int) -> set[int]:
     return {op.dim(d) for d in dims}  # type: ignore[attr-defined]
 
 
+_SUM = 2  # of aten's numbers for reduction="none", "mean", "sum"
+
+
+def loss_factors(op: OpView) -> list[Factor]:
+    """aten.mse_loss and the like: (x, target, ..., reduction) -> like x, or a sum. A mean divides by the local size."""
+    reduction = op.arg(_reduction_position(op), "reduction", 1)
+    rank, count = len(op.inputs[0]), len(op.inputs)
+    if len(set(op.inputs)) != 1 or reduction == 1:
+        return []
+    return [Factor((d,) * count, ("sum" if reduction == _SUM else d,)) for d in range(rank)]
+
+
+def loss_backward_factors(op: OpView) -> list[Factor]:
+    """(grad, x, target, ..., reduction) -> dx; the gradient of a sum is a scalar."""
+    reduction = op.arg(_reduction_position(op), "reduction", 1)
+    if len(set(op.inputs[1:])) != 1 or reduction == 1:
+        return []
+    others = len(op.inputs) - 1
+    return [Factor((None if reduction == _SUM else d, *(d,) * others), (d,)) for d in range(len(op.outputs[0]))]
+
+
+def _reduction_position(op: OpView) -> int:
+    names = [argument.name for argument in op.target._schema.arguments]
+    return names.index("reduction")
+
+
 def softmax_factors(op: OpView) -> list[Factor]:
     """Every dim but the one that is normalised; the backward takes (grad, output, dim)."""
     position = 2 if len(op.inputs) == 2 else 1
@@ -100,8 +140,8 @@ def layer_norm_backward_factors(op: OpView) -> list[Factor]:
     mask = op.arg(7, "output_mask", (True, True, True))
     factors = []
     for d in range(leading):
-        kept = tuple(o for o, keep in zip((d, "sum", "sum"), mask, strict=True) if keep)
-        factors.append(Factor((d, d, d, d, *affine), kept))
+        made = tuple(o if keep else ABSENT for o, keep in zip((d, "sum", "sum"), mask, strict=True))
+        factors.append(Factor((d, d, d, d, *affine), made))
     return factors
 
 
@@ -117,6 +157,6 @@ def rms_norm_backward_factors(op: OpView) -> list[Factor]:
     mask = op.arg(5, "output_mask", (True, True))
     factors = []
     for d in range(leading):
-        kept = tuple(o for o, keep in zip((d, "sum"), mask, strict=True) if keep)
-        factors.append(Factor((d, d, d, *affine), kept))
+        made = tuple(o if keep else ABSENT for o, keep in zip((d, "sum"), mask, strict=True))
+        factors.append(Factor((d, d, d, *affine), made))
     return factors

@@ -97,6 +97,8 @@ TABLE: dict[Any, OpRule] = {
     aten.topk.default: _by(slicing.sort_factors),
     aten.cumsum.default: _by(reduction.cumulative_factors, _first),
     aten.cumprod.default: _by(reduction.cumulative_factors),
+    **dict.fromkeys(reduction.LOSSES, _by(reduction.loss_factors)),
+    **dict.fromkeys(reduction.LOSSES_BACKWARD, _by(reduction.loss_backward_factors)),
     aten._softmax.default: _by(reduction.softmax_factors),
     aten._log_softmax.default: _by(reduction.softmax_factors),
     aten._safe_softmax.default: _by(reduction.softmax_factors),

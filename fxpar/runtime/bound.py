@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fxpar.errors import BatchError
+from fxpar.errors import MicroBatchError
 from fxpar.exec_graph import ExecGraph, Part, Source, compile_graph, substitute_tokens
 from fxpar.graph import AnnotatedGraph
 from fxpar.passes.accumulate_gradients import AccumulateGradients
@@ -57,7 +57,7 @@ class BoundGraph:
         for i, info in enumerate(self.program.inputs):
             if info.kind == "batch":
                 if info.fqn not in batch:
-                    raise BatchError(info.fqn, f"is missing; the batch has {sorted(batch)}")
+                    raise MicroBatchError(info.fqn, f"is missing; the batch has {sorted(batch)}")
                 self._inputs[i] = batch[info.fqn]
             elif info.kind == "scale":
                 self._inputs[i] = torch.as_tensor(scale, dtype=info.meta.dtype, device=self._device())
@@ -74,7 +74,7 @@ class BoundGraph:
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}."""
         if self._sums is None:
-            raise BatchError("", "no micro-batch has run since prepare()")
+            raise MicroBatchError("", "no micro-batch has run since prepare()")
         with torch.no_grad():
             results = self._epilogue(*self._gather(self.program.epilogue.sources, self._sums))
         self._sums = None
@@ -94,19 +94,8 @@ class BoundGraph:
         return next((t.device for t in self._inputs if t is not None), torch.device("cpu"))
 
     def _buffer_outputs(self) -> dict[int, str]:
-        """Body result -> buffer FQN. A buffer's value reaches the epilogue as a placeholder, reduced or not."""
-        program = self.program
-        found = {}
-        places = list(program.epilogue.graph.find_nodes(op="placeholder"))
-        for info, node in zip(program.outputs, program.epilogue.results, strict=True):
-            if info.kind != "buffer":
-                continue
-            while node.op != "placeholder":
-                node = node.all_input_nodes[0]
-            part, index = program.epilogue.sources[places.index(node)]
-            if part == "body":
-                found[index] = info.fqn
-        return found
+        """Body result -> FQN of the buffer whose new value it is; these are not summed over micro-batches."""
+        return {i: node.meta["buffer"] for i, node in enumerate(self.program.body.results) if "buffer" in node.meta}
 
     def _carry_buffers(self) -> None:
         """The next micro-batch starts from the buffers that this one left."""
@@ -116,8 +105,18 @@ class BoundGraph:
             self._inputs[position[fqn]] = self._sums[index]
 
     def _accumulators(self) -> list[Tensor]:
+        """Results so far as buffers that can be added to in place: none shares memory with another or with an input."""
         assert self._sums is not None
         kept = self._buffer_outputs()
+        taken = {t.untyped_storage().data_ptr() for t in (*self._inputs, *self._prepared) if t is not None}
+        for i, value in enumerate(self._sums):
+            memory = value.untyped_storage()
+            if i in kept:
+                continue
+            # A gradient may be a view (of another one, transposed) or an expanded scalar.
+            if memory.data_ptr() in taken or memory.nbytes() < value.numel() * value.element_size():
+                self._sums[i] = value.clone(memory_format=torch.contiguous_format)
+            taken.add(self._sums[i].untyped_storage().data_ptr())
         return [value for i, value in enumerate(self._sums) if i not in kept]
 
     def _later_body(self) -> Callable[..., Any]:

@@ -68,6 +68,7 @@ _LAYOUT = {
     "is_non_overlapping_and_dense_or_false",
     "compute_elementwise_output_logical_to_physical_perm",
     "compute_elementwise_output_strides",
+    "_reshape_view_helper_core_alg",
 }
 
 

@@ -41,7 +41,7 @@ def replay(*rates):
 
     def function(x):
         for call, p in enumerate(rates):
-            x = dropout(x, p, torch.tensor(5), salt("", call))
+            x = dropout(x, p, torch.tensor(5), salt(f":{call}"))
         return x
 
     return function
@@ -65,7 +65,7 @@ def test_dropout_modules_have_their_own_salts():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5))).double()
     graph = capture(model, loss, X)
     salts = [n.args[4] for n in graph.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default)]
-    assert salts == [salt("1", 0), salt("2.0", 0), salt("2.0", 0), salt("1", 0)]
+    assert salts == [salt("1:0"), salt("2.0:0"), salt("2.0:0"), salt("1:0")]
 
 
 def test_shared_module_and_repeated_calls_differ():
@@ -93,25 +93,27 @@ def test_whole_channels():
     model = Net(lambda x: F.dropout1d(x.view(2, 3, 8), 0.5).view(6, 8)).double()
     graph = capture(model, loss, X, dynamic=None)
     dropped = run(graph, model, X, seed=5)
-    model.function = lambda x: (x.view(2, 3, 8) * dropout(torch.ones(2, 3).double(), 0.5, torch.tensor(5), salt("", 0))[..., None]).view(6, 8)
+    model.function = lambda x: (x.view(2, 3, 8) * dropout(torch.ones(2, 3).double(), 0.5, torch.tensor(5), salt(":0"))[..., None]).view(6, 8)
     assert difference(dropped, eager(model, loss, X)) < 1e-12
 
 
 def test_attention_dropout():
-    def attention(x):
-        q = x.view(1, 2, -1, 4)
-        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.4, is_causal=True).reshape(-1, 8)
+    def heads(x):
+        return x.unflatten(-1, (2, 4)).transpose(1, 2)
 
-    model = Net(attention).double()
-    graph = capture(model, loss, X)
-    assert "fxpar.attention" not in ops(graph)
+    def attention(x):
+        q = heads(x)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.4, is_causal=True).transpose(1, 2).flatten(2)
 
     def by_hand(x):
-        q = x.view(1, 2, -1, 4)
+        q = heads(x)
         scores = (q @ q.transpose(2, 3) / 2).masked_fill(torch.ones(q.shape[2], q.shape[2]).tril() == 0, -torch.inf)
-        return (dropout(scores.softmax(-1), 0.4, torch.tensor(5), salt("", 0)) @ q).reshape(-1, 8)
+        return (dropout(scores.softmax(-1), 0.4, torch.tensor(5), salt(":0")) @ q).transpose(1, 2).flatten(2)
 
-    for B in (6, 10):
-        batch = {"x": torch.randn(B, 8, dtype=torch.float64)}
-        model.function = by_hand
+    model = Net(attention).double()
+    batches = [{"x": torch.randn(2, T, 8, dtype=torch.float64)} for T in (6, 10)]
+    graph = capture(model, loss, batches[0], dynamic={"x": {1: "T"}})
+    assert "fxpar.attention" not in ops(graph)
+    model.function = by_hand
+    for batch in batches:
         assert difference(run(graph, model, batch, seed=5), eager(model, loss, batch)) < 1e-12

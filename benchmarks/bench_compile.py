@@ -1,0 +1,63 @@
+"""Compile time: capture and lower a 32-layer Llama of 8B widths on meta weights, with a dynamic token count.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_compile.py [--layers 32] [--strategies dp4.tp8 dp4.tp8+sp] [--json OUT]
+
+CPU seconds of this process and its peak resident memory. No process group, no device, no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+CAPTURE_TARGET_S, LOWER_TARGET_S, MEMORY_TARGET_GB = 20.0, 8.0, 2.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--strategies", nargs="*", default=["dp4.tp8", "dp4.tp8+sp", "dp4.tp8+sp+zero3", "cp4.tp8+sp"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import fxpar
+    from fxpar import losses
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=args.layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    batch = {"input_ids": tokens, "position_ids": torch.arange(2048)[None], "labels": tokens}
+    begun = time.process_time()
+    logical = fxpar.capture(model, losses.causal_lm, batch)
+    rows = [("capture", time.process_time() - begun, CAPTURE_TARGET_S, len(logical.gm.graph.nodes), "")]
+    for strategy in args.strategies:
+        begun = time.process_time()
+        program = fxpar.lower(logical, strategy)
+        counts = " ".join(f"{kind} {count}" for kind, count in program.collectives().items())
+        rows.append((f"lower {strategy}", time.process_time() - begun, LOWER_TARGET_S, program.node_count, counts))
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    for name, seconds, target, nodes, counts in rows:
+        print(f"{name:24} {seconds:6.2f} CPU s (target <= {target:4.0f})  {nodes:6} nodes  {counts}")
+    print(f"peak resident memory {peak_gb:.2f} GB (target <= {MEMORY_TARGET_GB})")
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows, "peak_gb": peak_gb}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Tiny configurations of any transformers decoder, from the attribute names that their configurations share.
+
+Sizes are small, and awkward where a type allows it: an odd vocabulary, half as many key-value heads as query heads, a
+feed-forward width that few degrees divide. What a user sets wins, and sizes that depend on it follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, POSITIONS, WINDOW = 64, 4, 16, 88, 131, 2, 512, 16
+
+HIDDEN_NAMES = (
+    "hidden_size n_embd d_model dim_model embedding_size word_embed_proj_dim emb_dim embedding_dim lru_width "
+    "input_embedding_size output_embedding_size"
+).split()
+HEAD_NAMES = (
+    "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads "
+    "num_decoder_attention_heads num_encoder_attention_heads"
+).split()
+KV_HEAD_NAMES = ["num_key_value_heads", "num_kv_heads"]
+HEAD_DIM_NAMES = "head_dim dim_head d_head query_pre_attn_scalar kv_channels".split()
+LAYER_NAMES = (
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
+    "num_encoder_layers num_blocks"
+).split()
+# Plain sizes: name -> tiny value, set only where the type has a number there by default.
+SIZES: dict[str, int] = {
+    **dict.fromkeys("vocab_size decoder_vocab_size vocab_size_per_layer_input".split(), VOCAB),
+    **dict.fromkeys(
+        "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff dff ffn_hidden_size d_inner "
+        "intermediate_size_mlp dense_intermediate_size feed_forward_size".split(),
+        FFN,
+    ),
+    **dict.fromkeys(
+        "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
+        "model_max_length context_length original_max_position_embeddings position_bias_max_distance".split(),
+        POSITIONS,
+    ),
+    **dict.fromkeys(
+        "sliding_window window_size local_attention attention_window_size sliding_window_size attention_chunk_size".split(),
+        WINDOW,
+    ),
+    # Latent attention: ranks and the two parts of a head.
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": HEAD_DIM // 2,
+    "qk_nope_head_dim": HEAD_DIM // 2,
+    "qk_head_dim": HEAD_DIM,
+    "v_head_dim": 12,
+    "rotary_dim": HEAD_DIM // 2,
+    "hidden_size_per_layer_input": 12,
+    "laurel_rank": 8,
+    "num_kv_shared_layers": 0,
+    "max_window_layers": 1,
+    "dim_model_base": HIDDEN // 2,
+    "position_bias_num_buckets": 32,
+    "index_head_dim": HEAD_DIM,
+    "index_n_heads": HEADS,
+}
+FLAGS = {"use_cache": False, "is_decoder": True}
+
+
+def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a tiny configuration.
+
+    `defaults` are the attributes of the type's own default configuration, `given` what the user sets (by the same
+    names). Numbers are replaced by name; lists with one entry per layer are cut to the new number of layers.
+    """
+    result = {k: v for k, v in FLAGS.items() if k in defaults}
+    result.update({k: v for k, v in SIZES.items() if _is_size(defaults.get(k)) or k == "n_inner"})
+    result = {k: v for k, v in result.items() if k in defaults}
+    result.update(_attention(defaults, given))
+    layers = _first(given, LAYER_NAMES, LAYERS)
+    result.update({k: layers for k in LAYER_NAMES if _is_size(defaults.get(k))})
+    result.update({**result, **given})
+    vocab = _first(result, ("vocab_size",), VOCAB)
+    result.update(_token_ids(defaults, vocab))
+    result.update(_per_layer(defaults, layers))
+    if defaults.get("use_sliding_window") is False and "sliding_window" in defaults:
+        result.update(use_sliding_window=True, sliding_window=WINDOW)
+    return {**result, **given}
+
+
+def _attention(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Head counts, widths and head dims that fit each other and what the user gave."""
+    heads = _first(given, HEAD_NAMES, HEADS)
+    hidden = _first(given, HIDDEN_NAMES, HEAD_DIM * heads)
+    head_dim = _first(given, HEAD_DIM_NAMES[:3], hidden // heads if hidden % heads == 0 else HEAD_DIM)
+    latent = _is_size(defaults.get("kv_lora_rank"))
+    kv_heads = heads if latent else max(d for d in range(1, max(1, heads // 2) + 1) if heads % d == 0)
+    found: dict[str, Any] = {}
+    for names, value in ((HEAD_NAMES, heads), (HIDDEN_NAMES, hidden), (KV_HEAD_NAMES, kv_heads)):
+        found.update({k: value for k in names if _is_size(defaults.get(k))})
+    # Some types keep None here and derive it from the heads.
+    found.update({k: head_dim for k in HEAD_DIM_NAMES if _is_size(defaults.get(k))})
+    return found
+
+
+def _token_ids(defaults: Mapping[str, Any], vocab: int) -> dict[str, Any]:
+    """Special tokens moved inside the vocabulary."""
+
+    def inside(value: Any) -> Any:
+        return [v % vocab for v in value] if isinstance(value, list) else value % vocab
+
+    names = [k for k in defaults if k.endswith(("_token_id", "_token_index"))]
+    return {
+        k: inside(defaults[k])
+        for k in names
+        if (_is_size(defaults[k]) and defaults[k] >= vocab) or (isinstance(defaults[k], list) and defaults[k])
+    }
+
+
+def _per_layer(defaults: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Lists with one entry per layer, cut so that as many different kinds of layer as possible are left."""
+    old = _first(defaults, LAYER_NAMES, 0)
+    return {
+        k: cut(v, layers)
+        for k, v in defaults.items()
+        if isinstance(v, list) and len(v) == old and not k.endswith("label")
+    }
+
+
+def cut(kinds: list[Any], count: int) -> list[Any]:
+    """`count` entries in the order of `kinds`, different ones first; more than there are repeat from the start."""
+    if count >= len(kinds):
+        return [kinds[i % len(kinds)] for i in range(count)]
+    firsts = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    others = [i for i in range(len(kinds)) if i not in firsts]
+    return [kinds[i] for i in sorted((firsts + others)[:count])]
+
+
+def _first(values: Mapping[str, Any], names: Any, default: int) -> int:
+    return next((values[k] for k in names if _is_size(values.get(k))), default)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,151 @@
+"""`hf:TYPE` and `hf:TYPE@SIZE`: randomly initialised decoders of transformers. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpar import losses
+from fxpar.errors import (
+    MissingPackageError,
+    ModelConfigError,
+    ModelOptionError,
+    ModelTypeError,
+    PresetError,
+    nearest,
+)
+from fxpar.models.batches import TOKENS, token_batches
+from fxpar.models.hf_shrink import tiny
+from fxpar.models.loaded import LoadedModel
+from fxpar.models.options import typed
+from fxpar.models.perturb import perturb
+from fxpar.models.presets import PRESETS
+
+# Numbers of experts: a configuration that has more than one of them routes tokens by their values.
+_EXPERTS = (
+    "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts moe_n_experts "
+    "expert_ffn_hidden_size moe_intermediate_size"
+).split()
+
+
+def load_hf(
+    name: str,
+    given: Mapping[str, str],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    tokens: Sequence[int] | None,
+) -> LoadedModel:
+    """Build the model that `name` (`llama`, `llama@8b`) stands for, with options as texts.
+
+    Raises MissingPackageError, ModelTypeError, PresetError, ModelOptionError, ModelConfigError.
+    """
+    model_type, at, size = name.partition("@")
+    defaults = default_config(model_type)
+    config = make_config(model_type, defaults, size if at else None, given)
+    model = build(model_type, config, dtype, device, seed)
+    vocab = config.get_text_config().vocab_size
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    batches = token_batches(tuple(tokens or TOKENS), vocab, seed, packed=takes_positions)
+    return LoadedModel(f"hf:{name}", model, losses.causal_lm, batches[0], batches)
+
+
+def default_config(model_type: str) -> Any:
+    """The default configuration of a type that is a dense decoder. Raises MissingPackageError, ModelTypeError."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as HEADS
+    except ImportError as error:
+        raise MissingPackageError("hf:", "transformers", 'pip install "fxpar[hf]"') from error
+    if model_type not in CONFIG_MAPPING:
+        raise ModelTypeError(model_type, f"is unknown to transformers{nearest(model_type, HEADS)}")
+    if model_type not in HEADS:
+        raise ModelTypeError(model_type, "has no causal language model head, so it is no decoder")
+    config = _quietly(AutoConfig.for_model, model_type)
+    text = config.get_text_config()
+    if text is not config and text.model_type in HEADS:
+        raise ModelTypeError(model_type, f"is a model of several parts; its decoder is 'hf:{text.model_type}'")
+    return config
+
+
+def make_config(model_type: str, defaults: Any, size: str | None, given: Mapping[str, str]) -> Any:
+    """A tiny configuration, or the published one of `size`, with the user's options filled in.
+
+    Raises PresetError, ModelOptionError, ModelConfigError.
+    """
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    known = {k: v for k, v in defaults.to_dict().items() if k not in ("model_type", "transformers_version")}
+    other_names = dict(defaults.attribute_map)
+    options = {}
+    for key, text in given.items():
+        name = other_names.get(key, key)
+        if name not in known:
+            raise ModelOptionError.unknown(key, f"the configuration of 'hf:{model_type}'", [*known, *other_names])
+        options[name] = typed(key, text, known[name])
+    if size is None:
+        values = tiny(known, options)
+    elif size == "default":
+        values = options
+    else:
+        presets = PRESETS.get(model_type, {})
+        if size not in presets:
+            raise PresetError(model_type, size, presets)
+        values = {**presets[size], **options}
+    try:
+        config = _quietly(AutoConfig.for_model, model_type, **values)
+    except Exception as error:
+        raise ModelConfigError(model_type, error) from error
+    refuse_experts(model_type, config)
+    return config
+
+
+def refuse_experts(model_type: str, config: Any) -> None:
+    """Raise ModelTypeError for a mixture of experts."""
+    values = config.to_dict()
+    for key in _EXPERTS:
+        count = values.get(key)
+        if isinstance(count, int) and count > 1:
+            why = f"is a mixture of experts ({key}={count}), which fxpar does not support yet"
+            raise ModelTypeError(model_type, why)
+
+
+def build(model_type: str, config: Any, dtype: torch.dtype, device: str, seed: int) -> nn.Module:
+    """The model in training mode, with random weights (none at all on "meta").
+
+    Raises MissingPackageError, ModelConfigError.
+    """
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(seed)
+            model: nn.Module = _quietly(AutoModelForCausalLM.from_config, config)
+    except ImportError as error:
+        raise MissingPackageError(f"hf:{model_type}", "a package that is not installed", str(error).strip()) from error
+    except Exception as error:
+        raise ModelConfigError(model_type, error) from error
+    model = model.to(dtype).train()
+    if device != "meta":
+        perturb(model, seed)
+    return model
+
+
+def _quietly(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call without the warnings and log lines that transformers has for configurations that nobody trains."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return function(*args, **kwargs)
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,54 @@
+"""`load(spec)`: from the MODEL of the command line to a module, a loss and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fxpar.errors import DtypeError, ModelOptionError, UnknownModelError, nearest
+from fxpar.models.builtin import EXAMPLES, load_example
+from fxpar.models.huggingface import load_hf
+from fxpar.models.loaded import LoadedModel
+from fxpar.models.user_function import load_function
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def load(
+    spec: str,
+    *,
+    options: Mapping[str, str] | None = None,
+    dtype: torch.dtype | str = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    tokens: Sequence[int] | None = None,
+) -> LoadedModel:
+    """Load a model by its name on the command line.
+
+    `spec` is `hf:TYPE` (a tiny random decoder of transformers), `hf:TYPE@SIZE` (a published configuration, see
+    `presets`, or `@default`), `pkg.module:function`, `file.py:function`, or a built-in example (`llama`, `gpt`, `vit`,
+    `mlp`). `options` are texts by name. On device "meta" no weight is allocated. `tokens` are the lengths of the
+    micro-batches (row counts for models without tokens); a user's function brings its own.
+
+    Raises UnknownModelError, DtypeError and what the loaders raise.
+    """
+    dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    given = dict(options or {})
+    if spec.startswith("hf:"):
+        name = spec.removeprefix("hf:")
+        return load_hf(name, given, dtype=dtype, device=device, seed=seed, tokens=tokens)
+    if ":" in spec:
+        if tokens is not None:
+            raise ModelOptionError("tokens", "is for hf: and built-in models; return 'batches' from your function")
+        return load_function(spec, given, dtype=dtype, device=device, seed=seed)
+    if spec in EXAMPLES:
+        return load_example(spec, given, dtype=dtype, device=device, seed=seed, tokens=tokens)
+    raise UnknownModelError(spec, EXAMPLES, nearest(spec, [*EXAMPLES, *(f"hf:{name}" for name in EXAMPLES)]))
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """torch.float64 for "float64". Raises DtypeError."""
+    if name not in DTYPES:
+        raise DtypeError(name, DTYPES)
+    return getattr(torch, name)

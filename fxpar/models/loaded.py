@@ -1,0 +1,51 @@
+"""What a model loader returns: a module with everything that `capture` and `check` need of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.losses import IGNORE_INDEX
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its summed loss, the batch to capture with, and micro-batches to check with (the first is the example).
+
+    `loss_fn(model, batch)` returns the sum over valid tokens (rows of a model that has no tokens).
+    """
+
+    name: str
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Batch], Tensor]
+    example_batch: Batch
+    batches: tuple[Batch, ...]
+
+    def params(self) -> dict[str, Tensor]:
+        """Parameters by FQN, a tied one once, detached."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        return dict(self.model.named_buffers())
+
+    def scale(self) -> float:
+        """1/(valid tokens of all micro-batches): with it, the sum of the losses is the mean."""
+        return 1.0 / max(1, sum(valid_count(batch) for batch in self.batches))
+
+
+def valid_count(batch: Batch) -> int:
+    """Labels that count; without labels, the size of dim 0 of the first tensor."""
+    labels = batch.get("labels")
+    if labels is None:
+        return next(iter(batch.values())).shape[0]
+    return int((labels != IGNORE_INDEX).sum()) if not labels.dtype.is_floating_point else labels.shape[0]
+
+
+def cast_batch(batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The floating-point tensors of a batch in `dtype`."""
+    return {k: v.to(dtype) if v.dtype.is_floating_point else v for k, v in batch.items()}

@@ -1,0 +1,74 @@
+"""`--set key=value`: texts become values of the type that the option has by default."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+from fxpar.errors import ModelOptionError
+
+_WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+Options = TypeVar("Options")
+
+
+def parse_assignments(items: Iterable[str]) -> dict[str, str]:
+    """{"a": "1"} for ["a=1"]. Raises ModelOptionError for an item without '='."""
+    found = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise ModelOptionError(item, "is no assignment; write key=value, such as num_hidden_layers=4")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def typed(key: str, text: str, current: Any) -> Any:
+    """`text` as a value of the type of `current`; as JSON, else as it stands, where that is None or a container.
+
+    Raises ModelOptionError.
+    """
+    try:
+        if isinstance(current, bool):
+            return _WORDS[text.lower()]
+        if isinstance(current, int):
+            return int(text)
+        if isinstance(current, float):
+            return float(text)
+    except (KeyError, ValueError):
+        kind = {bool: "true or false", int: "an integer", float: "a number"}[type(current)]
+        raise ModelOptionError(f"{key}={text}", f"must be {kind}") from None
+    if isinstance(current, str):
+        return text
+    try:
+        return json.loads(_JSON_WORDS.get(text, text))
+    except ValueError:
+        return text
+
+
+def with_options(defaults: Options, given: Mapping[str, str], owner: str) -> Options:
+    """The options dataclass with the given texts filled in. Raises ModelOptionError for an unknown key."""
+    known = asdict(defaults)  # type: ignore[call-overload]
+    for key in given:
+        if key not in known:
+            raise ModelOptionError.unknown(key, owner, known)
+    return replace(defaults, **{key: typed(key, text, known[key]) for key, text in given.items()})  # type: ignore[type-var]
+
+
+def with_arguments(given: Mapping[str, str], signature: inspect.Signature, owner: str) -> dict[str, Any]:
+    """Keyword arguments of a user's function from texts, typed by its defaults. Raises ModelOptionError."""
+    known = {name: p.default for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    takes_any = len(known) < len(signature.parameters)
+    arguments = {}
+    for key, text in given.items():
+        if key not in known and not takes_any:
+            raise ModelOptionError.unknown(key, owner, known)
+        default = known.get(key)
+        arguments[key] = typed(key, text, None if default is inspect.Parameter.empty else default)
+    missing = [k for k, default in known.items() if default is inspect.Parameter.empty and k not in arguments]
+    if missing:
+        raise ModelOptionError(missing[0], f"is an argument of {owner} without a default; give it with --set")
+    return arguments

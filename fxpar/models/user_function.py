@@ -1,0 +1,107 @@
+"""`pkg.module:function` and `file.py:function`: a user's function that returns a model and what belongs to it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.errors import ModelFunctionError, nearest
+from fxpar.models.loaded import LoadedModel, cast_batch
+from fxpar.models.options import with_arguments
+
+_WANTED = "(model, loss_fn, example_batch), or a dict with these keys and, if you like, 'batches'"
+
+
+def load_function(
+    spec: str, given: Mapping[str, str], *, dtype: torch.dtype, device: str, seed: int
+) -> LoadedModel:
+    """Call the function with `given` as keyword arguments (typed by its defaults).
+
+    Parameters and floating-point batch tensors are cast to `dtype`. Raises ModelFunctionError, ModelOptionError.
+    """
+    place, _, name = spec.rpartition(":")
+    function = find_function(spec, place, name)
+    arguments = with_arguments(given, inspect.signature(function), spec)
+    with torch.random.fork_rng(devices=[]), torch.device(device if device == "meta" else "cpu"):
+        torch.manual_seed(seed)
+        result = function(**arguments)
+    model, loss_fn, batches = unpack(spec, result)
+    batches = tuple(_on_cpu(cast_batch(batch, dtype)) for batch in batches)
+    return LoadedModel(name, model.to(dtype), loss_fn, batches[0], batches)
+
+
+def find_function(spec: str, place: str, name: str) -> Callable[..., Any]:
+    """The attribute `name` of the file or module `place`. Raises ModelFunctionError."""
+    module = _from_file(spec, Path(place)) if place.endswith(".py") else _from_module(spec, place)
+    function = getattr(module, name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ModelFunctionError(spec, f"{place} has no function {name!r}{nearest(name, known)}")
+    if not callable(function):
+        raise ModelFunctionError(spec, f"{name!r} is {type(function).__name__}, not a function")
+    return function
+
+
+def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, Sequence[Mapping[str, Tensor]]]:
+    """Model, loss function and batches out of what the function returned. Raises ModelFunctionError."""
+    if isinstance(result, Mapping):
+        missing = [key for key in ("model", "loss_fn", "example_batch") if key not in result]
+        if missing:
+            raise ModelFunctionError(spec, f"the dict it returned has no {missing[0]!r}; it must return {_WANTED}")
+        parts = (result["model"], result["loss_fn"], result["example_batch"])
+        others = tuple(result.get("batches", ()))
+    elif isinstance(result, tuple) and len(result) == 3:
+        parts, others = result, ()
+    else:
+        raise ModelFunctionError(spec, f"it returned {type(result).__name__}; it must return {_WANTED}")
+    model, loss_fn, example = parts
+    if not isinstance(model, nn.Module):
+        raise ModelFunctionError(spec, f"the model it returned is {type(model).__name__}, not a torch.nn.Module")
+    if not callable(loss_fn):
+        raise ModelFunctionError(spec, f"the loss function it returned is {type(loss_fn).__name__}; it is not callable")
+    batches = [_as_dict(spec, batch) for batch in (others or (example,))]
+    return model, loss_fn, [_as_dict(spec, example), *batches] if others else batches
+
+
+def _as_dict(spec: str, batch: Any) -> Mapping[str, Tensor]:
+    if not isinstance(batch, Mapping) or not all(isinstance(v, Tensor) for v in batch.values()):
+        raise ModelFunctionError(spec, f"a batch it returned is {type(batch).__name__}, not a dict of tensors")
+    return batch
+
+
+def _on_cpu(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: torch.zeros_like(v, device="cpu") if v.is_meta else v for k, v in batch.items()}
+
+
+def _from_file(spec: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ModelFunctionError(spec, f"there is no file {str(path)!r}")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise ModelFunctionError(spec, f"the file does not run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_module(spec: str, name: str) -> ModuleType:
+    sys.path.insert(0, "")  # as `python -m` does: modules of the current folder are found
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ModelFunctionError(spec, f"cannot import {name!r}: {error}") from error
+    finally:
+        sys.path.remove("")
