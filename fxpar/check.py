@@ -23,6 +23,7 @@ from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.padding import pad_batch
 from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
+from fxpar.widen import wide_tensor, widen
 
 Batch = Mapping[str, Tensor]
 NOISE = 1e-6  # gradients smaller than this share of the largest are compared with that share
@@ -67,10 +68,15 @@ def check(
     """Check each strategy on `batches`: replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse).
 
     `params` and `buffers` are whole tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the
-    parameters' dtype: 1e-10 for float64, 1e-5 for float32.
+    parameters' dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for float32.
     """
     dtype = next((t.dtype for t in params.values() if t.is_floating_point()), torch.float32)
     limit = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
+    if dtype == torch.float64:
+        logical = widen(logical)
+        buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
+        params = {fqn: wide_tensor(value) for fqn, value in params.items()}
+        batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
     oracle = _Oracle(logical, params, buffers, scale)
     return [_check_one(logical, s, params, buffers, batches, scale, limit, oracle, compile) for s in strategies]
 
@@ -89,6 +95,8 @@ class _Oracle:
             for info in self._logical.inputs:
                 if info.kind in ("param", "buffer"):
                     values.append((self._params if info.kind == "param" else self._buffers)[info.fqn])
+                elif info.kind == "constant":
+                    values.append(self._logical.constants[info.fqn])
                 elif info.kind == "batch":
                     values.append(batch[info.fqn])
                 elif info.kind == "scale":

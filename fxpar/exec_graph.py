@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxpar.dist_config import DistConfig
 from fxpar.graph import Dim, Input, Output, TensorMeta
@@ -113,6 +113,7 @@ class ExecGraph:
     body: Part
     epilogue: Part
     name: str = "model"
+    constants: dict[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
     passes: tuple[dict[str, Any], ...] = ()

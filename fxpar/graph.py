@@ -24,7 +24,7 @@ from fxpar.dist_config import short_dtype
 from fxpar.strategy import Strategy
 
 Size = int | sympy.Expr
-InputKind = Literal["param", "buffer", "batch", "scale", "seed"]
+InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed"]
 OutputKind = Literal["loss", "grad", "buffer"]
 
 
@@ -67,7 +67,7 @@ def dim_symbol(name: str) -> sympy.Symbol:
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder. `fqn` is a parameter's or buffer's FQN, a batch key, "scale" or "seed"."""
+    """One placeholder. `fqn` is a parameter's or buffer's FQN, a constant's name, a batch key, "scale" or "seed"."""
 
     kind: InputKind
     fqn: str
@@ -89,7 +89,8 @@ class LogicalGraph:
     """Forward + loss + backward of one replica with global shapes.
 
     Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
-    (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens.
+    (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens. `constants` are tensors that the model
+    holds as plain attributes or makes from Python numbers; they travel with the graph.
     """
 
     gm: fx.GraphModule
@@ -97,6 +98,7 @@ class LogicalGraph:
     outputs: tuple[Output, ...]
     dims: tuple[Dim, ...]
     name: str = "model"
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -129,6 +131,7 @@ class AnnotatedGraph:
     dims: tuple[Dim, ...]
     strategy: Strategy
     name: str = "model"
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     divisors: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)

@@ -130,6 +130,7 @@ def split_phases(graph: AnnotatedGraph) -> ExecGraph:
         body=parts["body"],
         epilogue=parts["epilogue"],
         name=graph.name,
+        constants=graph.constants,
         notes=tuple(graph.notes),
         timings=graph.timings,
     )

@@ -149,9 +149,13 @@ def _slice_backward(node: fx.Node, divide: Divider) -> None:
 
 def _bounds(node: fx.Node, at: int, dist: DistConfig, meta: TensorMeta, divide: Divider) -> None:
     dim: int = (node.args[at] if len(node.args) > at else 0) % len(meta.shape)  # type: ignore[operator]
+    whole = meta.shape[dim]
     for position in (at + 1, at + 2):
-        if len(node.args) > position and node.args[position] is not None:
-            _set_arg(node, position, divide(node.args[position], dist, dim))
+        value = node.args[position] if len(node.args) > position else None
+        if isinstance(value, int) and value < 0 and isinstance(whole, int) and dist.dims[dim]:
+            value = max(value + whole, 0)  # counted from the end, which padding may have moved
+        if value is not None:
+            _set_arg(node, position, divide(value, dist, dim))
 
 
 def _split(node: fx.Node, divide: Divider) -> None:

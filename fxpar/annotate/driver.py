@@ -34,7 +34,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(logical.gm.graph, copied))
-    result = AnnotatedGraph(graph, logical.inputs, logical.outputs, logical.dims, strategy, name=logical.name)
+    result = AnnotatedGraph(graph, logical.inputs, logical.outputs, logical.dims, strategy, logical.name, logical.constants)
     _label_placeholders(result)
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
     sizes = Sizes([d.symbol for d in logical.dims], tensor * tensor * context)

@@ -77,10 +77,15 @@ class Sizes:
         return found
 
     def nbytes(self, meta: TensorMeta) -> int:
-        """Bytes of the whole tensor with nominal dynamic dims."""
+        """Bytes of the whole tensor with nominal dynamic dims, every float counted as two bytes.
+
+        Were real widths counted, an fp32 norm between bf16 layers would decide where sums are taken, and the placements of
+        a model would depend on the dtype it is captured in.
+        """
         found = self._bytes.get(meta)
         if found is None:
-            found = self._bytes[meta] = meta.numel(self._nominal) * meta.dtype.itemsize
+            width = 2 if meta.dtype.is_floating_point else meta.dtype.itemsize
+            found = self._bytes[meta] = meta.numel(self._nominal) * width
         return found
 
 

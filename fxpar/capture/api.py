@@ -7,6 +7,7 @@ import time
 from torch import nn
 
 from fxpar.capture.canonical import Canonical
+from fxpar.capture.constants import lift_constants
 from fxpar.capture.dynamic import Dynamic, resolve_dynamic
 from fxpar.capture.functional import make_functional
 from fxpar.capture.guards import check_guards
@@ -44,6 +45,7 @@ def capture(
     gm = Canonical(functional.gm, signature.inputs, dims, world).run(results)
     outputs = [Output("loss", "loss"), *(Output("grad", fqn) for fqn in raw.grads)]
     outputs += [Output("buffer", fqn) for fqn in written]
+    inputs, constants = lift_constants(gm, signature.inputs)
     done = time.process_time()
-    timings = {"trace_ms": 1e3 * (traced - started), "canonical_ms": 1e3 * (done - traced)}
-    return LogicalGraph(gm, signature.inputs, tuple(outputs), checked, name or type(model).__name__, timings)
+    timings = {"capture_cpu_s": done - started, "trace_cpu_s": traced - started, "canonical_cpu_s": done - traced}
+    return LogicalGraph(gm, inputs, tuple(outputs), checked, name or type(model).__name__, constants, timings)

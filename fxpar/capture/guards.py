@@ -21,16 +21,26 @@ def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
     bounds = {dim.symbol: (dim.minimum, dim.maximum) for dim in dims}
     for guard in world.guards:
         condition = guard.condition.xreplace(named)
-        if condition in (sympy.true, True):
+        if condition in (sympy.true, True) or _is_general(condition, guard):
             continue
         for part in sympy.And.make_args(condition):
             _narrow(part, bounds, guard)
     return tuple(replace(dim, minimum=bounds[dim.symbol][0], maximum=bounds[dim.symbol][1]) for dim in dims)
 
 
+def _is_general(condition: sympy.Basic, guard: Guard) -> bool:
+    """Whether torch only asked if a size is 0 or 1, and it is not.
+
+    Inside torch such a question picks a shortcut; the general way that was traced gives the same at 1.
+    """
+    return isinstance(condition, sympy.Ne) and not guard.by_user and condition.rhs in (0, 1)
+
+
 def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]], guard: Guard) -> None:
     """Tighten `bounds` by one condition."""
     found = _linear(condition)
+    if found is None and _always(condition):
+        return
     if found is None:
         names = " and ".join(sorted(map(str, condition.free_symbols))) or "a dim"
         raise SpecializedShapeError(names, str(condition), guard.place)
@@ -43,9 +53,24 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | 
     bounds[symbol] = minimum, maximum
 
 
+_COMPARISONS = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
+_SAMPLES = (*range(1, 1025), *range(10**6, 10**6 + 128))
+
+
+def _always(condition: sympy.Basic) -> bool:
+    """Whether a comparison of rounded quotients of one dim, such as `(T + 3) // 4 <= T`, holds for all sizes.
+
+    Such expressions are linear plus something periodic, so enough consecutive sizes and some large ones decide.
+    """
+    if not isinstance(condition, _COMPARISONS) or len(condition.free_symbols) != 1:
+        return False
+    (symbol,) = condition.free_symbols
+    return all(condition.subs(symbol, size) == sympy.true for size in _SAMPLES)
+
+
 def _linear(condition: sympy.Basic) -> tuple[sympy.Symbol, int | None, int | None] | None:
     """(dim, least, greatest) of a comparison `a * dim + b <= 0` in any form; None for any other condition."""
-    if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
+    if not isinstance(condition, _COMPARISONS):
         return None
     symbols = condition.free_symbols
     if len(symbols) != 1:

@@ -12,7 +12,6 @@ the same on every device.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -46,9 +45,11 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int) -> Tensor:
 
     x: any shape, taken as the global tensor. seed: one int64, for example one per step. salt:
     tells apart the dropouts of a model that share a seed. Equal (shape, p, seed, salt) give equal
-    masks, so two dropouts of one step need different salts.
+    masks, so two dropouts of one step need different salts. The mask at an index does not depend on the sizes, so padding a
+    batch at its end leaves it as it was.
     """
-    strides = [math.prod(x.shape[d + 1 :]) for d in range(x.dim())]
+    # Odd multipliers instead of the strides of x: wrap-around sums of them are as good as distinct.
+    strides = [_mix_int(_signed((d + 1) * _GAMMA)) | 1 for d in range(x.dim())]
     offsets = [torch.arange(size, device=x.device) * stride for size, stride in zip(x.shape, strides, strict=True)]
     return torch.ops.fxpar.dropout.default(x, seed, offsets, p, salt)
 

@@ -67,10 +67,12 @@ def pointwise_partials(op: OpView) -> list[Option]:
         # loss scale) may come first.
         scalars = [i for i, shape in enumerate(op.inputs) if not shape]
         return [linear(op, i) for i in range(count) if count == 1 or any(j != i for j in scalars)]
-    if op.target in _LINEAR_IN_FIRST and (op.target is not aten.div.Tensor or not _rounds(op)):
+    if op.target in _LINEAR_IN_FIRST and not _rounds(op):
         return [linear(op, 0)]
     return []
 
 
 def _rounds(op: OpView) -> bool:
-    return dict(op.kwargs).get("rounding_mode") is not None
+    """Whether the op is a cast to integers; a cast to fewer bits of a float is as good before a sum as after it."""
+    dtype = dict(op.kwargs).get("dtype")
+    return dtype is not None and not dtype.is_floating_point

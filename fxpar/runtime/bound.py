@@ -48,6 +48,8 @@ class BoundGraph:
                 self._inputs[i] = params[info.fqn]
             elif info.kind == "buffer":
                 self._inputs[i] = buffers[info.fqn]
+            elif info.kind == "constant":
+                self._inputs[i] = self.program.constants[info.fqn]
         self._sums = None
         with torch.no_grad():
             self._prepared = self._prologue(*self._gather(self.program.prologue.sources, ()))

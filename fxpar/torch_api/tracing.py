@@ -39,6 +39,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as sympy_functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 # What a forward raises under fake tensors when Python asks for a value that only the data has.
 DATA_DEPENDENT_ERRORS = (
@@ -50,6 +52,7 @@ DeviceMismatchError = FakeTensorDeviceMismatchError
 
 Place = Callable[[], str | None]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__)
 
 
 # ------------------------------------------------------------------------------------------- symbolic sizes
@@ -59,6 +62,7 @@ class Guard:
 
     condition: sympy.Basic
     place: str | None
+    by_user: bool  # decided in Python code of the model, not inside torch
 
 
 # Functions that decide how a fake result lies in memory, which no captured value depends on.
@@ -82,6 +86,14 @@ def _asks_for_layout() -> bool:
     return False
 
 
+def _asked_by_user() -> bool:
+    """Whether the condition being decided is one of Python code outside of torch."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+
+
 class _RecordingShapeEnv(ShapeEnv):
     """A ShapeEnv that asks `place` for the user's line whenever it adds a guard."""
 
@@ -92,7 +104,7 @@ class _RecordingShapeEnv(ShapeEnv):
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if "suppressed" not in prefix and not _asks_for_layout():
-            self.recorded.append(Guard(g, self.place()))
+            self.recorded.append(Guard(g, self.place(), _asked_by_user()))
         super()._log_guard(prefix, g, forcing_spec)
 
 
@@ -111,7 +123,10 @@ class FakeWorld:
         """The symbolic size called `name`; `hint` (at least 2) is its value where tracing needs one."""
         if name not in self.symbols:
             source = ConstantSource(name)
-            symbol = self.shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            symbol = self.shape_env.create_symbol(
+                hint, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
+            )
+            self.shape_env.var_to_range[symbol] = ValueRanges(1, int_oo)
             self.symbols[name] = self.shape_env.create_symintnode(symbol, hint=hint, source=source)
         return self.symbols[name]
 

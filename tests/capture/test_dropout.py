@@ -25,7 +25,7 @@ class Net(nn.Module):
         self.function, self.again = function, again
 
     def middle(self, x):
-        return self.function(torch.tanh(self.first(x)))
+        return self.function(torch.tanh(self.first(x))).pow(2)  # needs what was dropped in the backward
 
     def forward(self, x):
         y = checkpoint(self.middle, x, use_reentrant=False) if self.again else self.middle(x)
