@@ -50,7 +50,12 @@ def shard(x: Tensor, axis: str, dim: int, sections: tuple[int, ...]) -> Tensor:
     _not_lowered("shard")
 
 
-COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, shard)
+def partial(x: Tensor, axis: str) -> Tensor:
+    """Replicated -> partial sum: x on the first rank of the axis, zeros on the others; no traffic."""
+    _not_lowered("partial")
+
+
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, shard, partial)
 
 
 def is_collective(node: fx.Node) -> bool:

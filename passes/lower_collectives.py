@@ -141,10 +141,15 @@ def _shard(emit: _Emitter, x: fx.Node, axis: str, dim: int, sections: tuple[int,
     return emit.call(layout.take, x, emit.degree(axis), dim, sections, f"#{axis}")
 
 
+def _partial(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
+    return emit.call(layout.keep_on_first, x, f"#{axis}")
+
+
 _LOWER: dict[Any, Any] = {
     c.all_reduce: _all_reduce,
     c.all_gather: _all_gather,
     c.reduce_scatter: _reduce_scatter,
     c.all_to_all: _all_to_all,
     c.shard: _shard,
+    c.partial: _partial,
 }

@@ -1,6 +1,6 @@
 """Reshard to collectives: replace every reshard by steps that each work on one mesh axis.
 
-Before: `reshard` nodes between any two placements. After: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `shard`.
+Before: `reshard` nodes between any two placements. After: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `shard`, `partial`.
 
     %g_r : f32[D@tp, F] P(dp) -> f32[D@tp@dp, F]
     %g_r = reshard(%g)                          %g_r = reduce_scatter(%g, "dp", "sum", 0, ())
@@ -9,7 +9,7 @@ Axes that shard one dim nest: only the innermost cut of a dim can be undone, and
 are taken in an order that respects this; where there is none, the axis in the way is gathered first.
 
 Cost in bytes per rank of a group of K, for a local result of n bytes: all_reduce 2n(K-1)/K, all_gather n(K-1)/K,
-reduce_scatter n(K-1), all_to_all n(K-1)/K, shard 0.
+reduce_scatter n(K-1), all_to_all n(K-1)/K, shard and partial 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxpar import collectives as c
-from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.dist_config import AxisShard, DistConfig, Partial
 from fxpar.errors import PlacementError
 from fxpar.graph import AnnotatedGraph
 from fxpar.pass_base import Tier, insert
@@ -58,7 +58,7 @@ def steps(source: DistConfig, target: DistConfig) -> list[Step]:
     found: list[Step] = []
     current = source
     while (current.dims, current.partial) != (target.dims, target.partial):
-        step = _reduce(current, target) or _move(current, target) or _slice(current, target) or _gather(current, target)
+        step = _reduce(current, target) or _move(current, target) or _slice(current, target) or _gather(current, target) or _partial(current, target)
         if step is None:
             raise PlacementError(f"no collective turns {source} into {target}")
         found.append(step)
@@ -133,4 +133,13 @@ def _gather(current: DistConfig, target: DistConfig) -> Step | None:
             last: AxisShard = entries[-1]
             dims = (*current.dims[:d], entries[:-1], *current.dims[d + 1 :])
             return c.all_gather, (last.axis, d, last.sections), replace(current, dims=dims)
+    return None
+
+
+def _partial(current: DistConfig, target: DistConfig) -> Step | None:
+    """A replicated value becomes one term of a sum, to be added to partial sums before these are reduced."""
+    used = {name for entries in current.dims for e in entries for name in e.axis.split(".")}
+    for axis, op in target.partial:
+        if (axis, op) not in current.partial and axis not in used and op == "sum":
+            return c.partial, (axis,), current.with_placement(axis, Partial(op))
     return None

@@ -31,5 +31,7 @@ def reshard_bytes(nbytes: int, source: Placement, target: Placement, degree: int
             return ring / degree + LAUNCH_BYTES
         case Replicate(), Shard():
             return COPY_FRACTION * nbytes / degree
+        case Replicate(), Partial("sum"):
+            return COPY_FRACTION * nbytes
         case _:
             return math.inf

@@ -24,7 +24,7 @@ ATTENTION = (own.attention.default, own.attention_backward.default)
 # outweighs communication unless the cut is absurd.
 WHOLE_WORK = 64
 # Under sequence parallelism an activation that every rank keeps whole costs memory.
-WHOLE_ACTIVATION = 0.05
+WHOLE_ACTIVATION = 0.5
 
 
 def _shards(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import sympy
@@ -29,17 +30,21 @@ def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _is_general(condition: sympy.Basic, guard: Guard) -> bool:
-    """Whether torch only asked if a size is 0 or 1, and it is not.
+    """Whether torch only asked if some size is 0 or 1, and it is not.
 
     Inside torch such a question picks a shortcut; the general way that was traced gives the same at 1.
     """
-    return isinstance(condition, sympy.Ne) and not guard.by_user and condition.rhs in (0, 1)
+    if guard.by_user:
+        return False
+    if isinstance(condition, sympy.Ne) and condition.rhs in (0, 1):
+        return True
+    return _holds(condition, _SAMPLES[1:])
 
 
 def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]], guard: Guard) -> None:
     """Tighten `bounds` by one condition."""
     found = _linear(condition)
-    if found is None and _always(condition):
+    if found is None and isinstance(condition, _COMPARISONS) and _holds(condition, _SAMPLES):
         return
     if found is None:
         names = " and ".join(sorted(map(str, condition.free_symbols))) or "a dim"
@@ -54,18 +59,19 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | 
 
 
 _COMPARISONS = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
-_SAMPLES = (*range(1, 1025), *range(10**6, 10**6 + 128))
+_SAMPLES = (*range(1, 257), *range(4096, 4096 + 64), *range(10**6, 10**6 + 64))
 
 
-def _always(condition: sympy.Basic) -> bool:
-    """Whether a comparison of rounded quotients of one dim, such as `(T + 3) // 4 <= T`, holds for all sizes.
+def _holds(condition: sympy.Basic, sizes: Sequence[int]) -> bool:
+    """Whether a condition on one dim holds for these sizes.
 
-    Such expressions are linear plus something periodic, so enough consecutive sizes and some large ones decide.
+    Conditions are about rounded quotients and polynomials of the dim, such as `(T + 3) // 4 <= T`, so all small sizes
+    and some large ones decide.
     """
-    if not isinstance(condition, _COMPARISONS) or len(condition.free_symbols) != 1:
+    if not isinstance(condition, (*_COMPARISONS, sympy.Ne)) or len(condition.free_symbols) != 1:
         return False
     (symbol,) = condition.free_symbols
-    return all(condition.subs(symbol, size) == sympy.true for size in _SAMPLES)
+    return all(condition.subs(symbol, size) == sympy.true for size in sizes)
 
 
 def _linear(condition: sympy.Basic) -> tuple[sympy.Symbol, int | None, int | None] | None:

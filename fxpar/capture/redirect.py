@@ -33,6 +33,11 @@ def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def complex_number(real: Tensor, imag: Tensor) -> Tensor:
+    """`torch.complex`; tracing ATen's fixes the sizes of its operands."""
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: documents.packed_attention,
     F.dropout: dropout.functional_dropout,
@@ -41,6 +46,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.dropout2d: dropout.channel_dropout(0),
     F.dropout3d: dropout.channel_dropout(5),
     F.embedding: embedding.functional_embedding,
+    torch.complex: complex_number,
+    torch.polar: lambda abs, angle: complex_number(abs * angle.cos(), abs * angle.sin()),
     **loss_functions.HANDLERS,
 }
 _RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.fractional_max_pool2d}

@@ -68,6 +68,11 @@ def take(x: Tensor, degree: int, dim: int, sections: tuple[int, ...], index: int
     return torch.cat([take(part, degree, dim, (), index) for part in parts], dim)
 
 
+def keep_on_first(x: Tensor, index: int) -> Tensor:
+    """x where `index` is 0, zeros elsewhere: one term of a sum whose others are nothing."""
+    return x if index == 0 else torch.zeros_like(x)
+
+
 def lift(x: Tensor) -> Tensor:
     """[...] -> [1, ...], contiguous: this rank's row."""
     return x.unsqueeze(0).contiguous()

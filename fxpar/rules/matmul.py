@@ -35,8 +35,10 @@ def dot_factors(op: OpView) -> list[Factor]:
 
 
 def convolution_factors(op: OpView) -> list[Factor]:
-    """x [B, C, ...], weight [O, C/groups, ...] ([C, O/groups, ...] if transposed), bias [O] -> [B, O, ...]; channels only
-    without groups."""
+    """x [B, C, ...], weight [O, C/groups, ...] ([C, O/groups, ...] if transposed), bias [O] -> [B, O, ...].
+
+    Channels are cut only without groups.
+    """
     bias = len(op.inputs) == 3
     none = (None,) if bias else ()
     factors = [Factor((0, None, *none), (0,), pad=False)]

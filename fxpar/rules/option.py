@@ -81,7 +81,9 @@ class Factor:
         if any(d is None for d in self.outputs):
             return None
         inputs = tuple(R if d is None else Shard(d, sections) for d in self.inputs)
-        made = (R if d == ABSENT else Shard(d, sections) if isinstance(d, int) else Partial(str(d)) for d in self.outputs)
+        made = (
+            R if d == ABSENT else Shard(d, sections) if isinstance(d, int) else Partial(str(d)) for d in self.outputs
+        )
         return Option(inputs, tuple(made))
 
 

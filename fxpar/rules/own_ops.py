@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpar.dist_config import P, R, Shard
-from fxpar.rules.option import Factor, OpView, Option, Seed, TensorRef, from_factors
+from fxpar.rules.option import Factor, Option, OpView, Seed, TensorRef, from_factors
 
 
 def attention(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpar.rules.option import ABSENT, Factor, OpView, Option, linear
+from fxpar.rules.option import ABSENT, Factor, Option, OpView, linear
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from fxpar.dist_config import Shard
-from fxpar.rules.option import Factor, OpView, Option, Seed, Shape, divides
+from fxpar.rules.option import Factor, Option, OpView, Seed, Shape, divides
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ def repeat_factors(op: OpView) -> list[Factor]:
 
 
 def factory_factors(op: OpView) -> list[Factor]:
-    """Constant tensors from nothing (full, zeros, ones): each rank makes its part. Operands (new_zeros) are not read."""
+    """Constants from nothing (full, zeros, ones): each rank makes its part. Operands (new_zeros) are not read."""
     rank = len(op.outputs[0])
     return [Factor((None,) * len(op.inputs), (d,)) for d in range(rank)]
 

@@ -10,7 +10,7 @@ import torch
 
 from fxpar.dist_config import Shard, normalize_sections, section_sizes
 from fxpar.errors import PlacementError
-from fxpar.rules.option import Factor, OpView, Option, Seed, divides, from_factors
+from fxpar.rules.option import Factor, Option, OpView, Seed, divides, from_factors
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ import torch
 import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
 from fxpar.dist_config import Shard
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
-from fxpar.rules.option import Factor, OpView, Option, Rule, Seed, from_factors, linear, replicated
+from fxpar.rules.option import Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
 
 aten = torch.ops.aten
 own = torch.ops.fxpar

@@ -1,13 +1,14 @@
 """Run an op under every option that its rule offers and compare with the whole op.
 
-For an author of a rule: `validate_op(aten.roll.default, (x, [1], [0]), degree=2)` cuts the operands as each option says,
-makes size arguments local with the real pass `global_to_local`, runs the op once per rank in this process, puts the
-results together by the option's result placements and compares. A rule that is silent passes, so look at `trials` too.
+For the author of a rule: `validate_op(aten.roll.default, (x, [1], [0]), degree=2)` cuts the operands as each option
+says, sends the call through the real passes `mask_padding` and `global_to_local`, runs it once per rank in this process,
+puts the results together by the option's result placements and compares. A rule that offers nothing is never wrong, so
+look at `trials` as well.
 """
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +19,14 @@ from torch import Tensor, fx
 from fxpar.dist_config import DistConfig, Partial, Placement, Shard, chunk, normalize_sections
 from fxpar.graph import AnnotatedGraph, TensorMeta
 from fxpar.pass_registry import get
-from fxpar.rules.option import OpView, Option, Seed, TensorRef, divides, replicated
+from fxpar.rules.option import Option, OpView, Seed, TensorRef, divides, replicated
 from fxpar.rules.table import options
 from fxpar.strategy import Strategy
 
 AXIS = "tp"
 # Ratios in which a dim is tried as a concatenation of parts; those that do not divide are left out.
 SECTIONS: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (1, 2), (2, 1), (2, 1, 1), (1, 1, 2))
-# Results of these are not defined, only their shapes.
-_UNINITIALISED = ("aten.empty", "aten.new_empty")
+_UNINITIALISED = ("aten.empty", "aten.new_empty")  # only the shapes of their results are defined
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def validate_op(
     sections: Sequence[tuple[int, ...]] = SECTIONS,
     tolerance: float = 1e-12,
 ) -> list[Trial]:
-    """Trials whose result is wrong. Tensors in `args` should be float64; `tolerance` is relative to the largest element."""
+    """Trials whose result is wrong. Use float64 tensors; `tolerance` is relative to a result's largest element."""
     return [t for t in trials(target, args, kwargs, degree, sections=sections, tolerance=tolerance) if t.error]
 
 
@@ -68,7 +68,7 @@ def trials(
     """Every option but the replicated one that the rule offers for any cut of any operand or result, tried out."""
     call = _Call(target, tuple(args), dict(kwargs or {}), degree)
     found = options(call.view, degree, _seeds(call.view, degree, sections))
-    return [Trial(o, degree, call.difference(o, tolerance)) for o in found if o != replicated(call.view)]
+    return [Trial(o, degree, call.error(o, tolerance)) for o in found if o != replicated(call.view) and call.can_try(o)]
 
 
 def _seeds(op: OpView, degree: int, sections: Sequence[tuple[int, ...]]) -> list[tuple[Seed, Shard]]:
@@ -77,7 +77,7 @@ def _seeds(op: OpView, degree: int, sections: Sequence[tuple[int, ...]]) -> list
         for index, shape in enumerate(shapes):
             for d, size in enumerate(shape):
                 cuts = [(), *(normalize_sections(s) for s in sections)]
-                legal = [s for s in cuts if (divides(size, degree, (), True) if not s else chunk(size, degree, s))]
+                legal = [s for s in cuts if (chunk(size, degree, s) if s else divides(size, degree, (), True))]
                 seeds += [((is_result, index), Shard(d, s)) for s in dict.fromkeys(legal)]
     return seeds
 
@@ -106,47 +106,52 @@ class _Call:
         shapes = tuple(tuple(r.shape) if r is not None else () for r in self.results)
         self.view = OpView(target, frozen, named, tuple(tuple(x.shape) for x in self.operands), shapes)
 
-    def difference(self, option: Option, tolerance: float) -> str:
-        """How the results under an option differ from the whole ones; "" if they do not."""
-        try:
-            pieces = self._run(option)
-        except Exception as error:  # whatever the op raises is what the rule's author has to see
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        uninitialised = str(self.target).startswith(_UNINITIALISED)
-        for index, (whole, placement) in enumerate(zip(self.results, option.outputs, strict=True)):
-            if whole is None:
-                continue
-            local = [ranks[index] for ranks in pieces]
-            problem = self._compare(whole, local, placement, tolerance, uninitialised)
-            if problem:
-                return f"result {index}: {problem}"
+    def can_try(self, option: Option) -> bool:
+        """Whether the operands can be had as the option wants them: booleans are no sum of terms."""
+        placed = zip(self.operands, option.inputs, strict=True)
+        return not any(isinstance(p, Partial) and x.dtype == torch.bool for x, p in placed)
+
+    def error(self, option: Option, tolerance: float) -> str:
+        """What is wrong with the results under an option; "" if nothing is."""
+        tensors = zip((*self.operands, *self.results), (*option.inputs, *option.outputs), strict=True)
+        padded = any(x is not None and self._config(x, p).padded_dims(x.shape) for x, p in tensors)
+        for unknown in (False, True) if padded else (False,):
+            try:
+                ranks = self._run(option, unknown)
+            except Exception as error:  # whatever the op raises is what the rule's author has to see
+                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            made = [(r, p) for r, p in zip(self.results, option.outputs, strict=True) if r is not None]
+            for index, (whole, placement) in enumerate(made):
+                problem = self._compare(whole, [results[index] for results in ranks], placement, tolerance)
+                if problem:
+                    return f"result {index}{' of operands with padding unknown' * unknown}: {problem}"
         return ""
 
-    def _run(self, option: Option) -> list[list[Tensor | None]]:
-        """Results by rank and position."""
-        graph, call = self._local_graph(option)
-        module = fx.GraphModule(torch.nn.Module(), graph)
-        aware = not any(isinstance(p, Partial) for p in option.outputs)
-        operands = [
-            _split(x, self._config(x, p), self.degree, garbage=aware)
-            for x, p in zip(self.operands, option.inputs, strict=True)
-        ]
+    def _run(self, option: Option, unknown: bool) -> list[list[Tensor]]:
+        """Results by rank; with `unknown`, floating-point padding is NaN and the passes do not take it for zero."""
+        graph, call = self._local_graph(option, unknown)
+        pieces = []
+        for x, placement in zip(self.operands, option.inputs, strict=True):
+            pieces.append(_split(x, self._config(x, placement), self.degree, padding=torch.nan if unknown else 0.0))
         found = []
         for rank in range(self.degree):
-            result = module(*(pieces[rank] for pieces in operands))
-            results = [result] if self.single else list(result)
-            for got, meta in zip(results, _tuple(call.meta["local"]), strict=True):
-                if got is not None and tuple(got.shape) != meta.shape:
-                    raise ValueError(f"global_to_local says {meta}, the op made {tuple(got.shape)}")
+            results, shapes = _interpret(graph, rank, [p[rank] for p in pieces], call)
+            wanted = [m.shape for m in _tuple(call.meta["local"]) if m is not None]
+            if shapes != wanted:
+                raise ValueError(f"global_to_local says {wanted}, the op made {shapes}")
             found.append(results)
         return found
 
-    def _local_graph(self, option: Option) -> tuple[fx.Graph, fx.Node]:
-        """A graph of this one call after `global_to_local`."""
+    def _local_graph(self, option: Option, unknown: bool) -> tuple[fx.Graph, fx.Node]:
+        """A graph of this one call after the passes, and the call."""
         graph = fx.Graph()
-        places = [graph.placeholder(f"x{i}") for i in range(len(self.operands))]
-        for place, x, placement in zip(places, self.operands, option.inputs, strict=True):
+        places: list[fx.Node] = []
+        for i, (x, placement) in enumerate(zip(self.operands, option.inputs, strict=True)):
+            place = graph.placeholder(f"x{i}")
             place.meta.update(tensor=_meta(x), dist=self._config(x, placement))
+            places.append(place)
+        if unknown:  # the passes know nothing of what comes out of an alias
+            places = [_like(graph.call_function(torch.ops.aten.alias.default, (p,)), p) for p in places]
         supply = iter(places)
 
         def swap(value: Any) -> Any:
@@ -156,60 +161,80 @@ class _Call:
                 return type(value)(swap(v) for v in value)
             return value
 
-        args = swap(self.args)
-        call = graph.call_function(self.target, args, {k: swap(v) for k, v in self.kwargs.items()})
-        metas = tuple(_meta(r) if r is not None else None for r in self.results)
-        dists = tuple(
-            self._config(r, p) if r is not None else None for r, p in zip(self.results, option.outputs, strict=True)
-        )
-        call.meta.update(tensor=metas[0] if self.single else metas, dist=dists[0] if self.single else dists)
-        graph.output((call,))
-        get("global_to_local")()(AnnotatedGraph(graph, (), (), (), self.strategy))
-        (output,) = graph.find_nodes(op="output")
-        output.args = (call,)
+        call = graph.call_function(self.target, swap(self.args), {k: swap(v) for k, v in self.kwargs.items()})
+        metas = [_meta(r) if r is not None else None for r in self.results]
+        placed = zip(self.results, option.outputs, strict=True)
+        dists = [self._config(r, p) if r is not None else None for r, p in placed]
+        if self.single:
+            call.meta.update(tensor=metas[0], dist=dists[0])
+            results = [call]
+        else:
+            call.meta.update(tensor=tuple(metas), dist=tuple(dists))
+            results = [graph.call_function(operator.getitem, (call, i)) for i, m in enumerate(metas) if m is not None]
+            for node in results:
+                node.meta.update(tensor=metas[node.args[1]], dist=dists[node.args[1]])
+        graph.output(tuple(results))
+        annotated = AnnotatedGraph(graph, (), (), (), self.strategy)
+        get("mask_padding")()(annotated)
+        get("global_to_local")()(annotated)
         return graph, call
 
     def _config(self, x: Tensor, placement: Placement) -> DistConfig:
         return DistConfig.replicated(self.strategy.mesh, x.dim(), x.dtype).with_placement(AXIS, placement)
 
-    def _compare(
-        self, whole: Tensor, local: list[Any], placement: Placement, tolerance: float, shape_only: bool
-    ) -> str:
+    def _compare(self, whole: Tensor, local: list[Tensor], placement: Placement, tolerance: float) -> str:
         config = self._config(whole, placement)
-        if shape_only:
-            wanted = config.local_shape(whole.shape)
-            return "" if all(tuple(x.shape) == wanted for x in local) else f"local shapes are not {wanted}"
+        if str(self.target).startswith(_UNINITIALISED):
+            return ""
         if isinstance(placement, Shard):
             joined = torch.zeros_like(whole)
             for rank, piece in enumerate(local):
                 config.put(joined, piece, rank)
+                padding = config.take(torch.ones_like(whole, dtype=torch.bool), rank).logical_not()
+                if piece[padding].count_nonzero():
+                    return "padding of a result of the graph is not zero"
             return _gap(joined, whole, tolerance)
         if isinstance(placement, Partial):
             return _gap(_reduce(torch.stack(local), placement.op), whole, tolerance)
         return next((gap for piece in local if (gap := _gap(piece, whole, tolerance))), "")
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _interpret(graph: fx.Graph, rank: int, operands: list[Tensor], call: fx.Node) -> tuple[list[Tensor], list[tuple]]:
+    """Results of the graph on one rank, and the shapes that `call` made; `#tp` tokens stand for the rank."""
+    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*(rank if a == f"#{AXIS}" else a for a in args), **kwargs)
+    (output,) = graph.find_nodes(op="output")
+    shapes = [tuple(r.shape) for r in _tuple(values[call]) if r is not None]
+    return [values[node] for node in output.args[0]], shapes
+
+
+def _tuple(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
 
 
 def _meta(x: Tensor) -> TensorMeta:
     return TensorMeta(tuple(x.shape), x.dtype)
 
 
-def _split(x: Tensor, config: DistConfig, degree: int, *, garbage: bool) -> list[Tensor]:
-    """The pieces of one operand by rank: a cut, terms of a sum, or copies.
+def _like(node: fx.Node, other: fx.Node) -> fx.Node:
+    node.meta.update(other.meta)
+    return node
 
-    With `garbage`, padding of floating-point pieces is NaN: only an op that contracts the dim gets it zeroed by
-    `mask_padding`, any other must not let it leak.
-    """
+
+def _split(x: Tensor, config: DistConfig, degree: int, *, padding: float) -> list[Tensor]:
+    """The pieces of one operand by rank: a cut, terms of a sum, or copies. Padding of integers is always 0."""
     if config.partial:
-        terms = [torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, -9, 9) for _ in range(degree - 1)]
+        terms = [
+            torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, -9, 9) for _ in range(degree - 1)
+        ]
         return [*terms, x - sum(terms, torch.zeros_like(x))]
     pieces = [config.take(x, rank) for rank in range(degree)]
-    if garbage and x.is_floating_point():
+    if x.is_floating_point():
         real = torch.ones_like(x, dtype=torch.bool)
-        pieces = [p.masked_fill(~config.take(real, rank), torch.nan) for rank, p in enumerate(pieces)]
+        pieces = [p.masked_fill(~config.take(real, rank), padding) for rank, p in enumerate(pieces)]
     return pieces
 
 
@@ -222,7 +247,7 @@ def _reduce(stack: Tensor, op: str) -> Tensor:
 
 
 def _gap(value: Tensor, whole: Tensor, tolerance: float) -> str:
-    """"" if equal up to `tolerance` of the largest element; NaN and infinities must stand in the same places."""
+    """ "" if equal up to `tolerance` of the largest element; NaN and infinities must stand in the same places."""
     if value.shape != whole.shape:
         return f"shape {tuple(value.shape)} instead of {tuple(whole.shape)}"
     if not whole.is_floating_point():
@@ -233,16 +258,8 @@ def _gap(value: Tensor, whole: Tensor, tolerance: float) -> str:
     value, whole = value[~odd], whole[~odd]
     if not whole.numel():
         return ""
-    gap = float((value - whole).abs().max())
-    size = max(float(whole.abs().max()), 1e-300)
-    return "" if gap <= tolerance * size else f"off by {gap / size:.1e} of the largest element"
+    gap, size = float((value - whole).abs().max()), float(whole.abs().max())
+    return "" if gap <= tolerance * size else f"off by {gap:.1e}, largest element {size:.1e}"
 
 
-def all_trials(
-    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, degrees: Sequence[int] = (2, 3)
-) -> list[Trial]:
-    """`trials` on several degrees."""
-    return list(itertools.chain.from_iterable(trials(target, args, kwargs, degree) for degree in degrees))
-
-
-__all__ = ["SECTIONS", "Trial", "all_trials", "trials", "validate_op"]
+__all__ = ["SECTIONS", "Trial", "trials", "validate_op"]

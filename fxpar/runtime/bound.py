@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
 from fxpar.exec_graph import ExecGraph, Part, Source, compile_graph, substitute_tokens
@@ -14,6 +14,7 @@ from fxpar.graph import AnnotatedGraph
 from fxpar.passes.accumulate_gradients import AccumulateGradients
 
 Backend = Literal["eager", "inductor"]
+c10d = torch.ops._c10d_functional
 
 
 class BoundGraph:
@@ -34,12 +35,15 @@ class BoundGraph:
         self._sums: list[Tensor] | None = None
 
     def _compile(self, part: Part) -> Callable[..., Any]:
-        graph = substitute_tokens(part.graph, self._groups, self._indices)
-        module = compile_graph(graph)
-        if self._backend == "inductor" and not part.is_empty:
-            # Sizes that come in through batch tensors are dynamic, so new lengths do not compile again.
-            return torch.compile(module, backend="inductor", dynamic=True, fullgraph=True)
-        return module
+        return self._compile_graph(substitute_tokens(part.graph, self._groups, self._indices), part.is_empty)
+
+    def _compile_graph(self, graph: fx.Graph, is_empty: bool) -> Callable[..., Any]:
+        if self._backend == "eager" or is_empty:
+            return compile_graph(graph)
+        for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
+            node.target = c10d.all_reduce.default  # the compiler wants functional ops and reuses buffers by itself
+        # Sizes that come in through batch tensors are dynamic, so new lengths do not compile again.
+        return torch.compile(compile_graph(graph), backend="inductor", dynamic=True, fullgraph=True)
 
     def prepare(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Start a mini-batch: local stored parameters (by FQN) and buffers; runs the prologue."""
@@ -128,8 +132,7 @@ class BoundGraph:
             copy = substitute_tokens(program.body.graph, self._groups, self._indices)
             graph = AnnotatedGraph(copy, (), (), (), program.strategy)
             AccumulateGradients(keep=tuple(self._buffer_outputs()))(graph)
-            module = compile_graph(graph.graph)
-            self._accumulate = module
+            self._accumulate = self._compile_graph(graph.graph, is_empty=False)
         return self._accumulate
 
 

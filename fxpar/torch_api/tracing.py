@@ -87,11 +87,13 @@ def _asks_for_layout() -> bool:
 
 
 def _asked_by_user() -> bool:
-    """Whether the condition being decided is one of Python code outside of torch."""
-    frame = sys._getframe(2)
+    """Whether the condition being decided is one of Python code outside of torch (`if`, int(), range() ...)."""
+    frame, converted = sys._getframe(2), False
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
+        # Python goes through SymBool.__bool__ and the like; C++ asks the symbolic node itself.
+        converted = converted or frame.f_code.co_filename == torch.__file__
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+    return converted and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
 
 
 class _RecordingShapeEnv(ShapeEnv):

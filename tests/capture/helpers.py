@@ -17,7 +17,7 @@ def run(
     graph: LogicalGraph, model: nn.Module, batch: Mapping[str, Tensor], scale: float = 1.0, seed: int = 0
 ) -> dict[tuple[str, str], Tensor]:
     """(kind, fqn) -> result of the graph on the model's own tensors."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
     values = []
     for found in graph.inputs:
         if found.kind == "scale":

@@ -37,7 +37,7 @@ def graph(request):
 
 def test_signature(graph):
     kinds = [i.kind for i in graph.inputs]
-    assert kinds == sorted(kinds, key=["param", "buffer", "batch", "scale", "seed"].index)
+    assert kinds == sorted(kinds, key=["param", "buffer", "batch", "scale", "seed", "constant"].index)
     assert kinds.count("scale") == kinds.count("seed") == 1
     assert len(graph.placeholders) == len(graph.inputs)
     assert len(graph.results) == len(graph.outputs)

@@ -1,0 +1,10 @@
+"""The command line: `fxpar check`, `fxpar dump`, `fxpar passes`. Nothing here imports torch until a command needs it."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point of the console script `fxpar` and of `python -m fxpar`."""
+    from fxpar.cli.app import app
+
+    app(prog_name="fxpar")

@@ -1,0 +1,173 @@
+"""The commands and their options; each body lives in a file of its own and is imported when it runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from fxpar.cli.console import reporting
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Capture a model once, lower it to per-rank graphs of any parallel strategy, see and check them. No GPU needed.",
+)
+
+MODEL_HELP = (
+    "hf:TYPE or hf:TYPE@SIZE (transformers), pkg.module:function, file.py:function, or llama, gpt, vit, mlp (built in)."
+)
+
+
+class Stage(StrEnum):
+    logical = "logical"
+    annotated = "annotated"
+    exec = "exec"
+
+
+class Format(StrEnum):
+    text = "text"
+    json = "json"
+
+
+class Backend(StrEnum):
+    eager = "eager"
+    inductor = "inductor"
+
+
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, show_default=False)]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option of the model; repeatable.")]
+Override = Annotated[
+    list[str],
+    typer.Option(metavar="GLOB=PLACE", help="Place parameters by FQN, such as '*.o_proj.weight=R@tp'; repeatable."),
+]
+World = Annotated[int | None, typer.Option(min=1, help="Number of ranks that the strategy must multiply to.")]
+Tokens = Annotated[str | None, typer.Option(metavar="N,...", help="Lengths of the micro-batches, such as 64,37,96.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fxpar {version('fxpar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Nothing to do: options are those of the commands."""
+
+
+@app.command(name="check")
+@reporting
+def check_command(
+    model: Model,
+    strategies: Annotated[
+        str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies, such as dp2,tp2+sp,dp2.cp2+zero3.")
+    ],
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters; float64 checks to 1e-10.")] = "float32",
+    tokens: Tokens = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON; - is stdout.")] = None,
+    set_: Set = [],  # noqa: B006 - typer copies it
+    override: Override = [],  # noqa: B006
+    world: World = None,
+    compile_: Annotated[Backend, typer.Option("--compile", help="How the graphs of the ranks run.")] = Backend.eager,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest relative error (default: by dtype).", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    debug: Debug = False,
+) -> None:
+    """Run all ranks of each strategy in this process; compare loss and gradients with one device.
+
+    Exits with 1 if a strategy misses or cannot be run.
+    """
+    from fxpar.cli.check import CheckRequest, run_check
+
+    request = CheckRequest(
+        model=model,
+        strategies=tuple(strategies.split(",")),
+        dtype=dtype,
+        tokens=tokens,
+        json=json,
+        options=tuple(set_),
+        overrides=tuple(override),
+        world=world,
+        compile=compile_.value,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    if not run_check(request):
+        raise typer.Exit(1)
+
+
+@app.command(name="dump")
+@reporting
+def dump_command(
+    model: Model,
+    strategy: Annotated[str | None, typer.Option("--strategy", "-s", help="Strategy, such as dp2.tp4+sp.")] = None,
+    stage: Annotated[
+        Stage | None, typer.Option(help="Default: exec with a strategy, logical without.", show_default=False)
+    ] = None,
+    format_: Annotated[Format, typer.Option("--format", help="Form of the output.")] = Format.text,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")] = "-",
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Short for --format json --output FILE.", show_default=False)
+    ] = None,
+    fold: Annotated[bool, typer.Option("--fold/--full", help="Print equal layers once, or all of them.")] = True,
+    brief: Annotated[bool, typer.Option("--brief", help="Parameters and collectives only, no nodes.")] = False,
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters in the graph.")] = "float32",
+    storage: Annotated[
+        str | None, typer.Option(help="Dtype in which ranks keep the parameters, if another.", show_default=False)
+    ] = None,
+    tokens: Tokens = None,
+    set_: Set = [],  # noqa: B006
+    override: Override = [],  # noqa: B006
+    world: World = None,
+    debug: Debug = False,
+) -> None:
+    """Print the graph of a model at one stage. Weights are never allocated."""
+    from fxpar.cli.dump import DumpRequest, run_dump
+
+    if stage is None:
+        stage = Stage.exec if strategy else Stage.logical
+    if stage is not Stage.logical and strategy is None:
+        raise typer.BadParameter(f"stage {stage.value} needs a strategy", param_hint="--strategy")
+    request = DumpRequest(
+        model=model,
+        strategy=None if stage is Stage.logical else strategy,
+        stage=stage.value,
+        as_json=json is not None or format_ is Format.json,
+        output=output if json is None else json,
+        fold=fold,
+        brief=brief,
+        dtype=dtype,
+        storage=storage,
+        tokens=tokens,
+        options=tuple(set_),
+        overrides=tuple(override),
+        world=world,
+    )
+    run_dump(request)
+
+
+@app.command(name="passes")
+@reporting
+def passes_command(
+    name: Annotated[str | None, typer.Argument(help="Show the whole description of this pass.", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """List the passes, or describe one."""
+    from fxpar.cli.passes import run_passes
+
+    run_passes(name)

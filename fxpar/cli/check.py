@@ -1,0 +1,188 @@
+"""`fxpar check`: capture once, run every strategy, compare, print a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from fxpar.check import CheckResult, check
+from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
+from fxpar.cli.request import (
+    capture_model,
+    check_output,
+    collected_warnings,
+    load_model,
+    parse_strategies,
+    to_json,
+    write_output,
+)
+from fxpar.errors import FxparError
+from fxpar.graph import LogicalGraph
+from fxpar.models import LoadedModel
+from fxpar.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """The words of the command line."""
+
+    model: str
+    strategies: tuple[str, ...]
+    dtype: str = "float32"
+    tokens: str | None = None
+    json: str | None = None
+    options: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    world: int | None = None
+    compile: Literal["eager", "inductor"] = "eager"
+    tolerance: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table; it is shown where the terminal is at least `width` wide."""
+
+    title: str
+    cell: Callable[[CheckResult], str]
+    width: int = 0
+    right: bool = False
+
+
+def _error(value: float) -> str:
+    return f"{value:.1e}" if value != float("inf") else "-"
+
+
+COLUMNS = (
+    Column("strategy", lambda r: r.strategy),
+    Column("ranks", lambda r: str(r.world), 70, right=True),
+    Column("result", lambda r: "ok" if r.ok else ("error" if r.error else "MISS")),
+    Column("loss err", lambda r: _error(r.loss_rel_err), right=True),
+    Column("grad err", lambda r: _error(r.grad_max_rel_err), right=True),
+    Column("collectives", lambda r: ", ".join(f"{n} {kind}" for kind, n in r.collectives.items()) or "-", 100),
+    Column("sent", lambda r: human_bytes(r.collective_bytes), 80, right=True),
+    Column("nodes", lambda r: str(r.nodes), 120, right=True),
+    Column("worst gradient", lambda r: r.worst_param or "-", 150),
+)
+
+
+def run_check(request: CheckRequest) -> bool:
+    """Do it; whether all strategies agree with the single device.
+
+    Raises FxparError for what concerns all strategies: bad words, a model that cannot be loaded or captured. What
+    concerns one strategy is a result of that strategy.
+    """
+    strategies = parse_strategies(request.strategies, request.overrides, request.world)
+    if request.json:
+        check_output(request.json)
+    notes: list[str] = []
+    console = stderr_console() if request.json == "-" else stdout_console()
+    with stderr_console().status("") as status, collected_warnings(notes):
+        status.update(f"capturing {request.model}")
+        model = load_model(
+            request.model, request.options, request.dtype, request.tokens, device="cpu", seed=request.seed
+        )
+        logical = capture_model(model)
+        results = []
+        for strategy in strategies:
+            status.update(f"checking {strategy}")
+            results.append(check_one(logical, model, strategy, request))
+    show(console, model, logical, results, notes)
+    if request.json:
+        write_output(request.json, to_json(report(request, model, results)))
+    return all(result.ok for result in results)
+
+
+def check_one(logical: LogicalGraph, model: LoadedModel, strategy: Strategy, request: CheckRequest) -> CheckResult:
+    """The result of one strategy; one that cannot be lowered or run gets its error."""
+    try:
+        (result,) = check(
+            logical,
+            [strategy],
+            model.params(),
+            model.buffers(),
+            model.batches,
+            scale=model.scale(),
+            tolerance=request.tolerance,
+            compile=request.compile,
+        )
+        return result
+    except FxparError as error:
+        return failed(strategy, logical, str(error))
+
+
+def failed(strategy: Strategy, logical: LogicalGraph, error: str) -> CheckResult:
+    """The result of a strategy that never ran."""
+    return CheckResult(
+        strategy=str(strategy),
+        world=strategy.world,
+        ok=False,
+        loss_rel_err=float("inf"),
+        grad_max_rel_err=float("inf"),
+        worst_param="",
+        collectives={},
+        collective_bytes=0,
+        capture_cpu_s=round(logical.timings.get("capture_cpu_s", 0.0), 3),
+        annotate_cpu_s=0.0,
+        lower_cpu_s=0.0,
+        nodes=0,
+        error=error,
+    )
+
+
+def report(request: CheckRequest, model: LoadedModel, results: Sequence[CheckResult]) -> dict[str, Any]:
+    """The JSON document."""
+    return {
+        "model": request.model,
+        "dtype": request.dtype,
+        "tokens": [max(value.shape[-1] for value in batch.values()) for batch in model.batches],
+        "results": [result.to_json() for result in results],
+    }
+
+
+def show(
+    console: Console, model: LoadedModel, logical: LogicalGraph, results: Sequence[CheckResult], notes: Sequence[str]
+) -> None:
+    """The table; below it what was noted, and what went wrong."""
+    count = sum(p.numel() for p in model.params().values())
+    seconds = logical.timings.get("capture_cpu_s", 0.0)
+    console.print(
+        f"{model.name}: {count:,} parameters, captured as {len(logical.gm.graph.nodes)} nodes in {seconds:.1f} CPU s",
+        markup=False,
+    )
+    width = console.width if console.is_terminal else 1000
+    shown = [column for column in COLUMNS if column.width <= width]
+    if console.is_terminal:
+        console.print(_rich_table(shown, results))
+    else:
+        right = [i for i, column in enumerate(shown) if column.right]
+        rows = [[column.cell(result) for column in shown] for result in results]
+        console.print(plain_table([column.title for column in shown], rows, right), markup=False)
+    said = list(notes)
+    for result in results:
+        for note in result.notes:
+            if note not in said:
+                console.print(f"note ({result.strategy}): {note}", markup=False)
+                said.append(note)
+        if not result.ok:
+            why = result.error or f"the largest error is in {result.worst_param or 'the loss'}"
+            console.print(f"{result.strategy}: {why}", markup=False, style="red")
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
+    good = sum(result.ok for result in results)
+    verdict = f"{good} of {len(results)} strategies agree with the single device"
+    console.print(verdict, style="green" if good == len(results) else "bold red")
+
+
+def _rich_table(shown: Sequence[Column], results: Sequence[CheckResult]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in shown:
+        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+    for result in results:
+        style = None if result.ok else "red"
+        table.add_row(*(column.cell(result).replace("[", r"\[") for column in shown), style=style)
+    return table

@@ -1,0 +1,61 @@
+"""Output: one console, plain text where nobody looks, errors as one message."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def stdout_console() -> Console:
+    """A console for stdout; on a terminal with colours, elsewhere unwrapped plain text. NO_COLOR is respected."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def stderr_console() -> Console:
+    return Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def reporting(command: F) -> F:
+    """Turn an FxparError of a command into one message on stderr and exit status 1; `debug` keeps the traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from fxpar.errors import FxparError
+
+        try:
+            return command(*args, **kwargs)
+        except FxparError as error:
+            if kwargs.get("debug"):
+                traceback.print_exception(error)
+            else:
+                stderr_console().print(f"error: {error}", markup=False, style="red")
+            raise typer.Exit(1) from None
+        except BrokenPipeError:  # `fxpar dump ... | head`
+            sys.stderr.close()
+            raise typer.Exit(0) from None
+
+    return run  # type: ignore[return-value]
+
+
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Aligned columns without lines."""
+    from fxpar.printer import columns
+
+    return "\n".join(line[2:] for line in columns([header, *rows], right))
+
+
+def human_bytes(count: float) -> str:
+    """`1.5 MB` for 1 500 000; powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,131 @@
+"""What `check` and `dump` share: from words on the command line to a captured model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fxpar.errors import FxparWarning, OutputError, OverrideError, StrategySyntaxError, TokensError
+from fxpar.graph import LogicalGraph
+from fxpar.models import LoadedModel, load
+from fxpar.models.options import parse_assignments
+from fxpar.strategy import Strategy
+
+_LINE, _DEPTH = 100, 3  # JSON: longer values are broken into lines, down to this depth
+
+
+def parse_tokens(text: str | None) -> tuple[int, ...] | None:
+    """(64, 37) for "64,37". Raises TokensError."""
+    if text is None:
+        return None
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise TokensError(text) from None
+    if min(lengths) < 2:
+        raise TokensError(text)
+    return lengths
+
+
+def parse_overrides(items: Sequence[str]) -> dict[str, str]:
+    """{"*.q.weight": "S(0)@tp"} for ["*.q.weight=S(0)@tp"]. Raises OverrideError."""
+    found = {}
+    for item in items:
+        pattern, equals, placement = item.rpartition("=")
+        if not equals or not pattern:
+            raise OverrideError(item, "is no assignment.", " Write GLOB=PLACE, such as '*.o_proj.weight=S(1)@tp'.")
+        found[pattern] = placement
+    return found
+
+
+def parse_strategies(texts: Sequence[str], overrides: Sequence[str], world: int | None) -> list[Strategy]:
+    """All strategies, before anything is captured. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
+    placements = parse_overrides(overrides)
+    names = [text.strip() for text in texts]
+    if not all(names):
+        raise StrategySyntaxError(",".join(texts), ",", "a strategy in the list is empty")
+    return [Strategy.parse(name, world=world, overrides=placements) for name in names]
+
+
+def load_model(
+    spec: str, options: Sequence[str], dtype: str, tokens: str | None, *, device: str, seed: int = 0
+) -> LoadedModel:
+    """Raises what `fxpar.models.load` raises, TokensError, ModelOptionError."""
+    given = parse_assignments(options)
+    return load(spec, options=given, dtype=dtype, device=device, seed=seed, tokens=parse_tokens(tokens))
+
+
+def capture_model(model: LoadedModel) -> LogicalGraph:
+    """Raises the errors of `fxpar.capture`."""
+    from fxpar.capture import capture
+
+    return capture(model.model, model.loss_fn, model.example_batch, name=model.name)
+
+
+@contextmanager
+def collected_warnings(notes: list[str]) -> Iterator[None]:
+    """Put the texts of fxpar's warnings into `notes` instead of on stderr; other warnings are not for the user."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        text = str(warning.message)
+        if issubclass(warning.category, FxparWarning) and text not in notes:
+            notes.append(text)
+
+
+def check_output(path: str) -> None:
+    """Find out early that `path` cannot be written. Raises OutputError."""
+    if path == "-":
+        return
+    if Path(path).is_dir():
+        raise OutputError(path, IsADirectoryError(0, "it is a folder"))
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise OutputError(path, FileNotFoundError(0, f"there is no folder {str(folder)!r}"))
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise OutputError(path, PermissionError(0, "permission denied"))
+
+
+def write_output(path: str, text: str) -> None:
+    """Write `text` to a file, or to stdout for "-". Raises OutputError."""
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(path, error) from error
+
+
+def to_json(data: Any) -> str:
+    """Valid JSON, what fits on a line on one line: infinities and NaN become null."""
+    return _pretty(_finite(data), 0) + "\n"
+
+
+def _pretty(value: Any, depth: int) -> str:
+    line = json.dumps(value, allow_nan=False)
+    if not isinstance(value, dict | list) or depth >= _DEPTH or len(line) <= _LINE:
+        return line
+    pad = " " * (depth + 1)
+    if isinstance(value, dict):
+        items = [f"{pad}{json.dumps(k)}: {_pretty(v, depth + 1)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(items) + "\n" + " " * depth + "}"
+    return "[\n" + ",\n".join(pad + _pretty(v, depth + 1) for v in value) + "\n" + " " * depth + "]"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

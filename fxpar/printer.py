@@ -1,0 +1,356 @@
+"""The stable text form of graphs: what `fxpar dump` prints and what expect-tests hold.
+
+    %mm_3 : f64[T, 64@tp] = mm(%view_5, %t_3)   # attention.q_proj, model.py:41
+
+One node per line: name, type, op, operands; after `#` the module (relative to the heading) and the user's source line. A
+type reads as in `DistConfig.describe`: global sizes with the axes that cut them, then the axes on which it is partial. A
+value that has no placement of its own (inside a collective) shows its local shape after `local`. Names count up per op,
+so that they do not depend on how the graph was made. Nodes stand in program order under headings by repeated block and
+direction; a block that equals an earlier one but for its names is folded into one line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.dist_config import DistConfig, short_dtype
+from fxpar.exec_graph import ExecGraph, collective_kind
+from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+
+AnyGraph = LogicalGraph | AnnotatedGraph | ExecGraph
+
+_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NAME = re.compile(r"%[\w.]+")
+_SHORT = 6  # fewer nodes than this get no heading of their own
+_END = 2**62  # slices to the end are written with a huge number
+
+
+def format_graph(graph: AnyGraph, *, fold: bool = True, nodes: bool = True) -> str:
+    """The whole text: header, parameters, nodes, collectives; without `nodes` those that communicate only.
+
+    Ends with a newline.
+    """
+    sections = [header(graph), parameters(graph)]
+    for part in parts(graph) if nodes else []:
+        sections.append([f"{part.name}:", *(f"  {line}" for line in format_part(part, fold=fold))])
+    if isinstance(graph, AnnotatedGraph):
+        sections.append(reshard_table(graph))
+    if isinstance(graph, ExecGraph):
+        sections += [[] if nodes else collective_list(graph), collective_table(graph)]
+    return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------------- header
+def header(graph: AnyGraph) -> list[str]:
+    """Model, strategy, mesh, dynamic dims with their divisors, notes."""
+    stage = {LogicalGraph: "logical", AnnotatedGraph: "annotated", ExecGraph: "exec"}[type(graph)]
+    lines = [f"fxpar {stage} graph of {graph.name}"]
+    divisors: dict[str, int] = {}
+    if not isinstance(graph, LogicalGraph):
+        mesh = graph.strategy.mesh
+        axes = " x ".join(f"{axis}{degree}" for axis, degree in mesh.axes)
+        lines.append(f"strategy {graph.strategy}: mesh {axes}, {mesh.size} rank{'s' * (mesh.size != 1)}")
+        lines += [f"override {pattern}={placement}" for pattern, placement in graph.strategy.overrides]
+        divisors = graph.divisors
+    for dim in graph.dims:
+        text = f"dim {dim.name}: {dim.example} in the example"
+        divisor = divisors.get(dim.name, 1)
+        text += f", padded to a multiple of {divisor}" if divisor > 1 else ""
+        text += f", at most {dim.maximum}" if dim.maximum is not None else ""
+        lines.append(text)
+    if not isinstance(graph, LogicalGraph):
+        lines += [f"note: {_without_paths(note)}" for note in graph.notes]
+    return lines
+
+
+def parameters(graph: AnyGraph) -> list[str]:
+    """How each parameter is stored; those of repeated blocks that lie alike share a line."""
+    rows: dict[tuple[str, str], int] = Counter()
+    for i, info in enumerate(graph.inputs):
+        if info.kind != "param":
+            continue
+        text = str(info.meta)
+        if isinstance(graph, ExecGraph):
+            stored = graph.stored_inputs[i]
+            text = f"{stored.dist.describe(stored.meta.shape)}"
+            if stored.local != stored.meta:
+                text += f"   local {stored.local}"
+        elif isinstance(graph, AnnotatedGraph):
+            text = graph.placeholders[i].meta["dist"].describe(info.meta.shape)
+        name = _NUMBER.sub("*", info.fqn)
+        aliases = f" = {', '.join(info.aliases)}" if info.aliases else ""
+        frozen = "" if info.requires_grad else "   frozen"
+        rows[(name + aliases, text + frozen)] += 1
+    width = max((len(name) for name, _ in rows), default=0)
+    count = max((len(f"x{n}") for n in rows.values()), default=0)
+    table = [f"  {name:{width}}  {f'x{n}':{count}}  {text}" for (name, text), n in rows.items()]
+    return ["parameters:", *table] if table else []
+
+
+# ---------------------------------------------------------------------------------------------------------- nodes
+@dataclass
+class Run:
+    """Consecutive nodes of one block and direction; `block` is "" outside of repeated blocks."""
+
+    block: str
+    backward: bool
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"{self.block or 'outside of blocks'}{', backward' if self.backward else ''}"
+
+
+@dataclass(frozen=True)
+class PrintedPart:
+    """One fx graph with the names of its nodes; `inputs` are those that are not stored parameters."""
+
+    name: str
+    graph: fx.Graph
+    names: dict[fx.Node, str]
+    inputs: tuple[fx.Node, ...]
+
+
+def parts(graph: AnyGraph) -> list[PrintedPart]:
+    """The graphs to print, in order; an inputs' name is its FQN or batch key, or the name it has in an earlier part."""
+    infos = graph.inputs
+    if not isinstance(graph, ExecGraph):
+        step = graph.gm.graph if isinstance(graph, LogicalGraph) else graph.graph
+        known = {n: i.fqn for n, i in zip(graph.placeholders, infos, strict=True)}
+        loose = tuple(n for n, i in zip(graph.placeholders, infos, strict=True) if i.kind != "param" and n.users)
+        return [PrintedPart("step", step, stable_names(step, known), loose)]
+    found: list[PrintedPart] = []
+    results: dict[str, list[str]] = {"input": [info.fqn for info in infos]}
+    stored = {info.fqn for info in infos if info.kind == "param"}
+    for title, part in graph.parts.items():
+        places = list(part.graph.find_nodes(op="placeholder"))
+        known = {n: results[where][i] for n, (where, i) in zip(places, part.sources, strict=True)}
+        names = stable_names(part.graph, known, prefix="" if title == "body" else f"{title}.")
+        results[title] = [names[n] for n in part.results]
+        loose = tuple(n for n in places if names[n] not in stored and n.users and "." not in names[n])
+        if not part.is_empty:
+            found.append(PrintedPart(title, part.graph, names, loose))
+    return found
+
+
+def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None) -> list[str]:
+    """Lines for the inputs, the runs of nodes under their headings, and the results; `only` keeps the run of that title."""
+    name = part.names
+    lines = [f"%{name[n]} : {type_of(n)}" for n in part.inputs] if only is None else []
+    known: dict[tuple[str, ...], str] = {}
+    for run in runs(part.graph):
+        if only is not None and run.title != only:
+            continue
+        body = [node_line(n, name, run.block) for n in run.nodes]
+        key = (str(run.backward), *canonical(body, run.block))
+        if fold and key in known:
+            _add_fold(lines, run.title, known[key], len(body))
+            continue
+        known.setdefault(key, run.title)
+        lines += [f"-- {run.title}", *body]
+    (output,) = part.graph.find_nodes(op="output")
+    if only is None:
+        lines.append(f"return {', '.join(f'%{name[n]}' for n in output.args[0])}")
+    return lines
+
+
+def runs(graph: fx.Graph) -> list[Run]:
+    """The calls in order, cut where the block or the direction changes; a few nodes alone stay with those before them."""
+    found: list[Run] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        match = _BLOCK.match(node.meta.get("fqn") or "")
+        block, backward = match[1] if match else "", bool(node.meta.get("backward"))
+        if not found or (found[-1].block, found[-1].backward) != (block, backward):
+            found.append(Run(block, backward))
+        found[-1].nodes.append(node)
+    merged: list[Run] = []
+    for run in found:
+        if merged and len(run.nodes) < _SHORT and merged[-1].backward == run.backward:
+            merged[-1].nodes += run.nodes
+        else:
+            merged.append(run)
+    return merged
+
+
+def canonical(lines: Sequence[str], block: str) -> Iterable[str]:
+    """The lines with every name replaced by its order of appearance, and the block's own FQN left out."""
+    seen: dict[str, str] = {}
+
+    def rename(match: re.Match[str]) -> str:
+        word = match[0]
+        if block and word.startswith(f"%{block}."):
+            return f"%{word[len(block) + 1 :]}"
+        return seen.setdefault(word, f"%{len(seen)}")
+
+    return (_NAME.sub(rename, line) for line in lines)
+
+
+def _add_fold(lines: list[str], title: str, like: str, count: int) -> None:
+    """Say that a run equals an earlier one; neighbours that do are counted on one line."""
+    match = re.fullmatch(r"-- (.+?)(?: \.\. .+)?: as (.+) \((\d+) nodes(?:, x(\d+))?\)", lines[-1])
+    if match and match[2] == like:
+        lines[-1] = f"-- {match[1]} .. {title}: as {like} ({count} nodes, x{int(match[4] or 1) + 1})"
+    else:
+        lines.append(f"-- {title}: as {like} ({count} nodes)")
+
+
+def stable_names(graph: fx.Graph, known: Mapping[fx.Node, str], prefix: str = "") -> dict[fx.Node, str]:
+    """Inputs are called as in `known`, other nodes by op and a number that counts up per op."""
+    names: dict[fx.Node, str] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = known[node]
+        elif node.op == "call_function":
+            op = op_name(node)
+            names[node] = f"{prefix}{op}_{counts[op]}"
+            counts[op] += 1
+    return names
+
+
+def op_name(node: fx.Node) -> str:
+    """`mm` for aten.mm.default, `all_gather` for the collective, `take` for a function of that name."""
+    kind = collective_kind(node)
+    if kind:
+        return kind
+    if isinstance(node.target, torch._ops.OpOverload):
+        _, name, _ = str(node.target).split(".")
+        return {"wait_tensor": "wait", "sym_size": "size"}.get(name, name)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def node_line(node: fx.Node, name: dict[fx.Node, str], block: str) -> str:
+    """One node, without indentation."""
+    args = ", ".join(
+        [*(_argument(a, name) for a in node.args), *(f"{k}={_argument(v, name)}" for k, v in node.kwargs.items())]
+    )
+    where = node.meta.get("fqn") or ""
+    remarks = [where[len(block) :].lstrip(".") if f"{where}.".startswith(f"{block}.") else where]
+    remarks += [_without_folder(node.meta.get("source") or ""), _sent(node), *_reshards(node, name)]
+    comment = ", ".join(filter(None, remarks))
+    text = f"%{name[node]} : {type_of(node)} = {op_name(node)}({args})"
+    return f"{text}   # {comment}" if comment else text
+
+
+def type_of(node: fx.Node) -> str:
+    """The placed type of a value; of each result for an op with several."""
+    if "sym" in node.meta:
+        return "int"
+    tensor, dist = node.meta.get("tensor"), node.meta.get("dist")
+    if isinstance(tensor, tuple):
+        dists = dist if isinstance(dist, tuple) else (None,) * len(tensor)
+        locals_ = node.meta.get("local") if isinstance(node.meta.get("local"), tuple) else (None,) * len(tensor)
+        return f"({', '.join(_type(t, d, here) for t, d, here in zip(tensor, dists, locals_, strict=True))})"
+    return _type(tensor, dist, node.meta.get("local"))
+
+
+def _type(tensor: TensorMeta | None, dist: DistConfig | None, local: TensorMeta | None) -> str:
+    if tensor is None:
+        return "none"
+    if dist is not None:
+        return dist.describe(tensor.shape) if dist.dtype else str(tensor)
+    return f"local {local}" if local is not None else str(tensor)
+
+
+def _argument(value: Any, name: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{name[value]}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_argument(v, name) for v in value)}]"
+    if isinstance(value, torch.dtype):
+        return short_dtype(value)
+    if isinstance(value, int) and value >= _END:
+        return "end"
+    return str(value)
+
+
+def _sent(node: fx.Node) -> str:
+    """Axis and local shape of what a collective sends."""
+    if "comm" not in node.meta:
+        return ""
+    axis, sent = node.meta["comm"]
+    fused = node.meta.get("fused", 1)
+    return f"sends {sent}" + (f" in {fused} tensors" if fused > 1 else "")
+
+
+def _reshards(node: fx.Node, name: dict[fx.Node, str]) -> list[str]:
+    """Operands that an annotated node wants to lie otherwise than they do."""
+    found = []
+    for operand, wanted in zip(_tensor_operands(node), node.meta.get("dist_in", ()), strict=False):
+        if operand.meta.get("dist") != wanted and isinstance(operand.meta.get("tensor"), TensorMeta):
+            found.append(f"wants %{name[operand]} as {wanted.describe(operand.meta['tensor'].shape)}")
+    return list(dict.fromkeys(found))
+
+
+def _tensor_operands(node: fx.Node) -> list[fx.Node]:
+    operands: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if "sym" not in n.meta else None)
+    return operands
+
+
+# ------------------------------------------------------------------------------------------------------ the tables
+def collective_list(graph: ExecGraph) -> list[str]:
+    """Collectives in program order; those of repeated blocks share a line."""
+    rows: dict[tuple[str, ...], int] = Counter()
+    for c in graph.communications():
+        where = _NUMBER.sub("*", c.fqn) or "the root"
+        fused = f" in {c.fused} tensors" if c.fused > 1 else ""
+        rows[(c.part, c.kind, c.axis, f"{c.sent}{fused}", where + ", backward" * c.backward)] += 1
+    cells = [(*row[:3], f"x{n}", *row[3:]) for row, n in rows.items()]
+    return ["collectives in order, with what a rank puts in:", *columns(cells)] if cells else []
+
+
+def collective_table(graph: ExecGraph) -> list[str]:
+    """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends."""
+    dims = {d.symbol: d.example for d in graph.dims}
+    rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for c in graph.communications():
+        row = rows[(c.part, c.kind, c.axis)]
+        row[0] += 1
+        row[1] += c.fused
+        row[2] += c.wire_bytes(graph.strategy.mesh.degree(c.axis), dims)
+    sizes = ", ".join(f"{d.name}={d.example}" for d in graph.dims)
+    title = f"collectives (one micro-batch{f', {sizes}' if sizes else ''}; bytes that one rank sends):"
+    if not rows:
+        return [title, "  none"]
+    cells = [("part", "kind", "axis", "calls", "tensors", "bytes")]
+    cells += [(*key, str(calls), str(fused), f"{round(sent):,}") for key, (calls, fused, sent) in rows.items()]
+    cells.append(("all", "", "", str(sum(int(r[0]) for r in rows.values())), "", f"{graph.collective_bytes():,}"))
+    return [title, *columns(cells, right=(3, 4, 5))]
+
+
+def reshard_table(graph: AnnotatedGraph) -> list[str]:
+    """Number of operands that must be moved, by what they are and what is wanted."""
+    counts: Counter[str] = Counter()
+    for node in graph.graph.nodes:
+        for operand, wanted in zip(_tensor_operands(node), node.meta.get("dist_in", ()), strict=False):
+            have = operand.meta.get("dist")
+            if isinstance(have, DistConfig) and have != wanted:
+                counts[f"{have.describe()} -> {wanted.describe()}"] += 1
+    return ["operands to move:", *(f"  {n:3} x {text}" for text, n in sorted(counts.items()))] if counts else []
+
+
+def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows of text as lines with aligned columns, two spaces apart."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return [f"  {'  '.join(align[i](c, widths[i]) for i, c in enumerate(row))}".rstrip() for row in cells]
+
+
+def _without_folder(source: str) -> str:
+    """`file.py:12` for `/somewhere/file.py:12`: texts must not depend on the machine."""
+    return source.replace("\\", "/").rpartition("/")[2]
+
+
+def _without_paths(text: str) -> str:
+    return re.sub(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+-]+)+[/\\](?=[\w.-]+:\d+)", "", text)

@@ -1,0 +1,142 @@
+"""Every rule: each option gives what the whole op gives, and none of the cuts that the op allows is missing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fxpar.dist_config import P, Placement, Shard
+from fxpar.pass_registry import get
+from fxpar.rules.option import Factor, Option, from_factors
+from fxpar.rules.table import TABLE, OpRule, rule_of
+from fxpar.rules.validate import trials, validate_op
+from tests.rules import cases, cases_own
+from tests.rules.cases import aten, own, x
+
+CASES = [
+    *cases.MATMUL,
+    *cases.VIEWS,
+    *cases.PARTS,
+    *cases.INDEXING,
+    *cases.REDUCTIONS,
+    *cases.NORMS,
+    *cases_own.OWN,
+    *cases_own.POINTWISE,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rms_norm_backward() -> Iterator[None]:
+    """A CPU kernel of the backward of the fused RMS norm, which torch has for GPUs only."""
+
+    def kernel(grad, x, shape, rstd, weight, mask):
+        wide = grad * weight if weight is not None else grad
+        dims = list(range(-len(shape), 0))
+        dx = rstd * wide - x * rstd**3 * (wide * x).mean(dims, keepdim=True)
+        dweight = (grad * x * rstd).sum(list(range(x.dim() - len(shape)))) if mask[1] else None
+        return dx, dweight
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm_backward", kernel, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_options_are_exact(case, degree):
+    torch.manual_seed(0)
+    found = trials(case.target, case.args(), case.kwargs, degree, tolerance=case.tolerance)
+    wrong = [str(trial) for trial in found if trial.error]
+    assert not wrong, "\n".join(wrong)
+    plain = {_plain(trial.option) for trial in found}
+    assert len(plain) >= case.at_least[degree - 2], [str(trial) for trial in found]
+
+
+def _plain(option: Option) -> Option:
+    """The option without sections: cases count each loop once."""
+
+    def strip(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        return tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in placements)
+
+    return Option(strip(option.inputs), strip(option.outputs))
+
+
+@pytest.mark.parametrize("note", ["plain", "gqa groups", "documents kv6", "mask of both kv3", "bias kv1"])
+def test_attention_on_four_ranks(note):
+    sizes = {"plain": (4, 8, 8), "gqa groups": (1, 16, 2), "documents kv6": (4, 16, 4), "mask of both kv3": (4, 8, 2)}
+    B, H, Hkv = sizes.get(note, (4, 8, 1))
+    extras = {
+        "documents kv6": lambda: cases_own.documents(B),
+        "mask of both kv3": lambda: cases_own.mask(B, H),
+        "bias kv1": lambda: cases_own.bias(B, H),
+    }
+    for target, make in (
+        (own.attention.default, cases_own.forward),
+        (own.attention_backward.default, cases_own.backward),
+    ):
+        torch.manual_seed(0)
+        found = trials(target, make(B, H, Hkv, extras.get(note, lambda: (None, None))(), False), None, 4)
+        assert [str(t) for t in found if t.error] == []
+        assert len(found) == (1 if B == 1 else 2), [str(t) for t in found]
+
+
+def test_every_rule_has_a_case():
+    missing = set(TABLE) - {case.target for case in CASES}
+    assert not missing, sorted(map(str, missing))
+
+
+def test_every_case_has_a_rule():
+    assert [str(case.target) for case in CASES if rule_of(case.target) is None] == []
+
+
+def test_dropout_keeps_its_mask():
+    """A cut keeps what the whole tensor keeps: the comparison above saw zeros among other elements."""
+    (case,) = [c for c in cases_own.OWN if c.target is own.dropout.default and not c.note]
+    whole = case.target(*case.args())
+    assert 0 < whole.count_nonzero() < whole.numel()
+
+
+# ------------------------------------------------------------------------------------------ the validator can fail
+WRONG = [
+    (aten.cumsum.default, (x(6, 12), 1), [Factor((1,), (1,))], "off by"),  # scans each piece by itself
+    (aten.mm.default, (x(6, 12), x(12, 6)), [Factor((1, 0), ("avg",))], "off by"),
+    (aten.mm.default, (x(6, 12), x(12, 6)), [Factor((1, None), ("sum",))], "RuntimeError"),
+    (aten.exp.default, (x(6, 12),), [Factor((0,), ("sum",))], "global_to_local says"),
+    (aten.flip.default, (x(6, 12), [1]), [Factor((1,), (1,))], "off by"),
+    (aten.amax.default, (x(6, 7) - 9, [1]), [Factor((1,), ("max",))], "off by"),  # padding is larger than the maximum
+    (aten.view.default, (x(6, 12), [72]), [Factor((1,), (0,))], "off by"),
+    (aten.argmax.default, (x(6, 12), 1), [Factor((1,), ("max",))], "other integers"),
+]
+
+
+@pytest.mark.parametrize(("target", "args", "factors", "message"), WRONG, ids=lambda v: str(v) if callable(v) else "")
+def test_validator_finds_a_wrong_rule(target, args, factors, message, monkeypatch):
+    rule = OpRule(lambda op, degree, seed, shard: from_factors(factors, op, degree, seed, shard))
+    monkeypatch.setitem(TABLE, target, rule)
+    found = validate_op(target, args, degree=3, sections=())
+    assert found
+    assert any(message in trial.error for trial in found), [str(t) for t in found]
+
+
+def test_validator_finds_padding_that_leaks(monkeypatch):
+    """A sum over an uneven dim is right only because `mask_padding` cleans it."""
+    module = sys.modules[get("mask_padding").__module__]
+    monkeypatch.setattr(module, "zero_padding", lambda value, dim, size, index: value)
+    assert any("unknown" in t.error for t in validate_op(aten.sum.dim_IntList, (x(6, 7), [1]), degree=2))
+    assert any("unknown" in t.error for t in validate_op(aten.mm.default, (x(6, 7), x(7, 6)), degree=2))
+
+
+def test_validator_finds_a_false_claim_of_zero_padding(monkeypatch):
+    module = sys.modules[get("mask_padding").__module__]
+    monkeypatch.setattr(module, "_KEEP_ZERO", module._KEEP_ZERO | {aten.cos.default})
+    assert any("not zero" in t.error for t in validate_op(aten.cos.default, (x(6, 7),), degree=2))
+
+
+def test_trial_prints():
+    found = trials(aten.mm.default, (x(6, 12), x(12, 6)), None, 3, sections=())
+    (trial,) = [t for t in found if t.option.outputs == (P,)]
+    assert str(trial) == "(S(1), S(0)) -> (P) on 3 ranks: equal"
