@@ -29,6 +29,7 @@ AnyGraph = LogicalGraph | AnnotatedGraph | ExecGraph
 _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAME = re.compile(r"%[\w.]+")
+_MANY = 16  # longer lists of operands are shortened when folding
 _SHORT = 6  # fewer nodes than this get no heading of their own
 _END = 2**62  # slices to the end are written with a huge number
 
@@ -149,7 +150,7 @@ def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None
     for run in runs(part.graph):
         if only is not None and run.title != only:
             continue
-        body = [node_line(n, name, run.block) for n in run.nodes]
+        body = [node_line(n, name, run.block, _MANY if fold else None) for n in run.nodes]
         key = (str(run.backward), *canonical(body, run.block))
         if fold and key in known:
             _add_fold(lines, run.title, known[key], len(body))
@@ -158,7 +159,7 @@ def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None
         lines += [f"-- {run.title}", *body]
     (output,) = part.graph.find_nodes(op="output")
     if only is None:
-        lines.append(f"return {', '.join(f'%{name[n]}' for n in output.args[0])}")
+        lines.append(f"return {_joined([f'%{name[n]}' for n in output.args[0]], _MANY if fold else None)}")
     return lines
 
 
@@ -229,20 +230,19 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def node_line(node: fx.Node, name: dict[fx.Node, str], block: str) -> str:
-    """One node, without indentation."""
-    args = ", ".join(
-        [*(_argument(a, name) for a in node.args), *(f"{k}={_argument(v, name)}" for k, v in node.kwargs.items())]
-    )
+def node_line(node: fx.Node, name: Mapping[fx.Node, str], block: str, most: int | None = None) -> str:
+    """One node, without indentation; lists longer than `most` are shortened."""
+    args = [_argument(a, name, most) for a in node.args]
+    args += [f"{k}={_argument(v, name, most)}" for k, v in node.kwargs.items()]
     where = node.meta.get("fqn") or ""
     remarks = [where[len(block) :].lstrip(".") if f"{where}.".startswith(f"{block}.") else where]
     remarks += [_without_folder(node.meta.get("source") or ""), _sent(node), *_reshards(node, name)]
     comment = ", ".join(filter(None, remarks))
-    text = f"%{name[node]} : {type_of(node)} = {op_name(node)}({args})"
+    text = f"%{name[node]} : {type_of(node, most)} = {op_name(node)}({', '.join(args)})"
     return f"{text}   # {comment}" if comment else text
 
 
-def type_of(node: fx.Node) -> str:
+def type_of(node: fx.Node, most: int | None = None) -> str:
     """The placed type of a value; of each result for an op with several."""
     if "sym" in node.meta:
         return "int"
@@ -250,7 +250,7 @@ def type_of(node: fx.Node) -> str:
     if isinstance(tensor, tuple):
         dists = dist if isinstance(dist, tuple) else (None,) * len(tensor)
         locals_ = node.meta.get("local") if isinstance(node.meta.get("local"), tuple) else (None,) * len(tensor)
-        return f"({', '.join(_type(t, d, here) for t, d, here in zip(tensor, dists, locals_, strict=True))})"
+        return f"({_joined([_type(*each) for each in zip(tensor, dists, locals_, strict=True)], most)})"
     return _type(tensor, dist, node.meta.get("local"))
 
 
@@ -262,11 +262,18 @@ def _type(tensor: TensorMeta | None, dist: DistConfig | None, local: TensorMeta 
     return f"local {local}" if local is not None else str(tensor)
 
 
-def _argument(value: Any, name: dict[fx.Node, str]) -> str:
+def _joined(words: Sequence[str], most: int | None) -> str:
+    """The words with commas; the middle of more than `most` is left out."""
+    if most is not None and len(words) > most:
+        words = [*words[:3], f"... {len(words) - 4} more ...", words[-1]]
+    return ", ".join(words)
+
+
+def _argument(value: Any, name: Mapping[fx.Node, str], most: int | None = None) -> str:
     if isinstance(value, fx.Node):
         return f"%{name[value]}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_argument(v, name) for v in value)}]"
+        return f"[{_joined([_argument(v, name) for v in value], most)}]"
     if isinstance(value, torch.dtype):
         return short_dtype(value)
     if isinstance(value, int) and value >= _END:
@@ -283,7 +290,7 @@ def _sent(node: fx.Node) -> str:
     return f"sends {sent}" + (f" in {fused} tensors" if fused > 1 else "")
 
 
-def _reshards(node: fx.Node, name: dict[fx.Node, str]) -> list[str]:
+def _reshards(node: fx.Node, name: Mapping[fx.Node, str]) -> list[str]:
     """Operands that an annotated node wants to lie otherwise than they do."""
     found = []
     for operand, wanted in zip(_tensor_operands(node), node.meta.get("dist_in", ()), strict=False):

@@ -39,8 +39,16 @@ def find_aliases(problem: AxisProblem, demanded: dict[Result, set[Placement]]) -
             (source,) = entry.operands[0]
             wants = {o.inputs[p] for user, p in entry.users for o in problem.classes[user].options}
             wants |= demanded.get((entry.index, 0), set())
-            if source[0] != entry.index and wants <= inverse.keys():
+            if wants <= inverse.keys():
                 aliases[entry.index] = Alias(source, inverse)
+    for index in list(aliases):  # layers of nothing but renaming would chase their own tail
+        seen = {index}
+        here = aliases[index].source[0] if index in aliases else None
+        while here in aliases and here not in seen:
+            seen.add(here)
+            here = aliases[here].source[0]
+        if here in seen:
+            del aliases[index]
     return aliases
 
 
@@ -58,36 +66,32 @@ def expand(
     chosen: dict[int, Option],
     demanded: dict[Result, list[Placement]],
 ) -> dict[int, Option]:
-    """Options of the aliases: as the operand lies if a user wants that, else whole if a user does, else as wanted."""
+    """Options of the aliases: as the operand lies if somebody behind it wants that, else whole if wanted so, else as wanted."""
     result = dict(chosen)
+    wanted: dict[int, set[Placement]] = {}
 
-    def made(value: Result) -> Placement:
-        index, position = value
-        return decide(problem.classes[index]).outputs[position]
-
-    def wants(entry: OpClass) -> list[Placement]:
-        found = list(demanded.get((entry.index, 0), []))
-        for user, position in sorted(entry.users):
-            found.append(decide(problem.classes[user]).inputs[position])
-        return found
-
-    deciding: set[int] = set()
+    def wants(entry: OpClass) -> set[Placement]:
+        """Placements in which users want the result, those behind further aliases included."""
+        if entry.index not in wanted:
+            found = wanted[entry.index] = set(demanded.get((entry.index, 0), []))
+            for user, position in entry.users:
+                if user in aliases:
+                    found |= {aliases[user].inverse[p] for p in wants(problem.classes[user])}
+                else:
+                    found.add(chosen[user].inputs[position])
+        return wanted[entry.index]
 
     def decide(entry: OpClass) -> Option:
-        if entry.index in result:
-            return result[entry.index]
-        alias = aliases[entry.index]
-        by_output = {o.outputs[0]: o for o in entry.options}
-        if entry.index in deciding:  # a ring of aliases through repeated layers
-            return by_output[R]
-        deciding.add(entry.index)
-        wanted = [p for p in wants(entry) if p in by_output] or [R]
-        lies = made(alias.source)
-        natural = [p for p in wanted if by_output[p].inputs[0] == lies]
-        pick = natural[0] if natural else (R if R in wanted else wanted[0])
-        deciding.discard(entry.index)
-        result[entry.index] = by_output[pick]
-        return by_output[pick]
+        """Operands first, so that every alias knows how its operand lies."""
+        if entry.index not in result:
+            source, position = aliases[entry.index].source
+            lies = decide(problem.classes[source]).outputs[position]
+            by_output = {o.outputs[0]: o for o in entry.options}
+            possible = sorted((p for p in wants(entry) if p in by_output), key=str)
+            natural = [p for p in possible if by_output[p].inputs[0] == lies]
+            pick = natural[0] if natural else (R if R in possible or not possible else possible[0])
+            result[entry.index] = by_output[pick]
+        return result[entry.index]
 
     for entry in problem.classes:
         decide(entry)

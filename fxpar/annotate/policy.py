@@ -15,10 +15,23 @@ from fxpar.graph import Input, LogicalGraph
 from fxpar.rules.matmul import matmul_flops
 from fxpar.rules.option import Option, OpView
 from fxpar.rules.own_ops import attention_options
-from fxpar.rules.table import own
+from fxpar.rules.table import aten, own
 from fxpar.strategy import Strategy, parse_override
 
 ATTENTION = (own.attention.default, own.attention_backward.default)
+
+# These allocate nothing.
+VIEWS = {
+    aten.view.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+}
 
 # A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
 # outweighs communication unless the cut is absurd.
@@ -104,7 +117,7 @@ class TensorAxis:
         cost = 0.0
         if not _is_cut(option):
             cost = WHOLE_WORK * _work_bytes(problem, entry)
-        if self.sp:
+        if self.sp and entry.weighted and entry.view.target not in VIEWS:
             for placement, kinds, meta in zip(option.outputs, entry.token, tensor_metas(entry.nodes[0]), strict=True):
                 if meta is not None and any(kinds) and not isinstance(placement, Shard):
                     cost += WHOLE_ACTIVATION * problem.sizes.nbytes(meta)

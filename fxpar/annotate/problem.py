@@ -43,6 +43,7 @@ class OpClass:
     users: set[tuple[int, int]] = field(default_factory=set)  # (class, operand position) fed by any result
     options: list[Option] = field(default_factory=list)
     candidates: list[set[Shard]] = field(default_factory=list)  # per result
+    weighted: bool = False  # computed from parameters (a rotary table is not)
 
 
 class Sizes:
@@ -218,10 +219,12 @@ def build(
             problem.classes.append(OpClass(index, view, kinds, operands=[set() for _ in operands]))
         entry = problem.classes[index]
         entry.nodes.append(node)
+        entry.weighted |= node.meta.get("kind") == "param"
         problem.class_of[node] = index
         for position, (source, result) in enumerate(operands):
             producer = problem.class_of[source]
             entry.operands[position].add((producer, result))
+            entry.weighted |= problem.classes[producer].weighted
             problem.classes[producer].users.add((index, position))
     _enumerate(problem, policy)
     return problem

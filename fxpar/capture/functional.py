@@ -118,6 +118,7 @@ class _Renaming:
     world: tracing.FakeWorld
     written: dict[str, fx.Node]
     bases: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    wholes: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # base -> its values so far
 
     def __post_init__(self) -> None:
         self.order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
@@ -173,11 +174,11 @@ class _Renaming:
                 raise MutationError(self.names[base], node.meta.get("source"))
             new = self._value(node)
             now = self.order[node]
-            for relative in self.family[base]:
-                relative.replace_all_uses_with(new, delete_user_cb=lambda user, now=now: self.order.get(user, -1) > now)
-            node.replace_all_uses_with(new)
+            # Views made after the write are views of one of these, so they follow.
+            for whole in (*self.wholes.setdefault(base, [base]), node):
+                whole.replace_all_uses_with(new, delete_user_cb=lambda user, now=now: self.order.get(user, -1) > now)
             self.gm.graph.erase_node(node)
-            self.family[base] = [new if r is node else r for r in self.family[base]]
+            self.wholes[base].append(new)
             self.order[new], self.bases[new] = now, base
             if base.op == "placeholder":
                 self.written[self.names[base]] = new

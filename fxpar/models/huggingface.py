@@ -20,12 +20,13 @@ from fxpar.errors import (
     nearest,
 )
 from fxpar.models.batches import TOKENS, token_batches
-from fxpar.models.hf_shrink import tiny
+from fxpar.models.hf_shrink import LAYER_NAMES, tiny
 from fxpar.models.loaded import LoadedModel
 from fxpar.models.options import typed
 from fxpar.models.perturb import perturb
 from fxpar.models.presets import PRESETS
 
+FULL_LENGTH = 4096
 # Numbers of experts: a configuration that has more than one of them routes tokens by their values.
 _EXPERTS = (
     "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts moe_n_experts "
@@ -52,7 +53,9 @@ def load_hf(
     model = build(model_type, config, dtype, device, seed)
     vocab = config.get_text_config().vocab_size
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    batches = token_batches(tuple(tokens or TOKENS), vocab, seed, packed=takes_positions)
+    # A published configuration is looked at rather than run, at a length that fits its size.
+    lengths = tuple(tokens or ((FULL_LENGTH,) if at else TOKENS))
+    batches = token_batches(lengths, vocab, seed, packed=takes_positions)
     return LoadedModel(f"hf:{name}", model, losses.causal_lm, batches[0], batches)
 
 
@@ -68,9 +71,7 @@ def default_config(model_type: str) -> Any:
     if model_type not in HEADS:
         raise ModelTypeError(model_type, "has no causal language model head, so it is no decoder")
     config = _quietly(AutoConfig.for_model, model_type)
-    text = config.get_text_config()
-    if text is not config and text.model_type in HEADS:
-        raise ModelTypeError(model_type, f"is a model of several parts; its decoder is 'hf:{text.model_type}'")
+    refuse_parts(model_type, config, HEADS)
     return config
 
 
@@ -98,22 +99,35 @@ def make_config(model_type: str, defaults: Any, size: str | None, given: Mapping
         if size not in presets:
             raise PresetError(model_type, size, presets)
         values = {**presets[size], **options}
+    refuse_experts(model_type, {**known, **values})
     try:
-        config = _quietly(AutoConfig.for_model, model_type, **values)
+        return _quietly(AutoConfig.for_model, model_type, **values)
     except Exception as error:
         raise ModelConfigError(model_type, error) from error
-    refuse_experts(model_type, config)
-    return config
 
 
-def refuse_experts(model_type: str, config: Any) -> None:
+def refuse_parts(model_type: str, config: Any, heads: Mapping[str, str]) -> None:
+    """Raise ModelTypeError for a model with parts beside its decoder, such as one that sees images."""
+    text = config.get_text_config()
+    parts = [getattr(config, key, None) for key in config.sub_configs]
+    if text is config and not any(hasattr(part, name) for part in parts for name in LAYER_NAMES):
+        return
+    decoder = text.model_type if text is not config and text.model_type in heads else None
+    hint = f"; its decoder is 'hf:{decoder}'" if decoder else ""
+    raise ModelTypeError(model_type, f"is a model of several parts{hint}. fxpar captures decoders only here")
+
+
+def refuse_experts(model_type: str, values: Mapping[str, Any]) -> None:
     """Raise ModelTypeError for a mixture of experts."""
-    values = config.to_dict()
+    if values.get("is_moe") is False:
+        return
+    nested = [value for value in values.values() if isinstance(value, Mapping)]
     for key in _EXPERTS:
-        count = values.get(key)
-        if isinstance(count, int) and count > 1:
-            why = f"is a mixture of experts ({key}={count}), which fxpar does not support yet"
-            raise ModelTypeError(model_type, why)
+        for place in (values, *nested):
+            count = place.get(key)
+            if isinstance(count, int) and count > 1:
+                why = f"is a mixture of experts ({key}={count}), which fxpar does not support yet"
+                raise ModelTypeError(model_type, why)
 
 
 def build(model_type: str, config: Any, dtype: torch.dtype, device: str, seed: int) -> nn.Module:

@@ -1,9 +1,9 @@
 """Run an op under every option that its rule offers and compare with the whole op.
 
-For the author of a rule: `validate_op(aten.roll.default, (x, [1], [0]), degree=2)` cuts the operands as each option
-says, sends the call through the real passes `mask_padding` and `global_to_local`, runs it once per rank in this process,
-puts the results together by the option's result placements and compares. A rule that offers nothing is never wrong, so
-look at `trials` as well.
+For the author of a rule. `validate_op(aten.roll.default, (x, [1], [0]), degree=2)` cuts the operands as each option
+says, sends the call through the real passes `mask_padding` and `global_to_local`, runs it once per rank in this
+process, puts the results together by the option's result placements and compares. A rule that offers nothing is never
+wrong, so look at `trials` as well.
 """
 
 from __future__ import annotations

@@ -1,0 +1,163 @@
+"""`Strategy`: text and value say the same, and a mistake is named together with what to write instead."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.dist_config import R, Shard
+from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSizeError
+from fxpar.strategy import AXES, Strategy, parse_override
+
+PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
+
+
+@st.composite
+def strategies(draw) -> Strategy:
+    names = draw(st.lists(st.sampled_from(AXES), unique=True, min_size=1))
+    axes = tuple((name, draw(st.integers(1, 64))) for name in names)
+    globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
+    return Strategy(axes, draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()))
+
+
+@given(strategies())
+def test_text_round_trip(strategy):
+    assert Strategy.parse(str(strategy), overrides=dict(strategy.overrides)) == strategy
+    assert Strategy.parse(f"  {strategy}\n", overrides=dict(strategy.overrides)) == strategy
+
+
+@given(strategies())
+def test_json_round_trip(strategy):
+    text = json.dumps(strategy.to_json())
+    assert Strategy.from_json(text) == strategy
+    assert Strategy.from_json(json.loads(text)) == strategy
+    assert hash(Strategy.from_json(text)) == hash(strategy)
+
+
+@given(strategies())
+def test_pickle_round_trip(strategy):
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+
+@given(strategies())
+def test_world_is_the_product_of_the_degrees(strategy):
+    assert strategy.world == strategy.mesh.size
+    strategy.check_world(strategy.world)
+    with pytest.raises(WorldSizeError):
+        strategy.check_world(strategy.world + 1)
+
+
+def test_parts():
+    strategy = Strategy.parse("dp2.cp3.tp4+sp+zero1")
+    assert strategy.axes == (("dp", 2), ("cp", 3), ("tp", 4))
+    assert (strategy.sp, strategy.zero, strategy.world) == (True, 1, 24)
+    assert strategy.data_axes == ("dp", "cp")
+    assert [strategy.degree(axis) for axis in AXES] == [2, 1, 3, 4, 1]
+    assert str(strategy.mesh) == "dp2xcp3xtp4"
+
+
+def test_rank_order_is_kept():
+    first, second = Strategy.parse("tp2.dp3"), Strategy.parse("dp3.tp2")
+    assert first != second
+    assert first.mesh.groups(("tp",)) == [(0, 3), (1, 4), (2, 5)]
+    assert second.mesh.groups(("tp",)) == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_order_of_flags_does_not_matter():
+    assert Strategy.parse("tp2+zero3+sp") == Strategy.parse("tp2+sp+zero3")
+    assert str(Strategy.parse("tp2+zero3+sp")) == "tp2+sp+zero3"
+
+
+def test_axes_of_degree_one_hold_no_data():
+    assert Strategy.parse("dp1.cp1.tp2").data_axes == ()
+    assert Strategy.parse("cp2.dp1").data_axes == ("cp",)
+
+
+# ---------------------------------------------------------------------------------------------------- mistakes
+SYNTAX = [
+    ("", "''", "an axis is a name and a degree"),
+    ("tp", "'tp'", "an axis is a name and a degree"),
+    ("2", "'2'", "an axis is a name and a degree"),
+    ("tp2.", "''", "an axis is a name and a degree"),
+    (".tp2", "''", "an axis is a name and a degree"),
+    ("dp2..tp2", "''", "an axis is a name and a degree"),
+    ("dp2,tp2", "'dp2,tp2'", "an axis is a name and a degree"),
+    ("dp2 tp2", "'dp2 tp2'", "an axis is a name and a degree"),
+    ("tp-2", "'tp-2'", "an axis is a name and a degree"),
+    ("tp2.5", "'5'", "an axis is a name and a degree"),
+    ("TP2", "'TP2'", "an axis is a name and a degree"),
+    ("tp=2", "'tp=2'", "an axis is a name and a degree"),
+    ("tp0", "'tp0'", "a degree is at least 1"),
+    ("dp2.tp2.dp2", "'dp2'", "axis 'dp' is given twice"),
+    ("tpp2", "'tpp2'", "unknown axis 'tpp'; did you mean 'tp'?"),
+    ("ddp2", "'ddp2'", "unknown axis 'ddp'; did you mean 'dp'?"),
+    ("xyz2", "'xyz2'", "Axes are dp, pp, cp, tp, ep"),
+    ("tp2+", "''", "unknown flag ''"),
+    ("tp2+sq", "'sq'", "unknown flag 'sq'; did you mean 'sp'?"),
+    ("tp2+zero", "'zero'", "did you mean 'zero"),
+    ("tp2+zero4", "'zero4'", "did you mean 'zero"),
+    ("tp2+sp+sp", "'sp'", "flag 'sp' is given twice"),
+    ("tp2+zero1+zero2", "'zero2'", "one ZeRO level at a time"),
+    ("tp2+zero1+zero1", "'zero1'", "one ZeRO level at a time"),
+    ("sp+tp2", "'sp'", "an axis is a name and a degree"),
+]
+
+
+@pytest.mark.parametrize(("text", "part", "why"), SYNTAX, ids=[text or "empty" for text, _, _ in SYNTAX])
+def test_syntax_errors(text, part, why):
+    with pytest.raises(StrategySyntaxError) as caught:
+        Strategy.parse(text)
+    message = str(caught.value)
+    assert repr(text) in message
+    assert f"(at {part})" in message
+    assert why in message
+    assert "for example 'dp2.tp4+sp+zero1'" in message
+
+
+@given(st.text(string.ascii_lowercase + string.digits + ".+ _-@", max_size=12))
+def test_any_text_parses_or_says_why(text):
+    try:
+        strategy = Strategy.parse(text)
+    except FxparError:
+        return
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_messages_read_as_sentences():
+    """No nearest name: the list of names still starts after a full stop."""
+    with pytest.raises(StrategySyntaxError, match=r"unknown axis 'xyz'\. Axes are"):
+        Strategy.parse("xyz2")
+    with pytest.raises(StrategySyntaxError, match=r"unknown flag 'fast'\. Flags are"):
+        Strategy.parse("tp2+fast")
+
+
+def test_world_error_names_both_numbers():
+    with pytest.raises(WorldSizeError, match=r"'dp2.tp4' needs 8 ranks .* but the world has 6"):
+        Strategy.parse("dp2.tp4", world=6)
+    assert Strategy.parse("dp2.tp4", world=8).world == 8
+
+
+def test_overrides_are_parsed():
+    assert parse_override("*", "S(0)@tp") == Shard(0)
+    assert parse_override("*", " S(12) @ tp ") == Shard(12)
+    assert parse_override("*", "R@tp") == R
+    assert parse_override("*", "R") == R
+
+
+@pytest.mark.parametrize("text", ["", "S", "S()", "S(-1)", "S(0)@dp", "S(0)@", "Shard(0)", "P", "r", "S(0),S(1)", "S(0)tp"])
+def test_override_errors(text):
+    with pytest.raises(OverrideError, match=r"override 'layers\.\*': .* is no placement\. Write 'S\(0\)@tp'"):
+        Strategy.parse("tp2", overrides={"layers.*": text})
+
+
+def test_order_of_overrides_is_kept():
+    overrides = {"b.*": "R", "a.*": "S(1)"}
+    strategy = Strategy.parse("tp2", overrides=overrides)
+    assert [pattern for pattern, _ in strategy.overrides] == ["b.*", "a.*"]
+    again = Strategy.from_json(json.dumps(strategy.to_json()))
+    assert [pattern for pattern, _ in again.overrides] == ["b.*", "a.*"]
