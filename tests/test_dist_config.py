@@ -281,8 +281,8 @@ def test_normalized_sections_keep_the_proportions(sections):
 
 def test_chunk():
     assert chunk(10, 4) == 3
-    assert chunk(12, 3, (2, 1, 1)) is None  # a section of 3 divides, one of 6 divides, one of 3 divides: units of 3
-    assert chunk(24, 3, (2, 1, 1)) == 8
+    assert chunk(12, 3, (2, 1, 1)) == 4
+    assert chunk(12, 4, (2, 1, 1)) is None  # sections of 6, 3, 3
     assert chunk(7, 2, (1, 1)) is None
 
 

@@ -119,7 +119,7 @@ class TensorAxis:
             cost = WHOLE_WORK * _work_bytes(problem, entry)
         if self.sp and entry.weighted and entry.view.target not in VIEWS:
             for placement, kinds, meta in zip(option.outputs, entry.token, tensor_metas(entry.nodes[0]), strict=True):
-                if meta is not None and any(kinds) and not isinstance(placement, Shard):
+                if meta is not None and any(kinds) and placement == R:
                     cost += WHOLE_ACTIVATION * problem.sizes.nbytes(meta)
         return cost
 

@@ -35,6 +35,16 @@ def _argument(fqn: str, used: set[str]) -> str:
     return name
 
 
+def _origin(like: fx.Node, node: fx.Node) -> dict[str, Any]:
+    """fqn, source and backward of `like`; what it does not know is taken from the operands of `node`."""
+    operands = [n for n in node.all_input_nodes if n.op == "call_function"]
+    origin = {}
+    for key, default in (("fqn", ""), ("source", None), ("backward", False)):
+        known = [like.meta.get(key), *(n.meta[key] for n in operands)]
+        origin[key] = next((value for value in known if value is not None), default)
+    return origin
+
+
 @dataclass
 class Canonical:
     """Copies a traced graph node by node into its canonical form."""
@@ -83,7 +93,7 @@ class Canonical:
         """A new node that stands where `like` stood."""
         name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else None
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta = {key: like.meta.get(key) for key in ("fqn", "source", "backward")}
+        node.meta = _origin(like, node)
         node.meta["tensor"] = meta
         return node
 

@@ -78,6 +78,9 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     vocab = _first(result, ("vocab_size",), VOCAB)
     result.update(_token_ids(defaults, vocab))
     result.update(_per_layer(defaults, layers))
+    if defaults.get("rope_parameters") == {}:  # a type whose defaults name no rotary frequencies at all
+        rope = {"rope_type": "default", "rope_theta": 10_000.0}
+        result["rope_parameters"] = {kind: rope for kind in result.get("layer_types", ())} or rope
     if defaults.get("use_sliding_window") is False and "sliding_window" in defaults:
         result.update(use_sliding_window=True, sliding_window=WINDOW)
     return {**result, **given}

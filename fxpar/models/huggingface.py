@@ -70,7 +70,10 @@ def default_config(model_type: str) -> Any:
         raise ModelTypeError(model_type, f"is unknown to transformers{nearest(model_type, HEADS)}")
     if model_type not in HEADS:
         raise ModelTypeError(model_type, "has no causal language model head, so it is no decoder")
-    config = _quietly(AutoConfig.for_model, model_type)
+    try:
+        config = _quietly(AutoConfig.for_model, model_type)
+    except Exception as error:
+        raise ModelConfigError(model_type, error) from error
     refuse_parts(model_type, config, HEADS)
     return config
 
@@ -113,8 +116,8 @@ def refuse_parts(model_type: str, config: Any, heads: Mapping[str, str]) -> None
     if text is config and not any(hasattr(part, name) for part in parts for name in LAYER_NAMES):
         return
     decoder = text.model_type if text is not config and text.model_type in heads else None
-    hint = f"; its decoder is 'hf:{decoder}'" if decoder else ""
-    raise ModelTypeError(model_type, f"is a model of several parts{hint}. fxpar captures decoders only here")
+    hint = f"its decoder is 'hf:{decoder}'" if decoder else "bring it as file.py:function"
+    raise ModelTypeError(model_type, f"has other parts beside a decoder; {hint}")
 
 
 def refuse_experts(model_type: str, values: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ import sympy
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
@@ -182,6 +183,7 @@ def trace(
         tracing(TracingContext(world.mode)),
         torch.autograd.set_multithreading_enabled(False),
         torch.compiler._non_strict_tracing_context(),
+        enable_python_dispatcher(),  # else some kernels would read symbolic sizes as integers
         _quiet(),
     ):
         tracer = proxy_tensor.make_fx(step, decompositions, _disable_torch_fn_metadata_mode=True)

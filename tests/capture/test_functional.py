@@ -35,14 +35,14 @@ def batches():
 
 def on_temporary(m, y):
     y = y * 2
-    y.add_(1).mul_(y.detach())
+    y.add_(1).mul_(0.5)
     return y.sigmoid_() + F.relu(y * 1, inplace=True)
 
 
 def then_view(m, y):
-    z = torch.tanh(y)
+    z = y * 1
     z /= 3.0
-    z += z.detach()
+    z += y
     return z.reshape(-1, 4).t()
 
 
