@@ -133,6 +133,11 @@ class DistConfig:
         for axis in used:
             if axis not in self.mesh.names:
                 raise PlacementError(f"axis {axis!r} is not an axis of mesh {self.mesh}")
+        for axis in self.shard_axes:
+            parts = axis.split(".")
+            if parts != sorted(parts, key=self.mesh.names.index):
+                # torch sorts the ranks of a process group, so pieces would go to other ranks than `take` says
+                raise PlacementError(f"{self}: joint axes {axis!r} must be in the order of mesh {self.mesh}")
 
     @classmethod
     def replicated(cls, mesh: Mesh, ndim: int, dtype: torch.dtype | None = None) -> DistConfig:

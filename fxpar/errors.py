@@ -248,8 +248,8 @@ class UnknownModelError(FxparError):
 
     def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
         super().__init__(
-            f"there is no built-in model {spec!r}{hint}. Built in are {', '.join(examples)}; other models are written "
-            "hf:TYPE, pkg.module:function or file.py:function"
+            f"there is no built-in model {spec!r}{hint or '.'} Built in are {', '.join(examples)}; other models are "
+            "written hf:TYPE, pkg.module:function or file.py:function"
         )
 
 
@@ -311,7 +311,7 @@ class DtypeError(FxparError):
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = list(known)
-        super().__init__(f"dtype {name!r} is not known{nearest(name, names)}. Write one of {', '.join(names)}")
+        super().__init__(f"dtype {name!r} is not known{nearest(name, names) or '.'} Write one of {', '.join(names)}")
 
 
 class TokensError(FxparError):

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 from torch import fx
 
 from fxpar.errors import DuplicatePassError, PassContractError, PassLoadError, UnknownPassError
+from fxpar.graph_module import from_graph_module
+from fxpar.pass_base import GraphPass
 
 GROUP = "fxpar.passes"
 """Entry-point group through which other packages add passes."""
@@ -76,12 +78,12 @@ def get(name: str) -> Any:
 
 
 def as_graph_module_pass(
-    pass_: SupportsRun | Callable[[fx.GraphModule], fx.GraphModule | bool],
+    pass_: GraphPass | SupportsRun | Callable[[fx.GraphModule], fx.GraphModule | bool],
 ) -> GraphModulePass:
     """Adapt a pass to the signature `(gm, example_inputs) -> gm` of torchtitan's graph_trainer.
 
-    `pass_` is an object with `run(gm)` or a callable `(gm)`. It returns the graph module, or says
-    whether it changed the one it was given; a changed one is checked and recompiled here. The
+    `pass_` is one of fxpar's passes, an object with `run(gm)`, or a callable `(gm)`. The latter two return the graph
+    module, or say whether they changed the one they were given; a changed one is checked and recompiled here. The
     result carries the name of the pass, by which graph_trainer reports and disables passes. The
     example inputs are not used: fxpar passes read shapes from the nodes.
 
@@ -91,7 +93,7 @@ def as_graph_module_pass(
     name = _pass_name(pass_)
     if isinstance(pass_, type):
         raise PassContractError(name, "it is a class; make an instance with the options you want")
-    run = getattr(pass_, "run", pass_)
+    run = _on_module(pass_) if isinstance(pass_, GraphPass) else getattr(pass_, "run", pass_)
     if not callable(run):
         raise PassContractError(name, f"a {type(pass_).__name__} cannot be called")
 
@@ -109,6 +111,16 @@ def as_graph_module_pass(
     adapted.__name__ = adapted.__qualname__ = name
     adapted.__doc__ = pass_.__doc__
     return adapted
+
+
+def _on_module(pass_: GraphPass) -> Callable[[fx.GraphModule], bool]:
+    """One of our passes as a function of a graph module."""
+
+    def run(gm: fx.GraphModule) -> bool:
+        pass_(from_graph_module(gm))
+        return True
+
+    return run
 
 
 def _table() -> dict[str, EntryPoint]:

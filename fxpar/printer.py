@@ -68,7 +68,7 @@ def header(graph: AnyGraph) -> list[str]:
         text += f", at most {dim.maximum}" if dim.maximum is not None else ""
         lines.append(text)
     if not isinstance(graph, LogicalGraph):
-        lines += [f"note: {_without_paths(note)}" for note in graph.notes]
+        lines += [f"note: {without_folders(note)}" for note in graph.notes]
     return lines
 
 
@@ -359,5 +359,6 @@ def _without_folder(source: str) -> str:
     return source.replace("\\", "/").rpartition("/")[2]
 
 
-def _without_paths(text: str) -> str:
+def without_folders(text: str) -> str:
+    """The text with `file.py:12` in place of every `/somewhere/file.py:12`."""
     return re.sub(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+-]+)+[/\\](?=[\w.-]+:\d+)", "", text)

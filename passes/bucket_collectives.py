@@ -31,9 +31,10 @@ _FUSABLE = (_ALL_REDUCE, c10d.all_gather_into_tensor.default, c10d.reduce_scatte
 
 @dataclass(frozen=True)
 class BucketCollectives:
-    """Buckets hold at most `bucket_mb` of local data."""
+    """Buckets hold at most `bucket_mb` of local data. Untagged collectives of the body are left alone unless `body`."""
 
     bucket_mb: float = 256.0
+    body: bool = False
     name: ClassVar[str] = "bucket_collectives"
     tier: ClassVar[Tier] = "exact"
 
@@ -42,7 +43,7 @@ class BucketCollectives:
         for node in graph.graph.nodes:
             if node.op == "call_function" and node.target in _FUSABLE and _is_static(node):
                 phase, tag = node.meta.get("phase", "body"), node.meta.get("bucket", "")
-                if phase == "body" and not tag:
+                if phase == "body" and not tag and not self.body:
                     continue  # activations: order and overlap matter more than launches
                 rows: fx.Node = node.args[0]  # type: ignore[assignment]
                 buckets[(node.target, node.args[1:], rows.meta["local"].dtype, phase, tag)].append(node)

@@ -32,7 +32,7 @@ def nestings(draw, mesh: Mesh, shape: tuple[int, ...], free: list[str]) -> tuple
     while free and shape and draw(st.integers(0, 3)):
         d = draw(st.integers(0, len(shape) - 1))
         count = draw(st.integers(1, min(2, len(free))))
-        axis = ".".join(free[:count])
+        axis = ".".join(sorted(free[:count], key=mesh.names.index))
         degree = mesh.degree(axis)
         legal = [s for s in SECTIONS if chunk(sizes[d], degree, s)]
         if sizes[d] < degree or not legal:

@@ -304,6 +304,12 @@ def test_unknown_axis(axis):
         DistConfig(MESH, ((),), ((axis, "sum"),))
 
 
+def test_joint_axes_in_another_order_than_the_mesh():
+    """torch sorts the ranks of a process group, so a collective could not follow another order."""
+    with pytest.raises(PlacementError, match=r"joint axes 'cp.dp' must be in the order of mesh dp2xcp3xtp4"):
+        on_dim_0(AxisShard("cp.dp"))
+
+
 def test_sections_that_do_not_divide():
     config = on_dim_0(AxisShard("tp", (1, 1)))
     with pytest.raises(PlacementError, match=r"dim 0 of size 12 does not divide by tp=4 in sections \(1, 1\)"):

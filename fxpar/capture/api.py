@@ -35,6 +35,7 @@ def capture(
     signature = make_signature(model, batch, world, dims)
     step = Step(model, loss_fn, example_batch, signature, world, Provenance(model), device)
     raw = step.trace()
+    signature = signature.with_scale(raw.loss_dtype)
     traced = time.process_time()
     functional = make_functional(raw.gm, signature, world)
     checked = check_guards(world, dims.dims)

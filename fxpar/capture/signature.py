@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ class Signature:
     def of_kind(self, *kinds: str) -> dict[str, Tensor]:
         """FQN -> fake tensor of the inputs of these kinds, in order."""
         return {i.fqn: fake for i, fake in zip(self.inputs, self.fakes, strict=True) if i.kind in kinds}
+
+    def with_scale(self, dtype: torch.dtype) -> Signature:
+        """The same with a scale of this dtype."""
+        scale = TensorMeta((), dtype)
+        return replace(self, inputs=tuple(replace(i, meta=scale) if i.kind == "scale" else i for i in self.inputs))
 
     def model_tensors(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Every name of every parameter and buffer -> its value among `values` (in the order of `inputs`)."""
@@ -79,8 +84,8 @@ def make_signature(model: nn.Module, batch: Mapping[str, Tensor], world: FakeWor
     for key, tensor in batch.items():
         sizes: tuple[Size, ...] = dims.expressions(key, tensor)
         add(Input("batch", key, TensorMeta(sizes, tensor.dtype)), dims.symbolic(key, tensor, world))
-    # The loss has not been computed yet, so the dtype of the scale is set when the trace knows it.
-    add(Input("scale", "scale", TensorMeta((), _loss_dtype(model))), ())
+    # The scale has the dtype of the loss, which the trace will find out.
+    add(Input("scale", "scale", TensorMeta((), torch.float32)), ())
     add(Input("seed", "seed", TensorMeta((), torch.int64)), ())
     return Signature(tuple(inputs), tuple(fakes), tuple(names))
 
@@ -111,8 +116,3 @@ def _untied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[tuple[str, ...], 
 def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise BatchError(name, "only dense parameters and buffers can be captured")
-
-
-def _loss_dtype(model: nn.Module) -> torch.dtype:
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    return torch.float64 if torch.float64 in dtypes else torch.float32

@@ -31,6 +31,7 @@ class RawTrace:
     grads: tuple[str, ...]
     buffers: tuple[str, ...]
     unused: tuple[str, ...]
+    loss_dtype: torch.dtype
 
 
 @calls_user_code
@@ -87,7 +88,7 @@ class Step:
                 raise
             raise translated from error
         grads = tuple(i.fqn for i in self.signature.inputs if i.requires_grad)
-        return RawTrace(gm, grads, self.buffers, self.unused)
+        return RawTrace(gm, grads, self.buffers, self.unused, self.loss_dtype)
 
     def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
         named = {i.fqn: v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "batch"}
@@ -105,7 +106,9 @@ class Step:
             Redirect(context),  # in the backward too: a checkpoint runs user code there
         ):
             loss = _call_loss(self.loss_fn, self.model, self._batch(named))
-            loss = as_sum(loss, context) * tracing.retyped_input(scale, loss.dtype)
+            loss = as_sum(loss, context)
+            self.loss_dtype = loss.dtype
+            loss = loss * tracing.retyped_input(scale, loss.dtype)
             grads = self._gradients(loss, values)
             buffers = self._reassigned(values)
         return (loss.detach(), *grads, *buffers)

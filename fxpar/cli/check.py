@@ -23,6 +23,7 @@ from fxpar.cli.request import (
 from fxpar.errors import FxparError
 from fxpar.graph import LogicalGraph
 from fxpar.models import LoadedModel
+from fxpar.printer import without_folders
 from fxpar.strategy import Strategy
 
 
@@ -166,13 +167,13 @@ def show(
     for result in results:
         for note in result.notes:
             if note not in said:
-                console.print(f"note ({result.strategy}): {note}", markup=False)
+                console.print(f"note ({result.strategy}): {without_folders(note)}", markup=False)
                 said.append(note)
         if not result.ok:
             why = result.error or f"the largest error is in {result.worst_param or 'the loss'}"
             console.print(f"{result.strategy}: {why}", markup=False, style="red")
     for note in notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {without_folders(note)}", markup=False)
     good = sum(result.ok for result in results)
     verdict = f"{good} of {len(results)} strategies agree with the single device"
     console.print(verdict, style="green" if good == len(results) else "bold red")

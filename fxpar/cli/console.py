@@ -16,11 +16,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def stdout_console() -> Console:
     """A console for stdout; on a terminal with colours, elsewhere unwrapped plain text. NO_COLOR is respected."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
 def stderr_console() -> Console:
-    return Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
+    return Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=not sys.stderr.isatty())
 
 
 def reporting(command: F) -> F:

@@ -96,8 +96,9 @@ def _attention(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     found: dict[str, Any] = {}
     for names, value in ((HEAD_NAMES, heads), (HIDDEN_NAMES, hidden), (KV_HEAD_NAMES, kv_heads)):
         found.update({k: value for k in names if _is_size(defaults.get(k))})
-    # Some types keep None here and derive it from the heads.
     found.update({k: head_dim for k in HEAD_DIM_NAMES if _is_size(defaults.get(k))})
+    if "head_dim" in defaults and not latent:
+        found["head_dim"] = head_dim  # None may mean "derive it", or that nobody thought of it
     return found
 
 

@@ -135,7 +135,7 @@ def _backward(dlse: Tensor, dpicked: Tensor, logits: Tensor, target: Tensor, cla
     if used == 0:
         return dlogits.zero_()
     column, away = _columns(target, first, n_real)
-    dpicked = (dpicked if away is None else dpicked.masked_fill(away, 0.0))[:, None]
+    dpicked = (dpicked if away is None else dpicked.masked_fill(away, 0.0))[:, None].to(lse.dtype)
     shift, dlse = lse[:, None], dlse[:, None]
     for rows in _blocks(logits):
         part = dlogits[rows, :used]

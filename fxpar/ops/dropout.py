@@ -48,10 +48,14 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int) -> Tensor:
     masks, so two dropouts of one step need different salts. The mask at an index does not depend on the sizes, so padding a
     batch at its end leaves it as it was.
     """
-    # Odd multipliers instead of the strides of x: wrap-around sums of them are as good as distinct.
-    strides = [_mix_int(_signed((d + 1) * _GAMMA)) | 1 for d in range(x.dim())]
-    offsets = [torch.arange(size, device=x.device) * stride for size, stride in zip(x.shape, strides, strict=True)]
+    offsets = [torch.arange(n, device=x.device) * s for n, s in zip(x.shape, index_strides(x.dim()), strict=True)]
     return torch.ops.fxpar.dropout.default(x, seed, offsets, p, salt)
+
+
+def index_strides(rank: int) -> list[int]:
+    """What one step along each dim adds to an element's number: odd multipliers, so that wrap-around sums are as good as
+    distinct whatever the sizes are."""
+    return [_mix_int(_signed((d + 1) * _GAMMA)) | 1 for d in range(rank)]
 
 
 def _mix_int(z: int) -> int:

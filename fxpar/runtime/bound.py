@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -69,7 +70,7 @@ class BoundGraph:
                 self._inputs[i] = torch.as_tensor(scale, dtype=info.meta.dtype, device=self._device())
             elif info.kind == "seed":
                 self._inputs[i] = torch.tensor(seed, dtype=torch.int64, device=self._device())
-        with torch.no_grad():
+        with torch.no_grad(), self._factories():
             values = self._gather(self.program.body.sources, ())
             if self._sums is None:
                 self._sums = list(self._body(*values))
@@ -95,6 +96,11 @@ class BoundGraph:
     def _gather(self, sources: tuple[Source, ...], body: Sequence[Tensor]) -> list[Any]:
         table = {"input": self._inputs, "prologue": self._prepared, "body": body}
         return [table[part][i] for part, i in sources]
+
+    def _factories(self) -> AbstractContextManager[Any]:
+        """Tensors that the graph makes itself go to the inputs' device (a mode that costs a Python call per op)."""
+        device = self._device()
+        return nullcontext() if device.type == "cpu" else device
 
     def _device(self) -> torch.device:
         return next((t.device for t in self._inputs if t is not None), torch.device("cpu"))

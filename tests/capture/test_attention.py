@@ -155,7 +155,9 @@ def test_packed_documents_equal_documents_alone():
     assert node.args[3] is not None
     assert node.args[4] is None
     batches = [{"x": x, "cu_seqlens": BOUNDS}]
-    batches.append({"x": torch.randn(1, 7, 24, dtype=torch.float64), "cu_seqlens": torch.tensor([0, 6, 7], dtype=torch.int32)})
+    batches.append(
+        {"x": torch.randn(1, 7, 24, dtype=torch.float64), "cu_seqlens": torch.tensor([0, 6, 7], dtype=torch.int32)}
+    )
     options = {"dynamic": {"x": {1: "T"}, "cu_seqlens": {0: "C"}}}
     check(model, packed_loss, batches, expected=alone, **options)
     check(model, packed_loss, batches, **options)  # the block acts on eager runs too

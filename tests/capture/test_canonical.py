@@ -72,7 +72,15 @@ def test_every_node_has_its_metas(graph):
 
 
 def test_functional_and_plain(graph):
-    forbidden = {aten.addmm, aten.baddbmm, aten.linear, aten.detach, aten.alias, aten._unsafe_view, aten.lift_fresh_copy}
+    forbidden = {
+        aten.addmm,
+        aten.baddbmm,
+        aten.linear,
+        aten.detach,
+        aten.alias,
+        aten._unsafe_view,
+        aten.lift_fresh_copy,
+    }
     for node in graph.gm.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue

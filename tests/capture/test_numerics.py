@@ -46,8 +46,7 @@ def test_mlp_over_a_dynamic_batch():
         return losses.mse_sum(model(batch["x"]), batch["y"])
 
     batches = [
-        {"x": torch.randn(B, 8, dtype=torch.float64), "y": torch.randn(B, 4, dtype=torch.float64)}
-        for B in (6, 1, 11)
+        {"x": torch.randn(B, 8, dtype=torch.float64), "y": torch.randn(B, 4, dtype=torch.float64)} for B in (6, 1, 11)
     ]
     graph = check(MLP().double(), loss, batches)
     assert [dim.name for dim in graph.dims] == ["B"]

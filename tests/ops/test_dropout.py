@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.errors import OpInputError
-from fxpar.ops.dropout import _key, _mix, _mix_int, dropout
+from fxpar.ops.dropout import _key, _mix, _mix_int, dropout, index_strides
 
 own = torch.ops.fxpar
 SEED = torch.tensor(1234)
@@ -85,8 +85,7 @@ def test_the_mask_is_the_same_in_all_dtypes(dtype):
 def test_a_slice_of_the_result_is_the_result_of_the_slice(shape, data):
     x = torch.randn(shape)
     whole = dropout(x, 0.4, SEED, 3)
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    offsets = [torch.arange(n) * s for n, s in zip(shape, strides, strict=True)]
+    offsets = [torch.arange(n) * s for n, s in zip(shape, index_strides(len(shape)), strict=True)]
     for d, n in enumerate(shape):  # any indices of each dim, in any order: strided shards too
         index = torch.tensor(data.draw(st.lists(st.integers(0, n - 1), max_size=n)), dtype=torch.int64)
         x, whole = x.index_select(d, index), whole.index_select(d, index)
