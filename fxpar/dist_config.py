@@ -211,10 +211,9 @@ class DistConfig:
 
     def take(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The local tensor of `rank`, zero-padded, cut out of a whole tensor (partial axes are ignored)."""
-        for d in range(tensor.dim()):
+        for d, local in enumerate(self.local_shape(tensor.shape)):
             if not self.dims[d]:
                 continue
-            local = self.local_shape(tensor.shape)[d]
             runs = self.intervals(rank, d, tensor.shape[d])
             pieces = [tensor.narrow(d, start, length) for _, start, length in runs]
             missing = local - sum(length for _, _, length in runs)

@@ -106,6 +106,7 @@ def check_command(
         compile=compile_.value,
         tolerance=tolerance,
         seed=seed,
+        debug=debug,
     )
     if not run_check(request):
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpar.check import CheckResult, check
-from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
+from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.request import (
     capture_model,
     check_output,
@@ -20,7 +21,6 @@ from fxpar.cli.request import (
     to_json,
     write_output,
 )
-from fxpar.errors import FxparError
 from fxpar.graph import LogicalGraph
 from fxpar.models import LoadedModel
 from fxpar.printer import without_folders
@@ -42,6 +42,7 @@ class CheckRequest:
     compile: Literal["eager", "inductor"] = "eager"
     tolerance: float | None = None
     seed: int = 0
+    debug: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,10 @@ def check_one(logical: LogicalGraph, model: LoadedModel, strategy: Strategy, req
             compile=request.compile,
         )
         return result
-    except FxparError as error:
-        return failed(strategy, logical, str(error))
+    except Exception as error:  # whatever it is, the other strategies still run
+        if request.debug:
+            traceback.print_exception(error)
+        return failed(strategy, logical, describe(error))
 
 
 def failed(strategy: Strategy, logical: LogicalGraph, error: str) -> CheckResult:

@@ -24,25 +24,45 @@ def stderr_console() -> Console:
 
 
 def reporting(command: F) -> F:
-    """Turn an FxparError of a command into one message on stderr and exit status 1; `debug` keeps the traceback."""
+    """Turn an error of a command into one message on stderr and exit status 1; `debug` shows the traceback.
+
+    An error that is not fxpar's own (a bug of fxpar, or of the user's model) is named with its class.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        from fxpar.errors import FxparError
-
         try:
             return command(*args, **kwargs)
-        except FxparError as error:
-            if kwargs.get("debug"):
-                traceback.print_exception(error)
-            else:
-                stderr_console().print(f"error: {error}", markup=False, style="red")
-            raise typer.Exit(1) from None
+        except typer.Exit:
+            raise
         except BrokenPipeError:  # `fxpar dump ... | head`
             sys.stderr.close()
             raise typer.Exit(0) from None
+        except Exception as error:
+            if isinstance(error, click_error()):
+                raise  # typer prints the usage and exits with 2
+            if kwargs.get("debug"):
+                traceback.print_exception(error)
+            else:
+                stderr_console().print(f"error: {describe(error)}", markup=False, style="red")
+            raise typer.Exit(1) from None
 
     return run  # type: ignore[return-value]
+
+
+def describe(error: Exception) -> str:
+    """The message of an FxparError; of any other error its class and notes too, and where to see more."""
+    from fxpar.errors import FxparError
+
+    if isinstance(error, FxparError):
+        return str(error)
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}. Add --debug to see where it comes from"
+
+
+def click_error() -> type[Exception]:
+    """The base of typer's errors of usage, wherever this version of typer has it."""
+    return next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

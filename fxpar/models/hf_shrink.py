@@ -97,7 +97,9 @@ def _attention(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     for names, value in ((HEAD_NAMES, heads), (HIDDEN_NAMES, hidden), (KV_HEAD_NAMES, kv_heads)):
         found.update({k: value for k in names if _is_size(defaults.get(k))})
     found.update({k: head_dim for k in HEAD_DIM_NAMES if _is_size(defaults.get(k))})
-    if "head_dim" in defaults and not latent:
+    if latent and _is_size(defaults.get("head_dim")) and defaults["head_dim"] == defaults.get("qk_rope_head_dim"):
+        found["head_dim"] = SIZES["qk_rope_head_dim"]
+    elif "head_dim" in defaults and not latent:
         found["head_dim"] = head_dim  # None may mean "derive it", or that nobody thought of it
     return found
 
