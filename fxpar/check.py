@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.eager import NOISE, relative_error
 from fxpar.errors import FxparError
 from fxpar.exec_graph import ExecGraph, compile_graph
 from fxpar.graph import LogicalGraph
@@ -26,7 +27,6 @@ from fxpar.torch_api.threaded import run_threads
 from fxpar.widen import wide_tensor, widen
 
 Batch = Mapping[str, Tensor]
-NOISE = 1e-6  # gradients smaller than this share of the largest are compared with that share
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 
@@ -232,16 +232,3 @@ def _compare(
             worst = max(worst, relative_error(result["grads"][info.fqn], piece, truth, floor))
         errors[info.fqn] = worst
     return loss_error, errors
-
-
-def relative_error(value: Tensor, truth: Tensor, whole: Tensor | None = None, floor: float = 0.0) -> float:
-    """max |value - truth| / max(max |whole|, floor); inf for a wrong shape or NaN."""
-    if value.shape != truth.shape:
-        return float("inf")
-    if not truth.numel():
-        return 0.0
-    size = max(float((truth if whole is None else whole).abs().max()), floor)
-    gap = float((value - truth).abs().max())
-    if gap != gap:
-        return float("inf")
-    return gap / size if size else gap

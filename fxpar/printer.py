@@ -30,7 +30,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAME = re.compile(r"%[\w.]+")
 _MANY = 16  # longer lists of operands are shortened when folding
-_SHORT = 6  # fewer nodes than this get no heading of their own
+_SHORT = 6  # fewer nodes than this do not interrupt a run
 _END = 2**62  # slices to the end are written with a huge number
 
 
@@ -164,20 +164,23 @@ def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None
 
 
 def runs(graph: fx.Graph) -> list[Run]:
-    """The calls in order, cut where the block or the direction changes; a few nodes alone stay with those before them."""
+    """The calls in order, cut where the block or the direction changes; a short interruption of a run is part of it."""
     found: list[Run] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         match = _BLOCK.match(node.meta.get("fqn") or "")
         block, backward = match[1] if match else "", bool(node.meta.get("backward"))
-        if not found or (found[-1].block, found[-1].backward) != (block, backward):
+        if not found or found[-1].title != Run(block, backward).title:
             found.append(Run(block, backward))
         found[-1].nodes.append(node)
     merged: list[Run] = []
-    for run in found:
-        if merged and len(run.nodes) < _SHORT and merged[-1].backward == run.backward:
-            merged[-1].nodes += run.nodes
+    for run, following in zip(found, [*found[1:], None], strict=True):
+        last = merged[-1] if merged else None
+        interrupts = following is not None and last is not None and following.title == last.title
+        short = interrupts and len(run.nodes) < _SHORT and run.backward == last.backward
+        if last is not None and (run.title == last.title or short):
+            last.nodes += run.nodes
         else:
             merged.append(run)
     return merged

@@ -13,7 +13,9 @@ from fxpar.capture.functional import make_functional
 from fxpar.capture.guards import check_guards
 from fxpar.capture.provenance import Provenance, user_line
 from fxpar.capture.signature import Batch, make_signature, model_device, named_batch
+from fxpar.capture.simplify import simplify
 from fxpar.capture.step import LossFunction, Step
+from fxpar.errors import warn
 from fxpar.graph import LogicalGraph, Output
 from fxpar.torch_api.tracing import FakeWorld
 
@@ -38,6 +40,8 @@ def capture(
     signature = signature.with_scale(raw.loss_dtype)
     traced = time.process_time()
     functional = make_functional(raw.gm, signature, world)
+    if raw.unused:
+        warn(f"the loss does not depend on {', '.join(raw.unused)}; the gradients are zeros")
     checked = check_guards(world, dims.dims)
     count = 1 + len(raw.grads)
     buffers = dict(zip(raw.buffers, functional.results[count:], strict=True)) | functional.buffers
@@ -46,6 +50,7 @@ def capture(
     gm = Canonical(functional.gm, signature.inputs, dims, world).run(results)
     outputs = [Output("loss", "loss"), *(Output("grad", fqn) for fqn in raw.grads)]
     outputs += [Output("buffer", fqn) for fqn in written]
+    simplify(gm)
     inputs, constants = lift_constants(gm, signature.inputs)
     done = time.process_time()
     timings = {"capture_cpu_s": done - started, "trace_cpu_s": traced - started, "canonical_cpu_s": done - traced}

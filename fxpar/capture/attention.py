@@ -34,7 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
 
     Under autocast the inputs are cast first, as ATen does for its own attention.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     scale = rule.scale if rule.scale is not None else 1.0 / math.sqrt(q.shape[-1])
     mask = None if rule.mask is None else _full_mask(rule.mask, q, k)
     learned = mask is not None and mask.requires_grad
@@ -150,7 +150,8 @@ def _broadcast(shapes: list[torch.Size]) -> list[int | torch.SymInt]:
     return [max(sizes, key=_not_one) for sizes in zip(*padded, strict=True)]
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of the surrounding autocast, if there is one."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxpar.capture.dynamic import DynamicDims
 from fxpar.capture.symints import SymInts
 from fxpar.graph import Input, TensorMeta
-from fxpar.torch_api.tracing import FakeWorld
+from fxpar.torch_api.tracing import FakeWorld, OpOverload
 
 aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ class Canonical:
 
     def emit(self, like: fx.Node, target: Any, args: Any, kwargs: Any, meta: Any) -> fx.Node:
         """A new node that stands where `like` stood."""
-        name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else None
+        name = target._schema.name.partition("::")[2] if isinstance(target, OpOverload) else None
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta = _origin(like, node)
         node.meta["tensor"] = meta

@@ -30,7 +30,7 @@ def document_ids_from_positions(position_ids: Tensor) -> Tensor:
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, length: int | torch.SymInt) -> Tensor:
-    """cu_seqlens [C] = [0, end of document 1, ...] -> ids [1, length]; tokens past the last end are one more document."""
+    """cu_seqlens [C] = [0, end of document 1, ...] -> ids [1, length]; what is past the last end is one more."""
     tokens = torch.arange(length, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.contiguous().long(), tokens, right=True).unsqueeze(0)
 

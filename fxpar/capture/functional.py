@@ -34,7 +34,7 @@ class Functional:
 
 def make_functional(gm: fx.GraphModule, signature: Signature, world: tracing.FakeWorld) -> Functional:
     """Remove all writes from a traced graph. Raises MutationError, UnsupportedOpError."""
-    _forbid_random(gm)
+    _check_ops(gm)
     results = list(_output(gm).args[0])  # type: ignore[arg-type]
     written = _batch_norms(gm, signature)
     if any(_writes(node) for node in gm.graph.nodes):
@@ -58,7 +58,7 @@ def _output(gm: fx.GraphModule) -> fx.Node:
 
 def _schema(node: fx.Node) -> Any:
     """Schema of the ATen op of a node; None for other nodes."""
-    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    return node.target._schema if isinstance(node.target, tracing.OpOverload) else None
 
 
 def _writes(node: fx.Node) -> bool:
@@ -66,8 +66,16 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _forbid_random(gm: fx.GraphModule) -> None:
+def _check_ops(gm: fx.GraphModule) -> None:
+    """Raise UnsupportedOpError for ops that no rank could run alike."""
     for node in gm.graph.nodes:
+        if isinstance(node.target, tracing.HigherOrderOperator):
+            raise UnsupportedOpError(
+                f"the operator {node.target}",
+                "Call functions of tensors, for attention torch.nn.functional.scaled_dot_product_attention.",
+                node.meta.get("fqn"),
+                node.meta.get("source"),
+            )
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise UnsupportedOpError(
                 f"the random op {node.target}",

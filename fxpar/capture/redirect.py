@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxpar.capture import attention, documents, dropout, embedding, loss_functions
+from fxpar.capture import documents, dropout, embedding, loss_functions, varlen
 from fxpar.capture.context import CaptureContext
 from fxpar.errors import DeviceError
 
@@ -33,11 +33,6 @@ def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def complex_number(real: Tensor, imag: Tensor) -> Tensor:
-    """`torch.complex`; tracing ATen's fixes the sizes of its operands."""
-    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
-
-
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: documents.packed_attention,
     F.dropout: dropout.functional_dropout,
@@ -46,13 +41,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.dropout2d: dropout.channel_dropout(0),
     F.dropout3d: dropout.channel_dropout(5),
     F.embedding: embedding.functional_embedding,
-    torch.complex: complex_number,
-    torch.polar: lambda abs, angle: complex_number(abs * angle.cos(), abs * angle.sin()),
+    torch.ops.torch_attn._varlen_attn: varlen.varlen_attention,
     **loss_functions.HANDLERS,
 }
 _RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.fractional_max_pool2d}
 _COMPOSITE = {F.multi_head_attention_forward, torch.autograd.grad}
-assert attention  # handlers come from the modules above
 
 
 class Redirect(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from fxpar.capture.signature import Batch, Signature
 from fxpar.errors import CaptureError, DataDependentError, DeviceError, LossError, UnsupportedOpError
 from fxpar.torch_api import tracing
 
+_ACCELERATORS = ("cuda", "xpu", "mps")
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -45,17 +47,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     saved = []
     for module in model.modules():
         state = module.__dict__
-        tables = {key: dict(value) for key, value in state.items() if isinstance(value, dict)}
-        saved.append((module, dict(state), tables))
+        containers = {key: copy.copy(v) for key, v in state.items() if isinstance(v, (dict, list, set))}
+        saved.append((module, dict(state), containers))
     try:
         yield
     finally:
-        for module, state, tables in saved:
+        for module, state, containers in saved:
             module.__dict__.clear()
             module.__dict__.update(state)
-            for key, table in tables.items():
-                module.__dict__[key].clear()
-                module.__dict__[key].update(table)
+            for key, content in containers.items():
+                container = module.__dict__[key]
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
 
 
 @dataclass
@@ -74,9 +77,8 @@ class Step:
         """Trace the step. Raises the errors of `fxpar.capture`; the model is left as it was."""
         self.buffers: tuple[str, ...] = ()
         self.unused: tuple[str, ...] = ()
-        others = [d for d in ("cuda", "xpu", "mps") if d != "cpu"]
         try:
-            with unchanged(self.model), tracing.autocast_on_cpu(others), host_models(self.model):
+            with unchanged(self.model), tracing.autocast_on_cpu(_ACCELERATORS), host_models(self.model):
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
         except CaptureError:
             raise
@@ -101,6 +103,8 @@ class Step:
         with (
             tracing.swapped_tensors(self.model, self.signature.model_tensors(values)),
             running(context),
+            torch.inference_mode(False),
+            torch.device("cpu"),  # where tensors are made that name no device
             self.provenance.follow(),
             torch.enable_grad(),
             Redirect(context),  # in the backward too: a checkpoint runs user code there

@@ -50,6 +50,8 @@ DATA_DEPENDENT_ERRORS = (
     GuardOnDataDependentSymNode,
 )
 DeviceMismatchError = FakeTensorDeviceMismatchError
+OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
 
 Place = Callable[[], str | None]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -184,6 +186,7 @@ def trace(
         torch.autograd.set_multithreading_enabled(False),
         torch.compiler._non_strict_tracing_context(),
         enable_python_dispatcher(),  # else some kernels would read symbolic sizes as integers
+        torch.compiler.set_stance("force_eager"),  # compiled submodules run as they are
         _quiet(),
     ):
         tracer = proxy_tensor.make_fx(step, decompositions, _disable_torch_fn_metadata_mode=True)

@@ -52,12 +52,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama-like decoder with a rope table of `positions` rows as a buffer."""
+    """A Llama-like decoder with a rope table of 64 rows as a buffer."""
 
-    def __init__(
-        self, vocab: int = 61, width: int = 32, layers: int = 2, positions: int = 64, tied: bool = False
-    ) -> None:
+    def __init__(self, layers: int = 2, tied: bool = False) -> None:
         super().__init__()
+        vocab, width, positions = 61, 32, 64
         self.embed = nn.Embedding(vocab, width)
         self.layers = nn.ModuleList(Block(width, 4, 2) for _ in range(layers))
         self.norm = RMSNorm(width)

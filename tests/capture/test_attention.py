@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 from fxpar.capture.documents import document_ids_from_cu_seqlens, document_ids_from_positions, packed
 from tests.capture.helpers import check, ops
@@ -17,7 +20,6 @@ class Projected(nn.Module):
     def __init__(self, attend) -> None:
         super().__init__()
         self.linear = nn.Linear(24, 48)
-        self.bias = nn.Parameter(torch.randn(1, 1, 1, 1))
         self.attend = attend
 
     def forward(self, x):
@@ -50,7 +52,7 @@ def row_mask(m, q, k, v):
 
 
 def learned_mask(m, q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=m.bias * q[:, :, :, :1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=m.linear.bias[0] * q[:, :, :, :1])
 
 
 def grouped(m, q, k, v):
@@ -144,7 +146,50 @@ def packed_loss(model, batch):
 def alone(model, batch):
     """Each document of the packed row by itself."""
     bounds = batch["cu_seqlens"].tolist() if "cu_seqlens" in batch else [0, 3, 5, 6, 10]
-    return sum(loss(model, {"x": batch["x"][:, a:b]}) for a, b in zip(bounds, bounds[1:], strict=False))
+    return sum(loss(model, {"x": batch["x"][:, a:b]}) for a, b in itertools.pairwise(bounds))
+
+
+def in_windows(size):
+    """Each document of packed tokens by itself, with `size` as varlen_attn counts it."""
+    left, right = size
+
+    def attend(q, k, v):
+        back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        seen = torch.ones_like(back, dtype=torch.bool)
+        if left >= 0:
+            seen &= back <= left
+        if right >= 0:
+            seen &= back >= -right
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+    return lambda m, q, k, v: attend(q, k[:, :2], v[:, :2])
+
+
+@pytest.mark.parametrize("size", [(-1, -1), (-1, 0), (2, 0), (1, 1)])
+def test_varlen(size):
+    def varlen(m, q, k, v):
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k[:, :2], v[:, :2]))
+        bounds = m.bounds
+        out = varlen_attn(q, k, v, bounds, bounds, q.shape[0], q.shape[0], window_size=size, enable_gqa=True)
+        return out.transpose(0, 1)[None]
+
+    def with_bounds(model, batch):
+        model.bounds = batch["cu_seqlens"]
+        return loss(model, batch)
+
+    def by_hand(model, batch):
+        function, model.attend = model.attend, in_windows(size)
+        value = alone(model, batch)
+        model.attend = function
+        return value
+
+    model = Projected(varlen).double()
+    model.bounds = BOUNDS
+    x = torch.randn(1, 10, 24, dtype=torch.float64)
+    dynamic = {"x": {1: "T"}, "cu_seqlens": {0: "C"}}
+    graph = check(model, with_bounds, [{"x": x, "cu_seqlens": BOUNDS}], expected=by_hand, dynamic=dynamic)
+    assert model.bounds is BOUNDS
+    assert "fxpar.attention" in ops(graph)
 
 
 def test_packed_documents_equal_documents_alone():
@@ -154,10 +199,8 @@ def test_packed_documents_equal_documents_alone():
     (node,) = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.attention.default)
     assert node.args[3] is not None
     assert node.args[4] is None
-    batches = [{"x": x, "cu_seqlens": BOUNDS}]
-    batches.append(
-        {"x": torch.randn(1, 7, 24, dtype=torch.float64), "cu_seqlens": torch.tensor([0, 6, 7], dtype=torch.int32)}
-    )
+    short = {"x": torch.randn(1, 7, 24, dtype=torch.float64), "cu_seqlens": torch.tensor([0, 6, 7], dtype=torch.int32)}
+    batches = [{"x": x, "cu_seqlens": BOUNDS}, short]
     options = {"dynamic": {"x": {1: "T"}, "cu_seqlens": {0: "C"}}}
     check(model, packed_loss, batches, expected=alone, **options)
     check(model, packed_loss, batches, **options)  # the block acts on eager runs too

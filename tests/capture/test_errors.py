@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,7 +53,7 @@ def boolean_index(x):
 
 @pytest.mark.parametrize("function", [value_branch, item, nonzero, boolean_index])
 def test_data_dependent(function):
-    with pytest.raises(errors.DataDependentError, match="test_errors.py:") as caught:
+    with pytest.raises(errors.DataDependentError, match=r"test_errors\.py:") as caught:
         capture(With(function), sum_loss, X)
     if function in (value_branch, item):
         assert "a value is read" in str(caught.value)
@@ -139,7 +141,7 @@ def test_bad_loss(loss, message):
 
 
 def test_item_in_loss():
-    with pytest.raises(errors.DataDependentError, match="test_errors.py"):
+    with pytest.raises(errors.DataDependentError, match=r"test_errors\.py"):
         capture(MLP(), lambda m, b: m(b["x"]).sum().item(), X)
 
 
@@ -239,8 +241,8 @@ def test_other_exceptions_say_where():
 def snapshot(model):
     modules = {}
     for name, module in model.named_modules():
-        state = {k: v for k, v in module.__dict__.items() if not isinstance(v, dict)}
-        tables = {k: dict(v) for k, v in module.__dict__.items() if isinstance(v, dict)}
+        state = {k: v for k, v in module.__dict__.items() if not isinstance(v, (dict, list))}
+        tables = {k: copy.copy(v) for k, v in module.__dict__.items() if isinstance(v, (dict, list))}
         modules[name] = (state, tables)
     return modules
 
@@ -251,12 +253,13 @@ def test_model_is_left_as_it_was(fails):
         def __init__(self):
             super().__init__(0.1)
             self.register_buffer("count", torch.zeros((), dtype=torch.long))
-            self.last = None
+            self.last, self.seen = None, []
 
         def forward(self, x):
             self.last = x
             self.count = self.count + 1
             self.extra = x.shape[0]
+            self.seen.append(x)
             self.eval()
             y = super().forward(x)
             if fails:
@@ -275,3 +278,16 @@ def test_model_is_left_as_it_was(fails):
     for old, new in zip(values, (*model.parameters(), *model.buffers()), strict=True):
         assert torch.equal(old, new)
         assert new.grad is None
+
+
+def test_operators_with_functions_inside():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def flex(x):
+        q = x.view(1, 1, -1, 4)
+        with torch.no_grad():
+            y = flex_attention(q, q, q)
+        return x + y.view(-1, 4)
+
+    with pytest.raises(errors.UnsupportedOpError, match=r"flex_attention.*scaled_dot_product_attention"):
+        capture(With(flex), sum_loss, X, dynamic=None)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar import losses
-from fxpar.check import local_batch, relative_error
+from fxpar.check import local_batch
+from fxpar.eager import relative_error
 from fxpar.lower import lower
 from fxpar.runtime import ProcessGroups, bind, pad_batch
 from fxpar.capture import capture
