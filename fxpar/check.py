@@ -184,9 +184,9 @@ def run_world(
         # ZeRO-2 and 3 talk to the other replicas inside the body, so all run the same number of micro-batches: a
         # replica that has none left repeats one at scale 0, which adds exact zeros.
         idle = max(map(len, plan)) - len(mine) if strategy.zero >= 2 else 0
-        for index, factor in [(i, scale) for i in mine] + [(mine[0], 0.0)] * idle:
+        for turn, index in enumerate(mine + mine[:1] * idle):
             whole = pad_batch(program.inputs, program.dims, program.divisors, batches[index % len(batches)])
-            bound.run(local_batch(program, whole, rank), factor, seed=index)
+            bound.run(local_batch(program, whole, rank), scale, seed=index, idle=turn >= len(mine))
         return {**bound.finish(), "fingerprint": fingerprint}
 
     return run_threads(strategy.world, work)

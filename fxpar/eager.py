@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxpar.exec_graph import compile_graph
 from fxpar.graph import LogicalGraph
 
-NOISE = 1e-6  # gradients smaller than this share of the largest are compared with that share
+NOISE = 1e-3  # gradients smaller than this share of the largest are compared with that share
 
 
 @dataclass(frozen=True)

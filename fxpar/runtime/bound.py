@@ -59,8 +59,13 @@ class BoundGraph:
         with torch.no_grad():
             self._prepared = self._prologue(*self._gather(self.program.prologue.sources, ()))
 
-    def run(self, batch: Mapping[str, Tensor], scale: float | Tensor, seed: int = 0) -> None:
-        """One micro-batch (this rank's local tensors): forward, backward, results added to those so far."""
+    def run(self, batch: Mapping[str, Tensor], scale: float | Tensor, seed: int = 0, *, idle: bool = False) -> None:
+        """One micro-batch (this rank's local tensors): forward, backward, results added to those so far.
+
+        `idle`: this replica has no micro-batch left but must take part in the others' collectives (ZeRO-2 and 3). It adds
+        exact zeros and leaves the buffers alone; `batch` is any that has run before.
+        """
+        scale = 0.0 if idle else scale
         for i, info in enumerate(self.program.inputs):
             if info.kind == "batch":
                 if info.fqn not in batch:
@@ -72,11 +77,16 @@ class BoundGraph:
                 self._inputs[i] = torch.tensor(seed, dtype=torch.int64, device=self._device())
         with torch.no_grad(), self._factories():
             values = self._gather(self.program.body.sources, ())
-            if self._sums is None:
+            before = self._sums
+            if before is None:
                 self._sums = list(self._body(*values))
             else:
                 self._sums = list(self._later_body()(*values, *self._accumulators()))
-        self._carry_buffers()
+        if idle and before is not None:
+            for index in self._buffer_outputs():
+                self._sums[index] = before[index]
+        else:
+            self._carry_buffers()
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}."""

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+def _end_others(group: Any, error: BaseException) -> None:
+    """Wake the ranks that wait in a collective; torch walks a dict for that which they may be changing."""
+    for _ in range(100):
+        try:
+            group.exception_handle(error)
+            return
+        except RuntimeError:
+            continue
 
 
 def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) -> list[T]:
@@ -33,7 +43,7 @@ def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) 
             dist.barrier()
         except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             errors[rank] = error
-            pg.ProcessLocalGroup.exception_handle(error)
+            _end_others(pg.ProcessLocalGroup, error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
