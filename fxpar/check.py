@@ -82,30 +82,40 @@ def check(
 
 
 class _Oracle:
-    """The captured graph on one device, by micro-batch; results are kept, as strategies share micro-batches."""
+    """The captured graph on one device, micro-batch by micro-batch; buffers go from one to the next of a replica."""
 
     def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
         self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
         self._module = compile_graph(logical.gm.graph)
+        self._writes = [(i, o.fqn) for i, o in enumerate(logical.outputs) if o.kind == "buffer"]
         self._known: dict[int, list[Tensor]] = {}
 
-    def result(self, index: int, batch: Batch) -> list[Tensor]:
-        if index not in self._known:
-            values = []
-            for info in self._logical.inputs:
-                if info.kind in ("param", "buffer"):
-                    values.append((self._params if info.kind == "param" else self._buffers)[info.fqn])
-                elif info.kind == "constant":
-                    values.append(self._logical.constants[info.fqn])
-                elif info.kind == "batch":
-                    values.append(batch[info.fqn])
-                elif info.kind == "scale":
-                    values.append(torch.tensor(self._scale, dtype=info.meta.dtype))
-                else:
-                    values.append(torch.tensor(index))
-            with torch.no_grad():
-                self._known[index] = list(self._module(*values))
-        return self._known[index]
+    def replica(self, indices: list[int], batches: Sequence[Batch]) -> list[list[Tensor]]:
+        """Results of one replica's micro-batches in turn. Without written buffers they are kept for other strategies."""
+        buffers = dict(self._buffers)
+        results = []
+        for index in indices:
+            values = self._known.get(index)
+            if values is None:
+                values = self._run(index, batches[index % len(batches)], buffers)
+                if not self._writes:
+                    self._known[index] = values
+            buffers.update({fqn: values[i] for i, fqn in self._writes})
+            results.append(values)
+        return results
+
+    def _run(self, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
+        sources = {"param": self._params, "buffer": buffers, "constant": self._logical.constants, "batch": batch}
+        values = []
+        for info in self._logical.inputs:
+            if info.kind == "scale":
+                values.append(torch.tensor(self._scale, dtype=info.meta.dtype))
+            elif info.kind == "seed":
+                values.append(torch.tensor(index))
+            else:
+                values.append(sources[info.kind][info.fqn])
+        with torch.no_grad():
+            return list(self._module(*values))
 
 
 def assign(strategy: Strategy, count: int) -> list[list[int]]:
@@ -130,7 +140,7 @@ def _check_one(
         strategy = Strategy.parse(strategy)
     program = lower(logical, strategy)
     plan = assign(strategy, len(batches))
-    expected = _sum([oracle.result(i, batches[i % len(batches)]) for micro in plan for i in micro], logical)
+    expected = _sum([values for micro in plan for values in oracle.replica(micro, batches)], logical)
     begun, error = time.perf_counter(), ""
     try:
         ranks = run_world(program, params, buffers, batches, plan, scale, compile)

@@ -52,7 +52,7 @@ class Strategy:
                 raise StrategySyntaxError(text, part, "an axis is a name and a degree, such as dp2")
             name, degree = match[1], int(match[2])
             if name not in AXES:
-                why = f"unknown axis {name!r}{nearest(name, AXES)} Axes are {', '.join(AXES)}"
+                why = f"unknown axis {name!r}{nearest(name, AXES) or '.'} Axes are {', '.join(AXES)}"
                 raise StrategySyntaxError(text, part, why)
             if name in dict(axes):
                 raise StrategySyntaxError(text, part, f"axis {name!r} is given twice")
@@ -111,7 +111,7 @@ def _parse_flags(text: str, flags: list[str]) -> tuple[int, bool]:
     zero, sp = 0, False
     for flag in flags:
         if flag not in FLAGS:
-            why = f"unknown flag {flag!r}{nearest(flag, FLAGS)} Flags are {', '.join(FLAGS)}"
+            why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
             raise StrategySyntaxError(text, flag, why)
         if flag == "sp":
             if sp:

@@ -40,13 +40,14 @@ class BucketCollectives:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         buckets: dict[Any, list[fx.Node]] = defaultdict(list)
+        depth = _depths(graph.graph)
         for node in graph.graph.nodes:
             if node.op == "call_function" and node.target in _FUSABLE and _is_static(node):
                 phase, tag = node.meta.get("phase", "body"), node.meta.get("bucket", "")
                 if phase == "body" and not tag and not self.body:
                     continue  # activations: order and overlap matter more than launches
                 rows: fx.Node = node.args[0]  # type: ignore[assignment]
-                buckets[(node.target, node.args[1:], rows.meta["local"].dtype, phase, tag)].append(node)
+                buckets[(node.target, node.args[1:], rows.meta["local"].dtype, phase, tag, depth[node])].append(node)
         fused = False
         for members in buckets.values():
             for group in self._split(members):
@@ -68,6 +69,16 @@ class BucketCollectives:
             groups[-1].append(node)
             filled += size
         return groups
+
+
+def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Collectives of the same phase and tag upstream of each node: two in one bucket never depend on each other."""
+    depth: dict[fx.Node, int] = {}
+    place = {node: (node.meta.get("phase", "body"), node.meta.get("bucket", "")) for node in graph.nodes}
+    for node in graph.nodes:
+        upstream = [depth[o] + (o.target in _FUSABLE) for o in node.all_input_nodes if place[o] == place[node]]
+        depth[node] = max(upstream, default=0)
+    return depth
 
 
 def _is_static(node: fx.Node) -> bool:

@@ -49,6 +49,8 @@ class ReshardToCollectives:
                         dist=dist,
                         phase=node.meta["phase"],
                     )
+            if "buffer" in node.meta:
+                value.meta["buffer"] = node.meta["buffer"]
             node.replace_all_uses_with(value)
             graph.graph.erase_node(node)
 

@@ -31,10 +31,7 @@ def load_function(
     place, _, name = spec.rpartition(":")
     function = find_function(spec, place, name)
     arguments = with_arguments(given, inspect.signature(function), spec)
-    with torch.random.fork_rng(devices=[]), torch.device(device if device == "meta" else "cpu"):
-        torch.manual_seed(seed)
-        result = function(**arguments)
-    model, loss_fn, batches = unpack(spec, result)
+    model, loss_fn, batches = unpack(spec, call(spec, function, arguments, device, seed))
     batches = tuple(_on_cpu(cast_batch(batch, dtype)) for batch in batches)
     return LoadedModel(name, model.to(dtype), loss_fn, batches[0], batches)
 
@@ -49,6 +46,22 @@ def find_function(spec: str, place: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ModelFunctionError(spec, f"{name!r} is {type(function).__name__}, not a function")
     return function
+
+
+def call(spec: str, function: Callable[..., Any], arguments: dict[str, Any], device: str, seed: int) -> Any:
+    """What the function returns; on "meta" it allocates nothing, unless it looks at values: then it runs on the CPU.
+
+    Raises ModelFunctionError.
+    """
+    for place in ("meta", "cpu") if device == "meta" else ("cpu",):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device(place):
+                torch.manual_seed(seed)
+                return function(**arguments)
+        except Exception as error:
+            if place == "cpu":
+                raise ModelFunctionError(spec, f"the function raised {type(error).__name__}: {error}") from error
+    raise AssertionError("unreachable")
 
 
 def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, Sequence[Mapping[str, Tensor]]]:
@@ -68,8 +81,8 @@ def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, Sequence[Mappin
         raise ModelFunctionError(spec, f"the model it returned is {type(model).__name__}, not a torch.nn.Module")
     if not callable(loss_fn):
         raise ModelFunctionError(spec, f"the loss function it returned is {type(loss_fn).__name__}; it is not callable")
-    batches = [_as_dict(spec, batch) for batch in (others or (example,))]
-    return model, loss_fn, [_as_dict(spec, example), *batches] if others else batches
+    _as_dict(spec, example)
+    return model, loss_fn, [_as_dict(spec, batch) for batch in (others or (example,))]
 
 
 def _as_dict(spec: str, batch: Any) -> Mapping[str, Tensor]:

@@ -1,0 +1,115 @@
+"""`hf:TYPE`: tiny random decoders, published configurations, and what is refused. Skipped without transformers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from fxpar.errors import MissingPackageError, ModelConfigError, ModelOptionError, ModelTypeError, PresetError
+from fxpar.models import load
+
+transformers = pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
+
+
+def test_tiny_llama():
+    loaded = load("hf:llama", dtype="float64")
+    config = loaded.model.config
+    assert (config.num_hidden_layers, config.num_key_value_heads, config.vocab_size) == (2, 2, 131)
+    assert all(p.dtype == torch.float64 for p in loaded.params().values())
+    assert loaded.model.training
+    assert set(loaded.example_batch) == {"input_ids", "labels", "position_ids"}
+    loss = loaded.loss_fn(loaded.model, loaded.example_batch)
+    assert loss.dim() == 0
+    assert float(loss) > 0
+
+
+def test_weights_show_errors_and_repeat_with_the_seed():
+    one, again, other = (load("hf:gpt2", seed=seed).params() for seed in (0, 0, 1))
+    norm, bias = one["transformer.h.0.ln_1.weight"], one["transformer.h.0.attn.c_attn.bias"]
+    assert norm.std() > 0.01
+    assert bias.std() > 0.01
+    assert all(torch.equal(one[k], again[k]) for k in one)
+    assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
+
+
+def test_tied_weights_stay_tied():
+    loaded = load("hf:gpt2")
+    assert "lm_head.weight" not in loaded.params()
+    assert loaded.model.lm_head.weight is loaded.model.transformer.wte.weight
+
+
+def test_options_reach_the_configuration_under_either_name():
+    config = load("hf:gpt2", options={"num_hidden_layers": "3", "n_head": "2", "scale_attn_weights": "false"}).model.config
+    assert (config.n_layer, config.n_head, config.scale_attn_weights) == (3, 2, False)
+
+
+def test_published_size_on_meta():
+    loaded = load("hf:llama@8b", device="meta")
+    assert all(p.is_meta for p in loaded.model.parameters())
+    assert sum(p.numel() for p in loaded.model.parameters()) == 8_030_261_248
+    assert loaded.example_batch["input_ids"].device.type == "cpu"
+    assert load("hf:llama@8b", device="meta", options={"num_hidden_layers": "1"}).model.config.hidden_size == 4096
+
+
+@pytest.mark.parametrize(("name", "millions"), [("qwen3@8b", 8191), ("gemma2@9b", 9242), ("gpt2@124m", 124)])
+def test_published_sizes_have_the_published_number_of_parameters(name, millions):
+    loaded = load(f"hf:{name}", device="meta")
+    assert sum(p.numel() for p in loaded.model.parameters()) // 10**6 == millions
+
+
+def test_default_configuration_of_a_type():
+    config = load("hf:gpt2@default", device="meta", options={"n_layer": "1"}).model.config
+    assert (config.n_embd, config.n_layer) == (768, 1)
+
+
+def test_type_without_position_ids_gets_one_document():
+    assert set(load("hf:bloom").example_batch) == {"input_ids", "labels"}
+
+
+def test_no_network(monkeypatch):
+    import socket
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    load("hf:qwen3")
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "words"),
+    [
+        ("hf:lama", ModelTypeError, "unknown to transformers; did you mean 'llama'"),
+        ("hf:vit", ModelTypeError, "no causal language model head"),
+        ("hf:mixtral", ModelTypeError, r"mixture of experts \(num_local_experts=8\)"),
+        ("hf:dbrx", ModelTypeError, r"mixture of experts \(moe_num_experts=4\)"),
+        ("hf:gemma3", ModelTypeError, "its decoder is 'hf:gemma3_text'"),
+        ("hf:llama@9b", PresetError, "hf:llama@8b"),
+        ("hf:bloom@7b", PresetError, "There are hf:bloom@default"),
+        ("hf:llama@", PresetError, "hf:llama@default"),
+    ],
+)
+def test_refused(spec, error, words):
+    with pytest.raises(error, match=words):
+        load(spec)
+
+
+def test_unknown_option():
+    with pytest.raises(ModelOptionError, match="'hiden_size' is unknown .*did you mean 'hidden_size'"):
+        load("hf:llama", options={"hiden_size": "8"})
+
+
+def test_option_that_transformers_refuses():
+    with pytest.raises(ModelConfigError, match="cannot build 'hf:llama' .*Change them with --set"):
+        load("hf:llama", options={"hidden_act": "no_such_function"})
+
+
+def test_without_transformers(monkeypatch):
+    for name in [n for n in sys.modules if n.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r'pip install "fxpar\[hf\]"'):
+        load("hf:llama")
