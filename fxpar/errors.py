@@ -288,7 +288,9 @@ class ModelOptionError(FxparError):
     @classmethod
     def unknown(cls, key: str, owner: str, known: Iterable[str]) -> ModelOptionError:
         names = sorted(set(known))
-        hint = nearest(key, names) or (f"; there are {', '.join(names)}" if 0 < len(names) <= 12 else "")
+        hint = nearest(key, names)
+        if hint in ("", ".") and 0 < len(names) <= 12:
+            hint = f"; there are {', '.join(names)}"
         return cls(key, f"is unknown to {owner}{hint}")
 
 
@@ -326,3 +328,50 @@ class OutputError(FxparError):
 
     def __init__(self, path: str, cause: OSError) -> None:
         super().__init__(f"cannot write {path!r}: {cause.strerror or cause}")
+
+
+# ---------------------------------------------------------------------------------------------- cluster and switch
+class ClusterError(FxparError):
+    """A cluster file, or a cluster, that cannot be used."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(f"cluster {source}: {why}")
+
+
+class LayoutError(FxparError):
+    """Two weight layouts that do not belong together, or a model that a strategy cannot be laid out for."""
+
+    def __init__(self, layout: str, why: str) -> None:
+        super().__init__(f"layout {layout!r}: {why}")
+
+
+class NoOwnerError(FxparError):
+    """A part of a tensor that a target needs and no source holds."""
+
+    def __init__(self, tensor: str, box: str, ranks: str) -> None:
+        super().__init__(
+            f"{tensor}{box} is needed on rank(s) {ranks} but no source layout holds it; "
+            "pass the layout that does (such as the home layout) as a further holder"
+        )
+
+
+class PlannerError(FxparError):
+    """A planner that does not exist."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(f"there is no planner {name!r}{nearest(name, names) or '.'} Planners are {', '.join(names)}")
+
+
+class SwitchPlanError(FxparError):
+    """A switch plan that would not produce its target: a bug of a planner, or a plan changed by hand."""
+
+    def __init__(self, tensor: str, box: str, rank: int, why: str) -> None:
+        super().__init__(f"switch plan: {tensor}{box} on rank {rank} {why}")
+
+
+class OrderError(FxparError):
+    """A request for an order of graphs that makes no sense."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"order of graphs: {why}")

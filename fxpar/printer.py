@@ -2,11 +2,11 @@
 
     %mm_3 : f64[T, 64@tp] = mm(%view_5, %t_3)   # attention.q_proj, model.py:41
 
-One node per line: name, type, op, operands; after `#` the module (relative to the heading) and the user's source line. A
-type reads as in `DistConfig.describe`: global sizes with the axes that cut them, then the axes on which it is partial. A
-value that has no placement of its own (inside a collective) shows its local shape after `local`. Names count up per op,
-so that they do not depend on how the graph was made. Nodes stand in program order under headings by repeated block and
-direction; a block that equals an earlier one but for its names is folded into one line.
+One node per line: name, type, op, operands; after `#` the module (relative to the heading) and the user's source
+line. A type reads as in `DistConfig.describe`: global sizes with the axes that cut them, then the axes on which it is
+partial. A value that has no placement of its own (inside a collective) shows its local shape after `local`. Names count
+up per op, so that they do not depend on how the graph was made. Nodes stand in program order under headings by repeated
+block and direction; a block that equals an earlier one but for its names is folded into one line.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def parts(graph: AnyGraph) -> list[PrintedPart]:
 
 
 def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None) -> list[str]:
-    """Lines for the inputs, the runs of nodes under their headings, and the results; `only` keeps the run of that title."""
+    """Lines for the inputs, the runs of nodes under headings, and the results; `only` keeps the run of that title."""
     name = part.names
     lines = [f"%{name[n]} : {type_of(n)}" for n in part.inputs] if only is None else []
     known: dict[tuple[str, ...], str] = {}
@@ -285,10 +285,10 @@ def _argument(value: Any, name: Mapping[fx.Node, str], most: int | None = None) 
 
 
 def _sent(node: fx.Node) -> str:
-    """Axis and local shape of what a collective sends."""
+    """Local shape of what a collective sends (its axis is among the operands)."""
     if "comm" not in node.meta:
         return ""
-    axis, sent = node.meta["comm"]
+    _, sent = node.meta["comm"]
     fused = node.meta.get("fused", 1)
     return f"sends {sent}" + (f" in {fused} tensors" if fused > 1 else "")
 

@@ -54,7 +54,9 @@ def test_two_captures_print_alike():
 
 @pytest.mark.parametrize("stage", ["logical", "annotated", "exec"])
 def test_every_node_has_a_line(stage):
-    graph = {"logical": lambda: logical(), "annotated": _annotated, "exec": lambda: lower(logical(), "dp2.tp2+sp")}[stage]()
+    graph = {"logical": lambda: logical(), "annotated": _annotated, "exec": lambda: lower(logical(), "dp2.tp2+sp")}[
+        stage
+    ]()
     text = format_graph(graph, fold=False)
     calls = sum(node.op == "call_function" for part in parts(graph) for node in part.graph.nodes)
     assert len(re.findall(r"^  %\S+ : .+ = \S+\(", text, re.MULTILINE)) == calls
@@ -112,7 +114,9 @@ def test_table_adds_up():
 
 
 def test_no_machine_paths():
-    assert without_folders("op x (first at /usr/lib/python/models/llama.py:41) has") == "op x (first at llama.py:41) has"
+    assert (
+        without_folders("op x (first at /usr/lib/python/models/llama.py:41) has") == "op x (first at llama.py:41) has"
+    )
     assert without_folders(r"at C:\models\llama.py:41") == "at llama.py:41"
 
 

@@ -14,7 +14,7 @@ from fxpar.annotate.solve import Demand, solve
 from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
 from fxpar.errors import NotYetError, warn
 from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
-from fxpar.pass_base import tensor_operands
+from fxpar.pass_base import block_of, tensor_operands
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
 from fxpar.strategy import Strategy
@@ -41,6 +41,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     token = _token_symbol(logical)
     overrides = resolve_overrides(logical, strategy)
     named = {copied[node].name: overrides[node.name] for node in logical.placeholders if node.name in overrides}
+    _label_variants(result, named)
     tp: Choice = {}
     if tensor > 1:
         axis = TensorAxis(tensor, strategy.sp, named)
@@ -70,6 +71,21 @@ def _label_placeholders(graph: AnnotatedGraph) -> None:
         node.meta["kind"] = info.kind
         name = normalize_fqn(info.fqn) if info.kind == "param" else info.fqn
         node.meta["class"] = (info.kind, name, info.requires_grad)
+
+
+def _label_variants(graph: AnnotatedGraph, overrides: dict[str, Placement]) -> None:
+    """Repeated blocks that the user treats differently are not repetitions of each other: they decide separately."""
+    variants: dict[str, list[str]] = defaultdict(list)
+    for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+        if node.name in overrides:
+            block = block_of(info.fqn)
+            variants[block].append(f"{info.fqn.removeprefix(block)}={overrides[node.name]}")
+    for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+        if info.kind == "param":
+            node.meta["class"] = (*node.meta["class"], *variants.get(block_of(info.fqn), ()))
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and variants:
+            node.meta["variant"] = tuple(variants.get(block_of(node.meta.get("fqn", "")), ()))
 
 
 def _token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:

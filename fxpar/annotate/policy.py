@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
+from fxpar.annotate.solve import is_weight
 from fxpar.dist_config import Partial, Placement, R, Replicate, Shard
 from fxpar.errors import OverrideError, nearest
 from fxpar.graph import Input, LogicalGraph
@@ -112,8 +113,13 @@ class TensorAxis:
 
     def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
         if entry.view.target == "input":
-            is_weight = entry.nodes[0].meta.get("kind") == "param" and len(entry.view.outputs[0]) > 1
-            return WHOLE_WORK * _weight_bytes(problem, entry) if is_weight and not _is_cut(option) else 0.0
+            if not is_weight(entry):
+                return 0.0
+            table = any(problem.classes[user].view.target is own.embedding.default for user, _ in entry.users)
+            by_width = isinstance(option.outputs[0], Shard) and option.outputs[0].dim > 0
+            if table and by_width and entry.nodes[0].name not in self.overrides:
+                return 2 * WHOLE_WORK * _weight_bytes(problem, entry)  # tables are cut by rows, as a tied head needs
+            return 0.0 if _is_cut(option) else WHOLE_WORK * _weight_bytes(problem, entry)
         cost = 0.0
         if not _is_cut(option):
             cost = WHOLE_WORK * _work_bytes(problem, entry)

@@ -208,7 +208,7 @@ def build(
         elif is_op(node):
             view, operands = make_view(node, sizes, inner, inner_degree)
             place = (node.meta.get("fqn", ""), bool(node.meta.get("backward")))
-            key = (normalize_fqn(place[0]), place[1], counts[place], view)
+            key = (normalize_fqn(place[0]), place[1], counts[place], view, node.meta.get("variant", ()))
             counts[place] += 1
         else:
             continue

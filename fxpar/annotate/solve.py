@@ -17,10 +17,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve_want
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
-from fxpar.dist_config import Placement
+from fxpar.dist_config import Placement, Shard
 from fxpar.errors import PlacementError
 from fxpar.rules.option import Option
 
+FORCED = 1000.0
 NodeCost = Callable[[OpClass, Option], float]
 Want = dict[Placement, list[int]]  # placement -> columns of one user that want it
 
@@ -85,6 +86,11 @@ class _Program:
 def solve(problem: AxisProblem, node_cost: NodeCost, demands: list[Demand]) -> dict[int, Option]:
     """The option of every class."""
     return _Search(problem, node_cost, demands).run()
+
+
+def is_weight(entry: OpClass) -> bool:
+    """A parameter with at least two dims: the axis is about how these lie. Norm weights and biases may be sliced."""
+    return entry.nodes[0].meta.get("kind") == "param" and len(entry.view.outputs[0]) > 1
 
 
 class _Search:
@@ -178,9 +184,13 @@ class _Search:
                 supply += columns
                 continue
             price = reshard_bytes(nbytes, made, placement, self.problem.degree)
-            # Parameters and inputs are used as they lie, or sliced; gathering them is not this axis' business.
-            if not np.isfinite(price) or (entry.view.target == "input" and price >= LAUNCH_BYTES):
+            if not np.isfinite(price):
                 continue
+            if entry.view.target == "input" and not isinstance(placement, Shard):
+                # Gathering an input again is for overrides only, where one cuts a weight as no op can work with it.
+                price *= FORCED
+            elif is_weight(entry):
+                continue  # a weight that is whole is whole for a reason
             column = self.program.column(price * len(entry.nodes), False)
             self.program.row({column: 1.0, **dict.fromkeys(columns, -1.0)}, -np.inf, 0)
             supply.append(column)

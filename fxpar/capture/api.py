@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import nn
 
 from fxpar.capture.canonical import Canonical
@@ -17,7 +18,7 @@ from fxpar.capture.simplify import simplify
 from fxpar.capture.step import LossFunction, Step
 from fxpar.errors import warn
 from fxpar.graph import LogicalGraph, Output
-from fxpar.torch_api.tracing import FakeWorld
+from fxpar.torch_api.symbolic import FakeWorld
 
 
 def capture(
@@ -28,7 +29,29 @@ def capture(
     dynamic: Dynamic = "auto",
     name: str | None = None,
 ) -> LogicalGraph:
-    """Trace forward, loss and backward of `model` once, on fake tensors."""
+    """Trace forward, loss and backward of `model` once, on tensors without data; nothing is allocated.
+
+    `loss_fn(model, batch)` returns a scalar: the sum of the losses of all valid tokens (see `fxpar.losses`). Exactly a
+    mean is turned into the sum. The graph multiplies it by its input `scale`. `example_batch` is a dict of tensors, or
+    a tuple or list of them (called "0", "1", ...); only shapes and dtypes are read.
+
+    `dynamic` says which dims of the batch may change from call to call:
+
+    - "auto": with token ids [B, T] or [T], every dim of length T is the dim "T", and dim 0 of document bounds (keys
+      with "cu_seq") is "C". Without token ids dim 0 of all tensors is "B".
+    - `{key: {dim: name}}`: these. Dims of one name have one size.
+    - None: none.
+
+    The model is left as it was, also after an error, and may lie on the meta device. Raises a subclass of
+    `fxpar.errors.CaptureError` for whatever one graph cannot hold for all batches.
+    """
+    with torch.inference_mode(False):
+        return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__)
+
+
+def _capture(
+    model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str
+) -> LogicalGraph:
     started = time.process_time()
     device = model_device(model)
     batch = named_batch(example_batch)
@@ -54,4 +77,4 @@ def capture(
     inputs, constants = lift_constants(gm, signature.inputs)
     done = time.process_time()
     timings = {"capture_cpu_s": done - started, "trace_cpu_s": traced - started, "canonical_cpu_s": done - traced}
-    return LogicalGraph(gm, inputs, tuple(outputs), checked, name or type(model).__name__, constants, timings)
+    return LogicalGraph(gm, inputs, tuple(outputs), checked, name, constants, timings)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxpar import ops
 from fxpar.capture.context import MaskRule
 from fxpar.capture.dropout import dropout
-from fxpar.torch_api.tracing import known_equal
+from fxpar.torch_api.symbolic import known_equal
 
 assert ops  # importing it registers torch.ops.fxpar
 

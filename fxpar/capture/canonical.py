@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from fxpar.capture.dynamic import DynamicDims
 from fxpar.capture.symints import SymInts
 from fxpar.graph import Input, TensorMeta
-from fxpar.torch_api.tracing import FakeWorld, OpOverload
+from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.torch_api.tracing import OpOverload
 
 aten = torch.ops.aten
 
@@ -98,18 +99,19 @@ class Canonical:
         return node
 
     def _constant(self, node: fx.Node) -> None:
-        value = getattr(self.raw, node.target)
-        new = self.graph.create_node("get_attr", node.target)
-        self.root.register_buffer(node.target, value.detach(), persistent=False)
+        name = str(node.target)
+        value = getattr(self.raw, name)
+        new = self.graph.create_node("get_attr", name)
+        self.root.register_buffer(name, value.detach(), persistent=False)
         new.meta.update(tensor=self.meta_of(value), fqn="", source=None, backward=False)
         self.new[node] = new
 
     def _copy(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             return  # made on demand by `self.symints`
         if node.target in _SAME:
-            self.new[node] = self.new[node.args[0]]
+            self.new[node] = self.new[node.all_input_nodes[0]]
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._operand)
         kwargs = {key: v for key, v in kwargs.items() if key not in _DEVICE_KEYS}
@@ -145,5 +147,5 @@ class Canonical:
 
     def _is_same(self, node: fx.Node, kwargs: dict[str, Any]) -> bool:
         """Whether a cast changes neither dtype nor memory format (a change of device is no change here)."""
-        source = node.args[0].meta["val"]
+        source = node.all_input_nodes[0].meta["val"]
         return source.dtype == node.meta["val"].dtype and kwargs.get("memory_format") in (None, torch.preserve_format)

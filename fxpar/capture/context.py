@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxpar.capture.provenance import Provenance, user_line
 from fxpar.errors import UnsupportedOpError
-from fxpar.torch_api.tracing import FakeWorld
+from fxpar.torch_api.symbolic import FakeWorld
 
 
 @dataclass

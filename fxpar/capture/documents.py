@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpar.capture.attention import scaled_dot_product_attention
 from fxpar.capture.context import CaptureContext, MaskRule, current
-from fxpar.torch_api.tracing import known_equal
+from fxpar.torch_api.symbolic import known_equal
 
 _PACKED: ContextVar[Tensor | None] = ContextVar("fxpar_packed", default=None)
 
@@ -31,7 +31,8 @@ def document_ids_from_positions(position_ids: Tensor) -> Tensor:
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, length: int | torch.SymInt) -> Tensor:
     """cu_seqlens [C] = [0, end of document 1, ...] -> ids [1, length]; what is past the last end is one more."""
-    tokens = torch.arange(length, device=cu_seqlens.device)
+    stop: Any = length
+    tokens = torch.arange(stop, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.contiguous().long(), tokens, right=True).unsqueeze(0)
 
 

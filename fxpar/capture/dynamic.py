@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.errors import DynamicDimError
 from fxpar.graph import Dim, Size, dim_symbol
-from fxpar.torch_api.tracing import FakeWorld
+from fxpar.torch_api.symbolic import FakeWorld
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
 TOKENS, BATCH, DOCUMENT_BOUNDS = "T", "B", "C"

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fxpar.capture.context import current
-from fxpar.torch_api.tracing import hint, largest_without_inputs
+from fxpar.torch_api.symbolic import hint
+from fxpar.torch_api.tracing import largest_without_inputs
 
 
 class _PaddedEmbedding(torch.autograd.Function):
@@ -21,9 +22,9 @@ class _PaddedEmbedding(torch.autograd.Function):
         return torch.ops.fxpar.embedding(weight, ids, row_ids)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ids, row_ids = ctx.saved_tensors
-        return torch.ops.fxpar.embedding_backward(grad, ids, row_ids, ctx.padding_idx), None, None, None
+        return torch.ops.fxpar.embedding_backward(grads[0], ids, row_ids, ctx.padding_idx), None, None, None
 
 
 def functional_embedding(

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from fxpar.capture.signature import Signature
 from fxpar.errors import MutationError, UnsupportedOpError
 from fxpar.torch_api import tracing
+from fxpar.torch_api.symbolic import FakeWorld
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ class Functional:
     buffers: dict[str, fx.Node]
 
 
-def make_functional(gm: fx.GraphModule, signature: Signature, world: tracing.FakeWorld) -> Functional:
+def make_functional(gm: fx.GraphModule, signature: Signature, world: FakeWorld) -> Functional:
     """Remove all writes from a traced graph. Raises MutationError, UnsupportedOpError."""
     _check_ops(gm)
     results = list(_output(gm).args[0])  # type: ignore[arg-type]
@@ -43,7 +44,7 @@ def make_functional(gm: fx.GraphModule, signature: Signature, world: tracing.Fak
             _output(gm).args = ((*results, *written.values()),)
             gm.recompile()
             gm = _functionalize(gm, signature, world)
-            found = list(_output(gm).args[0])  # type: ignore[arg-type]
+            found: Any = list(_output(gm).args[0])  # type: ignore[arg-type]
             written = dict(zip(written, found[len(results) :], strict=True))
             renaming = _Renaming(gm, signature, world, written)
             assert renaming.possible(), "functionalize left a write through a view"
@@ -123,7 +124,7 @@ class _Renaming:
 
     gm: fx.GraphModule
     signature: Signature
-    world: tracing.FakeWorld
+    world: FakeWorld
     written: dict[str, fx.Node]
     bases: dict[fx.Node, fx.Node] = field(default_factory=dict)
     wholes: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # base -> its values so far
@@ -140,8 +141,9 @@ class _Renaming:
     def _base(self, node: fx.Node) -> fx.Node:
         """The node whose memory this one's result is, or may be, a part of."""
         if node.target is operator.getitem:
-            whole = self.bases[node.args[0]]
-            return node if whole is node.args[0] else whole
+            several = node.all_input_nodes[0]
+            whole = self.bases[several]
+            return node if whole is several else whole
         schema = _schema(node)
         if schema is None:
             return node
@@ -234,7 +236,7 @@ class _Again(fx.Interpreter):
         return super().run_node(n)
 
 
-def _functionalize(gm: fx.GraphModule, signature: Signature, world: tracing.FakeWorld) -> fx.GraphModule:
+def _functionalize(gm: fx.GraphModule, signature: Signature, world: FakeWorld) -> fx.GraphModule:
     """The same graph traced through `torch.func.functionalize`; metas are those of the nodes that were running."""
     again = _Again(gm, garbage_collect_values=False)
 

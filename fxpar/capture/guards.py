@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import sympy
 
 from fxpar.errors import SpecializedShapeError
 from fxpar.graph import Dim, dim_symbol
-from fxpar.torch_api.tracing import FakeWorld, Guard
+from fxpar.torch_api.symbolic import FakeWorld, Guard
 
 
 def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -74,20 +75,21 @@ def _holds(condition: sympy.Basic, sizes: Sequence[int]) -> bool:
     return all(condition.subs(symbol, size) == sympy.true for size in sizes)
 
 
-def _linear(condition: sympy.Basic) -> tuple[sympy.Symbol, int | None, int | None] | None:
+def _linear(condition: Any) -> tuple[sympy.Symbol, int | None, int | None] | None:
     """(dim, least, greatest) of a comparison `a * dim + b <= 0` in any form; None for any other condition."""
     if not isinstance(condition, _COMPARISONS):
         return None
     symbols = condition.free_symbols
     if len(symbols) != 1:
         return None
-    (symbol,) = symbols
-    difference = sympy.expand(condition.gts - condition.lts)  # >= 0, or > 0
+    symbol: Any = next(iter(symbols))
+    greater: Any = condition.gts
+    difference: Any = sympy.expand(greater - condition.lts)  # >= 0, or > 0
     a, b = difference.coeff(symbol, 1), difference.coeff(symbol, 0)
     if not (a.is_number and b.is_number) or sympy.expand(difference - a * symbol - b) != 0 or a == 0:
         return None
     strict = isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan))
-    edge = sympy.Rational(-b, a)  # dim > edge or dim < edge, or equal where not strict
+    edge: Any = sympy.Rational(-b, a)  # dim > edge or dim < edge, or equal where not strict
     if a > 0:
         return symbol, math.floor(edge) + 1 if strict else math.ceil(edge), None
     return symbol, None, math.ceil(edge) - 1 if strict else math.floor(edge)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from fxpar.capture.attention import AttentionRule, attend
 from fxpar.capture.context import CaptureContext, MaskRule, current
 from fxpar.capture.documents import document_ids_from_positions, remembered, with_batch_documents
-from fxpar.torch_api.tracing import is_computed_from_inputs, known_equal
+from fxpar.torch_api.symbolic import known_equal
+from fxpar.torch_api.tracing import is_computed_from_inputs
 
 NAME = "fxpar"
 
@@ -48,7 +49,7 @@ def host_models(model: nn.Module) -> Iterator[None]:
             (ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", mask_forward),  # models that call torch's attention themselves
         ):
-            mapping = type(interface)._global_mapping
+            mapping: dict[str, Any] = type(interface)._global_mapping
             stack.callback(_restore_item, mapping, name, mapping.get(name))
             mapping[name] = function
         for config, switch in _configs(models):
@@ -166,7 +167,7 @@ def mask_forward(
     if attention_mask is not None and not is_computed_from_inputs(attention_mask):
         attention_mask = None  # all ones, made by the model itself
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    dense = sdpa_mask(
+    dense: Any = sdpa_mask(
         batch_size, q_length, kv_length, *args, mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
     rule = _rule_of(mask_function)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxpar.capture.dynamic import DynamicDims
 from fxpar.errors import BatchError, DeviceError
 from fxpar.graph import Input, Size, TensorMeta
-from fxpar.torch_api.tracing import FakeWorld
+from fxpar.torch_api.symbolic import FakeWorld
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 

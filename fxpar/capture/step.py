@@ -20,8 +20,13 @@ from fxpar.capture.redirect import Redirect
 from fxpar.capture.signature import Batch, Signature
 from fxpar.errors import CaptureError, DataDependentError, DeviceError, LossError, UnsupportedOpError
 from fxpar.torch_api import tracing
+from fxpar.torch_api.symbolic import FakeWorld
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
+_INSTEAD_OF_FLEX = (
+    "Call torch.nn.functional.scaled_dot_product_attention or varlen_attn; documents can be given with "
+    "fxpar.capture.documents.packed."
+)
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -69,7 +74,7 @@ class Step:
     loss_fn: LossFunction
     batch: Batch
     signature: Signature
-    world: tracing.FakeWorld
+    world: FakeWorld
     provenance: Provenance
     device: torch.device
 
@@ -103,7 +108,6 @@ class Step:
         with (
             tracing.swapped_tensors(self.model, self.signature.model_tensors(values)),
             running(context),
-            torch.inference_mode(False),
             torch.device("cpu"),  # where tensors are made that name no device
             self.provenance.follow(),
             torch.enable_grad(),
@@ -158,6 +162,8 @@ class Step:
             return DataDependentError(_operation(error), fqn, line)
         if isinstance(error, tracing.DeviceMismatchError):
             return DeviceError(f"{error} (in module {fqn!r}, at {line})")
+        if "FlexAttention" in str(error):
+            return UnsupportedOpError("flex_attention", _INSTEAD_OF_FLEX, fqn, line)
         return None
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.errors import UnsupportedOpError
 from fxpar.graph import dim_symbol
-from fxpar.torch_api.tracing import FakeWorld, function_of
+from fxpar.torch_api.symbolic import FakeWorld, function_of
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ class SymInts:
     def __init__(self, graph: fx.Graph, world: FakeWorld, where: Mapping[str, tuple[fx.Node, int]]) -> None:
         self._graph, self._world, self._where = graph, world, where
         self._symbols = {symbol: dim_symbol(name) for symbol, name in world.names().items()}
-        self._nodes: dict[sympy.Expr, fx.Node | int | float] = {}
+        self._nodes: dict[sympy.Basic, fx.Node | int | float] = {}
         self._last: fx.Node = next(reversed(graph.find_nodes(op="placeholder")))
 
     def expression(self, value: Any) -> Any:
@@ -35,7 +35,7 @@ class SymInts:
             return found
         found = found.xreplace(self._symbols)
         if found.is_number:
-            return int(found) if found.is_integer else float(found)
+            return int(found) if found.is_Integer else float(found)
         return found
 
     def node(self, value: Any) -> fx.Node | int | float:
@@ -50,7 +50,7 @@ class SymInts:
             known = self._nodes[expression] = self._make(expression)
         return known
 
-    def _make(self, expression: sympy.Expr) -> fx.Node | int | float:
+    def _make(self, expression: Any) -> fx.Node | int | float:
         if expression.is_Integer:
             return int(expression)
         if expression.is_number:

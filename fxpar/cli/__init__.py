@@ -1,4 +1,4 @@
-"""The command line: `fxpar check`, `fxpar dump`, `fxpar passes`. Nothing here imports torch until a command needs it."""
+"""The command line: `fxpar check`, `fxpar dump`, `fxpar passes`. Torch is imported when a command needs it."""
 
 from __future__ import annotations
 

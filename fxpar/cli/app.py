@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Capture a model once, lower it to per-rank graphs of any parallel strategy, see and check them. No GPU needed.",
+    help="Capture a model once, lower it to per-rank graphs of any parallel strategy, see and check them.",
 )
 
 MODEL_HELP = (
@@ -53,9 +53,9 @@ Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from fxpar import __version__
 
-        typer.echo(f"fxpar {version('fxpar')}")
+        typer.echo(f"fxpar {__version__}")
         raise typer.Exit
 
 
@@ -165,7 +165,9 @@ def dump_command(
 @app.command(name="passes")
 @reporting
 def passes_command(
-    name: Annotated[str | None, typer.Argument(help="Show the whole description of this pass.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show the whole description of this pass.", show_default=False)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """List the passes, or describe one."""

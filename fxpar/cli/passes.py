@@ -13,7 +13,10 @@ from fxpar.lower import default_passes
 
 
 def run_passes(name: str | None) -> None:
-    """Print the list (the passes of `lower` in their order, then others), or the description of `name`. Raises the errors of the registry."""
+    """Print the list (the passes of `lower` in their order, then others), or the description of `name`.
+
+    Raises the errors of the registry.
+    """
     console = stdout_console()
     if name is not None:
         text = f"{name}\n\n{description(pass_registry.get(name))}"
@@ -40,7 +43,9 @@ def description(pass_: Any) -> str:
     whole = inspect.getdoc(module) or ""
     if module is None or not whole:
         return own or "(no description)"
-    others = [v for v in vars(module).values() if hasattr(v, "tier") and getattr(v, "__module__", "") == module.__name__]
+    others = [
+        v for v in vars(module).values() if hasattr(v, "tier") and getattr(v, "__module__", "") == module.__name__
+    ]
     if [v for v in others if v is not pass_]:
         return own or whole
     return f"{whole}\n\n{own}" if own and own not in whole else whole

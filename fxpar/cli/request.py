@@ -98,6 +98,7 @@ def write_output(path: str, text: str) -> None:
     """Write `text` to a file, or to stdout for "-". Raises OutputError."""
     if path == "-":
         sys.stdout.write(text)
+        sys.stdout.flush()
         return
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -11,35 +11,87 @@ from typing import Any
 
 HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, POSITIONS, WINDOW = 64, 4, 16, 88, 131, 2, 512, 16
 
-HIDDEN_NAMES = (
-    "hidden_size n_embd d_model dim_model embedding_size word_embed_proj_dim emb_dim embedding_dim lru_width "
-    "input_embedding_size output_embedding_size"
-).split()
-HEAD_NAMES = (
-    "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads "
-    "num_decoder_attention_heads num_encoder_attention_heads"
-).split()
+HIDDEN_NAMES = [
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "dim_model",
+    "embedding_size",
+    "word_embed_proj_dim",
+    "emb_dim",
+    "embedding_dim",
+    "lru_width",
+    "input_embedding_size",
+    "output_embedding_size",
+]
+HEAD_NAMES = [
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "attention_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+    "num_decoder_attention_heads",
+    "num_encoder_attention_heads",
+]
 KV_HEAD_NAMES = ["num_key_value_heads", "num_kv_heads"]
-HEAD_DIM_NAMES = "head_dim dim_head d_head query_pre_attn_scalar kv_channels".split()
-LAYER_NAMES = (
-    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
-    "num_encoder_layers num_blocks"
-).split()
+HEAD_DIM_NAMES = ["head_dim", "dim_head", "d_head", "query_pre_attn_scalar", "kv_channels"]
+LAYER_NAMES = [
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_blocks",
+]
 # Plain sizes: name -> tiny value, set only where the type has a number there by default.
 SIZES: dict[str, int] = {
-    **dict.fromkeys("vocab_size decoder_vocab_size vocab_size_per_layer_input".split(), VOCAB),
+    **dict.fromkeys(["vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"], VOCAB),
     **dict.fromkeys(
-        "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff dff ffn_hidden_size d_inner "
-        "intermediate_size_mlp dense_intermediate_size feed_forward_size".split(),
+        [
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "dim_ff",
+            "dff",
+            "ffn_hidden_size",
+            "d_inner",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "feed_forward_size",
+        ],
         FFN,
     ),
     **dict.fromkeys(
-        "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
-        "model_max_length context_length original_max_position_embeddings position_bias_max_distance".split(),
+        [
+            "max_position_embeddings",
+            "n_positions",
+            "n_ctx",
+            "max_seq_len",
+            "max_target_positions",
+            "max_source_positions",
+            "model_max_length",
+            "context_length",
+            "original_max_position_embeddings",
+            "position_bias_max_distance",
+        ],
         POSITIONS,
     ),
     **dict.fromkeys(
-        "sliding_window window_size local_attention attention_window_size sliding_window_size attention_chunk_size".split(),
+        [
+            "sliding_window",
+            "window_size",
+            "local_attention",
+            "attention_window_size",
+            "sliding_window_size",
+            "attention_chunk_size",
+        ],
         WINDOW,
     ),
     # Latent attention: ranks and the two parts of a head.
@@ -68,7 +120,7 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     `defaults` are the attributes of the type's own default configuration, `given` what the user sets (by the same
     names). Numbers are replaced by name; lists with one entry per layer are cut to the new number of layers.
     """
-    result = {k: v for k, v in FLAGS.items() if k in defaults}
+    result: dict[str, Any] = {k: v for k, v in FLAGS.items() if k in defaults}
     result.update({k: v for k, v in SIZES.items() if _is_size(defaults.get(k)) or k == "n_inner"})
     result = {k: v for k, v in result.items() if k in defaults}
     result.update(_attention(defaults, given))
@@ -94,8 +146,9 @@ def _attention(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     latent = _is_size(defaults.get("kv_lora_rank"))
     kv_heads = heads if latent else max(d for d in range(1, max(1, heads // 2) + 1) if heads % d == 0)
     found: dict[str, Any] = {}
-    for names, value in ((HEAD_NAMES, heads), (HIDDEN_NAMES, hidden), (KV_HEAD_NAMES, kv_heads)):
+    for names, value in ((HEAD_NAMES, heads), (HIDDEN_NAMES, hidden)):
         found.update({k: value for k in names if _is_size(defaults.get(k))})
+    found.update({k: kv_heads for k in KV_HEAD_NAMES if k in defaults})
     found.update({k: head_dim for k in HEAD_DIM_NAMES if _is_size(defaults.get(k))})
     if latent and _is_size(defaults.get("head_dim")) and defaults["head_dim"] == defaults.get("qk_rope_head_dim"):
         found["head_dim"] = SIZES["qk_rope_head_dim"]

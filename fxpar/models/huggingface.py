@@ -28,10 +28,16 @@ from fxpar.models.presets import PRESETS
 
 FULL_LENGTH = 4096
 # Numbers of experts: a configuration that has more than one of them routes tokens by their values.
-_EXPERTS = (
-    "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts moe_n_experts "
-    "expert_ffn_hidden_size moe_intermediate_size"
-).split()
+_EXPERTS = [
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+    "moe_n_experts",
+    "expert_ffn_hidden_size",
+    "moe_intermediate_size",
+]
 
 
 def load_hf(
@@ -111,11 +117,14 @@ def make_config(model_type: str, defaults: Any, size: str | None, given: Mapping
 
 def refuse_parts(model_type: str, config: Any, heads: Mapping[str, str]) -> None:
     """Raise ModelTypeError for a model with parts beside its decoder, such as one that sees images."""
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several parts read or write text
+        text = None
     parts = [getattr(config, key, None) for key in config.sub_configs]
     if text is config and not any(hasattr(part, name) for part in parts for name in LAYER_NAMES):
         return
-    decoder = text.model_type if text is not config and text.model_type in heads else None
+    decoder = text.model_type if text is not None and text is not config and text.model_type in heads else None
     hint = f"its decoder is 'hf:{decoder}'" if decoder else "bring it as file.py:function"
     raise ModelTypeError(model_type, f"has other parts beside a decoder; {hint}")
 

@@ -9,9 +9,9 @@ from torch import nn
 def perturb(model: nn.Module, seed: int) -> None:
     """Add noise to all parameters, in place.
 
-    WHY: fresh models have norm weights of one, biases of zero and projections so small that attention is uniform; a bias
-    added twice or a gradient that was not reduced would hardly change the result. Matrices [.., D] get noise of standard
-    deviation 0.5/sqrt(D), vectors of 0.1.
+    WHY: fresh models have norm weights of one, biases of zero and projections so small that attention is uniform; a
+    bias added twice or a gradient that was not reduced would hardly change the result. Matrices [.., D] get noise of
+    standard deviation 0.5/sqrt(D), vectors of 0.1.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -21,9 +21,7 @@ from fxpar.models.options import with_arguments
 _WANTED = "(model, loss_fn, example_batch), or a dict with these keys and, if you like, 'batches'"
 
 
-def load_function(
-    spec: str, given: Mapping[str, str], *, dtype: torch.dtype, device: str, seed: int
-) -> LoadedModel:
+def load_function(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, device: str, seed: int) -> LoadedModel:
     """Call the function with `given` as keyword arguments (typed by its defaults).
 
     Parameters and floating-point batch tensors are cast to `dtype`. Raises ModelFunctionError, ModelOptionError.

@@ -114,13 +114,11 @@ def dropout(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
 
 
 def embedding(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
-    """(weight [V, D], ids [...], row_ids [V]) -> [..., D]; cutting V gives partial sums (zeros for absent rows).
-
-    D is not offered: a table cut by rows is what a tied head needs, and gathering D is no cheaper than summing rows.
-    """
+    """(weight [V, D], ids [...], row_ids [V]) -> [..., D]; cutting V gives partial sums (zeros for absent rows)."""
     rank = len(op.inputs[1])
     factors = [
         Factor((0, None, 0), ("sum",), sections=False),
+        Factor((1, None, None), (rank,)),
         *(Factor((None, d, None), (d,)) for d in range(rank)),
     ]
     return from_factors(factors, op, degree, seed, shard)
@@ -135,6 +133,7 @@ def embedding_backward(op: OpView, degree: int, seed: Seed, shard: Shard) -> lis
     rank = len(op.inputs[1])
     factors = [
         Factor((None, None, 0), (0,), sections=False),
+        Factor((rank, None, None), (1,)),
         *(Factor((d, d, None), ("sum",)) for d in range(rank)),
     ]
     return from_factors(factors, op, degree, seed, shard)

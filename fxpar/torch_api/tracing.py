@@ -1,27 +1,21 @@
-"""Tracing: fake tensors with named symbolic sizes, `make_fx` with a hook on every node, and what surrounds them.
+"""Tracing: `make_fx` with a hook on every node, and what surrounds it.
 
-What these wrap (torch 2.13): FakeTensorMode and ShapeEnv guards, the proxy tracer behind `make_fx`, sequence numbers of
-autograd nodes, parameter swapping, the frame of a non-reentrant checkpoint, the functions of symbolic integers.
+What these wrap (torch 2.13): the proxy tracer behind `make_fx`, sequence numbers of autograd nodes, parameter swapping,
+the frame of a non-reentrant checkpoint, autocast.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import operator
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
+import torch._dynamo.config
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import (
@@ -31,17 +25,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
 )
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    statically_known_true,
-)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._sympy import functions as sympy_functions
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
+
+from fxpar.torch_api.symbolic import FakeWorld
 
 # What a forward raises under fake tensors when Python asks for a value that only the data has.
 DATA_DEPENDENT_ERRORS = (
@@ -53,123 +41,7 @@ DeviceMismatchError = FakeTensorDeviceMismatchError
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
-Place = Callable[[], str | None]
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__)
 
-
-# ------------------------------------------------------------------------------------------- symbolic sizes
-@dataclass(frozen=True)
-class Guard:
-    """A condition on symbolic sizes that tracing took for granted, and where ("file:line") it did."""
-
-    condition: sympy.Basic
-    place: str | None
-    by_user: bool  # decided in Python code of the model, not inside torch
-
-
-# Functions that decide how a fake result lies in memory, which no captured value depends on.
-_LAYOUT = {
-    "is_contiguous",
-    "is_contiguous_for_memory_format",
-    "is_non_overlapping_and_dense_or_false",
-    "compute_elementwise_output_logical_to_physical_perm",
-    "compute_elementwise_output_strides",
-    "_reshape_view_helper_core_alg",
-}
-
-
-def _asks_for_layout() -> bool:
-    """Whether the condition that is being decided is about the memory layout of a fake tensor only."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_name in _LAYOUT:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _asked_by_user() -> bool:
-    """Whether the condition being decided is one of Python code outside of torch (`if`, int(), range() ...)."""
-    frame, converted = sys._getframe(2), False
-    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
-        # Python goes through SymBool.__bool__ and the like; C++ asks the symbolic node itself.
-        converted = converted or frame.f_code.co_filename == torch.__file__
-        frame = frame.f_back
-    return converted and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
-
-
-class _RecordingShapeEnv(ShapeEnv):
-    """A ShapeEnv that asks `place` for the user's line whenever it adds a guard."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-        self.place = place
-        self.recorded: list[Guard] = []
-
-    def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
-        if "suppressed" not in prefix and not _asks_for_layout():
-            self.recorded.append(Guard(g, self.place(), _asked_by_user()))
-        super()._log_guard(prefix, g, forcing_spec)
-
-
-@dataclass
-class FakeWorld:
-    """One fake mode with named symbolic sizes. `place` gives the line of user code being traced."""
-
-    place: Place
-    symbols: dict[str, torch.SymInt] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.shape_env = _RecordingShapeEnv(self.place)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.shape_env)
-
-    def symbol(self, name: str, hint: int) -> torch.SymInt:
-        """The symbolic size called `name`; `hint` (at least 2) is its value where tracing needs one."""
-        if name not in self.symbols:
-            source = ConstantSource(name)
-            symbol = self.shape_env.create_symbol(
-                hint, source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
-            )
-            self.shape_env.var_to_range[symbol] = ValueRanges(1, int_oo)
-            self.symbols[name] = self.shape_env.create_symintnode(symbol, hint=hint, source=source)
-        return self.symbols[name]
-
-    def names(self) -> dict[sympy.Symbol, str]:
-        """The symbol inside each symbolic size, and the size's name."""
-        return {value.node._expr: name for name, value in self.symbols.items()}
-
-    def empty(self, shape: Sequence[Any], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
-        """A fake contiguous CPU tensor; the sizes are integers or symbolic sizes."""
-        with self.mode:
-            return torch.empty(tuple(shape), dtype=dtype, device="cpu", requires_grad=requires_grad)
-
-    @property
-    def guards(self) -> list[Guard]:
-        return self.shape_env.recorded
-
-    def replacements(self) -> dict[sympy.Symbol, sympy.Expr]:
-        """What guards have fixed a symbol to."""
-        return dict(self.shape_env.replacements)
-
-    def expression(self, value: Any) -> sympy.Expr | int | float | bool:
-        """The expression of a symbolic number, or the number itself if it is none."""
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return value.node.expr
-        return value
-
-
-def known_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal whatever the dynamic dims are; adds no guard."""
-    return bool(statically_known_true(a == b))
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """The value of a symbolic size in the example; adds no guard."""
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
-# --------------------------------------------------------------------------------------------------- tracing
 def trace(
     world: FakeWorld,
     step: Callable[..., Any],
@@ -187,17 +59,22 @@ def trace(
         torch.compiler._non_strict_tracing_context(),
         enable_python_dispatcher(),  # else some kernels would read symbolic sizes as integers
         torch.compiler.set_stance("force_eager"),  # compiled submodules run as they are
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
         _quiet(),
     ):
         tracer = proxy_tensor.make_fx(step, decompositions, _disable_torch_fn_metadata_mode=True)
         return tracer(*inputs)
 
 
+def _no_metadata(*_: Any, **__: Any) -> Any:
+    return None
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No layout metadata on nodes (asking for it puts guards on sizes), no log of errors that are raised anyway."""
     original, logger = proxy_tensor._extract_tensor_metadata, logging.getLogger(FakeTensorMode.__module__)
-    proxy_tensor._extract_tensor_metadata = lambda *_, **__: None
+    proxy_tensor._extract_tensor_metadata = _no_metadata
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -331,51 +208,6 @@ def autocast_on_cpu(device_types: Sequence[str]) -> Iterator[None]:
             yield
         finally:
             cls.__init__ = original
-
-
-# ------------------------------------------------------------------- symbolic integers as calls on Python numbers
-def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def apply(call: Callable[..., Any], *args: Any) -> Any:
-        result = args[0]
-        for arg in args[1:]:
-            result = call(function, result, arg)
-        return result
-
-    return apply
-
-
-def _single(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda call, *args: call(function, *args)
-
-
-_f = sympy_functions
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    sympy.Add: _fold(operator.add),
-    sympy.Mul: _fold(operator.mul),
-    sympy.Pow: _single(operator.pow),
-    _f.PowByNatural: _single(operator.pow),
-    _f.FloatPow: _single(operator.pow),
-    _f.FloorDiv: _single(operator.floordiv),
-    _f.CleanDiv: _single(operator.floordiv),
-    _f.Mod: _single(operator.mod),
-    _f.PythonMod: _single(operator.mod),
-    _f.Max: _fold(torch.sym_max),
-    _f.Min: _fold(torch.sym_min),
-    sympy.Max: _fold(torch.sym_max),
-    sympy.Min: _fold(torch.sym_min),
-    _f.IntTrueDiv: _single(operator.truediv),
-    _f.FloatTrueDiv: _single(operator.truediv),
-    _f.ToFloat: _single(torch.sym_float),
-    _f.TruncToInt: _single(math.trunc),
-    _f.CeilToInt: _single(math.ceil),
-    _f.FloorToInt: _single(math.floor),
-    _f.OpaqueUnaryFn_sqrt: _single(torch.sym_sqrt),
-}
-
-
-def function_of(expression: sympy.Expr) -> Callable[..., Any] | None:
-    """How to compute a sympy node from its arguments: `apply(call, *args)`; None if it is not known."""
-    return _FUNCTIONS.get(expression.func)
 
 
 def is_computed_from_inputs(value: Tensor) -> bool:

@@ -73,7 +73,7 @@ def test_batch_norm_returns_new_statistics():
 
 
 def test_frozen_and_unused_parameters():
-    model = Decoder().double()
+    model = Decoder(layers=1).double()
     model.embed.weight.requires_grad_(False)
     model.extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
     with pytest.warns(errors.FxparWarning, match="does not depend on extra"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar import losses
+from fxpar import errors, losses
 from fxpar.capture import capture
 from fxpar.capture.provenance import is_user_file
 from tests.capture.helpers import check
@@ -141,7 +142,8 @@ def test_under_other_modes():
     with torch.no_grad(), torch.device("meta"):
         first = capture(Decoder(layers=1), losses.causal_lm, {"input_ids": ids, "labels": ids})
     model = MLP().double()
-    with torch.inference_mode():
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error", errors.FxparWarning)
         second = capture(model, loss, X)
     assert first.results[0].meta["tensor"].shape == second.results[0].meta["tensor"].shape == ()
 

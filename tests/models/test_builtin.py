@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -9,7 +11,12 @@ from fxpar.errors import DtypeError, ModelOptionError, UnknownModelError
 from fxpar.models import load
 from fxpar.models.builtin import EXAMPLES
 
-SMALLER = {"llama": {"heads": "2", "dim": "32"}, "gpt": {"dropout": "0.0"}, "vit": {"image": "8"}, "mlp": {"layers": "3"}}
+SMALLER = {
+    "llama": {"heads": "2", "dim": "32"},
+    "gpt": {"dropout": "0.0"},
+    "vit": {"image": "8"},
+    "mlp": {"layers": "3"},
+}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -17,8 +24,8 @@ def test_loss_and_gradients(name):
     loaded = load(name, dtype="float64", options=SMALLER[name])
     assert loaded.name == name
     losses = [loaded.loss_fn(loaded.model, batch) for batch in loaded.batches]
-    assert len({float(loss) for loss in losses}) == 3  # other data in each micro-batch
-    (sum(losses) * loaded.scale()).backward()
+    assert len({loss.item() for loss in losses}) == 3  # other data in each micro-batch
+    (torch.stack(losses).sum() * loaded.scale()).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in loaded.model.parameters())
 
 
@@ -34,7 +41,7 @@ def test_documents_do_not_see_each_other(name):
     batch = loaded.example_batch
     positions = batch["position_ids"][0]
     starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(positions)]
-    parts = [{k: v[:, a:b] for k, v in batch.items()} for a, b in zip(starts, starts[1:], strict=False)]
+    parts = [{k: v[:, a:b] for k, v in batch.items()} for a, b in pairwise(starts)]
     assert len(parts) > 1
     alone = sum(loaded.loss_fn(loaded.model, part) for part in parts)
     torch.testing.assert_close(alone, loaded.loss_fn(loaded.model, batch), rtol=1e-12, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,21 @@ from fxpar.models import load
 transformers = pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
 
 
+def config_of(spec: str, **more: Any) -> Any:
+    """The configuration of the loaded model."""
+    return load(spec, **more).model.config
+
+
 def test_tiny_llama():
     loaded = load("hf:llama", dtype="float64")
-    config = loaded.model.config
+    config: Any = loaded.model.config
     assert (config.num_hidden_layers, config.num_key_value_heads, config.vocab_size) == (2, 2, 131)
     assert all(p.dtype == torch.float64 for p in loaded.params().values())
     assert loaded.model.training
     assert set(loaded.example_batch) == {"input_ids", "labels", "position_ids"}
     loss = loaded.loss_fn(loaded.model, loaded.example_batch)
     assert loss.dim() == 0
-    assert float(loss) > 0
+    assert loss.item() > 0
 
 
 def test_weights_show_errors_and_repeat_with_the_seed():
@@ -37,11 +43,12 @@ def test_weights_show_errors_and_repeat_with_the_seed():
 def test_tied_weights_stay_tied():
     loaded = load("hf:gpt2")
     assert "lm_head.weight" not in loaded.params()
-    assert loaded.model.lm_head.weight is loaded.model.transformer.wte.weight
+    model: Any = loaded.model
+    assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_options_reach_the_configuration_under_either_name():
-    config = load("hf:gpt2", options={"num_hidden_layers": "3", "n_head": "2", "scale_attn_weights": "false"}).model.config
+    config = config_of("hf:gpt2", options={"num_hidden_layers": "3", "n_head": "2", "scale_attn_weights": "false"})
     assert (config.n_layer, config.n_head, config.scale_attn_weights) == (3, 2, False)
 
 
@@ -50,17 +57,26 @@ def test_published_size_on_meta():
     assert all(p.is_meta for p in loaded.model.parameters())
     assert sum(p.numel() for p in loaded.model.parameters()) == 8_030_261_248
     assert loaded.example_batch["input_ids"].device.type == "cpu"
-    assert load("hf:llama@8b", device="meta", options={"num_hidden_layers": "1"}).model.config.hidden_size == 4096
+    assert config_of("hf:llama@8b", device="meta", options={"num_hidden_layers": "1"}).hidden_size == 4096
 
 
-@pytest.mark.parametrize(("name", "millions"), [("qwen3@8b", 8191), ("gemma2@9b", 9242), ("gpt2@124m", 124)])
-def test_published_sizes_have_the_published_number_of_parameters(name, millions):
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("qwen3@8b", 8_190_735_360),
+        ("qwen3@0.6b", 596_049_920),
+        ("llama@1b", 1_235_814_400),
+        ("gemma2@9b", 9_241_705_984),
+        ("gpt2@124m", 124_439_808),
+    ],
+)
+def test_published_sizes_have_the_published_number_of_parameters(name, count):
     loaded = load(f"hf:{name}", device="meta")
-    assert sum(p.numel() for p in loaded.model.parameters()) // 10**6 == millions
+    assert sum(p.numel() for p in loaded.model.parameters()) == count
 
 
 def test_default_configuration_of_a_type():
-    config = load("hf:gpt2@default", device="meta", options={"n_layer": "1"}).model.config
+    config = config_of("hf:gpt2@default", device="meta", options={"n_layer": "1"})
     assert (config.n_embd, config.n_layer) == (768, 1)
 
 
@@ -98,12 +114,12 @@ def test_refused(spec, error, words):
 
 
 def test_unknown_option():
-    with pytest.raises(ModelOptionError, match="'hiden_size' is unknown .*did you mean 'hidden_size'"):
+    with pytest.raises(ModelOptionError, match=r"'hiden_size' is unknown .*did you mean 'hidden_size'"):
         load("hf:llama", options={"hiden_size": "8"})
 
 
 def test_option_that_transformers_refuses():
-    with pytest.raises(ModelConfigError, match="cannot build 'hf:llama' .*Change them with --set"):
+    with pytest.raises(ModelConfigError, match=r"cannot build 'hf:llama' .*Change them with --set"):
         load("hf:llama", options={"hidden_act": "no_such_function"})
 
 

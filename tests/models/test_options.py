@@ -49,7 +49,8 @@ def test_typed_by_the_default(text, current, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "current", "words"), [("x", 2, "an integer"), ("2", True, "true or false"), ("maybe", True, "true or false"), ("x", 0.5, "a number")]
+    ("text", "current", "words"),
+    [("x", 2, "an integer"), ("2", True, "true or false"), ("maybe", True, "true or false"), ("x", 0.5, "a number")],
 )
 def test_wrong_type(text, current, words):
     with pytest.raises(ModelOptionError, match=f"key={text}.*must be {words}"):

@@ -1,0 +1,171 @@
+"""Layouts of a model under strategies without lowering it, pipeline stages included.
+
+The tensor-parallel placement of each parameter is the one that `annotate` chooses. Repeated layers are placed alike, so
+a model with many layers is captured with its first two. On meta device nothing is ever allocated.
+
+Convention (Megatron's): stages are consecutive blocks of world/pp ranks, whatever the order of axes in the strategy;
+inside a stage the other axes keep their order, so that with `dp.tp` tp varies fastest. Layers are split evenly over
+the stages, the first ones take one more; what is defined before the layers (embeddings) belongs to the first stage,
+what comes after them (final norm, head) to the last. A tied weight lies on both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.annotate import annotate
+from fxpar.capture import capture
+from fxpar.dist_config import DistConfig
+from fxpar.errors import LayoutError
+from fxpar.graph import LogicalGraph
+from fxpar.mesh import Mesh
+from fxpar.passes.zero_shard import shard_over
+from fxpar.strategy import Strategy
+from fxpar.switch.layout import Block, ParamLayout, PlacedParam
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+LossFn = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """A parameter of the whole model. `layers` are the layers it belongs to: -1 before all, `count` after all."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layers: tuple[int, ...]
+
+
+@dataclass
+class ModelShapes:
+    """What layouts are computed from: `params` of the whole model in order, and a captured graph (maybe cut short)."""
+
+    name: str
+    params: dict[str, ParamInfo]
+    layer_count: int
+    logical: LogicalGraph
+    by_tp: dict[Strategy, dict[tuple[str, tuple[int, ...]], DistConfig]] = field(default_factory=dict)
+
+    def layout(self, strategy: Strategy) -> ParamLayout:
+        """The layout that the graph of `strategy` computes with (zero3: that it stores).
+
+        Raises LayoutError if there are fewer layers than stages, NotYetError for axes that nothing places yet.
+        """
+        stages = strategy.degree("pp")
+        if stages > 1 and self.layer_count < stages:
+            raise LayoutError(str(strategy), f"{self.name} has {self.layer_count} layers for {stages} pipeline stages")
+        mesh = Mesh(tuple(axis for axis in strategy.axes if axis[0] != "pp"))
+        starts = stage_starts(self.layer_count, stages)
+        placed = self._placements(strategy)
+        params = {}
+        for fqn, info in self.params.items():
+            dist = _on_mesh(placed[_pattern(fqn), info.shape], mesh, info.dtype, strategy)
+            owners = sorted({_stage_of(layer, starts) for layer in info.layers})
+            blocks = tuple(Block(stage * mesh.size, replace(dist, stage=stage if stages > 1 else None)) for stage in owners)
+            params[fqn] = PlacedParam(info.shape, info.dtype, blocks)
+        return ParamLayout(str(strategy), strategy.world, params)
+
+    def _placements(self, strategy: Strategy) -> dict[tuple[str, tuple[int, ...]], DistConfig]:
+        """The placement on the tp axis by FQN pattern and shape."""
+        axes = tuple(axis for axis in strategy.axes if axis[0] in ("tp", "ep"))
+        alone = replace(strategy, axes=axes or (("tp", 1),), zero=0)
+        if alone not in self.by_tp:
+            graph = annotate(self.logical, alone)
+            self.by_tp[alone] = {
+                (_pattern(i.fqn), tuple(map(int, i.meta.shape))): node.meta["dist"]
+                for i, node in zip(graph.inputs, graph.placeholders, strict=True)
+                if i.kind == "param"
+            }
+        return self.by_tp[alone]
+
+
+def stage_starts(layers: int, stages: int) -> list[int]:
+    """First layer of each stage; the first `layers % stages` stages have one layer more."""
+    each, more = divmod(layers, stages)
+    return [stage * each + min(stage, more) for stage in range(stages)]
+
+
+def _stage_of(layer: int, starts: list[int]) -> int:
+    return max(0, sum(start <= layer for start in starts) - 1)
+
+
+def _on_mesh(dist: DistConfig, mesh: Mesh, dtype: torch.dtype, strategy: Strategy) -> DistConfig:
+    """A placement over tp, on the mesh of a stage."""
+    placed = replace(dist, mesh=mesh, dtype=dtype) if "tp" in mesh.names else DistConfig.replicated(mesh, dist.ndim, dtype)
+    if strategy.zero == 3 and strategy.data_axes and dist.ndim:
+        placed = shard_over(placed, ".".join(strategy.data_axes))
+    return placed
+
+
+def _pattern(fqn: str) -> str:
+    """`layers.7.mlp.weight` -> `layers.*.mlp.weight`."""
+    return _NUMBER.sub(".*", fqn)
+
+
+def model_shapes(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, Tensor], name: str) -> ModelShapes:
+    """Read the shapes of `model` and capture it, its repeated layers cut to two meanwhile. Raises what capture raises."""
+    prefix, layers = _repeated_layers(model)
+    params = _read_params(model, prefix, len(layers))
+    kept = _kept_layers(layers)
+    if kept < len(layers):
+        with _cut(model, prefix, layers, kept):
+            logical = capture(model, loss_fn, example_batch, name=name)
+    else:
+        logical = capture(model, loss_fn, example_batch, name=name)
+    return ModelShapes(name, params, len(layers), logical)
+
+
+def _repeated_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The ModuleList (or Sequential) with the most parameters, and its FQN; an empty one if there is none."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
+    if not lists:
+        return "", []
+    name, found = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return name, list(found)
+
+
+def _kept_layers(layers: list[nn.Module]) -> int:
+    """How many layers show all there is: two, if every later one has the parameters of one of these."""
+    shapes = [sorted((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers]
+    return 2 if all(shape in shapes[:2] for shape in shapes) else len(layers)
+
+
+class _cut:
+    """Within the block, `model` has only the first `kept` layers; modules and parameters are the same objects."""
+
+    def __init__(self, model: nn.Module, prefix: str, layers: list[nn.Module], kept: int) -> None:
+        parent, _, self.attribute = prefix.rpartition(".")
+        self.owner = model.get_submodule(parent)
+        self.whole = getattr(self.owner, self.attribute) if self.attribute else None
+        self.layers, self.kept = layers, kept
+
+    def __enter__(self) -> None:
+        if self.whole is not None:
+            setattr(self.owner, self.attribute, type(self.whole)(*self._arguments()))
+
+    def _arguments(self) -> list:
+        first = self.layers[: self.kept]
+        return [first] if isinstance(self.whole, nn.ModuleList) else first
+
+    def __exit__(self, *error: object) -> None:
+        if self.whole is not None:
+            setattr(self.owner, self.attribute, self.whole)
+
+
+def _read_params(model: nn.Module, prefix: str, layer_count: int) -> dict[str, ParamInfo]:
+    """Parameters in order, a tied one once, with all places where it is used."""
+    found: dict[int, tuple[str, nn.Parameter, list[int]]] = {}
+    layer, head = -1, f"{prefix}." if prefix else ""
+    for fqn, param in model.named_parameters(remove_duplicate=False):
+        if layer_count and fqn.startswith(head):
+            layer = int(fqn[len(head) :].split(".")[0])
+            place = layer
+        else:
+            place = -1 if layer < 0 else layer_count
+        found.setdefault(id(param), (fqn, param, []))[2].append(place)
+    return {fqn: ParamInfo(tuple(p.shape), p.dtype, tuple(places)) for fqn, p, places in found.values()}

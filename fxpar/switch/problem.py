@@ -1,0 +1,143 @@
+"""`SwitchProblem`: what a planner decides on, tensors of one kind put together.
+
+Tensors with equal shape and dtype that lie alike before and after (the same weight of all layers of a stage) have the
+same slices, holders and needers, so these are worked out once per *tensor class*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import LayoutError, NoOwnerError, nearest
+from fxpar.switch.boxes import refine
+from fxpar.switch.layout import Block, ParamLayout
+
+
+@dataclass(frozen=True, eq=False)
+class TensorClass:
+    """`members` are tensor numbers. `held`, `needed` are [slices, ranks]; `boxes` is [slices, ndim, 2]."""
+
+    members: np.ndarray
+    shape: tuple[int, ...]
+    itemsize: int
+    boxes: np.ndarray
+    nbytes: np.ndarray  # [slices], of one tensor
+    held: np.ndarray
+    needed: np.ndarray
+
+    @cached_property
+    def missing(self) -> np.ndarray:
+        """[slices, ranks]: what must travel; a rank that holds what it needs copies it at home."""
+        return self.needed & ~self.held
+
+
+@dataclass(frozen=True, eq=False)
+class SwitchProblem:
+    """All tensors of a switch on a cluster, from `source` (and further holders) to `target`."""
+
+    cluster: ClusterSpec
+    source: str
+    target: str
+    world: int
+    tensors: tuple[str, ...]
+    classes: tuple[TensorClass, ...]
+
+    @cached_property
+    def node_of(self) -> np.ndarray:
+        """[ranks]: node of each rank."""
+        return np.arange(self.world) // self.cluster.devices_per_node
+
+    @cached_property
+    def class_of(self) -> np.ndarray:
+        """[tensors]: class of each tensor."""
+        result = np.zeros(len(self.tensors), np.int64)
+        for index, cls in enumerate(self.classes):
+            result[cls.members] = index
+        return result
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the ranks fill."""
+        return -(-self.world // self.cluster.devices_per_node)
+
+    @cached_property
+    def local_bytes(self) -> int:
+        """Bytes that ranks already hold and need, over all ranks."""
+        return sum(
+            int(len(c.members) * (c.nbytes * (c.needed & c.held).sum(1)).sum()) for c in self.classes
+        )
+
+    def box_text(self, tensor: int, piece: int) -> str:
+        """`[0:4, 8:16]` for a slice of a tensor."""
+        box = self.classes[self.class_of[tensor]].boxes[piece]
+        return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def switch_problem(
+    source: ParamLayout, target: ParamLayout, cluster: ClusterSpec, holders: Sequence[ParamLayout] = ()
+) -> SwitchProblem:
+    """The problem of a switch; `holders` are further valid sources (copies of earlier graphs, the home shard).
+
+    Raises LayoutError (layouts of different models), NoOwnerError, ClusterError (too few devices).
+    """
+    sources = (source, *holders)
+    world = max(layout.world for layout in (*sources, target))
+    cluster.require(world)
+    for layout in sources:
+        _check_same_model(layout, target)
+    alike: dict[tuple, list[int]] = {}
+    for number, (fqn, param) in enumerate(target.params.items()):
+        before = tuple(block for layout in sources for block in layout.params[fqn].blocks)
+        alike.setdefault((param.shape, param.dtype.itemsize, before, param.blocks), []).append(number)
+    tensors = tuple(target.params)
+    classes = []
+    for (shape, itemsize, before, after), members in alike.items():
+        cls = _tensor_class(members, shape, itemsize, before, after, world)
+        _check_owners(cls, tensors[members[0]])
+        classes.append(cls)
+    return SwitchProblem(cluster, source.name, target.name, world, tensors, tuple(classes))
+
+
+def _tensor_class(
+    members: list[int],
+    shape: tuple[int, ...],
+    itemsize: int,
+    before: tuple[Block, ...],
+    after: tuple[Block, ...],
+    world: int,
+) -> TensorClass:
+    grid = refine(shape, (*before, *after))
+    owners = []
+    for blocks in (before, after):
+        table = np.zeros((world, len(grid.boxes)), bool)
+        for block in blocks:
+            table[block.ranks.start : block.ranks.stop] |= grid.held(block)
+        owners.append(np.ascontiguousarray(table.T))
+    return TensorClass(
+        np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, owners[0], owners[1]
+    )
+
+
+def _check_same_model(layout: ParamLayout, target: ParamLayout) -> None:
+    for fqn, param in target.params.items():
+        other = layout.params.get(fqn)
+        if other is None:
+            raise LayoutError(layout.name, f"has no parameter {fqn!r} of {target.name!r}{nearest(fqn, layout.params)}")
+        if other.shape != param.shape or other.dtype != param.dtype:
+            raise LayoutError(
+                layout.name,
+                f"{fqn} is {other.dtype} {list(other.shape)}, but {param.dtype} {list(param.shape)} in {target.name!r}",
+            )
+
+
+def _check_owners(cls: TensorClass, fqn: str) -> None:
+    lost = cls.needed.any(1) & ~cls.held.any(1)
+    if lost.any():
+        first = int(np.argmax(lost))
+        box = "[" + ", ".join(f"{start}:{stop}" for start, stop in cls.boxes[first]) + "]"
+        raise NoOwnerError(fqn, box, ", ".join(map(str, np.flatnonzero(cls.needed[first])[:4])))

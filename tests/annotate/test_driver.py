@@ -1,0 +1,234 @@
+"""What `annotate` does where a model is not a plain Llama: overrides, fused weights, odd heads, unknown ops."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpar.annotate import annotate
+from fxpar.annotate.driver import combine
+from fxpar.check import check
+from fxpar.dist_config import DistConfig, R, Shard
+from fxpar.errors import FxparWarning, NotYetError, OverrideError
+from fxpar.graph import TensorMeta, dim_symbol
+from fxpar.lower import lower
+from fxpar.mesh import Mesh
+from fxpar.strategy import Strategy
+from fxpar.verify import verify, verify_placements
+from tests.captured import Captured, fused, gpt, llama, squared, take, vectors
+
+
+def stored(captured: Captured, strategy: str, **overrides: str) -> dict[str, str]:
+    """How each parameter is stored, such as `[32@tp, 16]`."""
+    program = lower(captured.graph, Strategy.parse(strategy, overrides=overrides))
+    return {
+        info.fqn: place.dist.describe(info.meta.shape).removeprefix("f64")
+        for info, place in zip(program.inputs, program.stored_inputs, strict=True)
+        if info.kind == "param"
+    }
+
+
+# --------------------------------------------------------------------------------------------------- overrides
+@pytest.mark.parametrize(
+    ("placement", "expected"), [("S(0)@tp", "[32@tp, 48]"), ("S(1)@tp", "[32, 48@tp]"), ("R@tp", "[32, 48]")]
+)
+def test_override_wins(placement, expected):
+    found = stored(llama(), "tp2", **{"*.down_proj.weight": placement})
+    assert {found[f"layers.{i}.ffn.down_proj.weight"] for i in (0, 1)} == {expected}
+
+
+@pytest.mark.parametrize("placement", ["S(0)@tp", "S(1)@tp", "R@tp"])
+@pytest.mark.parametrize("pattern", ["*.down_proj.weight", "*.q_proj.*", "head.weight", "*norm.weight", "*"])
+def test_overridden_strategies_stay_exact(pattern, placement):
+    captured = llama()
+    if "norm" in pattern and placement == "S(1)@tp" or pattern == "*" and placement != "R@tp":
+        return  # a norm's weight has one dim
+    strategy = Strategy.parse("tp3", overrides={pattern: placement})
+    (result,) = check(captured.graph, [strategy], captured.params, captured.buffers, captured.batches)
+    assert result.ok, result
+
+
+def test_first_matching_override_wins():
+    found = stored(llama(), "tp2", **{"head.*": "S(1)@tp", "*.weight": "R@tp"})
+    assert found["head.weight"] == "[97, 32@tp]"
+    assert found["embedding.weight"] == "[97, 32]"
+
+
+def test_override_of_a_tied_weight_by_either_name():
+    for name in ("head.weight", "embedding.weight"):
+        found = stored(llama(tied=True), "tp2", **{name: "S(1)@tp"})
+        assert found["embedding.weight"] == "[97, 32@tp]"
+
+
+def test_override_of_one_layer_is_not_another_layers():
+    """Or it is refused: repeated layers are solved as one."""
+    for layer in (0, 1):
+        try:
+            found = stored(llama(), "tp2", **{f"layers.{layer}.ffn.down_proj.weight": "R@tp"})
+        except OverrideError:
+            continue
+        assert found[f"layers.{layer}.ffn.down_proj.weight"] == "[32, 48]"
+        assert found[f"layers.{1 - layer}.ffn.down_proj.weight"] == "[32, 48@tp]"
+
+
+def test_override_typo_names_the_nearest_parameter():
+    with pytest.raises(OverrideError, match=r"'head.wieght': matches no parameter; did you mean 'head.weight'\?"):
+        stored(llama(), "tp2", **{"head.wieght": "R@tp"})
+    with pytest.raises(OverrideError, match=r"'zzz': matches no parameter. Globs run over parameter FQNs"):
+        stored(llama(), "tp2", zzz="R@tp")
+
+
+def test_override_of_a_dim_that_is_not_there():
+    with pytest.raises(OverrideError, match=r"S\(1\) names dim 1, but parameter 'norm.weight' has 1 dims"):
+        stored(llama(), "tp2", **{"norm.weight": "S(1)@tp"})
+
+
+def test_overrides_are_checked_without_a_tensor_axis():
+    with pytest.raises(OverrideError, match="matches no parameter"):
+        stored(llama(), "dp2", **{"head.wieght": "R@tp"})
+
+
+# ----------------------------------------------------------------------------------------------- fused weights
+FUSED = {
+    # how, heads, key-value heads: sections of the fused weight
+    ("split", 4, 4): "*3",
+    ("chunk", 4, 4): "*3",
+    ("slice", 4, 4): "*3",
+    ("view", 4, 4): "*3",
+    ("split", 4, 2): "(2:1:1)",
+    ("slice", 8, 2): "(4:1:1)",
+}
+
+
+@pytest.mark.parametrize(("how", "heads", "kv_heads"), FUSED, ids=str)
+def test_fused_projections_are_cut_part_by_part(how, heads, kv_heads):
+    found = stored(fused(how, heads, kv_heads), "tp2")
+    rows = (heads + 2 * kv_heads) * 4
+    assert found["qkv.weight"] == f"[{rows}@tp{FUSED[how, heads, kv_heads]}, 16]"
+    assert found["qkv.bias"] == f"[{rows}@tp{FUSED[how, heads, kv_heads]}]"
+    assert found["gate_up.weight"] == "[48@tp*2, 16]"
+    assert found["down.weight"] == "[16, 24@tp]"
+
+
+@pytest.mark.parametrize(("how", "heads", "kv_heads"), FUSED, ids=str)
+def test_fused_projections_cost_no_extra_traffic(how, heads, kv_heads):
+    """One all-reduce behind the embedding, the attention and the feed-forward, one for each of their inputs' gradients."""
+    moved = [c for c in lower(fused(how, heads, kv_heads).graph, "tp2").communications() if 16 in c.sent.shape]
+    assert [c.kind for c in moved if not c.backward] == ["all_reduce"] * 3
+    assert [c.kind for c in moved if c.backward][:2] == ["all_reduce"] * 2
+    assert len(moved) == 6  # the last one may sum up the embedding's gradient instead of the tokens'
+
+
+@pytest.mark.parametrize(
+    ("how", "heads", "kv_heads"), [*FUSED, ("split", 6, 3), ("slice", 6, 3), ("split", 6, 2), ("split", 5, 1)], ids=str
+)
+@pytest.mark.parametrize("strategy", ["tp2", "tp3", "cp2", "tp2+sp", "cp2.tp2"])
+def test_fused_projections_are_exact(how, heads, kv_heads, strategy):
+    result = fused(how, heads, kv_heads).check(strategy)
+    assert result.ok, result
+
+
+# -------------------------------------------------------------------------------------- heads that do not divide
+def test_groups_of_heads_are_cut_where_key_value_heads_do_not_divide():
+    """MQA on two ranks: two of the four query heads each, the one key-value head on both."""
+    program = lower(llama(kv_heads=1).graph, "tp2")
+    assert not program.notes
+    found = stored(llama(kv_heads=1), "tp2")
+    assert found["layers.0.attention.q_proj.weight"] == "[32@tp, 32]"
+
+
+@pytest.mark.parametrize(("strategy", "axis"), [("tp3", "tp"), ("cp3", "cp")])
+def test_odd_heads_make_a_note(strategy, axis):
+    program = lower(gpt(dropout=0.0).graph, strategy)
+    (note,) = program.notes
+    assert note.startswith("2 attention op(s) in layers.*.attention: 4 query / 4 key-value heads do not divide by ")
+    assert f"{axis}=3; attention runs whole on each {axis} rank" in note
+
+
+def test_heads_that_divide_make_no_note():
+    assert lower(gpt(dropout=0.0).graph, "tp2").notes == ()
+    assert lower(gpt(dropout=0.0).graph, "cp4").notes == ()
+
+
+# ------------------------------------------------------------------------------------------- ops without a rule
+class Scan(nn.Module):
+    """`cummax` has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(6, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cummax(self.into(x), 1).values)
+
+
+@functools.cache
+def scan() -> Captured:
+    torch.manual_seed(0)
+    return take(Scan(), squared, vectors(6, 4, 12, 24))
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "tp3", "cp2", "dp2.tp2", "cp2.tp2"])
+def test_an_op_without_a_rule_is_named_and_exact(strategy):
+    with pytest.warns(FxparWarning, match=r"op aten.cummax.default \(1x, first at .*test_driver.py:\d+\) has no sharding rule"):
+        result = scan().check(strategy)
+    assert result.ok, result
+    assert any("aten.cummax.default" in note and "runs replicated" in note for note in result.notes)
+
+
+def test_no_warning_without_a_tensor_or_context_axis():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lower(scan().graph, "dp2+zero3")
+
+
+# ------------------------------------------------------------------------------------------------------- others
+@pytest.mark.parametrize("axis", ["pp", "ep"])
+def test_axes_that_are_not_there_yet(axis):
+    with pytest.raises(NotYetError, match=f"axis '{axis}' of strategy 'dp2.{axis}2' is not supported yet. Use dp, cp and tp"):
+        annotate(llama().graph, Strategy.parse(f"dp2.{axis}2"))
+    annotate(llama().graph, Strategy.parse(f"dp2.{axis}1"))
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "tp2", "tp3", "cp2", "cp2.tp2+sp", "dp2.cp2.tp2+sp+zero3"])
+def test_annotations_type_check(strategy):
+    graph = annotate(llama().graph, Strategy.parse(strategy))
+    verify(graph, "annotate")
+    verify_placements(graph, "annotate", resharded=False)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            assert len(node.meta["dist"].local_shape(node.meta["tensor"].shape)) == len(node.meta["tensor"].shape)
+        elif node.meta.get("tensor") is not None:
+            assert "dist" in node.meta, node
+
+
+def test_annotate_leaves_the_logical_graph_alone():
+    graph = llama().graph
+    before = [(n.name, n.op, str(n.args), set(n.meta)) for n in graph.gm.graph.nodes]
+    annotate(graph, Strategy.parse("cp2.tp2+sp"))
+    assert [(n.name, n.op, str(n.args), set(n.meta)) for n in graph.gm.graph.nodes] == before
+
+
+def test_token_dims_must_divide_by_what_cuts_them():
+    def divisors(strategy: str) -> dict[str, int]:
+        return annotate(llama().graph, Strategy.parse(strategy)).divisors
+
+    assert divisors("dp2.cp3.tp2")["T"] == 3
+    assert divisors("cp3.tp2+sp")["T"] == 6
+    assert divisors("tp4+sp")["T"] == 4
+    assert divisors("tp4").get("T", 1) == 1
+
+
+def test_context_cuts_tokens_outside_of_tensor():
+    """A cp rank holds a run of tokens; on weights tp comes first."""
+    mesh, token = Mesh((("cp", 2), ("tp", 2))), dim_symbol("T")
+    base = DistConfig.replicated(mesh, 1)
+    tokens = combine(base, TensorMeta((token,), torch.int64), Shard(0), Shard(0), token)
+    heads = combine(base, TensorMeta((8,), torch.int64), Shard(0), Shard(0), token)
+    assert [e.axis for e in tokens.dims[0]] == ["cp", "tp"]
+    assert [e.axis for e in heads.dims[0]] == ["tp", "cp"]
+    assert combine(base, TensorMeta((8,), torch.int64), R, R, token) == base

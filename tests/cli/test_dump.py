@@ -1,0 +1,129 @@
+"""`fxpar dump`: stages, formats, files, big models without weights."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from fxpar.dist_config import DistConfig
+from tests.cli.helpers import fxpar
+
+
+@pytest.mark.parametrize(
+    ("words", "head"),
+    [
+        ((), "fxpar logical graph of mlp\n"),
+        (("-s", "tp2"), "fxpar exec graph of mlp\nstrategy tp2: mesh tp2, 2 ranks\n"),
+        (("-s", "tp2", "--stage", "annotated"), "fxpar annotated graph of mlp\nstrategy tp2"),
+        (("-s", "tp2", "--stage", "logical"), "fxpar logical graph of mlp\n"),
+    ],
+)
+def test_stages(words, head):
+    status, out, err = fxpar("dump", "mlp", *words)
+    assert status == 0, err
+    assert out.startswith(head)
+
+
+def test_text_is_stable_and_plain():
+    first, second = (fxpar("dump", "mlp", "-s", "dp2.tp2+zero3")[1] for _ in range(2))
+    assert first == second
+    assert "\x1b" not in first
+    assert str(Path.cwd()) not in first
+
+
+def test_fold_and_full_and_brief():
+    words = ("dump", "mlp", "-s", "tp2", "--set", "layers=6")
+    folded, full, brief = (fxpar(*words, *more)[1] for more in ((), ("--full",), ("--brief",)))
+    assert len(folded.splitlines()) < len(full.splitlines())
+    assert "body:" not in brief
+    assert "collectives in order" in brief
+
+
+def test_file(tmp_path):
+    file = tmp_path / "graph.txt"
+    status, out, _ = fxpar("dump", "mlp", "-o", file)
+    assert (status, out) == (0, "")
+    assert file.read_text().startswith("fxpar logical graph of mlp\n")
+
+
+def test_json(tmp_path):
+    file = tmp_path / "graph.json"
+    status, out, _ = fxpar("dump", "llama", "-s", "dp2.tp2+sp", "--json", file)
+    assert (status, out) == (0, "")
+    data = json.loads(file.read_text())
+    assert (data["model"], data["stage"], data["strategy"], data["world"]) == ("llama", "exec", "dp2.tp2+sp", 4)
+    assert data["mesh"] == [["dp", 2], ["tp", 2]]
+    assert data["dims"] == [{"name": "T", "example": 61, "minimum": 1, "maximum": None, "divisor": 2}]
+    for key in ("capture_cpu_s", "annotate_cpu_s", "lower_cpu_s", "total_cpu_s"):
+        assert data["timings"][key] > 0
+    counts = {}
+    for entry in data["collectives"]:
+        counts[entry["kind"]] = counts.get(entry["kind"], 0) + 1
+    assert counts == data["collective_counts"]
+    assert abs(sum(entry["bytes"] for entry in data["collectives"]) - data["collective_bytes"]) <= len(
+        data["collectives"]
+    )
+    by_name = {node["name"]: node for node in data["parts"]["body"]}
+    mm = by_name["mm_0"]
+    assert mm["target"] == "aten.mm.default"
+    assert DistConfig.from_json(mm["dist"]).describe(mm["tensor"]["shape"]) == "f32[T, 64@tp]"
+    assert all(arg[1:] in by_name for arg in mm["args"])
+    assert data["inputs"][0]["local"] == {"dtype": "float32", "shape": [66, 64]}
+
+
+def test_json_of_the_other_stages():
+    logical = json.loads(fxpar("dump", "mlp", "--format", "json")[1])
+    assert logical["strategy"] is None
+    assert logical["nodes"] == len(logical["parts"]["step"])
+    assert set(logical["timings"]) >= {"capture_cpu_s", "annotate_cpu_s", "lower_cpu_s"}
+    annotated = json.loads(fxpar("dump", "mlp", "-s", "tp2", "--stage", "annotated", "--format", "json")[1])
+    assert any("dist_in" in node for node in annotated["parts"]["step"])
+
+
+def test_storage_dtype():
+    _, out, _ = fxpar("dump", "mlp", "-s", "dp2", "--dtype", "bfloat16", "--storage", "float32", "--brief")
+    assert "f32[72, 24]" in out
+    _, out, _ = fxpar("dump", "mlp", "-s", "dp2", "--dtype", "bfloat16", "--brief")
+    assert "bf16[72, 24]" in out
+
+
+def test_override():
+    words = ("dump", "mlp", "-s", "tp2", "--brief")
+    assert "layers.*.weight  x1  f32[72@tp, 24]" in fxpar(*words)[1]
+    assert "layers.*.weight  x1  f32[72, 24]" in fxpar(*words, "--override", "layers.0.weight=R@tp")[1]
+
+
+@pytest.mark.slow
+def test_8b_model_needs_no_weights():
+    pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
+    begun = time.perf_counter()
+    status, out, err = fxpar("dump", "hf:llama@8b", "-s", "dp4.tp8+sp", "--set", "num_hidden_layers=4", "--brief")
+    assert status == 0, err
+    assert "model.layers.*.mlp.up_proj.weight" in out
+    assert "f32[14336@tp, 4096]   local f32[1792, 4096]" in out
+    assert time.perf_counter() - begun < 120
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("mlp", "--stage", "exec"), 2, "stage exec needs a strategy"),
+        (("mlp", "--stage", "annotated"), 2, "stage annotated needs a strategy"),
+        (("mlp", "--stage", "final"), 2, "'final' is not one of"),
+        (("mlp", "--format", "xml"), 2, "'xml' is not one of"),
+        (("mlp", "-s", "tp2", "--world", "3"), 1, "needs 2 ranks"),
+        (("mlp", "-s", "tpp2"), 1, "unknown axis 'tpp'"),
+        (("mlp", "-s", "pp2"), 1, "is not supported yet"),
+        (("mlp", "-s", "dp2", "--storage", "f8"), 1, "dtype 'f8' is not known"),
+        (("mlp", "-o", "no/folder/x"), 1, "there is no folder"),
+        (("mlp", "-s", "tp2", "--override", "x*=R@tp"), 1, "matches no parameter"),
+    ],
+)
+def test_bad_input(words, status, message):
+    found, out, err = fxpar("dump", *words)
+    assert found == status
+    assert out == ""
+    assert message in err

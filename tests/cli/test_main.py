@@ -1,0 +1,70 @@
+"""The program as a user starts it: quick help, plain pipes, narrow terminals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str, code: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "fxpar"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([*start, *words], capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def test_help_is_quick():
+    """Without torch: neither the help nor a mistake of usage waits for it."""
+    code = (
+        "import sys\n"
+        "from fxpar.cli import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)\n"
+    )
+    for words in (["--help"], ["check", "--help"], ["dump"]):
+        result = run(*words, code=code)
+        assert result.stdout.endswith("False\n"), result.stdout + result.stderr
+
+
+def test_help_fits_60_columns():
+    for words in (["--help"], ["check", "--help"], ["dump", "--help"]):
+        result = run(*words, COLUMNS="60", TERMINAL_WIDTH="60")
+        assert result.returncode == 0
+        assert max(map(len, result.stdout.splitlines())) <= 60
+
+
+def test_version():
+    import fxpar
+
+    assert run("--version").stdout == f"fxpar {fxpar.__version__}\n"
+
+
+def test_pipe_is_plain_even_where_colours_are_forced_off():
+    result = run("check", "mlp", "-s", "dp2", NO_COLOR="1", COLUMNS="60")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.isascii()
+    assert "\x1b" not in result.stdout
+    assert "1 of 1 strategies agree" in result.stdout
+
+
+@pytest.mark.slow
+def test_head_of_a_dump_is_no_error():
+    start = subprocess.Popen(
+        [sys.executable, "-m", "fxpar", "dump", "llama", "--full"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    assert start.stdout is not None
+    assert start.stderr is not None
+    start.stdout.readline()
+    start.stdout.close()
+    assert start.stderr.read() == ""
+    start.stderr.close()
+    assert start.wait(60) == 0
