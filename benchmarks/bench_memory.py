@@ -35,10 +35,10 @@ def step_peak_mb(mode: str, batch: int) -> float:
     return _peak_mb() - before
 
 
-def _eager(model):  # noqa: ANN001, ANN202
+def _eager(model):
     import torch.nn.functional as F
 
-    def step(ids):  # noqa: ANN001, ANN202
+    def step(ids):
         for p in model.parameters():
             p.grad = None
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
@@ -47,7 +47,7 @@ def _eager(model):  # noqa: ANN001, ANN202
     return step
 
 
-def _fxpar(model, batch: int):  # noqa: ANN001, ANN202
+def _fxpar(model, batch: int):
     import torch
     from bench_step import loss_sum
     from model import SEQ
@@ -60,7 +60,7 @@ def _fxpar(model, batch: int):  # noqa: ANN001, ANN202
     bound = bind(lower(capture(model, loss_sum, {"ids": example, "labels": example}), "dp1"), 0, {})
     params = {n: p.detach() for n, p in model.named_parameters()}
 
-    def step(ids):  # noqa: ANN001, ANN202
+    def step(ids):
         bound.prepare(params, {})
         bound.run({"ids": ids[:, :-1], "labels": ids[:, 1:]}, 1.0)
         return bound.finish()

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_step.py [--steps 8] [--rounds 3] [--json OUT]
 
-Every mode takes the same global batch, weights and AdamW. The figure is CPU milliseconds per step summed over ranks (wall
-times swing on shared machines), best of `rounds`; losses must agree. Modes alternate, so that load hits all of them.
+Every mode takes the same global batch, weights and AdamW. The figure is CPU milliseconds per step summed over ranks
+(wall times swing on shared machines), best of `rounds`; losses must agree. Modes alternate, so that load hits all of
+them.
 """
 
 from __future__ import annotations
@@ -112,11 +113,11 @@ def fxpar_step(strategy: str, programs: dict) -> Step:
     model = make_model()
     whole = dict(model.named_parameters())
     stored = {
-        info.fqn: s.dist
-        for info, s in zip(program.inputs, program.stored_inputs, strict=True)
-        if info.kind == "param"
+        info.fqn: s.dist for info, s in zip(program.inputs, program.stored_inputs, strict=True) if info.kind == "param"
     }
-    local = {fqn: torch.nn.Parameter(dist_config.take(whole[fqn].detach(), rank)) for fqn, dist_config in stored.items()}
+    local = {
+        fqn: torch.nn.Parameter(dist_config.take(whole[fqn].detach(), rank)) for fqn, dist_config in stored.items()
+    }
     optimizer = torch.optim.AdamW(local.values(), lr=1e-3, foreach=False)
     mesh = program.strategy.mesh
     bound = bind(program, rank, ProcessGroups().names(mesh, program.axes()))

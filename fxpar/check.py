@@ -65,10 +65,12 @@ def check(
     tolerance: float | None = None,
     compile: Backend = "eager",
 ) -> list[CheckResult]:
-    """Check each strategy on `batches`: replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse).
+    """Check each strategy on `batches`: replica r of dp runs batches r, r + dp, ... (their number is rounded up by
+    reuse).
 
     `params` and `buffers` are whole tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the
-    parameters' dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for float32.
+    parameters' dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for
+    float32.
     """
     dtype = next((t.dtype for t in params.values() if t.is_floating_point()), torch.float32)
     limit = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
@@ -91,7 +93,7 @@ class _Oracle:
         self._known: dict[int, list[Tensor]] = {}
 
     def replica(self, indices: list[int], batches: Sequence[Batch]) -> list[list[Tensor]]:
-        """Results of one replica's micro-batches in turn. Without written buffers they are kept for other strategies."""
+        """Results of one replica's micro-batches in turn; kept for other strategies where no buffer is written."""
         buffers = dict(self._buffers)
         results = []
         for index in indices:
@@ -231,7 +233,9 @@ def _compare(
     loss_error = max(relative_error(result["loss"], truth) for result in ranks)
     errors: dict[str, float] = {}
     # A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size.
-    floor = NOISE * max((float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0)
+    floor = NOISE * max(
+        (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
+    )
     for info, stored in zip(program.outputs, program.stored_outputs, strict=True):
         if info.kind != "grad":
             continue

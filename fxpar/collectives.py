@@ -1,8 +1,8 @@
 """The communication ops of a graph before they become `_c10d_functional` calls.
 
 `reshard` changes a placement in one step; its target is the node's own `meta["dist"]`. `passes/reshard_to_collectives`
-replaces it by the others, each of which works on one mesh axis (or several joined by '.') and one dim. They are names in
-a graph, not functions to run: `passes/lower_collectives` replaces them in turn.
+replaces it by the others, each of which works on one mesh axis (or several joined by '.') and one dim. They are names
+in a graph, not functions to run: `passes/lower_collectives` replaces them in turn.
 """
 
 from __future__ import annotations

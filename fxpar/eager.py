@@ -31,8 +31,8 @@ def compare_with_eager(
 ) -> EagerComparison | None:
     """Run both on `batch`. None if the graph drops out: the model draws its masks from torch's generator.
 
-    `loss_fn` must return the sum over tokens; a mean that capture rewrote to a sum differs by the number of tokens, which
-    is divided out. The model's parameters and buffers are left as they are.
+    `loss_fn` must return the sum over tokens; a mean that capture rewrote to a sum differs by the number of tokens,
+    which is divided out. The model's parameters and buffers are left as they are.
     """
     if logical.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default):
         return None

@@ -237,8 +237,8 @@ class PadError(FxparError):
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
-            f"batch key {key!r}: {why}, and there is no rule for its padding. Give a length that divides, name the key as "
-            "one of the known ones (input_ids, labels, position_ids, ...), or pass a rule."
+            f"batch key {key!r}: {why}, and there is no rule for its padding. Give a length that divides, name the key "
+            "as one of the known ones (input_ids, labels, position_ids, ...), or pass a rule."
         )
 
 
@@ -320,7 +320,9 @@ class TokensError(FxparError):
     """`--tokens` is no list of lengths."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(f"--tokens {text!r}: write the lengths of the micro-batches, such as 64,37,96; each is at least 2")
+        super().__init__(
+            f"--tokens {text!r}: write the lengths of the micro-batches, such as 64,37,96; each is at least 2"
+        )
 
 
 class OutputError(FxparError):

@@ -39,7 +39,7 @@ class TensorMeta:
         """Number of elements with the dynamic dims at `dims`."""
         count = 1
         for size in self.shape:
-            count *= size if isinstance(size, int) else int(size.subs(dims))
+            count *= size if isinstance(size, int) else int(size.subs(dims))  # type: ignore[arg-type]
         return count
 
     def __str__(self) -> str:
@@ -89,8 +89,8 @@ class LogicalGraph:
     """Forward + loss + backward of one replica with global shapes.
 
     Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
-    (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens. `constants` are tensors that the model
-    holds as plain attributes or makes from Python numbers; they travel with the graph.
+    (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens. `constants` are tensors that the
+    model holds as plain attributes or makes from Python numbers; they travel with the graph.
     """
 
     gm: fx.GraphModule
@@ -121,8 +121,8 @@ class LogicalGraph:
 class AnnotatedGraph:
     """A replica's graph on its way to an `ExecGraph`: every value has a `DistConfig` for one strategy.
 
-    The passes of the lowering change `graph` in place. `divisors[dim]` is what a dynamic dim must divide by (the runtime
-    pads to it); `notes` say what the compiler decided that a user may not expect.
+    The passes of the lowering change `graph` in place. `divisors[dim]` is what a dynamic dim must divide by (the
+    runtime pads to it); `notes` say what the compiler decided that a user may not expect.
     """
 
     graph: fx.Graph

@@ -23,7 +23,8 @@ _GROUP = {
 
 
 def from_graph_module(gm: fx.GraphModule) -> AnnotatedGraph:
-    """Wrap `gm` (changed in place by passes): shapes come from `meta["val"]`, everything counts as body, nothing is sharded.
+    """Wrap `gm` (changed in place by passes): shapes come from `meta["val"]`, everything counts as body, nothing is
+    sharded.
 
     This is what torchtitan's graph_trainer hands to its passes: a graph of local tensors with functional collectives.
     """

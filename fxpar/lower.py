@@ -62,8 +62,9 @@ def lower(
 ) -> ExecGraph:
     """Annotate and lower `logical` for `strategy`; no process group, no device, no weights.
 
-    `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in. `on_pass` is
-    called with each pass' name and the graph after it (dumps). The graph is verified before the first and after every pass.
+    `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in.
+    `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the first
+    and after every pass.
 
     Raises StrategySyntaxError, NotYetError, OverrideError; VerifyError for a bug in a pass.
     """
@@ -97,7 +98,7 @@ def _report(name: str, graph: AnnotatedGraph, cpu_s: float) -> dict[str, Any]:
 
 
 def split_phases(graph: AnnotatedGraph) -> ExecGraph:
-    """Cut the lowered graph in prologue, body and epilogue; what one part needs of an earlier one becomes its result."""
+    """Cut the lowered graph in prologue, body and epilogue; what a part needs of an earlier one is a result of that."""
     phase = {n: n.meta.get("phase", "body") for n in graph.graph.nodes if n.op == "call_function"}
     needed: dict[str, dict[fx.Node, None]] = {name: {} for name in PHASES}
     for node, name in phase.items():
@@ -117,7 +118,6 @@ def split_phases(graph: AnnotatedGraph) -> ExecGraph:
         members = [n for n, p in phase.items() if p == name]
         parts[name] = _part(members, results, position, slots)
         slots[name] = {node: i for i, node in enumerate(results)}
-    (output,) = graph.graph.find_nodes(op="output")
     return ExecGraph(
         strategy=graph.strategy,
         inputs=graph.inputs,

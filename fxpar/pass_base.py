@@ -20,7 +20,9 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """`name` is its name in the registry; tier "exact" keeps every bit of every result, "numeric" may change rounding."""
+    """`name` is its name in the registry; tier "exact" keeps every bit of every result, "numeric" may change
+    rounding.
+    """
 
     name: ClassVar[str]
     tier: ClassVar[Tier]

@@ -41,7 +41,9 @@ def verify(graph: AnnotatedGraph, after: str) -> None:
 
 
 def verify_placements(graph: AnnotatedGraph, after: str, *, resharded: bool) -> None:
-    """Type-check: each op's placements are an option of its rule on every axis; with `resharded`, operands already fit."""
+    """Type-check: each op's placements are an option of its rule on every axis; with `resharded`, operands already
+    fit.
+    """
     strategy = graph.strategy
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
     sizes = Sizes([d.symbol for d in graph.dims], tensor * tensor * context)
@@ -111,4 +113,3 @@ def where(node: fx.Node) -> str:
     if node.meta.get("source"):
         parts.append(str(node.meta["source"]))
     return f"%{node.name} ({', '.join(parts)})"
-

@@ -1,8 +1,8 @@
 """Widen a logical graph: compute in float64 what the model computes in a narrower float.
 
-Many models cast to float32 inside (norms, softmax, rotary tables). In a float64 check the rounding of such an island, not a
-mistake, would be the largest difference between two orders of summation. Widened, every float is a float64, and two
-correct programs agree to 1e-10.
+Many models cast to float32 inside (norms, softmax, rotary tables). In a float64 check the rounding of such an island,
+not a mistake, would be the largest difference between two orders of summation. Widened, every float is a float64, and
+two correct programs agree to 1e-10.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def widen(logical: LogicalGraph) -> LogicalGraph:
-    """A copy of `logical` in which all floats are float64: inputs, casts, constants. Exact where it was float64 already."""
+    """A copy of `logical` in which all floats are float64: inputs, casts, constants. Exact where it was float64
+    already.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(logical.gm.graph, {}))
     for node in graph.nodes:

@@ -1,7 +1,7 @@
 """Accumulate gradients: the body of a later micro-batch adds its loss and gradients to those so far, in place.
 
-Before: results are one micro-batch's. After: for each loss and gradient there is one more input `acc_*`, and the result is
-that buffer, added to. Buffers' new values are not accumulated.
+Before: results are one micro-batch's. After: for each loss and gradient there is one more input `acc_*`, and the
+result is that buffer, added to. Buffers' new values are not accumulated.
 
     return (%loss, %dw)                         %acc = placeholder; %s = add_(%acc, %dw); return (.., %s)
 

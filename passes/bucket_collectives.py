@@ -1,7 +1,7 @@
 """Bucket collectives: independent collectives of one kind over the same group become one on a fused buffer.
 
-Before: one collective per gradient (or per gathered parameter). After: few large ones; a bucket holds collectives of the
-same op, group and dtype, of the same phase and `meta["bucket"]`, with sizes known in advance.
+Before: one collective per gradient (or per gathered parameter). After: few large ones; a bucket holds collectives of
+the same op, group and dtype, of the same phase and `meta["bucket"]`, with sizes known in advance.
 
     %a_c = all_reduce(%a, "sum", "@dp")         %f   = fuse([%a, %b])
     %b_c = all_reduce(%b, "sum", "@dp")         %f_c = all_reduce(%f, "sum", "@dp")
@@ -109,7 +109,9 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
     anchor = first if first.target is c10d.all_gather_into_tensor.default else last
     with graph.inserting_before(anchor):
         if whole:
-            inputs = [call(layout.lift, (i,), TensorMeta((1, *i.meta["local"].shape), i.meta["local"].dtype)) for i in inputs]
+            inputs = [
+                call(layout.lift, (i,), TensorMeta((1, *i.meta["local"].shape), i.meta["local"].dtype)) for i in inputs
+            ]
         buffer = call(layout.fuse, (inputs,), _fused(members, rows, whole, sent=True))
         collective = call(last.target, (buffer, *last.args[1:]), _fused(members, rows, whole, sent=False))
         collective.meta["comm"] = (first.meta["comm"][0], _joined([m.meta["comm"][1] for m in members]))
@@ -128,8 +130,16 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
         graph.erase_node(member)
 
 
+def _operand(node: fx.Node) -> fx.Node:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _row(meta: TensorMeta) -> TensorMeta:
+    return TensorMeta((1, *meta.shape), meta.dtype)
+
+
 def _fused(members: list[fx.Node], rows: Any, whole: bool, *, sent: bool) -> TensorMeta:
-    metas = [(m.args[0] if sent else m).meta["local"] for m in members]
+    metas: list[TensorMeta] = [_operand(m).meta["local"] if sent else m.meta["local"] for m in members]
     count, total = rows(metas[0], whole)[0], 0
     for meta in metas:
         size = 1

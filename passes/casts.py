@@ -1,8 +1,8 @@
 """Casts: parameters are stored in one dtype and computed with in another; gradients come back in the stored one.
 
 Before: a parameter's placeholder has the dtype that the model was captured in. After: it has `storage` dtype, a cast in
-the prologue (on this rank's piece, before any gather, so the gather moves the narrow dtype) makes what the body uses, and
-every gradient is cast to `storage` at the end of the body, so that micro-batches accumulate in it.
+the prologue (on this rank's piece, before any gather, so the gather moves the narrow dtype) makes what the body uses,
+and every gradient is cast to `storage` at the end of the body, so that micro-batches accumulate in it.
 
     %w : bf16[F, D] = param("up.weight")        %w   : f32[F, D]  = param("up.weight")
                                                 %w_c : bf16[F, D] = _to_copy(%w, dtype=bf16)

@@ -117,10 +117,10 @@ class Divider:
 
 def _rewrite(node: fx.Node, divide: Divider) -> None:
     """Make the size arguments of one op local."""
-    handler = _SPECIAL.get(node.target)
+    handler = _SPECIAL.get(node.target)  # type: ignore[call-overload]
     if handler is not None:
         handler(node, divide)
-    position = _SIZES.get(node.target)
+    position = _SIZES.get(node.target)  # type: ignore[call-overload]
     if position is None:
         return
     dist = node.meta["dist"]

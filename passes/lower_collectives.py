@@ -1,8 +1,8 @@
 """Lower collectives: single-axis steps become `_c10d_functional` calls on packed buffers, each with its wait.
 
 Before: `all_gather(x, "tp", dim, sections)` and the like, on local shapes.
-After: pack (which part goes to which rank) -> collective -> wait -> unpack. Process groups are tokens `@tp`, this rank's
-position on an axis is a token `#tp`; both are filled in when the graph is bound to a rank.
+After: pack (which part goes to which rank) -> collective -> wait -> unpack. Process groups are tokens `@tp`, this
+rank's position on an axis is a token `#tp`; both are filled in when the graph is bound to a rank.
 
     %y = all_gather(%x, "tp", 1, ())            %r = lift(%x)
                                                 %c = _c10d_functional.all_gather_into_tensor(%r, 2, "@tp")
@@ -80,7 +80,7 @@ def _rows(meta: TensorMeta, rows: int) -> TensorMeta:
 
 
 def _cut(meta: TensorMeta, dim: int, degree: int) -> TensorMeta:
-    size = meta.shape[dim]
+    size: Any = meta.shape[dim]
     piece = -(-size // degree) if isinstance(size, int) else size / degree
     return TensorMeta((*meta.shape[:dim], piece, *meta.shape[dim + 1 :]), meta.dtype)
 
@@ -105,8 +105,8 @@ def _all_gather(emit: _Emitter, x: fx.Node, axis: str, dim: int, sections: tuple
 
 def _true_size(emit: _Emitter, dim: int, piece: TensorMeta, degree: int) -> int:
     """Size to cut a gathered dim back to, or -1 where nothing was padded."""
-    whole = emit.node.meta["local"].shape[dim]
-    if isinstance(whole, int) and whole != piece.shape[dim] * degree:
+    whole, part = emit.node.meta["local"].shape[dim], piece.shape[dim]
+    if isinstance(whole, int) and isinstance(part, int) and whole != part * degree:
         return whole
     return -1
 

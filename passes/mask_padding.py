@@ -90,7 +90,7 @@ class MaskPadding:
 
 def _padded(node: fx.Node) -> tuple[int, ...]:
     dist, meta = node.meta.get("dist"), node.meta.get("tensor")
-    return dist.padded_dims(meta.shape) if isinstance(dist, DistConfig) else ()
+    return dist.padded_dims(meta.shape) if isinstance(dist, DistConfig) and meta is not None else ()
 
 
 def _mask_contracted(graph: fx.Graph, node: fx.Node, padded: dict, zero: dict, masked: dict) -> None:

@@ -1,8 +1,9 @@
 """Reduce gradients: data parallelism. Results leave each replica as partial sums and are summed over all of them.
 
-Before: results are one replica's; a gradient may be partial on tp or cp already (a norm weight under sequence parallel).
-After: the loss is the same on every rank, a gradient lies as its parameter is stored, a buffer's new value is the mean
-over replicas. All of this happens once per group of micro-batches, in the epilogue (ZeRO-2 and 3: in the body).
+Before: results are one replica's; a gradient may be partial on tp or cp already (a norm weight under sequence
+parallel). After: the loss is the same on every rank, a gradient lies as its parameter is stored, a buffer's new value
+is the mean over replicas. All of this happens once per group of micro-batches, in the epilogue (ZeRO-2 and 3: in the
+body).
 
     %dw : f32[F@tp, D] P(dp)
     %dw_r : f32[F@tp, D] = reshard(%dw)
@@ -73,5 +74,4 @@ def _reduce(
     with place:
         term = insert(graph, vary, (node,), like=node, tensor=node.meta["tensor"], dist=body, phase=phase)
     with graph.inserting_after(term):
-        reduced = insert(graph, reshard, (term,), like=node, tensor=node.meta["tensor"], dist=target, phase=phase)
-    return reduced
+        return insert(graph, reshard, (term,), like=node, tensor=node.meta["tensor"], dist=target, phase=phase)

@@ -1,6 +1,7 @@
 """Reshard to collectives: replace every reshard by steps that each work on one mesh axis.
 
-Before: `reshard` nodes between any two placements. After: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `shard`, `partial`.
+Before: `reshard` nodes between any two placements. After: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`,
+`shard`, `partial`.
 
     %g_r : f32[D@tp, F] P(dp) -> f32[D@tp@dp, F]
     %g_r = reshard(%g)                          %g_r = reduce_scatter(%g, "dp", "sum", 0, ())
@@ -60,7 +61,7 @@ def steps(source: DistConfig, target: DistConfig) -> list[Step]:
     found: list[Step] = []
     current = source
     while (current.dims, current.partial) != (target.dims, target.partial):
-        step = _reduce(current, target) or _move(current, target) or _slice(current, target) or _gather(current, target) or _partial(current, target)
+        step = next(filter(None, (way(current, target) for way in _WAYS)), None)
         if step is None:
             raise PlacementError(f"no collective turns {source} into {target}")
         found.append(step)
@@ -145,3 +146,6 @@ def _partial(current: DistConfig, target: DistConfig) -> Step | None:
         if (axis, op) not in current.partial and axis not in used and op == "sum":
             return c.partial, (axis,), current.with_placement(axis, Partial(op))
     return None
+
+
+_WAYS = (_reduce, _move, _slice, _gather, _partial)  # in order of preference

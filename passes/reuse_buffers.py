@@ -1,7 +1,7 @@
 """Reuse buffers: an all-reduce whose operand nobody else needs reduces it in place.
 
-Before: `all_reduce` copies its operand, then reduces the copy. After: `all_reduce_`, where the operand is fresh memory (a
-product, a sum, a fused buffer, or a reshape of one) with this single use.
+Before: `all_reduce` copies its operand, then reduces the copy. After: `all_reduce_`, where the operand is fresh
+memory (a product, a sum, a fused buffer, or a reshape of one) with this single use.
 
     %c = _c10d_functional.all_reduce(%mm, ..)   %c = _c10d_functional.all_reduce_(%mm, ..)
 

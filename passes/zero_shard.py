@@ -84,7 +84,6 @@ def shard_over(config: DistConfig, axis: str) -> DistConfig:
 def _gather(
     graph: fx.Graph, param: fx.Node, compute: DistConfig, users: list[fx.Node], phase: str, bucket: str
 ) -> None:
-    order = {n: i for i, n in enumerate(graph.nodes)}
     if not users:
         return
     first = min(users)

@@ -32,7 +32,8 @@ class Captured:
         return result
 
 
-def take(model: nn.Module, loss: Callable, batches: list[Batch], dtype: torch.dtype = torch.float64, **options) -> Captured:
+def take(model: nn.Module, loss: Callable, batches: list[Batch], dtype: torch.dtype = torch.float64, **options) ->
+Captured:
     """Capture `model` with the first batch, all floating-point tensors in `dtype`."""
     model = model.to(dtype)
     batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]

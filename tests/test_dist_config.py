@@ -223,8 +223,8 @@ def test_joint_axes_cut_as_one():
     assert config.local_shape((12,)) == (2,)
     pieces = [config.take(torch.arange(12), MESH.rank({"dp": d, "cp": c})).tolist() for d in (0, 1) for c in (0, 1, 2)]
     assert sum(pieces, []) == list(range(12))
-    uneven = [config.take(torch.arange(1, 8), MESH.rank({"dp": d, "cp": c})).tolist() for d in (0, 1) for c in (0, 1, 2)]
-    assert uneven == [[1, 2], [3, 4], [5, 6], [7, 0], [0, 0], [0, 0]]
+    uneven = [config.take(torch.arange(1, 8), MESH.rank({"dp": d, "cp": c})).tolist() for d in (0, 1) for c in (0, 1,
+    2)] assert uneven == [[1, 2], [3, 4], [5, 6], [7, 0], [0, 0], [0, 0]]
 
 
 def test_scalars():

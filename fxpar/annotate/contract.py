@@ -1,7 +1,8 @@
 """Shrink a placement problem: ops with one operand that merely rename a placement need no decision of their own.
 
-A view of a tensor can be had in placement q exactly if the tensor can be had in the placement that q is a view of. Such an
-op becomes an *alias*: what its users want is wanted of its operand instead. About half of a training graph disappears.
+A view of a tensor can be had in placement q exactly if the tensor can be had in the placement that q is a view of.
+Such an op becomes an *alias*: what its users want is wanted of its operand instead. About half of a training graph
+disappears.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Alias:
 def find_aliases(problem: AxisProblem, demanded: dict[Result, set[Placement]]) -> dict[int, Alias]:
     """Classes with one operand fed by one result, whose options map placements one to one and cover what users want.
 
-    A user that may want something else (attention wants heads where tokens are cut) needs a reshard behind the op, so the
-    op has to decide for itself.
+    A user that may want something else (attention wants heads where tokens are cut) needs a reshard behind the op, so
+    the op has to decide for itself.
     """
     aliases = {}
     for entry in problem.classes:
@@ -66,7 +67,9 @@ def expand(
     chosen: dict[int, Option],
     demanded: dict[Result, list[Placement]],
 ) -> dict[int, Option]:
-    """Options of the aliases: as the operand lies if somebody behind it wants that, else whole if wanted so, else as wanted."""
+    """Options of the aliases: as the operand lies if somebody behind it wants that, else whole if wanted so, else as
+    wanted.
+    """
     result = dict(chosen)
     wanted: dict[int, set[Placement]] = {}
 

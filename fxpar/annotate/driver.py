@@ -34,7 +34,9 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(logical.gm.graph, copied))
-    result = AnnotatedGraph(graph, logical.inputs, logical.outputs, logical.dims, strategy, logical.name, logical.constants)
+    result = AnnotatedGraph(
+        graph, logical.inputs, logical.outputs, logical.dims, strategy, logical.name, logical.constants
+    )
     _label_placeholders(result)
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
     sizes = Sizes([d.symbol for d in logical.dims], tensor * tensor * context)
@@ -52,9 +54,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     if context > 1:
         across = ContextAxis(context)
         problem_cp = build(graph, sizes, context, tp, tensor, across, token)
-        chosen = solve(
-            problem_cp, lambda c, o: across.node_cost(problem_cp, c, o), _demands(result, problem_cp, False)
-        )
+        chosen = solve(problem_cp, lambda c, o: across.node_cost(problem_cp, c, o), _demands(result, problem_cp, False))
         cp = _spread(problem_cp, chosen)
     _write(result, tp, cp, token)
     _note_attention(result, tp, cp)
@@ -202,8 +202,8 @@ def _note_attention(graph: AnnotatedGraph, tp: Choice, cp: Choice) -> None:
                 places[(normalize_fqn(node.meta["fqn"]), heads)].append(node)
         for (fqn, (heads, kv_heads)), nodes in places.items():
             graph.notes.append(
-                f"{len(nodes)} attention op(s) in {fqn or 'the root'}: {heads} query / {kv_heads} key-value heads do not divide "
-                f"by {axis}={graph.strategy.degree(axis)}; attention runs whole on each {axis} rank"
+                f"{len(nodes)} attention op(s) in {fqn or 'the root'}: {heads} query / {kv_heads} key-value heads do "
+                f"not divide by {axis}={graph.strategy.degree(axis)}; attention runs whole on each {axis} rank"
             )
 
 

@@ -6,7 +6,6 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
 from fxpar.annotate.solve import is_weight

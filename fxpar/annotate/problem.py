@@ -68,7 +68,7 @@ class Sizes:
         if isinstance(size, int):
             return size
         if size not in self._cache:
-            self._cache[size] = int(size.subs(self._probe))
+            self._cache[size] = int(size.subs(self._probe))  # type: ignore[arg-type]
         return self._cache[size]
 
     def shape(self, meta: TensorMeta) -> tuple[int, ...]:
@@ -80,8 +80,8 @@ class Sizes:
     def nbytes(self, meta: TensorMeta) -> int:
         """Bytes of the whole tensor with nominal dynamic dims, every float counted as two bytes.
 
-        Were real widths counted, an fp32 norm between bf16 layers would decide where sums are taken, and the placements of
-        a model would depend on the dtype it is captured in.
+        Were real widths counted, an fp32 norm between bf16 layers would decide where sums are taken, and the
+        placements of a model would depend on the dtype it is captured in.
         """
         found = self._bytes.get(meta)
         if found is None:
@@ -194,8 +194,8 @@ def build(
 ) -> AxisProblem:
     """Group the graph's nodes into classes and enumerate each class's legal options on one axis.
 
-    `inner` are the options already chosen for another axis, of degree `inner_degree`: sizes are local to it. `token` is the
-    symbol of the token dim.
+    `inner` are the options already chosen for another axis, of degree `inner_degree`: sizes are local to it. `token`
+    is the symbol of the token dim.
     """
     problem = AxisProblem(degree, sizes, [], {})
     keys: dict[Any, int] = {}
@@ -239,8 +239,8 @@ def _kind(size: Size, token: sympy.Symbol | None) -> bool | None:
 def _enumerate(problem: AxisProblem, policy: AxisPolicy) -> None:
     """Fill in options until no class learns of a new placement of its operands or results.
 
-    Placements start where the axis has a reason to cut (`policy.seeds`: weights, tokens) or where `policy.extra` knows a
-    way to run an op, and spread from there through the rules, to users and to operands.
+    Placements start where the axis has a reason to cut (`policy.seeds`: weights, tokens) or where `policy.extra`
+    knows a way to run an op, and spread from there through the rules, to users and to operands.
     """
     for entry in problem.classes:
         entry.candidates = [

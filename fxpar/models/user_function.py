@@ -96,11 +96,12 @@ def _on_cpu(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _from_file(spec: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ModelFunctionError(spec, f"there is no file {str(path)!r}")
-    found = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"fxpar_model_file_{path.stem}"  # of its own: a module of this name may be imported too
+    found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     try:
         found.loader.exec_module(module)
     except Exception as error:

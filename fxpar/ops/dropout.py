@@ -45,16 +45,17 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int) -> Tensor:
 
     x: any shape, taken as the global tensor. seed: one int64, for example one per step. salt:
     tells apart the dropouts of a model that share a seed. Equal (shape, p, seed, salt) give equal
-    masks, so two dropouts of one step need different salts. The mask at an index does not depend on the sizes, so padding a
-    batch at its end leaves it as it was.
+    masks, so two dropouts of one step need different salts. The mask at an index does not depend on the sizes, so
+    padding a batch at its end leaves it as it was.
     """
     offsets = [torch.arange(n, device=x.device) * s for n, s in zip(x.shape, index_strides(x.dim()), strict=True)]
     return torch.ops.fxpar.dropout.default(x, seed, offsets, p, salt)
 
 
 def index_strides(rank: int) -> list[int]:
-    """What one step along each dim adds to an element's number: odd multipliers, so that wrap-around sums are as good as
-    distinct whatever the sizes are."""
+    """What one step along each dim adds to an element's number: odd multipliers, so that wrap-around sums are as good
+    as distinct whatever the sizes are.
+    """
     return [_mix_int(_signed((d + 1) * _GAMMA)) | 1 for d in range(rank)]
 
 

@@ -170,9 +170,11 @@ class _Call:
             results = [call]
         else:
             call.meta.update(tensor=tuple(metas), dist=tuple(dists))
-            results = [graph.call_function(operator.getitem, (call, i)) for i, m in enumerate(metas) if m is not None]
-            for node in results:
-                node.meta.update(tensor=metas[node.args[1]], dist=dists[node.args[1]])
+            results = []
+            for i, (meta, dist) in enumerate(zip(metas, dists, strict=True)):
+                if meta is not None:
+                    results.append(graph.call_function(operator.getitem, (call, i)))
+                    results[-1].meta.update(tensor=meta, dist=dist)
         graph.output(tuple(results))
         annotated = AnnotatedGraph(graph, (), (), (), self.strategy)
         get("mask_padding")()(annotated)

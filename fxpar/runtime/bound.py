@@ -62,8 +62,8 @@ class BoundGraph:
     def run(self, batch: Mapping[str, Tensor], scale: float | Tensor, seed: int = 0, *, idle: bool = False) -> None:
         """One micro-batch (this rank's local tensors): forward, backward, results added to those so far.
 
-        `idle`: this replica has no micro-batch left but must take part in the others' collectives (ZeRO-2 and 3). It adds
-        exact zeros and leaves the buffers alone; `batch` is any that has run before.
+        `idle`: this replica has no micro-batch left but must take part in the others' collectives (ZeRO-2 and 3). It
+        adds exact zeros and leaves the buffers alone; `batch` is any that has run before.
         """
         scale = 0.0 if idle else scale
         for i, info in enumerate(self.program.inputs):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from fxpar.mesh import Mesh
@@ -20,9 +22,9 @@ class ProcessGroups:
         for axis in axes:
             for ranks in mesh.groups(tuple(axis.split("."))):
                 if ranks not in self._groups:
-                    group = dist.new_group(list(ranks))
+                    group: Any = dist.new_group(list(ranks))
                     self._groups[ranks] = group if rank in ranks else None
             mine = self._groups[mesh.group_of(rank, tuple(axis.split(".")))]
             assert mine is not None
-            names[axis] = mine.group_name
+            names[axis] = str(mine.group_name)
         return names

@@ -77,7 +77,8 @@ def pad_batch(
 ) -> dict[str, Tensor]:
     """`batch` with every dynamic dim padded to a multiple of its divisor.
 
-    Raises PadError for a key without a rule (`rules` adds to PAD_RULES), or if the padded size exceeds what the model allows.
+    Raises PadError for a key without a rule (`rules` adds to PAD_RULES), or if the padded size exceeds what the model
+    allows.
     """
     known = {**PAD_RULES, **(rules or {})}
     symbols = {d.symbol: d for d in dims}

@@ -66,7 +66,9 @@ class ModelShapes:
         for fqn, info in self.params.items():
             dist = _on_mesh(placed[_pattern(fqn), info.shape], mesh, info.dtype, strategy)
             owners = sorted({_stage_of(layer, starts) for layer in info.layers})
-            blocks = tuple(Block(stage * mesh.size, replace(dist, stage=stage if stages > 1 else None)) for stage in owners)
+            blocks = tuple(
+                Block(stage * mesh.size, replace(dist, stage=stage if stages > 1 else None)) for stage in owners
+            )
             params[fqn] = PlacedParam(info.shape, info.dtype, blocks)
         return ParamLayout(str(strategy), strategy.world, params)
 
@@ -96,7 +98,8 @@ def _stage_of(layer: int, starts: list[int]) -> int:
 
 def _on_mesh(dist: DistConfig, mesh: Mesh, dtype: torch.dtype, strategy: Strategy) -> DistConfig:
     """A placement over tp, on the mesh of a stage."""
-    placed = replace(dist, mesh=mesh, dtype=dtype) if "tp" in mesh.names else DistConfig.replicated(mesh, dist.ndim, dtype)
+    whole = DistConfig.replicated(mesh, dist.ndim, dtype)
+    placed = replace(dist, mesh=mesh, dtype=dtype) if "tp" in mesh.names else whole
     if strategy.zero == 3 and strategy.data_axes and dist.ndim:
         placed = shard_over(placed, ".".join(strategy.data_axes))
     return placed
@@ -108,7 +111,9 @@ def _pattern(fqn: str) -> str:
 
 
 def model_shapes(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, Tensor], name: str) -> ModelShapes:
-    """Read the shapes of `model` and capture it, its repeated layers cut to two meanwhile. Raises what capture raises."""
+    """Read the shapes of `model` and capture it, its repeated layers cut to two meanwhile. Raises what capture
+    raises.
+    """
     prefix, layers = _repeated_layers(model)
     params = _read_params(model, prefix, len(layers))
     kept = _kept_layers(layers)

@@ -28,10 +28,11 @@ def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) 
     The first rank that raises ends the others and its error is raised here; RuntimeError after `timeout_s`. Must not be
     called inside another process group.
     """
-    from torch.testing._internal.distributed import multi_threaded_pg as pg
+    from torch.testing._internal.distributed import multi_threaded_pg as pg  # noqa: TID251
 
     if dist.is_initialized():
         raise RuntimeError("a process group is initialised already; run the check in a process of its own")
+    isolate: Any = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009 - not in the stubs
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
     store = dist.HashStore()
@@ -41,7 +42,7 @@ def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) 
             dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
             results[rank] = work(rank)
             dist.barrier()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:
             errors[rank] = error
             _end_others(pg.ProcessLocalGroup, error)
         finally:
@@ -49,7 +50,7 @@ def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) 
                 dist.destroy_process_group()
 
     pg._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    isolate(True)
     pg.ProcessLocalGroup.reset()
     threads = [threading.Thread(target=main, args=(rank,), daemon=True, name=f"rank{rank}") for rank in range(world)]
     try:
@@ -59,7 +60,7 @@ def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) 
             thread.join(timeout_s)
     finally:
         pg.ProcessLocalGroup.reset()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        isolate(False)
         pg._uninstall_threaded_pg()
     # A rank that was ended because another failed reports SystemExit; the cause is the other one.
     for error in sorted(errors.values(), key=lambda e: isinstance(e, SystemExit)):

@@ -116,7 +116,9 @@ def test_fused_projections_are_cut_part_by_part(how, heads, kv_heads):
 
 @pytest.mark.parametrize(("how", "heads", "kv_heads"), FUSED, ids=str)
 def test_fused_projections_cost_no_extra_traffic(how, heads, kv_heads):
-    """One all-reduce behind the embedding, the attention and the feed-forward, one for each of their inputs' gradients."""
+    """One all-reduce behind the embedding, the attention and the feed-forward, one for each of their inputs'
+    gradients.
+    """
     moved = [c for c in lower(fused(how, heads, kv_heads).graph, "tp2").communications() if 16 in c.sent.shape]
     assert [c.kind for c in moved if not c.backward] == ["all_reduce"] * 3
     assert [c.kind for c in moved if c.backward][:2] == ["all_reduce"] * 2
@@ -174,7 +176,8 @@ def scan() -> Captured:
 
 @pytest.mark.parametrize("strategy", ["tp2", "tp3", "cp2", "dp2.tp2", "cp2.tp2"])
 def test_an_op_without_a_rule_is_named_and_exact(strategy):
-    with pytest.warns(FxparWarning, match=r"op aten.cummax.default \(1x, first at .*test_driver.py:\d+\) has no sharding rule"):
+    with pytest.warns(FxparWarning, match=r"op aten.cummax.default \(1x, first at .*test_driver.py:\d+\) has no
+    sharding rule"):
         result = scan().check(strategy)
     assert result.ok, result
     assert any("aten.cummax.default" in note and "runs replicated" in note for note in result.notes)
@@ -189,7 +192,8 @@ def test_no_warning_without_a_tensor_or_context_axis():
 # ------------------------------------------------------------------------------------------------------- others
 @pytest.mark.parametrize("axis", ["pp", "ep"])
 def test_axes_that_are_not_there_yet(axis):
-    with pytest.raises(NotYetError, match=f"axis '{axis}' of strategy 'dp2.{axis}2' is not supported yet. Use dp, cp and tp"):
+    with pytest.raises(NotYetError, match=f"axis '{axis}' of strategy 'dp2.{axis}2' is not supported yet. Use dp, cp
+    and tp"):
         annotate(llama().graph, Strategy.parse(f"dp2.{axis}2"))
     annotate(llama().graph, Strategy.parse(f"dp2.{axis}1"))
 

@@ -182,8 +182,8 @@ def test_placements_do_not_depend_on_the_widths(graphs, strategy):
 def test_sequence_parallel_at_8b(graphs, strategy, gathers):
     """The embedding's gradient needs the tokens of all ranks, not a table of 128256 rows."""
     program = lower(graphs["8B"], strategy)
-    found = Counter((c.kind, c.backward) for c in program.communications() if "4096" in str(c.sent) and c.part == "body")
-    assert found == {
+    found = Counter((c.kind, c.backward) for c in program.communications() if "4096" in str(c.sent) and c.part ==
+    "body") assert found == {
         ("all_gather", False): gathers,
         ("reduce_scatter", False): gathers,
         ("all_gather", True): gathers,
@@ -198,8 +198,8 @@ def test_repeated_layers_are_solved_once(monkeypatch):
 
     counts = []
     solve = driver.solve
-    monkeypatch.setattr(driver, "solve", lambda problem, *rest: counts.append(len(problem.classes)) or solve(problem, *rest))
-    for layers in (2, 3, 4):
+    monkeypatch.setattr(driver, "solve", lambda problem, *rest: counts.append(len(problem.classes)) or solve(problem,
+    *rest)) for layers in (2, 3, 4):
         annotate(llama(layers=layers).graph, Strategy.parse("cp2.tp2"))
     assert len(counts) == 6
     assert counts[0:2] == counts[2:4] == counts[4:6]

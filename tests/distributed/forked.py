@@ -14,7 +14,9 @@ import torch.multiprocessing as mp
 
 
 def run_forked(world: int, work: Callable[[int], Any], timeout_s: float = 240.0) -> list[Any]:
-    """`work(rank)` in `world` forked processes inside a gloo process group; results by rank. The first failure is raised."""
+    """`work(rank)` in `world` forked processes inside a gloo process group; results by rank. The first failure is
+    raised.
+    """
     torch.set_num_threads(1)  # before any op: a forked child cannot use its parent's thread pool
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,68 @@
+"""CPU seconds of planning: 32B on 32 ranks and 70B on 1,024 ranks, shapes only.
+
+    python benchmarks/bench_switch_plan.py
+
+Prints one line per switch and planner. Layouts are made once and not counted; the plan (slices and senders) is.
+Targets: 0.3 s for 32B on 32 ranks, 3 s for 70B on 1,024 ranks.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from fxpar.cluster import ClusterSpec
+from fxpar.models import load
+from fxpar.strategy import Strategy
+from fxpar.switch import plan_switch
+from fxpar.switch.analytic import model_shapes
+from fxpar.switch.planners import NAMES
+
+SIZES_32B = {
+    "num_hidden_layers": "60",
+    "hidden_size": "6656",
+    "intermediate_size": "17920",
+    "num_attention_heads": "64",
+    "num_key_value_heads": "64",
+    "vocab_size": "30592",
+}
+CASES = [
+    ("32B", SIZES_32B, 4, ["pp2.tp16 > dp8.tp4", "dp8.tp4 > pp2.tp16", "pp2.tp16 > dp4.pp4.tp2", "dp4.pp4.tp2 > dp8.tp4"]),
+    (
+        "70B",
+        {},
+        128,
+        [
+            "dp8.pp16.tp8 > dp128.tp8",
+            "dp128.tp8 > dp8.pp16.tp8",
+            "dp16.pp8.tp8 > dp64.tp16",
+            "dp32.pp4.tp8+zero3 > dp128.tp8",
+        ],
+    ),
+]
+
+
+def main() -> None:
+    for label, options, nodes, switches in CASES:
+        loaded = load("hf:llama@70b", options=options, dtype=torch.bfloat16, device="meta", tokens=(128,))
+        shapes = model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, label)
+        cluster = ClusterSpec(nodes, 8, intra_gb_per_s=200, inter_gb_per_s=25, latency_us=10)
+        for switch in switches:
+            source, target = (shapes.layout(Strategy.parse(text)) for text in switch.split(" > "))
+            for planner in NAMES:
+                plan = plan_switch(source, target, cluster, planner)
+                begun = time.process_time()
+                plan.verify()
+                verify_s = time.process_time() - begun
+                print(
+                    f"{label} {switch:34} {planner:12} plan {plan.plan_cpu_s:6.3f} s  verify {verify_s:6.3f} s  "
+                    f"{len(plan.transfers):8} transfers  inter {plan.inter_node_bytes / 1e9:8.1f} GB  "
+                    f"max send {plan.max_send_bytes / 1e9:6.2f} GB (bound {plan.lower_bound_bytes / 1e9:6.2f})  "
+                    f"predicted {plan.predicted_s:.3f} s",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Switching weights from one layout to another: slices, planners, verified plans. No process group is needed."""
+
+from __future__ import annotations
+
+from fxpar.switch.api import plan_switch
+from fxpar.switch.layout import Block, ParamLayout, PlacedParam, layout_of
+from fxpar.switch.plan import Move, SwitchPlan
+
+__all__ = ["Block", "Move", "ParamLayout", "PlacedParam", "SwitchPlan", "layout_of", "plan_switch"]

@@ -1,0 +1,30 @@
+"""The two plain baselines: the first holder sends everything; holders take turns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fxpar.switch.planners.groups import form
+from fxpar.switch.problem import SwitchProblem
+from fxpar.switch.transfers import ordered, rows
+
+
+def first_come(problem: SwitchProblem) -> np.ndarray:
+    """Every slice comes from its first holder (lowest rank), wherever that is."""
+    return _turns(problem, rotate=False)
+
+
+def round_robin(problem: SwitchProblem) -> np.ndarray:
+    """The receivers of a slice take its holders in turn."""
+    return _turns(problem, rotate=True)
+
+
+def _turns(problem: SwitchProblem, rotate: bool) -> np.ndarray:
+    parts = []
+    for cls in problem.classes:
+        for groups in form(np.arange(len(cls.nbytes)), cls.held, cls.missing):
+            count = groups.receivers.shape[1]
+            turn = np.arange(count) % groups.holders.shape[1] if rotate else np.zeros(count, np.int64)
+            dst = np.broadcast_to(groups.receivers, (len(cls.members), *groups.receivers.shape))
+            parts.append(rows(cls, groups.slices, groups.holders[None][:, :, turn], dst, 0))
+    return ordered(parts, problem.world)

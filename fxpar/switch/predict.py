@@ -1,0 +1,67 @@
+"""Bytes per link of a list of transfers, and the time that a cluster needs for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.switch.problem import SwitchProblem
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes by rank, [ranks] each, and by pair of nodes ([from, to]; the diagonal stays inside)."""
+
+    sent_inside: np.ndarray
+    sent_between: np.ndarray
+    received_inside: np.ndarray
+    received_between: np.ndarray
+    by_node: np.ndarray
+
+    @property
+    def inside(self) -> int:
+        return int(self.sent_inside.sum())
+
+    @property
+    def between(self) -> int:
+        return int(self.sent_between.sum())
+
+
+def traffic(problem: SwitchProblem, transfers: np.ndarray) -> Traffic:
+    """Bytes per rank, direction and kind of link."""
+    src, dst, nbytes = transfers["src"], transfers["dst"], transfers["nbytes"]
+    pairs = np.bincount(problem.node_of[src] * problem.nodes + problem.node_of[dst], nbytes, problem.nodes**2)
+    inside = problem.node_of[src] == problem.node_of[dst]
+
+    def total(ranks: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        # float64 sums of whole numbers are exact up to 2**53 bytes
+        return np.bincount(ranks[chosen], nbytes[chosen], problem.world).astype(np.int64)
+
+    return Traffic(
+        total(src, inside),
+        total(src, ~inside),
+        total(dst, inside),
+        total(dst, ~inside),
+        pairs.astype(np.int64).reshape(problem.nodes, problem.nodes),
+    )
+
+
+def seconds(problem: SwitchProblem, transfers: np.ndarray) -> float:
+    """Predicted time: steps one after the other; in a step all links and directions work at once, the fullest counts.
+    """
+    total = 0.0
+    for step in np.unique(transfers["step"]):
+        total += _step_seconds(problem, traffic(problem, transfers[transfers["step"] == step]))
+    return total
+
+
+def _step_seconds(problem: SwitchProblem, load: Traffic) -> float:
+    cluster = problem.cluster
+    inside = max(load.sent_inside.max(), load.received_inside.max()) / (cluster.intra_gb_per_s * 1e9)
+    between = max(load.sent_between.max(), load.received_between.max()) / (cluster.inter_gb_per_s * 1e9)
+    worst = max(inside, between)
+    if cluster.node_gb_per_s is not None:
+        crossing = load.by_node - np.diag(np.diag(load.by_node))
+        worst = max(worst, max(crossing.sum(0).max(), crossing.sum(1).max()) / (cluster.node_gb_per_s * 1e9))
+    return float(worst) + cluster.latency_us * 1e-6

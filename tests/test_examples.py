@@ -1,0 +1,62 @@
+"""The examples and the README's program run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fxpar.cli.app import app
+from tests.cli.helpers import fxpar
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False
+    )
+
+
+def test_my_model():
+    status, out, err = fxpar("check", f"{ROOT}/examples/my_model.py:make", "-s", "dp2,tp2", "--set", "width=96")
+    assert status == 0, out + err
+    assert "2 of 2 strategies agree" in out
+
+
+@pytest.mark.slow
+def test_demo():
+    result = run("examples/demo.py")
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
+    layer = re.search(r"dp2\.tp2\+sp +4 reduce_scatter on tp.*\n +4 all_gather on tp", result.stdout)
+    assert layer, result.stdout  # Megatron's sequence parallelism
+    assert "MISS" not in result.stdout
+    assert result.stdout.count(" ok ") == 3
+
+
+def test_program_of_the_readme():
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    result = run("-c", program)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"\{'all_gather': \d+.*\} \d+", result.stdout)
+
+
+def test_commands_of_the_documentation_are_understood():
+    """Every `fxpar ...` line of a code block in README and docs/cli.md names commands and options that exist."""
+    group: Any = typer.main.get_command(app)
+    known = {name: {word for p in command.params for word in p.opts} for name, command in group.commands.items()}
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "cli.md").read_text()
+    blocks = "\n".join(text.split("```")[1::2])
+    lines = re.findall(r"^fxpar (\w+)(.*)$", blocks, re.MULTILINE)
+    assert len(lines) > 8
+    for command, words in lines:
+        used = set(re.findall(r"--?[a-z]+\b", words.split("#")[0]))
+        assert {word for word in used if f" {word} " in f"{words} "} <= known[command], (command, used)
