@@ -21,7 +21,7 @@ from fxpar.graph import LogicalGraph
 from fxpar.lower import lower
 from fxpar.runtime.bound import Backend, bind
 from fxpar.runtime.groups import ProcessGroups
-from fxpar.runtime.padding import pad_batch
+from fxpar.runtime.padding import pad
 from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
 from fxpar.widen import wide_tensor, widen
@@ -197,7 +197,7 @@ def run_world(
         # replica that has none left repeats one at scale 0, which adds exact zeros.
         idle = max(map(len, plan)) - len(mine) if strategy.zero >= 2 else 0
         for turn, index in enumerate(mine + mine[:1] * idle):
-            whole = pad_batch(program.inputs, program.dims, program.divisors, batches[index % len(batches)])
+            whole = pad(program, batches[index % len(batches)])
             bound.run(local_batch(program, whole, rank), scale, seed=index, idle=turn >= len(mine))
         return {**bound.finish(), "fingerprint": fingerprint}
 

@@ -114,6 +114,7 @@ class ExecGraph:
     epilogue: Part
     name: str = "model"
     constants: dict[str, Tensor] = field(default_factory=dict)
+    padding_hazard: str | None = None  # why a batch must not be padded, if it must not
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
     passes: tuple[dict[str, Any], ...] = ()

@@ -133,6 +133,7 @@ class AnnotatedGraph:
     name: str = "model"
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     divisors: dict[str, int] = field(default_factory=dict)
+    padding_hazard: str | None = None
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
 

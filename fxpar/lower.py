@@ -126,6 +126,7 @@ def split_phases(graph: AnnotatedGraph) -> ExecGraph:
         stored_outputs=tuple(_stored(n) for n in finals),
         dims=graph.dims,
         divisors=graph.divisors,
+        padding_hazard=graph.padding_hazard,
         prologue=parts["prologue"],
         body=parts["body"],
         epilogue=parts["epilogue"],

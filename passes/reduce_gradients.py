@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from fxpar.collectives import reshard
@@ -58,11 +59,14 @@ class ReduceGradients:
 
 
 def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
-    """The result's placement with every replica's value as one term; integers of a buffer are the same everywhere."""
+    """The result's placement with every replica's value as one term; an integer buffer (a step count) keeps the
+    largest.
+    """
     config: DistConfig = node.meta["dist"]
-    if graph.strategy.degree("dp") == 1 or (op == "avg" and not node.meta["tensor"].dtype.is_floating_point):
+    dtype = node.meta["tensor"].dtype
+    if graph.strategy.degree("dp") == 1 or (op == "avg" and dtype == torch.bool):
         return config
-    return config.with_placement("dp", Partial(op))
+    return config.with_placement("dp", Partial(op if op == "sum" or dtype.is_floating_point else "max"))
 
 
 def _reduce(

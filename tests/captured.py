@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,8 +33,9 @@ class Captured:
         return result
 
 
-def take(model: nn.Module, loss: Callable, batches: list[Batch], dtype: torch.dtype = torch.float64, **options) ->
-Captured:
+def take(
+    model: nn.Module, loss: Callable, batches: list[Batch], dtype: torch.dtype = torch.float64, **options
+) -> Captured:
     """Capture `model` with the first batch, all floating-point tensors in `dtype`."""
     model = model.to(dtype)
     batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
@@ -92,7 +94,7 @@ class Mlp(nn.Module):
 
     def __init__(self, activation: Callable[[Tensor], Tensor], widths: tuple[int, ...] = (6, 11, 10, 5)) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:

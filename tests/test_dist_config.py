@@ -221,10 +221,11 @@ def test_cuts_nest_in_the_order_they_are_listed():
 def test_joint_axes_cut_as_one():
     config = on_dim_0(AxisShard("dp.cp"))
     assert config.local_shape((12,)) == (2,)
-    pieces = [config.take(torch.arange(12), MESH.rank({"dp": d, "cp": c})).tolist() for d in (0, 1) for c in (0, 1, 2)]
-    assert sum(pieces, []) == list(range(12))
-    uneven = [config.take(torch.arange(1, 8), MESH.rank({"dp": d, "cp": c})).tolist() for d in (0, 1) for c in (0, 1,
-    2)] assert uneven == [[1, 2], [3, 4], [5, 6], [7, 0], [0, 0], [0, 0]]
+    ranks = [MESH.rank({"dp": d, "cp": c}) for d in (0, 1) for c in (0, 1, 2)]
+    pieces = [config.take(torch.arange(12), rank) for rank in ranks]
+    assert torch.cat(pieces).tolist() == list(range(12))
+    uneven = [config.take(torch.arange(1, 8), rank).tolist() for rank in ranks]
+    assert uneven == [[1, 2], [3, 4], [5, 6], [7, 0], [0, 0], [0, 0]]
 
 
 def test_scalars():

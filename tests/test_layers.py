@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module imports from its own layer and lower ones. "__init__" is what `import fxpar` offers.
 LAYER_TABLE: dict[int, str] = {
     0: "errors mesh",
-    1: "dist_config strategy losses",
+    1: "dist_config strategy losses cluster",
     2: "graph printer",
     3: "torch_api rules ops pass_registry",
     4: "verify capture annotate cost",

@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import fx
 
 from fxpar.annotate import annotate
 from fxpar.capture import capture
@@ -54,7 +56,7 @@ def test_two_captures_print_alike():
 
 @pytest.mark.parametrize("stage", ["logical", "annotated", "exec"])
 def test_every_node_has_a_line(stage):
-    graph = {"logical": lambda: logical(), "annotated": _annotated, "exec": lambda: lower(logical(), "dp2.tp2+sp")}[
+    graph = {"logical": lambda: logical(), "annotated": _annotated, "exec": lambda: lower(logical(), "dp4+zero1")}[
         stage
     ]()
     text = format_graph(graph, fold=False)
@@ -97,6 +99,18 @@ def test_runs_follow_blocks_and_direction():
     titles = [run.title for run in runs(logical().gm.graph)]
     assert titles[:3] == ["outside of blocks", "layers.0", "layers.1"]
     assert titles.index("layers.1, backward") < titles.index("layers.0, backward")
+
+
+def test_short_interruptions_do_not_cut_a_run():
+    graph = fx.Graph()
+    for fqn, count in (("layers.0.a", 8), ("head", 2), ("layers.0.b", 3), ("layers.1.a", 2), ("head", 2)):
+        for _ in range(count):
+            graph.call_function(torch.neg).meta["fqn"] = fqn
+    assert [(run.title, len(run.nodes)) for run in runs(graph)] == [
+        ("layers.0", 13),
+        ("layers.1", 2),
+        ("outside of blocks", 2),
+    ]
 
 
 def test_parameters_of_an_exec_graph_show_their_local_shape():

@@ -149,8 +149,11 @@ def test_overrides_are_parsed():
     assert parse_override("*", "R") == R
 
 
-@pytest.mark.parametrize("text", ["", "S", "S()", "S(-1)", "S(0)@dp", "S(0)@", "Shard(0)", "P", "r", "S(0),S(1)",
-"S(0)tp"]) def test_override_errors(text):
+WRONG_PLACEMENTS = ["", "S", "S()", "S(-1)", "S(0)@dp", "S(0)@", "Shard(0)", "P", "r", "S(0),S(1)", "S(0)tp"]
+
+
+@pytest.mark.parametrize("text", WRONG_PLACEMENTS)
+def test_override_errors(text):
     with pytest.raises(OverrideError, match=r"override 'layers\.\*': .* is no placement\. Write 'S\(0\)@tp'"):
         Strategy.parse("tp2", overrides={"layers.*": text})
 

@@ -14,6 +14,7 @@ from fxpar.annotate.solve import Demand, solve
 from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
 from fxpar.errors import NotYetError, warn
 from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.padding_hazard import padding_hazard
 from fxpar.pass_base import block_of, tensor_operands
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
@@ -61,6 +62,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     _note_missing_rules(result)
     if token is not None:
         result.divisors[str(token)] = context * (tensor if strategy.sp else 1)
+        result.padding_hazard = padding_hazard(logical, token)
     result.timings = {**logical.timings, "annotate_cpu_s": time.process_time() - started}
     return result
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fxpar.capture.context import current
-from fxpar.torch_api.symbolic import hint
-from fxpar.torch_api.tracing import largest_without_inputs
+from fxpar.torch_api.tracing import first_of_range
 
 
 class _PaddedEmbedding(torch.autograd.Function):
@@ -43,12 +42,10 @@ def functional_embedding(
         assert context is not None
         raise context.unsupported(f"F.embedding with {option}", f"Leave {option} at its default.")
     V = weight.shape[0]
-    last = largest_without_inputs(input) if input.dim() else None
-    if last is not None:
+    first = first_of_range(input) if input.dim() else None
+    if first is not None:
         # Positions that the model counts itself. The table must have a row for each, so this bounds the length.
-        size = input.shape[-1]
-        offset = last + 1 - hint(size)
-        bool(size + offset <= V)
+        bool(input.shape[-1] + first <= V)
     row_ids = torch.arange(1, V + 1)
     if padding_idx is None:
         return torch.ops.fxpar.embedding(weight, input, row_ids)

@@ -22,6 +22,7 @@ from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 
 aten = torch.ops.aten
+_DEVICE_SPECIFIC = ("_for_cpu", "mkldnn", "cudnn", "miopen")
 
 
 @dataclass
@@ -74,6 +75,13 @@ def _check_ops(gm: fx.GraphModule) -> None:
             raise UnsupportedOpError(
                 f"the operator {node.target}",
                 "Call functions of tensors, for attention torch.nn.functional.scaled_dot_product_attention.",
+                node.meta.get("fqn"),
+                node.meta.get("source"),
+            )
+        if any(word in str(node.target) for word in _DEVICE_SPECIFIC):
+            raise UnsupportedOpError(
+                f"the op {node.target}, which only one kind of device has,",
+                "Call the function of torch.nn.functional that it belongs to.",
                 node.meta.get("fqn"),
                 node.meta.get("source"),
             )

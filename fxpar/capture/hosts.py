@@ -24,7 +24,7 @@ from fxpar.capture.attention import AttentionRule, attend
 from fxpar.capture.context import CaptureContext, MaskRule, current
 from fxpar.capture.documents import document_ids_from_positions, remembered, with_batch_documents
 from fxpar.torch_api.symbolic import known_equal
-from fxpar.torch_api.tracing import is_computed_from_inputs
+from fxpar.torch_api.tracing import is_computed_from
 
 NAME = "fxpar"
 
@@ -147,7 +147,7 @@ def packed_documents(position_ids: Tensor) -> Tensor | None:
     Positions that the model makes itself count up once, so there is one document.
     """
     context = current()
-    if context is None or not is_computed_from_inputs(position_ids):
+    if context is None or not is_computed_from(position_ids, "batch"):
         return None
     return remembered(context, position_ids, document_ids_from_positions)
 
@@ -164,7 +164,7 @@ def mask_forward(
     """The mask function of the "fxpar" attention: the dense bool mask [B, 1, Sq, Skv], with its meaning noted."""
     from transformers.masking_utils import sdpa_mask
 
-    if attention_mask is not None and not is_computed_from_inputs(attention_mask):
+    if attention_mask is not None and not is_computed_from(attention_mask, "batch"):
         attention_mask = None  # all ones, made by the model itself
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     dense: Any = sdpa_mask(

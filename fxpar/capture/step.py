@@ -125,7 +125,8 @@ class Step:
         """The traced batch in the container that the user passed."""
         if isinstance(self.batch, Mapping):
             return dict(named)
-        return type(self.batch)(named.values())  # type: ignore[call-arg]
+        make: Any = getattr(type(self.batch), "_make", type(self.batch))  # named tuples take one argument per field
+        return make(named.values())
 
     def _gradients(self, loss: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
         trained = [(i.fqn, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]

@@ -39,6 +39,17 @@ class Backend(StrEnum):
     inductor = "inductor"
 
 
+class Gradients(StrEnum):
+    chain = "chain"
+    home = "home"
+    none = "none"
+
+
+class Objective(StrEnum):
+    bytes = "bytes"
+    seconds = "seconds"
+
+
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, show_default=False)]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set an option of the model; repeatable.")]
 Override = Annotated[
@@ -48,6 +59,9 @@ Override = Annotated[
 World = Annotated[int | None, typer.Option(min=1, help="Number of ranks that the strategy must multiply to.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N,...", help="Lengths of the micro-batches, such as 64,37,96.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Cluster = Annotated[
+    str, typer.Option(metavar="FILE", help="TOML or JSON: nodes, devices_per_node, intra_gb_per_s, inter_gb_per_s, ...")
+]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 
 
@@ -174,3 +188,68 @@ def passes_command(
     from fxpar.cli.passes import run_passes
 
     run_passes(name)
+
+
+@app.command(name="switch")
+@reporting
+def switch_command(
+    model: Model,
+    source: Annotated[str, typer.Option("--from", metavar="S1", help="Strategy before, such as pp2.tp16.")],
+    target: Annotated[str, typer.Option("--to", metavar="S2", help="Strategy after, such as dp8.tp4.")],
+    cluster: Cluster,
+    planner: Annotated[
+        str, typer.Option(metavar="P", help="first_come, round_robin, hotspa, relay, or auto: the fastest of them.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights on the wire.")] = "bf16",
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the plan's numbers; - is stdout.")] = None,
+    set_: Set = [],  # noqa: B006
+    override: Override = [],  # noqa: B006
+    debug: Debug = False,
+) -> None:
+    """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
+    from fxpar.cli.switch import SwitchRequest, run_switch
+
+    run_switch(SwitchRequest(model, source, target, cluster, planner, dtype, json, tuple(set_), tuple(override)))
+
+
+@app.command(name="order")
+@reporting
+def order_command(
+    model: Model,
+    strategies: Annotated[
+        str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies of the graphs of a mini-batch.")
+    ],
+    cluster: Cluster,
+    first: Annotated[str | None, typer.Option(metavar="S", help="Fix the first graph (the home layout).")] = None,
+    planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay",
+    gradients: Annotated[
+        Gradients, typer.Option(help="Accumulated gradients go from graph to graph, straight home, or are not counted.")
+    ] = Gradients.chain,
+    by: Annotated[Objective, typer.Option(help="Least bytes between nodes, or least seconds.")] = Objective.bytes,
+    keep_gb: Annotated[
+        float, typer.Option(min=0, help="Memory per device (1e9 bytes) for copies of earlier graphs as sources.")
+    ] = 0.0,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and gradients on the wire.")] = "bf16",
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write all numbers; - is stdout.")] = None,
+    set_: Set = [],  # noqa: B006
+    override: Override = [],  # noqa: B006
+    debug: Debug = False,
+) -> None:
+    """Find the order in which the graphs of a mini-batch switch cheapest. Weights are never allocated."""
+    from fxpar.cli.order import OrderRequest, run_order
+
+    request = OrderRequest(
+        model=model,
+        strategies=tuple(strategies.split(",")),
+        cluster=cluster,
+        planner=planner,
+        dtype=dtype,
+        first=first,
+        gradients=gradients.value,
+        by=by.value,
+        keep_gb=keep_gb,
+        json=json,
+        options=tuple(set_),
+        overrides=tuple(override),
+    )
+    run_order(request)

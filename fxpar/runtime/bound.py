@@ -77,14 +77,16 @@ class BoundGraph:
                 self._inputs[i] = torch.tensor(seed, dtype=torch.int64, device=self._device())
         with torch.no_grad(), self._factories():
             values = self._gather(self.program.body.sources, ())
-            before = self._sums
-            if before is None:
+            if self._sums is None:
                 self._sums = list(self._body(*values))
             else:
                 self._sums = list(self._later_body()(*values, *self._accumulators()))
-        if idle and before is not None:
-            for index in self._buffer_outputs():
-                self._sums[index] = before[index]
+        if idle:
+            position = {info.fqn: i for i, info in enumerate(self.program.inputs) if info.kind == "buffer"}
+            for index, fqn in self._buffer_outputs().items():
+                held = self._inputs[position[fqn]]
+                assert held is not None
+                self._sums[index] = held
         else:
             self._carry_buffers()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import PadError
+from fxpar.exec_graph import ExecGraph
 from fxpar.graph import Dim, Input
 
 IGNORE_INDEX = -100
@@ -38,6 +39,8 @@ def _next_document(x: Tensor, dim: int, count: int) -> Tensor:
     """One id beyond the last."""
     return (x.narrow(dim, x.shape[dim] - 1, 1) + 1).repeat_interleave(count, dim)
 
+
+_LABELS = ("labels", "target", "targets")  # ignored by index; a float target is not ignored at all
 
 # Batch key -> how its padding looks.
 PAD_RULES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
@@ -74,6 +77,8 @@ def pad_batch(
     divisors: Mapping[str, int],
     batch: Mapping[str, Tensor],
     rules: Mapping[str, Callable[[Tensor, int, int], Tensor]] | None = None,
+    *,
+    hazard: str | None = None,
 ) -> dict[str, Tensor]:
     """`batch` with every dynamic dim padded to a multiple of its divisor.
 
@@ -96,8 +101,15 @@ def pad_batch(
                 continue
             if dim.maximum is not None and have + missing > dim.maximum:
                 raise PadError(info.fqn, f"padding {dim.name}={have} to {have + missing} exceeds {dim.maximum}")
+            if hazard is not None:
+                raise PadError(info.fqn, f"{dim.name}={have} must be a multiple of {divisors[dim.name]}; {hazard}")
             rule = known.get(info.fqn)
-            if rule is None:
+            if rule is None or (info.fqn in _LABELS and batch[info.fqn].is_floating_point()):
                 raise PadError(info.fqn, f"{dim.name}={have} must be a multiple of {divisors[dim.name]}")
             padded[info.fqn] = torch.cat([padded[info.fqn], rule(batch[info.fqn], d, missing)], d)
     return padded
+
+
+def pad(program: ExecGraph, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`batch` padded as `program` needs it. Raises PadError where the model would see the padding."""
+    return pad_batch(program.inputs, program.dims, program.divisors, batch, hazard=program.padding_hazard)

@@ -26,6 +26,5 @@ def plan_switch(
     """
     begun = time.process_time()
     problem = switch_problem(source, target, cluster, extra_holders)
-    name, transfers = run_planner(problem, planner)
-    label = name if planner == name else f"{planner} ({name})"
-    return SwitchPlan(label, problem, transfers, time.process_time() - begun)
+    chosen, transfers = run_planner(problem, planner)
+    return SwitchPlan(planner, problem, transfers, time.process_time() - begun, chosen)

@@ -36,10 +36,11 @@ class SwitchPlan:
     What a rank both holds and needs is not among them: see `copies`.
     """
 
-    planner: str
+    planner: str  # as asked for
     problem: SwitchProblem
     transfers: np.ndarray
     plan_cpu_s: float = 0.0
+    chosen: str = ""  # what `auto` took; else like `planner`
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -123,6 +124,7 @@ class SwitchPlan:
         load, (inside, between) = self.traffic, self.lower_bounds
         return {
             "planner": self.planner,
+            "chosen": self.chosen,
             "from": self.problem.source,
             "to": self.problem.target,
             "cluster": self.problem.cluster.to_json(),

@@ -48,8 +48,7 @@ def traffic(problem: SwitchProblem, transfers: np.ndarray) -> Traffic:
 
 
 def seconds(problem: SwitchProblem, transfers: np.ndarray) -> float:
-    """Predicted time: steps one after the other; in a step all links and directions work at once, the fullest counts.
-    """
+    """Predicted time: step after step; in a step all links and directions work at once, the fullest counts."""
     total = 0.0
     for step in np.unique(transfers["step"]):
         total += _step_seconds(problem, traffic(problem, transfers[transfers["step"] == step]))

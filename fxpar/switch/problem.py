@@ -68,9 +68,7 @@ class SwitchProblem:
     @cached_property
     def local_bytes(self) -> int:
         """Bytes that ranks already hold and need, over all ranks."""
-        return sum(
-            int(len(c.members) * (c.nbytes * (c.needed & c.held).sum(1)).sum()) for c in self.classes
-        )
+        return sum(int(len(c.members) * (c.nbytes * (c.needed & c.held).sum(1)).sum()) for c in self.classes)
 
     def box_text(self, tensor: int, piece: int) -> str:
         """`[0:4, 8:16]` for a slice of a tensor."""
@@ -118,9 +116,7 @@ def _tensor_class(
         for block in blocks:
             table[block.ranks.start : block.ranks.stop] |= grid.held(block)
         owners.append(np.ascontiguousarray(table.T))
-    return TensorClass(
-        np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, owners[0], owners[1]
-    )
+    return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, owners[0], owners[1])
 
 
 def _check_same_model(layout: ParamLayout, target: ParamLayout) -> None:

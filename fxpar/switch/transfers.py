@@ -24,13 +24,16 @@ def rows(cls: TensorClass, slices: np.ndarray, src: np.ndarray, dst: np.ndarray,
     return out.ravel()
 
 
-def ordered(parts: list[np.ndarray], world: int) -> np.ndarray:
-    """All transfers in the order (step, tensor, slice, destination), which no planner can influence."""
-    table = np.concatenate(parts) if parts else np.empty(0, TRANSFER)
+def joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, TRANSFER)
+
+
+def ordered(table: np.ndarray, world: int) -> np.ndarray:
+    """The transfers in the order (step, tensor, slice, destination), which no planner can influence."""
     if not len(table):
         return table
     slices = int(table["slice"].max()) + 1
     tensors = int(table["tensor"].max()) + 1
-    key = ((table["step"].astype(np.int64) * tensors + table["tensor"]) * slices + table["slice"]) * world
-    key += table["dst"]
+    tensor = table["step"].astype(np.int64) * tensors + table["tensor"]
+    key = (tensor * slices + table["slice"]) * world + table["dst"]
     return table[key.argsort(kind="stable")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.torch_api.symbolic import FakeWorld, hint
 
 # What a forward raises under fake tensors when Python asks for a value that only the data has.
 DATA_DEPENDENT_ERRORS = (
@@ -210,34 +211,45 @@ def autocast_on_cpu(device_types: Sequence[str]) -> Iterator[None]:
             cls.__init__ = original
 
 
-def is_computed_from_inputs(value: Tensor) -> bool:
-    """Inside a trace: whether the data of `value` depends on the data (not just the sizes) of any input."""
+def is_computed_from(value: Tensor, kind: str) -> bool:
+    """Inside a trace: whether data (not just sizes) of an input whose meta says `kind` enters `value`."""
     node = node_of(value)
-    return node is not None and any(found.op == "placeholder" for found in _ancestors(node))
+    return node is not None and any(found.meta.get("kind") == kind for found in _ancestors(node))
 
 
-def largest_without_inputs(value: Tensor) -> int | None:
-    """Inside a trace: the largest value, at the example's sizes, of a tensor that no input's data enters; else None."""
+def first_of_range(value: Tensor) -> int | None:
+    """Inside a trace: n, if no input's data enters a tensor and every row of it is n, n + 1, n + 2 ...; else None."""
     node = node_of(value)
-    if node is None or is_computed_from_inputs(value):
+    if node is None:
+        return None
+    sources = _ancestors(node)
+    if any(found.op != "call_function" or _hinted_numel(found) > _SMALL for found in sources):
         return None
     values: dict[fx.Node, Any] = {}
 
     def load(current: fx.Node) -> Any:
         meta = current.meta.get("val")
-        if isinstance(meta, (torch.SymInt, torch.SymFloat)):
-            return meta.node.hint
-        return values[current]
+        return meta.node.hint if isinstance(meta, _SYMBOLIC) else values[current]
 
     with _disable_current_modes(), torch.no_grad():
-        for current in _ancestors(node):
-            if isinstance(current.meta.get("val"), (torch.SymInt, torch.SymFloat)):
-                continue
-            if current.op == "get_attr" or current.target is torch.ops.aten.lift_fresh_copy.default:
-                return None
-            args, kwargs = fx.map_arg((current.args, current.kwargs), load)
-            values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
-        return int(values[node].max())
+        for current in sources:
+            if not isinstance(current.meta.get("val"), _SYMBOLIC):
+                args, kwargs = fx.map_arg((current.args, current.kwargs), load)
+                values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+        rows = values[node]
+        first = int(rows.flatten()[0])
+        expected = torch.arange(first, first + rows.shape[-1])
+        return first if bool((rows == expected).all()) else None
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+_SMALL = 1 << 22
+
+
+def _hinted_numel(node: fx.Node) -> int:
+    """Elements of a node's tensor result in the example; 0 for other results."""
+    value = node.meta.get("val")
+    return math.prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
@@ -247,6 +259,6 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
         for source in todo.pop().all_input_nodes:
             if source not in found:
                 found.add(source)
-                if not isinstance(source.meta.get("val"), (torch.SymInt, torch.SymFloat)):
+                if not isinstance(source.meta.get("val"), _SYMBOLIC):
                     todo.append(source)
     return [current for current in node.graph.nodes if current in found]

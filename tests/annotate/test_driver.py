@@ -45,7 +45,7 @@ def test_override_wins(placement, expected):
 @pytest.mark.parametrize("pattern", ["*.down_proj.weight", "*.q_proj.*", "head.weight", "*norm.weight", "*"])
 def test_overridden_strategies_stay_exact(pattern, placement):
     captured = llama()
-    if "norm" in pattern and placement == "S(1)@tp" or pattern == "*" and placement != "R@tp":
+    if ("norm" in pattern and placement == "S(1)@tp") or (pattern == "*" and placement != "R@tp"):
         return  # a norm's weight has one dim
     strategy = Strategy.parse("tp3", overrides={pattern: placement})
     (result,) = check(captured.graph, [strategy], captured.params, captured.buffers, captured.batches)
@@ -176,8 +176,8 @@ def scan() -> Captured:
 
 @pytest.mark.parametrize("strategy", ["tp2", "tp3", "cp2", "dp2.tp2", "cp2.tp2"])
 def test_an_op_without_a_rule_is_named_and_exact(strategy):
-    with pytest.warns(FxparWarning, match=r"op aten.cummax.default \(1x, first at .*test_driver.py:\d+\) has no
-    sharding rule"):
+    named = r"op aten.cummax.default \(1x, first at .*test_driver.py:\d+\) has no sharding rule"
+    with pytest.warns(FxparWarning, match=named):
         result = scan().check(strategy)
     assert result.ok, result
     assert any("aten.cummax.default" in note and "runs replicated" in note for note in result.notes)
@@ -192,8 +192,8 @@ def test_no_warning_without_a_tensor_or_context_axis():
 # ------------------------------------------------------------------------------------------------------- others
 @pytest.mark.parametrize("axis", ["pp", "ep"])
 def test_axes_that_are_not_there_yet(axis):
-    with pytest.raises(NotYetError, match=f"axis '{axis}' of strategy 'dp2.{axis}2' is not supported yet. Use dp, cp
-    and tp"):
+    message = f"axis '{axis}' of strategy 'dp2.{axis}2' is not supported yet. Use dp, cp and tp"
+    with pytest.raises(NotYetError, match=message):
         annotate(llama().graph, Strategy.parse(f"dp2.{axis}2"))
     annotate(llama().graph, Strategy.parse(f"dp2.{axis}1"))
 

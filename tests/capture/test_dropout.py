@@ -61,6 +61,23 @@ def test_functional_dropout(again):
     assert difference(got, run(graph, model, X, seed=6)) > 1e-3
 
 
+def test_checkpoint_inside_a_module():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net(lambda x: F.dropout(x, 0.3), again=True)
+
+        def forward(self, x):
+            return self.net(F.dropout(self.net(x).repeat(1, 2), 0.1))
+
+    graph = capture(Outer().double(), loss, X)
+    found = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default)
+    first, second, between = salt("net:0"), salt("net:0:[0, 0, 1]"), salt(":0")
+    assert [n.args[4] for n in found if not n.meta["backward"]] == [first, between, second]
+    # Backward of the second call (run again, then its gradient), of what lies between, of the first call.
+    assert [n.args[4] for n in found if n.meta["backward"]] == [second, second, between, first, first]
+
+
 def test_dropout_modules_have_their_own_salts():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5))).double()
     graph = capture(model, loss, X)

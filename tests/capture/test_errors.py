@@ -280,6 +280,15 @@ def test_model_is_left_as_it_was(fails):
         assert new.grad is None
 
 
+def test_ops_of_one_device():
+    def direct(x):
+        q = x.view(1, 1, -1, 4)
+        return torch.ops.aten.scaled_dot_product_attention(q, q, q).view(-1, 4)
+
+    with pytest.raises(errors.UnsupportedOpError, match="_for_cpu"):
+        capture(With(direct), sum_loss, X, dynamic=None)
+
+
 def test_operators_with_functions_inside():
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -72,6 +72,36 @@ def test_batch_norm_returns_new_statistics():
         torch.testing.assert_close(results["buffer", name], buffer, rtol=1e-12, atol=0.0)
 
 
+class First(nn.Module):
+    """The first of several results."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+LAYERS = {
+    "lstm": (lambda: First(nn.LSTM(8, 4, batch_first=True)), (3, 8)),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose1d(8, 2, 2)),
+        (4, 6),
+    ),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)), (8,)),
+    "norms": (lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.LayerNorm(8)), (5, 8)),
+    "upsampling": (lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.Upsample(scale_factor=2, mode="bilinear")), (2, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_torch(name):
+    make, shape = LAYERS[name]
+    batches = [{"x": torch.randn(B, *shape, dtype=torch.float64)} for B in (4, 1)]
+    check(make().double(), lambda m, b: m(b["x"]).pow(3).sum(), batches)
+
+
 def test_frozen_and_unused_parameters():
     model = Decoder(layers=1).double()
     model.embed.weight.requires_grad_(False)

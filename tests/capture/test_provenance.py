@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -133,14 +134,16 @@ def test_custom_autograd_function():
 
 def test_compiled_submodules_run_as_they_are():
     model = MLP().double()
-    model.stack[0] = torch.compile(model.stack[0])
+    model.stack[0] = torch.compile(model.stack[0], backend="eager")
     check(model, lambda m, b: F.mse_loss(m(b["x"]), b["y"], reduction="sum"), [X])
 
 
 def test_under_other_modes():
     ids = torch.ones(2, 6, dtype=torch.long)
+    model = Decoder(layers=1)
+    model.norm.register_forward_hook(lambda module, args, output: output + torch.ones(output.shape[1], 1))
     with torch.no_grad(), torch.device("meta"):
-        first = capture(Decoder(layers=1), losses.causal_lm, {"input_ids": ids, "labels": ids})
+        first = capture(model, losses.causal_lm, {"input_ids": ids, "labels": ids})
     model = MLP().double()
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("error", errors.FxparWarning)
@@ -148,13 +151,19 @@ def test_under_other_modes():
     assert first.results[0].meta["tensor"].shape == second.results[0].meta["tensor"].shape == ()
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 def test_batches_that_are_sequences():
     def pair_loss(model, batch):
         x, y = batch
         return (model(x) - y).pow(2).sum()
 
-    graph = capture(MLP().double(), pair_loss, (X["x"], X["y"]))
-    assert [i.fqn for i in graph.inputs if i.kind == "batch"] == ["0", "1"]
+    for batch in ((X["x"], X["y"]), [X["x"], X["y"]], Pair(X["x"], X["y"])):
+        graph = capture(MLP().double(), pair_loss, batch)
+        assert [i.fqn for i in graph.inputs if i.kind == "batch"] == ["0", "1"]
 
 
 def test_user_files():

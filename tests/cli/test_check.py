@@ -196,3 +196,5 @@ def test_columns_fit_the_terminal():
         text = re.sub(r"\x1b\[[\d;]*m", "", caught.get())
         assert max(map(len, text.splitlines())) <= width
         assert "dp2.cp2.tp4+sp+zero3" in text
+        assert len(text.splitlines()) == 2  # nothing is wrapped
+        assert all(column.title in text for column in shown)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fxpar.cli import dump as cli_dump
+from fxpar.cli import request
 from fxpar.dist_config import DistConfig
 from tests.cli.helpers import fxpar
 
@@ -94,6 +96,18 @@ def test_override():
     words = ("dump", "mlp", "-s", "tp2", "--brief")
     assert "layers.*.weight  x1  f32[72@tp, 24]" in fxpar(*words)[1]
     assert "layers.*.weight  x1  f32[72, 24]" in fxpar(*words, "--override", "layers.0.weight=R@tp")[1]
+
+
+def test_weights_are_on_meta(monkeypatch):
+    seen = []
+
+    def capture_model(model):
+        seen.append({p.device.type for p in model.model.parameters()})
+        return request.capture_model(model)
+
+    monkeypatch.setattr(cli_dump, "capture_model", capture_model)
+    fxpar("dump", "mlp")
+    assert seen == [{"meta"}]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from fxpar.capture import capture
 from fxpar.check import local_batch
 from fxpar.eager import relative_error
 from fxpar.lower import lower
-from fxpar.runtime import ProcessGroups, bind, pad_batch
+from fxpar.runtime import ProcessGroups, bind, pad
 from tests.distributed.forked import run_forked
 
 
@@ -99,8 +99,7 @@ def test_equals_eager_on_gloo_ranks(model, logical, strategy):
         own = plan[mesh.coordinate(rank).get("dp", 0)]
         idle = max(map(len, plan)) - len(own) if mine.strategy.zero >= 2 else 0
         for turn, batch in enumerate(own + own[:1] * idle):
-            padded = pad_batch(mine.inputs, mine.dims, mine.divisors, batch)
-            bound.run(local_batch(mine, padded, rank), 1.0, idle=turn >= len(own))
+            bound.run(local_batch(mine, pad(mine, batch), rank), 1.0, idle=turn >= len(own))
         result = bound.finish()
         worst = max(
             relative_error(result["grads"][o.fqn], s.dist.take(grads[o.fqn], rank), grads[o.fqn])

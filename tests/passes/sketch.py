@@ -39,8 +39,9 @@ class Sketch:
         self.inputs.append(Input(kind, name, meta, kind == "param"))
         return node
 
-    def call(self, target: Any, *args: Any, shape: tuple, dims: Sequence[str] = (), partial: str = "", **meta: Any) ->
-    fx.Node:
+    def call(
+        self, target: Any, *args: Any, shape: tuple, dims: Sequence[str] = (), partial: str = "", **meta: Any
+    ) -> fx.Node:
         node = self.graph.call_function(target, args)
         dtype = meta.pop("dtype", F64)
         node.meta.update(tensor=TensorMeta(shape, dtype), dist=self.dist(dims or [""] * len(shape), partial, dtype))

@@ -106,7 +106,11 @@ def test_zero_one_and_two_gather_once_per_mini_batch(level):
     assert kinds(program.prologue) == {"all_gather": PARAMETERS}
     assert "all_gather" not in kinds(program.body) + kinds(program.epilogue)
     scatters = {name: kinds(part)["reduce_scatter"] for name, part in program.parts.items()}
-    assert scatters == {"prologue": 0, "body": 0 if level == 1 else PARAMETERS, "epilogue": PARAMETERS if level == 1 else 0}
+    assert scatters == {
+        "prologue": 0,
+        "body": 0 if level == 1 else PARAMETERS,
+        "epilogue": PARAMETERS if level == 1 else 0,
+    }
     assert kinds(program.epilogue)["all_reduce"] == 1  # the loss
 
 
@@ -280,10 +284,13 @@ def test_buffers_go_from_one_micro_batch_to_the_next(name, strategy):
 
 
 def _buffers_after(captured: Captured, indices: list[int]) -> dict[str, torch.Tensor]:
+    """Buffers of one device after some micro-batches."""
     buffers, graph = dict(captured.buffers), captured.graph
+    sources = {"param": captured.params, "buffer": buffers, "constant": graph.constants}
+    numbers = {"scale": torch.ones((), dtype=F64), "seed": torch.tensor(0)}
     for index in indices:
-        table = {"param": captured.params, "buffer": buffers, "constant": graph.constants, "batch": captured.batches[index]}
-        values = [torch.ones((), dtype=F64) if i.kind == "scale" else table[i.kind][i.fqn] for i in graph.inputs]
+        sources["batch"] = captured.batches[index]
+        values = [numbers[i.kind] if i.kind in numbers else sources[i.kind][i.fqn] for i in graph.inputs]
         with torch.no_grad():
             results = graph.gm(*values)
         buffers |= {o.fqn: r for o, r in zip(graph.outputs, results, strict=True) if o.kind == "buffer"}

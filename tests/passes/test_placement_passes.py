@@ -176,8 +176,11 @@ def test_sizes_become_local():
 def test_whole_sizes_stay():
     s = Sketch("tp2")
     x = s.place("x", (6, 8), ["", "tp"])
-    y = s.call(aten.expand.default, s.call(aten.sum.dim_IntList, x, [1], True, shape=(6, 1), partial="tp"), [6, 4],
-    shape=(6, 4)) graph = s.done(y) GlobalToLocal()(graph) assert y.args[1] == [6, 4]
+    total = s.call(aten.sum.dim_IntList, x, [1], True, shape=(6, 1), partial="tp")
+    y = s.call(aten.expand.default, total, [6, 4], shape=(6, 4))
+    graph = s.done(y)
+    GlobalToLocal()(graph)
+    assert y.args[1] == [6, 4]
 
 
 @pytest.mark.parametrize(

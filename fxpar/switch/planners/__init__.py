@@ -12,6 +12,7 @@ from fxpar.switch.planners.relay import relay
 from fxpar.switch.planners.simple import first_come, round_robin
 from fxpar.switch.predict import seconds
 from fxpar.switch.problem import SwitchProblem
+from fxpar.switch.transfers import ordered
 
 Planner = Callable[[SwitchProblem], np.ndarray]
 
@@ -26,14 +27,13 @@ NAMES = (*PLANNERS, "auto")
 
 
 def run_planner(problem: SwitchProblem, name: str) -> tuple[str, np.ndarray]:
-    """Transfers by the planner `name`, and the name of the planner that made them. Raises PlannerError."""
+    """The name of the planner that was taken, and its transfers in order. Raises PlannerError."""
     if name not in NAMES:
         raise PlannerError(name, NAMES)
-    if name != "auto":
-        return name, PLANNERS[name](problem)
-    made = {candidate: plan(problem) for candidate, plan in PLANNERS.items()}
-    best = min(made, key=lambda candidate: seconds(problem, made[candidate]))
-    return best, made[best]
+    chosen = list(PLANNERS) if name == "auto" else [name]
+    made = {candidate: PLANNERS[candidate](problem) for candidate in chosen}
+    best = min(chosen, key=lambda candidate: seconds(problem, made[candidate])) if len(chosen) > 1 else name
+    return best, ordered(made[best], problem.world)
 
 
 __all__ = ["NAMES", "PLANNERS", "Planner", "run_planner"]

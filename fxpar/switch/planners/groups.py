@@ -33,54 +33,59 @@ def has_local_holder(problem: SwitchProblem, cls: TensorClass) -> np.ndarray:
 
 def local_groups(problem: SwitchProblem, cls: TensorClass) -> list[Groups]:
     """Receivers with a holder on their node: one group per (slice, node)."""
-    local = cls.missing & has_local_holder(problem, cls)
-    return by_node(problem, cls.held, local)
+    return by_node(problem, cls.held, cls.missing & has_local_holder(problem, cls))
 
 
 def remote_groups(problem: SwitchProblem, cls: TensorClass) -> list[Groups]:
     """Receivers without: one group per slice."""
-    remote = cls.missing & ~has_local_holder(problem, cls)
-    return form(np.arange(len(cls.nbytes)), cls.held, remote)
+    return by_slice(cls.held, cls.missing & ~has_local_holder(problem, cls))
+
+
+def by_slice(holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
+    """One group per slice with receivers; both tables are [slices, ranks]."""
+    return _form(holders[:, None], receivers[:, None])
 
 
 def by_node(problem: SwitchProblem, holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
-    """One group per (slice, node) with receivers, among the holders there. Both tables are [slices, ranks]."""
-    slices, ranks = np.nonzero(receivers)
-    pairs = np.unique(slices * problem.nodes + problem.node_of[ranks])
-    piece, node = np.divmod(pairs, problem.nodes)
-    there = problem.node_of[None, :] == node[:, None]
-    return form(piece, holders[piece] & there, receivers[piece] & there)
+    """One group per (slice, node) with receivers, among the holders there; both tables are [slices, ranks]."""
+    width, slices = problem.cluster.devices_per_node, len(holders)
+    last = problem.nodes * width - problem.world  # devices of the last node that have no rank
+    tables = (np.pad(table, ((0, 0), (0, last))).reshape(slices, -1, width) for table in (holders, receivers))
+    return _form(*tables)
 
 
-def form(slices: np.ndarray, holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
-    """Groups of the rows that have receivers, from tables [rows, ranks]."""
-    rows = receivers.any(1)
-    slices, holders, receivers = slices[rows], holders[rows], receivers[rows]
+def _form(holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
+    """Groups of all (slice, part) with receivers, from tables [slices, parts, ranks of the part]."""
+    wanted = np.asarray(receivers.any(2))
+    slices, parts = np.nonzero(wanted)
     if not len(slices):
         return []
-    key = np.stack([_levels(holders), holders.sum(1), receivers.sum(1)])
+    levels = _levels(holders & wanted[:, :, None])
+    first = (parts * holders.shape[2])[:, None]
+    holders, receivers = holders[slices, parts], receivers[slices, parts]
+    key = np.stack([levels[slices, parts], holders.sum(1), receivers.sum(1)])
+    kinds, which = np.unique(key, axis=1, return_inverse=True)
     found = []
-    for kind in np.unique(key, axis=1).T:
-        chosen = (key == kind[:, None]).all(0)
+    for number, (level, size, count) in enumerate(kinds.T.tolist()):
+        chosen = np.flatnonzero(which == number)
         found.append(
             Groups(
                 slices[chosen],
-                np.nonzero(holders[chosen])[1].reshape(-1, kind[1]),
-                np.nonzero(receivers[chosen])[1].reshape(-1, kind[2]),
-                int(kind[0]),
+                np.nonzero(holders[chosen])[1].reshape(-1, size) + first[chosen],
+                np.nonzero(receivers[chosen])[1].reshape(-1, count) + first[chosen],
+                level,
             )
         )
-    return found
+    return found  # by level, as `kinds` is sorted
 
 
-def _levels(table: np.ndarray) -> np.ndarray:
-    """For each row, one more than the highest level of the rows above it that share a rank with it."""
-    if (table.sum(0) <= 1).all():
-        return np.zeros(len(table), np.int64)
-    last = np.full(table.shape[1], -1)
-    members = [np.flatnonzero(row) for row in table]
-    levels = np.zeros(len(table), np.int64)
-    for row, ranks in enumerate(members):
-        levels[row] = last[ranks].max() + 1
-        last[ranks] = levels[row]
+def _levels(holders: np.ndarray) -> np.ndarray:
+    """[slices, parts]: one more than the highest level of the slices before that share a holder of the part."""
+    levels = np.zeros(holders.shape[:2], np.int64)
+    if (holders.sum(0) <= 1).all():
+        return levels
+    last = np.full(holders.shape[1:], -1)
+    for level, there in zip(levels, holders, strict=True):
+        level[:] = np.where(there, last, -1).max(1) + 1
+        last = np.where(there, level[:, None], last)
     return levels

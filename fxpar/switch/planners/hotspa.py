@@ -13,7 +13,7 @@ import numpy as np
 
 from fxpar.switch.planners.groups import Groups, local_groups, remote_groups
 from fxpar.switch.problem import SwitchProblem, TensorClass
-from fxpar.switch.transfers import ordered, rows
+from fxpar.switch.transfers import joined, rows
 from fxpar.switch.waterfill import pick
 
 
@@ -41,14 +41,14 @@ def hotspa(problem: SwitchProblem) -> np.ndarray:
         for batch in (b for of_class in batches for b in of_class):
             dst = np.broadcast_to(batch.groups.receivers, batch.senders.shape)
             parts.append(rows(batch.cls, batch.groups.slices, batch.senders, dst, 0))
-    return ordered(parts, problem.world)
+    return joined(parts)
 
 
 def _batches(cls: TensorClass, found: list[Groups]) -> list[_Batch]:
     members = len(cls.members)
     return [
         _Batch(cls, groups, cls.nbytes[groups.slices], np.empty((members, *groups.receivers.shape), np.int64))
-        for groups in sorted(found, key=lambda groups: groups.level)
+        for groups in found
     ]
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxpar.switch.planners.groups import Groups, by_node, form, has_local_holder, local_groups
+from fxpar.switch.planners.groups import Groups, by_node, by_slice, has_local_holder, local_groups
 from fxpar.switch.problem import SwitchProblem, TensorClass
-from fxpar.switch.transfers import ordered, rows
+from fxpar.switch.transfers import joined, rows
 from fxpar.switch.waterfill import pick
 
 
@@ -36,7 +36,7 @@ def relay(problem: SwitchProblem) -> np.ndarray:
         parts += _enter(problem, cls, loads)
     for cls in largest_first:
         parts += _share_out(problem, cls, loads)
-    return ordered(parts, problem.world)
+    return joined(parts)
 
 
 def _choose(groups: Groups, nbytes: np.ndarray, candidates: np.ndarray, count: int, load: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ def _choose(groups: Groups, nbytes: np.ndarray, candidates: np.ndarray, count: i
 def _share_out(problem: SwitchProblem, cls: TensorClass, loads: _Loads) -> list[np.ndarray]:
     """Receivers with a holder on their node; tensors of the class take turns too."""
     parts, members = [], len(cls.members)
-    for groups in sorted(local_groups(problem, cls), key=lambda g: g.level):
+    for groups in local_groups(problem, cls):
         count = groups.receivers.shape[1]
         chosen = _choose(groups, cls.nbytes, groups.holders, members * count, loads.sent_inside)
         src = chosen.reshape(-1, members, count).transpose(1, 0, 2)
@@ -65,12 +65,12 @@ def _enter(problem: SwitchProblem, cls: TensorClass, loads: _Loads) -> list[np.n
     doors = np.full((len(cls.members), len(cls.nbytes), problem.nodes), -1, np.int64)
     parts = []
     # The receivers of a node are both the candidates for the door and those that it serves.
-    for groups in sorted(by_node(problem, remote, remote), key=lambda g: g.level):
+    for groups in by_node(problem, remote, remote):
         chosen = _choose(groups, cls.nbytes, groups.receivers, len(cls.members), loads.received_between)
         nodes = problem.node_of[groups.receivers[:, 0]]
         doors[:, groups.slices, nodes] = chosen.T
         parts += _spread(cls, groups, chosen.T, loads)
-    parts += _fetch(cls, remote, doors, loads)
+    parts += _fetch(cls, doors, loads)
     return parts
 
 
@@ -87,11 +87,11 @@ def _spread(cls: TensorClass, groups: Groups, doors: np.ndarray, loads: _Loads) 
     return [rows(cls, groups.slices, doors[:, :, None], dst, 1)]
 
 
-def _fetch(cls: TensorClass, remote: np.ndarray, doors: np.ndarray, loads: _Loads) -> list[np.ndarray]:
+def _fetch(cls: TensorClass, doors: np.ndarray, loads: _Loads) -> list[np.ndarray]:
     """Step 0: from the least loaded holders to the doors [members, slices, nodes] (-1: none)."""
     parts, members = [], len(cls.members)
     wanted = doors[0] >= 0
-    for groups in sorted(form(np.arange(len(remote)), cls.held, wanted), key=lambda g: g.level):
+    for groups in by_slice(cls.held, wanted):
         count = groups.receivers.shape[1]  # here: nodes
         chosen = _choose(groups, cls.nbytes, groups.holders, members * count, loads.sent_between)
         src = chosen.reshape(-1, members, count).transpose(1, 0, 2)

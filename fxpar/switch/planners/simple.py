@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxpar.switch.planners.groups import form
+from fxpar.switch.planners.groups import by_slice
 from fxpar.switch.problem import SwitchProblem
-from fxpar.switch.transfers import ordered, rows
+from fxpar.switch.transfers import joined, rows
 
 
 def first_come(problem: SwitchProblem) -> np.ndarray:
@@ -22,9 +22,9 @@ def round_robin(problem: SwitchProblem) -> np.ndarray:
 def _turns(problem: SwitchProblem, rotate: bool) -> np.ndarray:
     parts = []
     for cls in problem.classes:
-        for groups in form(np.arange(len(cls.nbytes)), cls.held, cls.missing):
+        for groups in by_slice(cls.held, cls.missing):
             count = groups.receivers.shape[1]
             turn = np.arange(count) % groups.holders.shape[1] if rotate else np.zeros(count, np.int64)
             dst = np.broadcast_to(groups.receivers, (len(cls.members), *groups.receivers.shape))
             parts.append(rows(cls, groups.slices, groups.holders[None][:, :, turn], dst, 0))
-    return ordered(parts, problem.world)
+    return joined(parts)

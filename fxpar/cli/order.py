@@ -1,0 +1,89 @@
+"""`fxpar order`: which graph runs first, the order of the others, and what is kept, from shapes only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.cli.console import human_bytes, plain_table, stdout_console
+from fxpar.cli.request import check_output, to_json, write_output
+from fxpar.cli.switch import layouts_of, same_world
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import PlannerError
+from fxpar.strategy import Strategy
+from fxpar.switch.order import EXHAUSTIVE, Gradients, Objective, OrderPlan, OrderSearch
+from fxpar.switch.planners import NAMES
+
+
+@dataclass(frozen=True)
+class OrderRequest:
+    """The words of the command line; `first` fixes the first graph."""
+
+    model: str
+    strategies: tuple[str, ...]
+    cluster: str
+    planner: str = "relay"
+    dtype: str = "bf16"
+    first: str | None = None
+    gradients: Gradients = "chain"
+    by: Objective = "bytes"
+    keep_gb: float = 0.0
+    json: str | None = None
+    options: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+
+def run_order(request: OrderRequest) -> None:
+    """Do it. Raises FxparError."""
+    if request.planner not in NAMES:
+        raise PlannerError(request.planner, NAMES)
+    cluster = ClusterSpec.from_file(request.cluster)
+    strategies = same_world(request.strategies, request.overrides, cluster)
+    first = None if request.first is None else str(Strategy.parse(request.first))
+    if request.json is not None:
+        check_output(request.json)
+    layouts = layouts_of(request.model, request.options, request.dtype, strategies)
+    begun = time.process_time()
+    keep_bytes = int(request.keep_gb * 1e9)
+    search = OrderSearch(layouts, cluster, request.planner, request.gradients, keep_bytes, request.by)
+    names = [layout.name for layout in layouts]
+    given = search.evaluate(names)
+    same_first = search.best(names[0])
+    best = search.best(first)
+    document = {
+        **best.to_json(),
+        "planner": request.planner,
+        "gradients": request.gradients,
+        "by": request.by,
+        "search": "exhaustive" if len(names) <= EXHAUSTIVE else "local",
+        "search_cpu_s": time.process_time() - begun,
+        "as_given": given.to_json(),
+        "same_first": same_first.to_json(),
+    }
+    if request.json is not None:
+        write_output(request.json, to_json(document))
+    if request.json != "-":
+        _show(request.model, {"as given": given, "best, same first": same_first, "best": best}, document)
+
+
+def _show(model: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:
+    console = stdout_console()
+    console.print(f"{model}: order of graphs; gradients: {document['gradients']}")
+    rows = [
+        (
+            name,
+            human_bytes(plan.inter_node_bytes),
+            human_bytes(plan.intra_node_bytes),
+            f"{plan.predicted_s * 1e3:.1f} ms",
+            " > ".join(plan.order) + (f"  (kept: {', '.join(plan.kept)})" if plan.kept else ""),
+        )
+        for name, plan in plans.items()
+    ]
+    console.print(plain_table(("", "between nodes", "inside nodes", "predicted", "order"), rows, right=(1, 2, 3)))
+    for hop in plans["best"].hops:
+        console.print(
+            f"{hop.kind:9} {hop.source} > {hop.target}: {human_bytes(hop.inter_node_bytes)} between nodes, "
+            f"{hop.predicted_s * 1e3:.1f} ms" + (f", with {', '.join(hop.holders)}" if hop.holders else "")
+        )
+    console.print(f"{document['search']} search, {document['search_cpu_s']:.2f} CPU s")

@@ -1,0 +1,112 @@
+"""`fxpar switch`: the plan that takes a model's weights from one strategy to another, from shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from fxpar.cli.console import human_bytes, stderr_console, stdout_console
+from fxpar.cli.request import check_output, collected_warnings, load_model, parse_strategies, to_json, write_output
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import PlannerError
+from fxpar.models.load import parse_dtype
+from fxpar.strategy import Strategy
+from fxpar.switch.analytic import ModelShapes, model_shapes
+from fxpar.switch.api import plan_switch
+from fxpar.switch.layout import ParamLayout
+from fxpar.switch.plan import SwitchPlan, node_links
+from fxpar.switch.planners import NAMES
+
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+MOST_LINKS = 8
+
+
+@dataclass(frozen=True)
+class SwitchRequest:
+    """The words of the command line."""
+
+    model: str
+    source: str
+    target: str
+    cluster: str
+    planner: str = "auto"
+    dtype: str = "bf16"
+    json: str | None = None
+    options: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+
+def run_switch(request: SwitchRequest) -> None:
+    """Do it. Raises FxparError."""
+    if request.planner not in NAMES:
+        raise PlannerError(request.planner, NAMES)
+    cluster = ClusterSpec.from_file(request.cluster)
+    strategies = same_world([request.source, request.target], request.overrides, cluster)
+    if request.json is not None:
+        check_output(request.json)
+    layouts = layouts_of(request.model, request.options, request.dtype, strategies)
+    plan = plan_switch(layouts[0], layouts[1], cluster, request.planner)
+    plan.verify()
+    if request.json is not None:
+        write_output(request.json, to_json(plan.to_json()))
+    if request.json != "-":
+        _show(request.model, plan)
+
+
+def same_world(texts: Sequence[str], overrides: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
+    """The strategies; all of one world size, which the cluster has. Raises StrategySyntaxError, WorldSizeError, ..."""
+    strategies = parse_strategies(texts, overrides, None)
+    for strategy in strategies:
+        strategy.check_world(strategies[0].world)
+    cluster.require(strategies[0].world)
+    return strategies
+
+
+def layouts_of(model: str, options: Sequence[str], dtype: str, strategies: Sequence[Strategy]) -> list[ParamLayout]:
+    """The layout of a model under each strategy. Weights are never allocated."""
+    notes: list[str] = []
+    wire = parse_dtype(SHORT_DTYPES.get(dtype, dtype))
+    with stderr_console().status("") as status, collected_warnings(notes):
+        status.update(f"reading the shapes of {model}")
+        shapes = shapes_of(model, options, wire)
+        return [shapes.layout(strategy) for strategy in strategies]
+
+
+def shapes_of(model: str, options: Sequence[str], wire: torch.dtype) -> ModelShapes:
+    """Shapes of a model of the command line. Raises what `fxpar.models.load` and `fxpar.capture` raise."""
+    name = str(wire).removeprefix("torch.")
+    loaded = load_model(model, options, name, None, device="meta")
+    return model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, loaded.name)
+
+
+def _show(model: str, plan: SwitchPlan) -> None:
+    data = plan.to_json()
+    table = Table(title=f"{model}: {plan.problem.source} -> {plan.problem.target}", show_header=False, box=None)
+    for name, value in (
+        ("planner", plan.planner if plan.planner == plan.chosen else f"{plan.planner} ({plan.chosen})"),
+        ("inside nodes", human_bytes(data["intra_node_bytes"])),
+        ("between nodes", human_bytes(data["inter_node_bytes"])),
+        ("stays where it is", human_bytes(data["local_bytes"])),
+        ("fullest link out", _link(data, "max_send")),
+        ("bound without relays", _link(data, "lower_bound")),
+        ("transfers", f"{data['transfers']} in {data['steps']} step(s)"),
+        ("predicted", f"{data['predicted_s'] * 1e3:.2f} ms"),
+        ("planned in", f"{data['plan_cpu_s']:.3f} CPU s"),
+        ("fingerprint", data["fingerprint"]),
+    ):
+        table.add_row(name, value)
+    console = stdout_console()
+    console.print(table)
+    links = [link for link in node_links(data["node_matrix"]) if link[0] != link[1]]
+    for source, target, size in links[:MOST_LINKS]:
+        console.print(f"  node {source} -> node {target}: {human_bytes(size)}")
+    if len(links) > MOST_LINKS:
+        console.print(f"  and {len(links) - MOST_LINKS} pairs of nodes with less")
+
+
+def _link(data: dict, name: str) -> str:
+    inside, between = data[f"{name}_intra_bytes"], data[f"{name}_inter_bytes"]
+    return f"{human_bytes(inside)} inside, {human_bytes(between)} between nodes"

@@ -1,0 +1,131 @@
+"""A program on one rank: order of calls, carried buffers, groups, and clear errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxpar.errors import FxparError
+from fxpar.lower import lower
+from fxpar.mesh import Mesh
+from fxpar.runtime import ProcessGroups, bind
+from fxpar.runtime.bound import token_axes
+from fxpar.torch_api.threaded import run_threads
+from tests.captured import llama, odd
+
+
+def bound_one():
+    """The Llama's program for a single rank, ready to run."""
+    captured = llama(layers=1)
+    program = lower(captured.graph, "dp1")
+    bound = bind(program, 0, {})
+    bound.prepare(captured.params, captured.buffers)
+    return captured, bound
+
+
+def test_a_mini_batch():
+    captured, bound = bound_one()
+    bound.run(captured.batches[0], 0.5)
+    once = bound.finish()
+    bound.prepare(captured.params, captured.buffers)
+    bound.run(captured.batches[0], 0.25)
+    bound.run(captured.batches[0], torch.tensor(0.25))
+    twice = bound.finish()
+    assert set(once) == {"loss", "grads", "buffers"}
+    assert set(once["grads"]) == set(captured.params)
+    assert torch.allclose(once["loss"], twice["loss"], rtol=1e-13)
+    for name, grad in once["grads"].items():
+        assert torch.allclose(grad, twice["grads"][name], rtol=1e-10, atol=1e-13)
+
+
+def test_results_of_a_group_are_not_overwritten_by_the_next():
+    captured, bound = bound_one()
+    bound.run(captured.batches[0], 1.0)
+    bound.run(captured.batches[1], 1.0)
+    first = bound.finish()["grads"]
+    copies = {name: grad.clone() for name, grad in first.items()}
+    bound.prepare(captured.params, captured.buffers)
+    bound.run(captured.batches[2], 1.0)
+    bound.run(captured.batches[3], 1.0)
+    bound.finish()
+    assert all(torch.equal(first[name], copies[name]) for name in first)
+
+
+def test_prepare_starts_over():
+    captured, bound = bound_one()
+    bound.run(captured.batches[0], 1.0)
+    bound.prepare(captured.params, captured.buffers)
+    bound.run(captured.batches[1], 1.0)
+    again = bound.finish()
+    bound.prepare(captured.params, captured.buffers)
+    bound.run(captured.batches[1], 1.0)
+    assert torch.equal(again["loss"], bound.finish()["loss"])
+
+
+def test_an_idle_run_adds_zeros_and_keeps_buffers():
+    captured = odd("norms")
+    bound = bind(lower(captured.graph, "dp1"), 0, {})
+    ends = []
+    for idle in (0, 2):
+        bound.prepare(captured.params, captured.buffers)
+        bound.run(captured.batches[0], 1.0)
+        for _ in range(idle):
+            bound.run(captured.batches[0], 1.0, idle=True)
+        ends.append(bound.finish())
+    assert torch.equal(ends[0]["loss"], ends[1]["loss"])
+    for kind in ("grads", "buffers"):
+        assert all(torch.equal(ends[0][kind][name], ends[1][kind][name]) for name in ends[0][kind])
+
+
+def test_a_missing_key_is_named():
+    captured, bound = bound_one()
+    with pytest.raises(FxparError, match=r"labels.* is missing; the batch has \['input_ids'"):
+        bound.run({"input_ids": captured.batches[0]["input_ids"]}, 1.0)
+
+
+def test_finish_without_a_run():
+    _, bound = bound_one()
+    with pytest.raises(FxparError, match=r"no micro-batch has run since prepare\(\)"):
+        bound.finish()
+
+
+def test_tokens_of_a_program():
+    program = lower(llama().graph, "dp2.tp3")
+    assert program.axes() == ("dp", "tp")
+    assert token_axes(program) <= {"dp", "tp"}
+
+
+def test_groups_are_made_once_per_set_of_ranks():
+    mesh, other = Mesh((("dp", 2), ("tp", 2))), Mesh((("tp", 2), ("dp", 2)))
+
+    def work(rank: int) -> tuple:
+        groups = ProcessGroups()
+        names = groups.names(mesh, ("dp", "tp", "dp.tp"))
+        again = groups.names(mesh, ("tp", "dp"))
+        swapped = groups.names(other, ("dp", "tp"))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return names, again, swapped, int(total)
+
+    for names, again, swapped, total in run_threads(4, work):
+        assert total == 4
+        assert again == {axis: names[axis] for axis in ("dp", "tp")}
+        assert swapped == {"dp": names["tp"], "tp": names["dp"]}
+        assert len(set(names.values())) == 3
+    # ranks that differ on dp only are in one group
+    results = run_threads(4, lambda rank: ProcessGroups().names(mesh, ("dp",))["dp"])
+    assert results[0] == results[2]
+    assert results[1] == results[3]
+    assert results[0] != results[1]
+
+
+def test_an_error_on_one_rank_ends_the_others():
+    def work(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("rank 1 is unwell")
+        dist.barrier()
+
+    with pytest.raises(ValueError, match="rank 1 is unwell"):
+        run_threads(4, work)
+    assert run_threads(2, lambda rank: rank) == [0, 1], "the next world is not affected"

@@ -1,0 +1,137 @@
+"""Padding a batch: to the end, as a document of its own, without a trace in loss or gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxpar import losses
+from fxpar.errors import PadError
+from fxpar.graph import Dim, Input, TensorMeta, dim_symbol
+from fxpar.runtime.padding import PAD_RULES, batch_dims, pad_batch
+from tests.captured import llama, take, tokens
+
+T, C = dim_symbol("T"), dim_symbol("C")
+DIMS = (Dim("T", 8, maximum=64), Dim("C", 3))
+
+
+def inputs(**shapes: tuple) -> tuple[Input, ...]:
+    return tuple(Input("batch", key, TensorMeta(shape, torch.int64)) for key, shape in shapes.items())
+
+
+def test_rules_by_key():
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7]]),
+        "labels": torch.tensor([[6, 7, -100]]),
+        "position_ids": torch.tensor([[4, 5, 6]]),
+        "document_ids": torch.tensor([[2, 2, 9]]),
+        "attention_mask": torch.tensor([[1, 1, 1]]),
+        "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
+    }
+    padded = pad_batch(inputs(**dict.fromkeys(batch, (1, T))), DIMS, {"T": 4}, batch)
+    assert {key: value[0, 3:].tolist() for key, value in padded.items()} == {
+        "input_ids": [0],
+        "labels": [-100],
+        "position_ids": [0],
+        "document_ids": [10],
+        "attention_mask": [0],
+        "loss_mask": [0.0],
+    }
+    assert all(torch.equal(padded[key][:, :3], value) for key, value in batch.items())
+    assert all(padded[key].dtype == value.dtype for key, value in batch.items())
+
+
+def test_positions_restart_with_the_padding():
+    padded = pad_batch(inputs(position_ids=(2, T)), DIMS, {"T": 8}, {"position_ids": torch.arange(5).expand(2, 5)})
+    assert padded["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]] * 2
+
+
+def test_each_row_gets_a_document_of_its_own():
+    ids = torch.tensor([[0, 0, 1], [0, 3, 3]])
+    padded = pad_batch(inputs(document_ids=(2, T)), DIMS, {"T": 5}, {"document_ids": ids})
+    assert padded["document_ids"].tolist() == [[0, 0, 1, 2, 2], [0, 3, 3, 4, 4]]
+
+
+def test_nothing_to_pad():
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64)}
+    for divisors in ({"T": 4}, {"T": 1}, {}, {"C": 5}):
+        assert pad_batch(inputs(input_ids=(1, T)), DIMS, divisors, batch)["input_ids"] is batch["input_ids"]
+
+
+def test_what_the_graph_does_not_read_is_left_alone():
+    batch = {"input_ids": torch.zeros(1, 7, dtype=torch.int64), "names": torch.zeros(3)}
+    padded = pad_batch(inputs(input_ids=(1, T)), DIMS, {"T": 4}, batch)
+    assert padded["names"] is batch["names"]
+    assert batch["input_ids"].shape == (1, 7), "the given batch is not changed"
+
+
+def test_sizes_of_a_batch():
+    batch = {"x": torch.zeros(2, 7), "y": torch.zeros(5)}
+    assert batch_dims(inputs(x=(2, T), y=(C,)), DIMS, batch) == {"T": 7, "C": 5}
+
+
+def test_unknown_keys_need_a_rule():
+    batch = {"pixels": torch.zeros(1, 7)}
+    with pytest.raises(PadError, match=r"batch key 'pixels': T=7 must be a multiple of 4, and there is no rule"):
+        pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch)
+    rules = {"pixels": lambda x, dim, count: torch.full((1, count), 9.0)}
+    assert pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch, rules)["pixels"][0].tolist() == [0.0] * 7 + [9.0]
+
+
+def test_rules_win_over_the_known_ones():
+    batch = {"labels": torch.zeros(1, 3, dtype=torch.int64)}
+    rules = {"labels": lambda x, dim, count: torch.full((1, count), -1)}
+    assert pad_batch(inputs(labels=(1, T)), DIMS, {"T": 4}, batch, rules)["labels"][0, 3] == -1
+    assert PAD_RULES["labels"](torch.zeros(1, 3), 1, 2).tolist() == [[-100.0, -100.0]]
+
+
+def test_padding_beyond_what_the_model_allows():
+    batch = {"input_ids": torch.zeros(1, 63, dtype=torch.int64)}
+    with pytest.raises(PadError, match="padding T=63 to 65 exceeds 64"):
+        pad_batch(inputs(input_ids=(1, T)), DIMS, {"T": 5}, batch)
+    assert pad_batch(inputs(input_ids=(1, T)), DIMS, {"T": 8}, batch)["input_ids"].shape == (1, 64)
+
+
+@pytest.mark.parametrize("strategy", ["cp2", "cp4", "tp3+sp", "cp3.tp2+sp", "dp2.cp2.tp2+sp+zero3"])
+def test_padded_tokens_leave_no_trace(strategy):
+    captured = llama()
+    lengths = [batch["input_ids"].shape[1] for batch in captured.batches]
+    assert any(length % 4 and length % 6 for length in lengths)
+    result = captured.check(strategy)
+    assert result.ok, result
+
+
+class Mixed(nn.Module):
+    """Tokens see each other, padding included, unless somebody forbids it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embedding, self.qkv, self.head = nn.Embedding(31, 16), nn.Linear(16, 48), nn.Linear(16, 31)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        q, k, v = (p.view(*x.shape[:2], 4, 4).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
+        causal = self.how != "bidirectional"
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(x.shape)
+        if self.how == "mean":
+            y = y + y.mean(1, keepdim=True)
+        if self.how == "softmax":
+            y = y * y.softmax(1)
+        if self.how == "total":
+            y = y + y.sum(1, keepdim=True)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("how", ["bidirectional", "mean", "softmax", "total"])
+@pytest.mark.parametrize("strategy", ["cp2", "tp2+sp"])
+def test_a_model_that_would_see_padding_is_refused(how, strategy):
+    """Lengths that divide are exact; one that needs padding is an error, not a wrong gradient."""
+    torch.manual_seed(0)
+    captured = take(Mixed(how), losses.causal_lm, tokens(31, 8, 4, 12, rows=2))
+    result = captured.check(strategy)
+    assert result.ok, result
+    odd = take(Mixed(how), losses.causal_lm, tokens(31, 8, 7, 12, rows=2)).check(strategy)
+    assert odd.ok or odd.error, f"gradients are off by {odd.grad_max_rel_err} without a word"

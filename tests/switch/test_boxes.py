@@ -1,0 +1,47 @@
+"""Slices against an oracle that lists elements one at a time."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.mesh import Mesh
+from fxpar.switch import Block
+from fxpar.switch.boxes import pieces, refine
+from tests.placements import configs, held, meshes, shapes
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_slices_tile_and_ranks_hold_whole_ones(data):
+    shape = data.draw(shapes)
+    blocks = [Block(0, data.draw(configs(data.draw(meshes()), shape, partial=False))) for _ in range(2)]
+    grid = refine(shape, blocks)
+    assert grid.numel.sum() == math.prod(shape)
+    for d, size in enumerate(shape):
+        assert grid.cuts[d][0] == 0
+        assert grid.cuts[d][-1] == size
+        assert (grid.cuts[d][1:] > grid.cuts[d][:-1]).all()
+    for block in blocks:
+        table = grid.held(block)
+        for rank in range(block.dist.mesh.size):
+            owned = [set(held(block.dist, rank, d, size)) - {-1} for d, size in enumerate(shape)]
+            for box, inside in zip(grid.boxes.tolist(), table[rank], strict=True):
+                parts = [set(range(*ends)) for ends in box]
+                assert inside == all(part <= mine for part, mine in zip(parts, owned, strict=True))
+                assert inside or any(part.isdisjoint(mine) for part, mine in zip(parts, owned, strict=True))
+
+
+def test_uneven_strided_and_empty_pieces():
+    mesh = Mesh((("dp", 4),))
+    assert pieces(mesh, (AxisShard("dp"),), 5).runs == (((0, 2),), ((2, 4),), ((4, 5),), ())
+    assert pieces(mesh, (AxisShard("dp", (2, 1)),), 12).runs[1] == ((2, 4), (9, 10))
+    assert pieces(Mesh((("dp", 1),)), (AxisShard("dp", (1, 1)),), 4).runs == (((0, 4),),)  # touching runs are one
+
+
+def test_common_refinement_of_two_and_three():
+    two, three = (Block(0, DistConfig(Mesh((("tp", n),)), ((AxisShard("tp"),),))) for n in (2, 3))
+    assert refine((12,), [two, three]).cuts[0].tolist() == [0, 4, 6, 8, 12]

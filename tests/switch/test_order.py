@@ -1,0 +1,108 @@
+"""Order search: the published sums, the targets, and small cases by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import OrderError
+from fxpar.switch import order as order_module
+from fxpar.switch.order import OrderSearch
+from tests.switch.large import layouts_32b
+from tests.switch.moving import simple_layout
+
+C = {"C1": "S1 S4 S2", "C2": "S1 S4 S3 S2", "C3": "S1 S5 S4 S3 S2"}
+NODES = {"25/200": (25, None), "25/100": (25, 100), "12.5/50": (12.5, 50)}
+
+
+def search(combination: str, network: str, planner: str, **options) -> OrderSearch:
+    inter, node = NODES[network]
+    layouts = [layouts_32b()[name] for name in C[combination].split()]
+    return OrderSearch(layouts, ClusterSpec(4, 8, 200, inter, 0, node), planner, **options)
+
+
+# GB between nodes and seconds, for the given order, the best one with the same first graph, and the best of all.
+PUBLISHED = [
+    ("C1", "25/200", 260, (0.55, 0.34, 0.27)),
+    ("C1", "25/100", 260, (0.66, 0.37, 0.29)),
+    ("C1", "12.5/50", 260, (1.31, 0.70, 0.53)),
+    ("C2", "25/200", 348, (0.73, 0.47, 0.36)),
+    ("C2", "25/100", 348, (0.90, 0.47, 0.39)),
+    ("C2", "12.5/50", 348, (1.78, 0.85, 0.72)),
+    ("C3", "25/200", 657, (1.18, 0.86, 0.42)),
+    ("C3", "25/100", 657, (1.71, 1.29, 0.49)),
+    ("C3", "12.5/50", 657, (3.36, 2.53, 0.91)),
+]
+
+
+@pytest.mark.parametrize(("combination", "network", "gigabytes", "times"), PUBLISHED)
+def test_published_sums(combination, network, gigabytes, times):
+    searched = search(combination, network, "hotspa", by="seconds")
+    given = searched.evaluate(C[combination].split())
+    assert given.inter_node_bytes / 1e9 == pytest.approx(gigabytes, abs=0.5)
+    plans = given, searched.best("S1"), searched.best()
+    for plan, seconds in zip(plans, times, strict=True):
+        assert plan.predicted_s == pytest.approx(seconds, abs=0.0061)
+
+
+@pytest.mark.parametrize(("combination", "target"), [("C1", 130.1), ("C2", 153), ("C3", 350)])
+def test_targets_with_relays(combination, target):
+    best = search(combination, "25/200", "relay").best("S1")
+    assert best.order[0] == "S1"
+    assert best.inter_node_bytes / 1e9 <= target
+
+
+def test_every_hop_is_accounted_for():
+    plan = search("C1", "25/200", "hotspa").evaluate(("S1", "S2", "S4"))
+    hops = [(hop.kind, hop.source, hop.target) for hop in plan.hops]
+    assert hops == [
+        ("weights", "S1", "S2"),
+        ("weights", "S2", "S4"),
+        ("gradients", "S2", "S4"),
+        ("gradients", "S4", "S1"),
+    ]
+    home = search("C1", "25/200", "hotspa", gradients="home").evaluate(("S1", "S2", "S4"))
+    assert [(hop.source, hop.target) for hop in home.hops[2:]] == [("S2", "S1"), ("S4", "S1")]
+    assert len(search("C1", "25/200", "hotspa", gradients="none").evaluate(("S1", "S2", "S4")).hops) == 2
+    assert plan.inter_node_bytes == sum(hop["inter_node_bytes"] for hop in plan.to_json()["hops"])
+
+
+TWO_NODES = ClusterSpec(2, 2, 100, 1, 0)
+
+
+def test_keeping_pays_and_respects_the_budget():
+    """whole -> cut -> whole again: a kept copy of the first makes the last hop free."""
+    whole, cut, again = (simple_layout(n, t) for n, t in (("whole", "dp4"), ("cut", "tp4@0"), ("again", "dp2.tp2@1")))
+    size = whole.max_bytes()
+    none = OrderSearch([whole, cut, again], TWO_NODES, gradients="none").evaluate(("whole", "cut", "again"))
+    assert none.kept == ()
+    assert none.hops[1].inter_node_bytes > 0
+    keeping = OrderSearch([whole, cut, again], TWO_NODES, gradients="none", keep_bytes=size)
+    plan = keeping.evaluate(("whole", "cut", "again"))
+    assert (plan.kept, plan.kept_bytes, plan.inter_node_bytes) == (("whole",), size, 0)
+    assert plan.hops[1].holders == ("whole",)
+    little = OrderSearch([whole, cut, again], TWO_NODES, gradients="none", keep_bytes=size - 1)
+    assert little.evaluate(("whole", "cut", "again")).kept == ()
+
+
+def test_local_search_finds_what_the_exhaustive_one_does(monkeypatch):
+    texts = ("dp4", "tp4@0", "tp4@1", "dp2.tp2@0", "tp2.dp2@1")
+    layouts = [simple_layout(text, text, (8, 8)) for text in texts]
+    exact = OrderSearch(layouts, TWO_NODES).best()
+    monkeypatch.setattr(order_module, "EXHAUSTIVE", 2)
+    found = OrderSearch(layouts, TWO_NODES).best()
+    assert found.inter_node_bytes == exact.inter_node_bytes
+    assert OrderSearch(layouts, TWO_NODES).best("tp4@1").order[0] == "tp4@1"
+
+
+def test_bad_requests():
+    a, b = simple_layout("dp4", "dp4"), simple_layout("tp4", "tp4@0")
+    with pytest.raises(OrderError, match="two of the strategies are the same"):
+        OrderSearch([a, a], TWO_NODES)
+    with pytest.raises(OrderError, match="there is no strategy"):
+        OrderSearch([], TWO_NODES)
+    with pytest.raises(OrderError, match="'tp' is none of the strategies; did you mean 'tp4'"):
+        OrderSearch([a, b], TWO_NODES).best("tp")
+    with pytest.raises(OrderError, match="must appear once"):
+        OrderSearch([a, b], TWO_NODES).evaluate(["dp4"])
+    assert OrderSearch([a], TWO_NODES).best().hops == ()

@@ -1,0 +1,134 @@
+"""Plans of all planners on random layouts: carried out they give the target, broken ones are caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import ClusterError, LayoutError, NoOwnerError, PlannerError, SwitchPlanError
+from fxpar.switch import ParamLayout, plan_switch
+from fxpar.switch.planners import NAMES
+from tests.switch.moving import carry_out, simple_layout, state_of, switches, whole_tensors
+
+FOUR_BY_TWO = ClusterSpec(4, 2, 200, 25, 10)
+
+
+def covered(sources: list[ParamLayout]) -> bool:
+    """Sources may hold nothing of an element only if a piece of theirs is empty; here: every element has an owner."""
+    whole = whole_tensors(sources[0])
+    states = [state for layout in sources for state in state_of(layout, whole)]
+    return all(torch.equal(torch.stack([s[fqn] for s in states]).amax(0), t) for fqn, t in whole.items())
+
+
+@pytest.mark.parametrize("planner", NAMES)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_carried_out_on_real_tensors(planner, data):
+    sources, target, cluster = data.draw(switches(extra=data.draw(st.booleans())))
+    assert covered(sources)
+    plan = plan_switch(sources[0], target, cluster, planner, sources[1:])
+    plan.verify()
+    whole = whole_tensors(target)
+    for found, wanted in zip(carry_out(plan, sources, whole), state_of(target, whole), strict=True):
+        for fqn in whole:
+            assert torch.equal(found[fqn], wanted[fqn]), fqn
+    assert plan.intra_node_bytes + plan.inter_node_bytes == plan.transfers["nbytes"].sum()
+    assert plan.intra_node_bytes == sum(m.nbytes for m in plan.moves() if m.src // cluster.devices_per_node == m.dst
+    // cluster.devices_per_node)
+
+
+@settings(max_examples=60)
+@given(switch=switches(), how=st.sampled_from(("drop", "twice", "source", "early", "bytes", "rank", "slice")),
+where=st.integers(0, 999)) def test_broken_plans_are_caught(switch, how, where):
+    sources, target, cluster = switch
+    plan = plan_switch(sources[0], target, cluster, "relay")
+    table = plan.transfers.copy()
+    if not len(table):
+        return
+    at = where % len(table)
+    if how == "drop":
+        table = np.delete(table, at)
+    elif how == "twice":
+        table = np.append(table, table[at : at + 1])
+    elif how == "source":  # a rank that never holds the slice
+        cls = plan.problem.classes[plan.problem.class_of[table["tensor"][at]]]
+        piece = table["slice"][at]
+        strangers = np.flatnonzero(~(cls.held[piece] | cls.needed[piece]))
+        if not len(strangers):
+            return
+        table["src"][at] = strangers[0]
+    elif how == "early":  # the relay sends before it has received
+        relayed = np.flatnonzero(table["step"] == 1)
+        if not len(relayed):
+            return
+        table["step"][relayed[where % len(relayed)]] = 0
+    elif how == "bytes":
+        table["nbytes"][at] += 1
+    elif how == "rank":
+        table["dst"][at] = plan.problem.world
+    else:
+        table["slice"][at] = 10_000
+    with pytest.raises(SwitchPlanError):
+        replace(plan, transfers=table).verify()
+
+
+def test_error_names_tensor_box_and_rank():
+    plan = plan_switch(simple_layout("a", "tp8@0"), simple_layout("b", "dp8"), FOUR_BY_TWO, "hotspa")
+    table = plan.transfers[(plan.transfers["tensor"] != 1) | (plan.transfers["dst"] != 5) | (plan.transfers["slice"]
+    != 3)] with pytest.raises(SwitchPlanError, match=r"layers\.1\.weight\[3:4, 0:4\] on rank 5 is never written"):
+        replace(plan, transfers=table).verify()
+
+
+def test_fingerprint_follows_the_transfers():
+    a, b = simple_layout("a", "dp2.tp4@0"), simple_layout("b", "dp8")
+    plan = plan_switch(a, b, FOUR_BY_TWO, "hotspa")
+    assert plan.fingerprint == plan_switch(a, b, FOUR_BY_TWO, "hotspa").fingerprint
+    assert plan.fingerprint != plan_switch(a, b, FOUR_BY_TWO, "first_come").fingerprint
+    changed = plan.transfers.copy()
+    changed["src"][0] ^= 1
+    assert replace(plan, transfers=changed).fingerprint != plan.fingerprint
+    other = simple_layout("a", "dp2.tp4@0", tensors=4), simple_layout("b", "dp8", tensors=4)
+    assert plan_switch(*other, FOUR_BY_TWO, "hotspa").fingerprint != plan.fingerprint
+
+
+def test_retained_copies_are_sources():
+    cut, whole = simple_layout("cut", "tp8@0"), simple_layout("whole", "dp8")
+    assert plan_switch(cut, whole, FOUR_BY_TWO).inter_node_bytes > 0
+    assert len(plan_switch(cut, whole, FOUR_BY_TWO, extra_holders=[whole]).transfers) == 0
+
+
+def test_relay_enters_each_node_once():
+    cut, whole = simple_layout("cut", "tp8@0", tensors=8), simple_layout("whole", "dp8", tensors=8)
+    relay, direct = (plan_switch(cut, whole, FOUR_BY_TWO, name) for name in ("relay", "hotspa"))
+    entries = relay.transfers[relay.problem.node_of[relay.transfers["src"]] !=
+    relay.problem.node_of[relay.transfers["dst"]]] nodes = relay.problem.node_of[entries["dst"]] assert
+    len(np.unique(np.stack([entries["tensor"], entries["slice"], nodes]), axis=1).T) == len(entries) assert
+    relay.inter_node_bytes * 2 == direct.inter_node_bytes assert relay.traffic.sent_between.max() * 8 ==
+    relay.inter_node_bytes  # perfectly even assert relay.traffic.received_between.max() * 8 == relay.inter_node_bytes
+
+
+def test_bad_input():
+    a, b = simple_layout("a", "tp8@0"), simple_layout("b", "dp8")
+    with pytest.raises(PlannerError, match="did you mean 'relay'"):
+        plan_switch(a, b, FOUR_BY_TWO, "relai")
+    with pytest.raises(ClusterError, match="too small for strategies on 8 ranks"):
+        plan_switch(a, b, ClusterSpec(1, 4, 1, 1, 1))
+    with pytest.raises(LayoutError, match=r"'c': layers\.0\.weight is torch\.bfloat16 \[8, 8\]"):
+        plan_switch(simple_layout("c", "tp8@0", (8, 8)), b, FOUR_BY_TWO)
+    with pytest.raises(LayoutError, match=r"'a' *: *has no parameter 'layers\.3\.weight'"):
+        plan_switch(a, simple_layout("b", "dp8", tensors=4), FOUR_BY_TWO)
+    nobody = ParamLayout("nobody", 8, {fqn: replace(p, blocks=()) for fqn, p in a.params.items()})
+    with pytest.raises(NoOwnerError, match=r"layers\.0\.weight\[0:8, 0:4\] is needed on rank\(s\) 0, 1, 2, 3"):
+        plan_switch(nobody, b, FOUR_BY_TWO)
+    summed = replace(a.params["layers.0.weight"].blocks[0].dist, dims=((), ()), partial=(("tp", "sum"),))
+    param = a.params["layers.0.weight"]
+    with pytest.raises(LayoutError, match="partial sum"):
+        ParamLayout("p", 8, {"w": replace(param, blocks=(replace(param.blocks[0], dist=summed),))})
+    with pytest.raises(LayoutError, match="ranks up to 7 of 4"):
+        replace(a, world=4)

@@ -1,0 +1,30 @@
+"""`pick` against one decision after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.switch.waterfill import pick
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 3),
+    takers=st.integers(1, 40),
+    count=st.integers(1, 60),
+    spread=st.sampled_from((1, 4, 50, 10_000)),
+    largest=st.sampled_from((1, 9, 1000)),
+)
+def test_as_one_by_one(seed, rows, takers, count, spread, largest):
+    random = np.random.default_rng(seed)
+    load = random.integers(0, spread, (rows, takers))
+    unit = random.integers(1, largest + 1, rows)
+    picks = pick(load, unit, count)
+    assert picks.shape == (rows, count)
+    for row in range(rows):
+        now = load[row].copy()
+        for choice in picks[row]:
+            assert choice == now.argmin()
+            now[choice] += unit[row]
