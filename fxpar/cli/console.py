@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,8 +35,7 @@ def reporting(command: F) -> F:
             return command(*args, **kwargs)
         except typer.Exit:
             raise
-        except BrokenPipeError:  # `fxpar dump ... | head`: what is left in the buffer has nowhere to go
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # `fxpar dump ... | head` has seen enough
             raise typer.Exit(0) from None
         except Exception as error:
             if isinstance(error, click_error()):

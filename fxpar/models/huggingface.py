@@ -27,7 +27,8 @@ from fxpar.models.perturb import perturb
 from fxpar.models.presets import PRESETS
 
 FULL_LENGTH = 4096
-# Numbers of experts: a configuration that has more than one of them routes tokens by their values.
+# Numbers of experts: a configuration that has more than one of them routes tokens by their values (and a type that is
+# named for it does so with one).
 _EXPERTS = [
     "num_experts",
     "num_local_experts",
@@ -137,7 +138,7 @@ def refuse_experts(model_type: str, values: Mapping[str, Any]) -> None:
     for key in _EXPERTS:
         for place in (values, *nested):
             count = place.get(key)
-            if isinstance(count, int) and count > 1:
+            if isinstance(count, int) and count > ("moe" not in model_type):
                 why = f"is a mixture of experts ({key}={count}), which fxpar does not support yet"
                 raise ModelTypeError(model_type, why)
 
