@@ -52,9 +52,9 @@ def _fxpar(model, batch: int):
     from bench_step import loss_sum
     from model import SEQ
 
-    from fxpar.capture import capture
-    from fxpar.lower import lower
+    from fxpar.lowering import lower
     from fxpar.runtime import bind
+    from fxpar.tracer import capture
 
     example = torch.zeros(batch, SEQ, dtype=torch.long)
     bound = bind(lower(capture(model, loss_sum, {"ids": example, "labels": example}), "dp1"), 0, {})

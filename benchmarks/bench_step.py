@@ -138,7 +138,7 @@ def fxpar_step(strategy: str, programs: dict) -> Step:
 
 
 def local_pieces(program: object, batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    from fxpar.check import local_batch
+    from fxpar.checking import local_batch
 
     return local_batch(program, batch, rank)  # type: ignore[arg-type]
 
@@ -151,9 +151,9 @@ def loss_sum(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def lower_all(strategies: list[str]) -> dict:
     """Capture once per replica batch size, lower each strategy; no process group."""
-    from fxpar.capture import capture
-    from fxpar.lower import lower
+    from fxpar.lowering import lower
     from fxpar.strategy import Strategy
+    from fxpar.tracer import capture
 
     programs, captured = {}, {}
     for text in strategies:

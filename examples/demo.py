@@ -9,13 +9,13 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from fxpar.capture import capture
-from fxpar.check import check
+from fxpar.checking import check
 from fxpar.errors import MissingPackageError
 from fxpar.exec_graph import ExecGraph
 from fxpar.graph import LogicalGraph
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.models import LoadedModel, load
+from fxpar.tracer import capture
 
 STRATEGIES = ("dp2.tp2+sp", "cp2.tp2", "dp4+zero3")
 console = Console(highlight=False, emoji=False)

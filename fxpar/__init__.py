@@ -1,5 +1,74 @@
-"""fxpar: capture a model once, lower it to a verified program per rank and parallel strategy."""
+"""fxpar: capture a model once, lower it to a verified program per rank and parallel strategy.
+
+The names below are imported when first used, so that `import fxpar` (and `fxpar --help`) do not wait for torch.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fxpar.checking import CheckResult, check
+    from fxpar.dist_config import DistConfig, Partial, Replicate, Shard
+    from fxpar.errors import FxparError, FxparWarning
+    from fxpar.exec_graph import ExecGraph
+    from fxpar.graph import AnnotatedGraph, LogicalGraph
+    from fxpar.lowering import lower
+    from fxpar.mesh import Mesh
+    from fxpar.strategy import Strategy
+    from fxpar.tp_plan import overrides_from_tp_plan
+    from fxpar.tracer import capture
+
 __version__ = "0.1.0"
+
+_WHERE = {
+    "AnnotatedGraph": "fxpar.graph",
+    "CheckResult": "fxpar.checking",
+    "DistConfig": "fxpar.dist_config",
+    "ExecGraph": "fxpar.exec_graph",
+    "FxparError": "fxpar.errors",
+    "FxparWarning": "fxpar.errors",
+    "LogicalGraph": "fxpar.graph",
+    "Mesh": "fxpar.mesh",
+    "Partial": "fxpar.dist_config",
+    "Replicate": "fxpar.dist_config",
+    "Shard": "fxpar.dist_config",
+    "Strategy": "fxpar.strategy",
+    "capture": "fxpar.tracer",
+    "check": "fxpar.checking",
+    "lower": "fxpar.lowering",
+    "overrides_from_tp_plan": "fxpar.tp_plan",
+}
+
+__all__ = [
+    "AnnotatedGraph",
+    "CheckResult",
+    "DistConfig",
+    "ExecGraph",
+    "FxparError",
+    "FxparWarning",
+    "LogicalGraph",
+    "Mesh",
+    "Partial",
+    "Replicate",
+    "Shard",
+    "Strategy",
+    "__version__",
+    "capture",
+    "check",
+    "lower",
+    "overrides_from_tp_plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'fxpar' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

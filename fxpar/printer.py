@@ -23,6 +23,7 @@ from torch import fx
 from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.exec_graph import ExecGraph, collective_kind
 from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.serialize import OpOverload
 
 AnyGraph = LogicalGraph | AnnotatedGraph | ExecGraph
 
@@ -227,7 +228,7 @@ def op_name(node: fx.Node) -> str:
     kind = collective_kind(node)
     if kind:
         return kind
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         _, name, _ = str(node.target).split(".")
         return {"wait_tensor": "wait", "sym_size": "size"}.get(name, name)
     return getattr(node.target, "__name__", str(node.target))

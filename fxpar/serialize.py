@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpar.errors import GraphFormatError
 
+OpOverload = type(torch.ops.aten.mm.default)  # torch has no public name for it
 _META = ("tensor", "local", "dist", "sym", "fqn", "source", "backward", "phase", "comm", "fused", "kind", "buffer")
 
 
@@ -32,7 +33,7 @@ class NodeRef:
 
 def target_name(target: Any) -> str:
     """`aten.mm.default` for an op, `module:name` for a function."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     module = "operator" if getattr(target, "__module__", "") == "_operator" else target.__module__
     return f"{module}:{target.__qualname__}"

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar import losses
-from fxpar.capture import capture
-from fxpar.check import CheckResult, check
+from fxpar.checking import CheckResult, check
 from fxpar.graph import LogicalGraph
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.models.llama import Llama, LlamaOptions
+from fxpar.tracer import capture
 
 Batch = dict[str, Tensor]
 

@@ -52,9 +52,12 @@ def test_missing_keys_are_named():
         ClusterSpec.from_dict({k: v for k, v in GOOD.items() if k not in ("devices_per_node", "latency_us")})
 
 
-@pytest.mark.parametrize(("name", "text"), [("c.toml", "nodes = "), ("c.json", "{"), ("c.json", "[1]"), ("c.toml",
-b"\xff\xfe")]) def test_unreadable_files(tmp_path, name, text):
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+UNREADABLE = [("c.toml", b"nodes = "), ("c.json", b"{"), ("c.json", b"[1]"), ("c.toml", b"\xff\xfe")]
+
+
+@pytest.mark.parametrize(("name", "text"), UNREADABLE)
+def test_unreadable_files(tmp_path, name, text):
+    (tmp_path / name).write_bytes(text)
     with pytest.raises(ClusterError, match=name):
         ClusterSpec.from_file(tmp_path / name)
 

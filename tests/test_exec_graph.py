@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import fx
 
-from fxpar.check import local_batch
+from fxpar.checking import local_batch
 from fxpar.exec_graph import Communication, collective_kind, substitute_tokens
 from fxpar.graph import TensorMeta, dim_symbol
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.runtime.padding import pad_batch
 from tests.captured import llama, odd
 

@@ -21,21 +21,21 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module imports from its own layer and lower ones. "__init__" is what `import fxpar` offers.
 LAYER_TABLE: dict[int, str] = {
     0: "errors mesh",
-    1: "dist_config strategy losses cluster",
-    2: "graph printer",
-    3: "torch_api rules ops pass_registry",
-    4: "verify capture annotate cost",
+    1: "dist_config strategy cluster",
+    2: "graph collectives markers serialize exec_graph pass_base graph_module printer",
+    3: "torch_api rules ops pass_registry losses",
+    4: "verify tracer annotate cost eager widen padding_hazard tp_plan",
     5: "passes",
-    6: "lower compile search",
+    6: "lowering compile search",
     7: "store switch schedule",
     8: "runtime",
-    9: "api check __init__",
+    9: "api checking __init__",
     10: "recipes cli models __main__",
 }
 LAYERS = {unit: layer for layer, units in LAYER_TABLE.items() for unit in units.split()}
 
 # Of layer 4 a pass sees the costs only: what verifies, captures and annotates runs around it.
-HIDDEN_FROM_PASSES = {"verify", "capture", "annotate"}
+HIDDEN_FROM_PASSES = {"verify", "tracer", "annotate"}
 HOSTS = {"torchtitan", "transformers"}
 HOST_UNITS = {"recipes", "cli", "models"}
 PRIVATE_OPS_ALLOWED = {"_c10d_functional"}
@@ -192,9 +192,9 @@ def host_problem(path: str, unit: str, found: Import) -> str:
     host = found.dotted.split(".")[0]
     if host not in HOSTS or unit in HOST_UNITS:
         return ""
-    if path.startswith("fxpar/capture/hosts"):
+    if path.startswith("fxpar/tracer/hosts"):
         return "" if found.lazy else f"imports {host} at module level; do it inside the function"
-    return f"imports {host}, which belongs in {', '.join(sorted(HOST_UNITS))} or capture/hosts*.py"
+    return f"imports {host}, which belongs in {', '.join(sorted(HOST_UNITS))} or tracer/hosts*.py"
 
 
 def problems(path: str, source: str) -> Iterator[str]:
@@ -254,7 +254,7 @@ VIOLATIONS = [
     ("fxpar/graph.py", "from fxpar.store import Store", "graph (layer 2) imports fxpar.store"),
     ("fxpar/graph.py", "from fxpar import store", "graph (layer 2) imports fxpar.store"),
     ("fxpar/graph.py", "from . import store", "graph (layer 2) imports fxpar.store"),
-    ("fxpar/ops/attention.py", "from ..lower import x", "ops (layer 3) imports fxpar.lower"),
+    ("fxpar/ops/attention.py", "from ..lowering import x", "ops (layer 3) imports fxpar.lowering"),
     ("fxpar/graph.py", "def f():\n    import fxpar.store", "graph.py:2: graph (layer 2) imports"),
     ("fxpar/graph.py", "from fxpar import Strategy", "imports fxpar (layer 9)"),
     ("fxpar/graph.py", "import_module('fxpar.runtime')", "imports fxpar.runtime (layer 8)"),
@@ -266,8 +266,8 @@ VIOLATIONS = [
     ("passes/a.py", "from fxpar.verify import verify", "a pass may import cost only"),
     ("passes/a.py", "from fxpar.runtime.engine import E", "passes (layer 5) imports fxpar.runtime"),
     ("fxpar/api.py", "import torchtitan.trainer", "imports torchtitan, which belongs in"),
-    ("fxpar/capture/trace.py", "def f():\n    import transformers", "imports transformers"),
-    ("fxpar/capture/hosts_hf.py", "import transformers", "inside the function"),
+    ("fxpar/tracer/trace.py", "def f():\n    import transformers", "imports transformers"),
+    ("fxpar/tracer/hosts_hf.py", "import transformers", "inside the function"),
     ("fxpar/graph.py", "import torch._dynamo", "private torch name torch._dynamo"),
     ("fxpar/graph.py", "from torch import _C", "private torch name torch._C"),
     ("fxpar/graph.py", "from torch.utils import _pytree as p", "torch.utils._pytree"),
@@ -296,8 +296,8 @@ LEGAL = [
     ("fxpar/ops/attention.py", "from .document_mask import m\nfrom fxpar.ops import dropout"),
     ("passes/a.py", "from fxpar.graph import G\nfrom fxpar import cost\nfrom fxpar.rules import r"),
     ("recipes/llama.py", "from torchtitan.config import C\nfrom fxpar.api import a"),
-    ("fxpar/capture/hosts_hf.py", "def f():\n    import transformers"),
-    ("fxpar/capture/hosts_hf.py", "if TYPE_CHECKING:\n    from transformers import P"),
+    ("fxpar/tracer/hosts_hf.py", "def f():\n    import transformers"),
+    ("fxpar/tracer/hosts_hf.py", "if TYPE_CHECKING:\n    from transformers import P"),
     ("fxpar/torch_api/tracing.py", "import torch._dynamo\nfrom torch._C import x"),
     ("fxpar/graph.py", "import torch\ntorch.__version__\nself._torch._x\ntorch.empty(1)._base"),
     ("fxpar/graph.py", "import torch\ntorch.ops._c10d_functional.wait_tensor.default"),

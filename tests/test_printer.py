@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from fxpar.annotate import annotate
-from fxpar.capture import capture
 from fxpar.graph import LogicalGraph
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.printer import canonical, columns, format_graph, format_part, parts, runs, without_folders
 from fxpar.strategy import Strategy
+from fxpar.tracer import capture
 
 GOLDEN = Path(__file__).parent / "golden"
 STRATEGIES = ["dp2", "tp2", "tp2+sp", "cp2", "dp2.tp2+sp+zero3", "dp4+zero1"]

@@ -9,7 +9,7 @@ import torch
 
 from fxpar.errors import GraphFormatError
 from fxpar.exec_graph import collective_kind, compile_graph
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.ops import layout
 from fxpar.serialize import graph_from_data, graph_to_data, target_from_name, target_name
 from tests.captured import gpt, llama, odd

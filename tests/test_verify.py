@@ -11,7 +11,7 @@ from torch import fx
 from fxpar import collectives as c
 from fxpar.errors import VerifyError
 from fxpar.graph import AnnotatedGraph, Output
-from fxpar.lower import default_passes, lower
+from fxpar.lowering import default_passes, lower
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.verify import verify, verify_placements, where
 from tests.captured import fused, llama

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from fxpar.check import CheckResult, check
+from fxpar.checking import CheckResult, check
 from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.request import (
     capture_model,

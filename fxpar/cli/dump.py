@@ -18,7 +18,7 @@ from fxpar.cli.request import (
     write_output,
 )
 from fxpar.graph import LogicalGraph
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.models.load import parse_dtype
 from fxpar.printer import AnyGraph, format_graph
 from fxpar.strategy import Strategy

@@ -9,7 +9,7 @@ from typing import Any
 from fxpar import pass_registry
 from fxpar.cli.console import plain_table, stdout_console
 from fxpar.errors import FxparError
-from fxpar.lower import default_passes
+from fxpar.lowering import default_passes
 
 
 def run_passes(name: str | None) -> None:

@@ -64,7 +64,7 @@ def load_model(
 
 def capture_model(model: LoadedModel) -> LogicalGraph:
     """Raises the errors of `fxpar.capture`."""
-    from fxpar.capture import capture
+    from fxpar.tracer import capture
 
     return capture(model.model, model.loss_fn, model.example_batch, name=model.name)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpar import losses
-from fxpar.capture.documents import document_ids_from_positions, packed
 from fxpar.models.batches import ROWS, TOKENS, labelled_batches, token_batches
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.models.llama import Llama, LlamaOptions
@@ -19,6 +18,7 @@ from fxpar.models.mlp import Mlp, MlpOptions
 from fxpar.models.options import with_options
 from fxpar.models.perturb import perturb
 from fxpar.models.vit import Vit, VitOptions
+from fxpar.tracer.documents import document_ids_from_positions, packed
 
 
 @dataclass(frozen=True)

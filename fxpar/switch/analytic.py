@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.annotate import annotate
-from fxpar.capture import capture
 from fxpar.dist_config import DistConfig
 from fxpar.errors import LayoutError
 from fxpar.graph import LogicalGraph
@@ -27,6 +26,7 @@ from fxpar.mesh import Mesh
 from fxpar.passes.zero_shard import shard_over
 from fxpar.strategy import Strategy
 from fxpar.switch.layout import Block, ParamLayout, PlacedParam
+from fxpar.tracer import capture
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 LossFn = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]

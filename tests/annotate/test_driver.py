@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from fxpar.annotate import annotate
 from fxpar.annotate.driver import combine
-from fxpar.check import check
+from fxpar.checking import check
 from fxpar.dist_config import DistConfig, R, Shard
 from fxpar.errors import FxparWarning, NotYetError, OverrideError
 from fxpar.graph import TensorMeta, dim_symbol
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.mesh import Mesh
 from fxpar.strategy import Strategy
 from fxpar.verify import verify, verify_placements

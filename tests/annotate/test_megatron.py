@@ -10,12 +10,12 @@ import torch
 
 from fxpar import losses
 from fxpar.annotate import annotate
-from fxpar.capture import capture
 from fxpar.exec_graph import Communication, ExecGraph
 from fxpar.graph import LogicalGraph
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.strategy import Strategy
+from fxpar.tracer import capture
 from tests.captured import llama
 
 DIM, VOCAB, ROWS = 32, 97, 2

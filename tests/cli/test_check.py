@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from fxpar import check as check_module
-from fxpar.check import CheckResult
+from fxpar.checking import CheckResult
 from fxpar.cli import check as cli_check
 from tests.cli.helpers import fxpar
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpar import pass_registry
-from fxpar.lower import default_passes
+from fxpar.lowering import default_passes
 from tests.cli.helpers import fxpar
 
 

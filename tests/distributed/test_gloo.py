@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar import losses
-from fxpar.capture import capture
-from fxpar.check import local_batch
+from fxpar.checking import local_batch
 from fxpar.eager import relative_error
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.runtime import ProcessGroups, bind, pad
+from fxpar.tracer import capture
 from tests.distributed.forked import run_forked
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from fxpar.annotate import annotate
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.graph import AnnotatedGraph, Input, InputKind, LogicalGraph, Output, OutputKind, TensorMeta
-from fxpar.lower import default_passes
+from fxpar.lowering import default_passes
 from fxpar.strategy import Strategy
 
 F64 = torch.float64

@@ -13,7 +13,7 @@ from fxpar.dist_config import AxisShard
 from fxpar.errors import VerifyError
 from fxpar.exec_graph import ExecGraph, collective_kind
 from fxpar.graph import AnnotatedGraph
-from fxpar.lower import default_passes, lower
+from fxpar.lowering import default_passes, lower
 from fxpar.ops import layout
 from fxpar.pass_base import sort_topologically
 from fxpar.passes.bucket_collectives import BucketCollectives
@@ -241,7 +241,7 @@ def test_buckets_change_no_bit(strategy):
     captured = llama(layers=1)
 
     def gradients_of(bucket_mb: float) -> dict[str, torch.Tensor]:
-        from fxpar.check import assign, run_world
+        from fxpar.checking import assign, run_world
 
         ladder = [BucketCollectives(bucket_mb) if s.name == "bucket_collectives" else s for s in default_passes()]
         program = lower(captured.graph, strategy, passes=ladder)

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from fxpar.check import TOLERANCE, assign, run_world
+from fxpar.checking import TOLERANCE, assign, run_world
 from fxpar.dist_config import AxisShard
 from fxpar.exec_graph import ExecGraph, Part, compile_graph
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.passes.accumulate_gradients import AccumulateGradients
 from fxpar.passes.casts import Casts
 from fxpar.passes.reduce_gradients import ReduceGradients

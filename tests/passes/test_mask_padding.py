@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fxpar import collectives as c
-from fxpar.check import assign, run_world
-from fxpar.lower import lower
+from fxpar.checking import assign, run_world
+from fxpar.lowering import lower
 from fxpar.ops.layout import zero_padding
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.strategy import Strategy

@@ -225,7 +225,7 @@ def test_every_value_knows_its_local_shape(strategy):
 
 # -------------------------------------------------------------------------------------------------- all of them
 def test_ladder_is_made_of_passes():
-    from fxpar.lower import default_passes
+    from fxpar.lowering import default_passes
 
     ladder = default_passes()
     assert all(isinstance(step, GraphPass) for step in ladder)

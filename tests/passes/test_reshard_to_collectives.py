@@ -15,7 +15,7 @@ from fxpar import collectives as c
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import PlacementError
 from fxpar.graph import AnnotatedGraph, Input, Output, TensorMeta
-from fxpar.lower import split_phases
+from fxpar.lowering import split_phases
 from fxpar.mesh import Mesh
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.cleanup import Cleanup

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import FxparError
-from fxpar.lower import lower
+from fxpar.lowering import lower
 from fxpar.mesh import Mesh
 from fxpar.runtime import ProcessGroups, bind
 from fxpar.runtime.bound import token_axes

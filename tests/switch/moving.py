@@ -58,8 +58,9 @@ def whole_tensors(layout: ParamLayout) -> dict[str, Tensor]:
 
 def state_of(layout: ParamLayout, whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Per rank and tensor: the whole shape, NOTHING where the rank holds nothing. By DistConfig.take and put alone."""
-    state = [{fqn: torch.full(p.shape, NOTHING).double() for fqn, p in layout.params.items()} for _ in
-    range(layout.world)] for fqn, param in layout.params.items():
+    empty = {fqn: torch.full(param.shape, NOTHING, dtype=torch.float64) for fqn, param in layout.params.items()}
+    state = [{fqn: tensor.clone() for fqn, tensor in empty.items()} for _ in range(layout.world)]
+    for fqn, param in layout.params.items():
         for block in param.blocks:
             for index, rank in enumerate(block.ranks):
                 local = block.dist.take(whole[fqn], index)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 
 from fxpar.cluster import ClusterSpec
-from fxpar.switch import SwitchPlan, plan_switch
+from fxpar.dist_config import DistConfig
+from fxpar.mesh import Mesh
+from fxpar.switch import Block, SwitchPlan, plan_switch
 from tests.switch.moving import simple_layout, switches
 
 
@@ -52,19 +56,12 @@ def test_no_assignment_undercuts_the_bound(switch):
 
 def test_bound_of_overlapping_holders():
     """Rank 0 and 1 may both send the first half, only rank 1 the second: 8 + 8 bytes leave 8 for each."""
-    from dataclasses import replace
-
-    from fxpar.dist_config import DistConfig
-    from fxpar.mesh import Mesh
-    from fxpar.switch import Block
-
-    alone, pair = Mesh((("dp", 1),)), Mesh((("tp", 2),))
+    alone = Mesh((("dp", 1),))
     base = simple_layout("halves", "tp2@0", (2, 4), tensors=1)
     param = base.params["layers.0.weight"]
     whole = Block(1, DistConfig.replicated(alone, 2))
     source = replace(base, world=3, params={"w": replace(param, blocks=(Block(0, param.blocks[0].dist), whole))})
     target = replace(source, params={"w": replace(param, blocks=(Block(2, DistConfig.replicated(alone, 2)),))})
-    assert pair == param.blocks[0].dist.mesh
     for devices, kind in ((4, 0), (1, 1)):
         plan = plan_switch(source, target, ClusterSpec(4, devices, 1, 1, 0), "hotspa")
         assert plan.lower_bounds[kind] == 8
@@ -74,11 +71,11 @@ def test_bound_of_overlapping_holders():
 
 def test_predicted_time():
     """8 tensors of 64 B, whole on both ranks of node 0, go to the two ranks of node 1."""
-    from dataclasses import replace
-
     base = simple_layout("before", "dp2", tensors=8)
     after = replace(
-        base, name="after", world=4,
+        base,
+        name="after",
+        world=4,
         params={f: replace(p, blocks=(replace(p.blocks[0], first_rank=2),)) for f, p in base.params.items()},
     )
     fast_inside = ClusterSpec(2, 2, intra_gb_per_s=100, inter_gb_per_s=1, latency_us=3)

@@ -39,13 +39,16 @@ def test_carried_out_on_real_tensors(planner, data):
         for fqn in whole:
             assert torch.equal(found[fqn], wanted[fqn]), fqn
     assert plan.intra_node_bytes + plan.inter_node_bytes == plan.transfers["nbytes"].sum()
-    assert plan.intra_node_bytes == sum(m.nbytes for m in plan.moves() if m.src // cluster.devices_per_node == m.dst
-    // cluster.devices_per_node)
+    node = cluster.node_of
+    assert plan.intra_node_bytes == sum(m.nbytes for m in plan.moves() if node(m.src) == node(m.dst))
+
+
+HOW = st.sampled_from(("drop", "twice", "source", "early", "bytes", "rank", "slice"))
 
 
 @settings(max_examples=60)
-@given(switch=switches(), how=st.sampled_from(("drop", "twice", "source", "early", "bytes", "rank", "slice")),
-where=st.integers(0, 999)) def test_broken_plans_are_caught(switch, how, where):
+@given(switch=switches(), how=HOW, where=st.integers(0, 999))
+def test_broken_plans_are_caught(switch, how, where):
     sources, target, cluster = switch
     plan = plan_switch(sources[0], target, cluster, "relay")
     table = plan.transfers.copy()
@@ -80,8 +83,9 @@ where=st.integers(0, 999)) def test_broken_plans_are_caught(switch, how, where):
 
 def test_error_names_tensor_box_and_rank():
     plan = plan_switch(simple_layout("a", "tp8@0"), simple_layout("b", "dp8"), FOUR_BY_TWO, "hotspa")
-    table = plan.transfers[(plan.transfers["tensor"] != 1) | (plan.transfers["dst"] != 5) | (plan.transfers["slice"]
-    != 3)] with pytest.raises(SwitchPlanError, match=r"layers\.1\.weight\[3:4, 0:4\] on rank 5 is never written"):
+    rows = plan.transfers
+    table = rows[(rows["tensor"] != 1) | (rows["dst"] != 5) | (rows["slice"] != 3)]
+    with pytest.raises(SwitchPlanError, match=r"layers\.1\.weight\[3:4, 0:4\] on rank 5 is never written"):
         replace(plan, transfers=table).verify()
 
 
@@ -106,11 +110,13 @@ def test_retained_copies_are_sources():
 def test_relay_enters_each_node_once():
     cut, whole = simple_layout("cut", "tp8@0", tensors=8), simple_layout("whole", "dp8", tensors=8)
     relay, direct = (plan_switch(cut, whole, FOUR_BY_TWO, name) for name in ("relay", "hotspa"))
-    entries = relay.transfers[relay.problem.node_of[relay.transfers["src"]] !=
-    relay.problem.node_of[relay.transfers["dst"]]] nodes = relay.problem.node_of[entries["dst"]] assert
-    len(np.unique(np.stack([entries["tensor"], entries["slice"], nodes]), axis=1).T) == len(entries) assert
-    relay.inter_node_bytes * 2 == direct.inter_node_bytes assert relay.traffic.sent_between.max() * 8 ==
-    relay.inter_node_bytes  # perfectly even assert relay.traffic.received_between.max() * 8 == relay.inter_node_bytes
+    node_of, rows = relay.problem.node_of, relay.transfers
+    entries = rows[node_of[rows["src"]] != node_of[rows["dst"]]]
+    arrivals = np.stack([entries["tensor"], entries["slice"], node_of[entries["dst"]]])
+    assert np.unique(arrivals, axis=1).shape[1] == len(entries)
+    assert relay.inter_node_bytes * 2 == direct.inter_node_bytes
+    assert relay.traffic.sent_between.max() * 8 == relay.inter_node_bytes  # perfectly even
+    assert relay.traffic.received_between.max() * 8 == relay.inter_node_bytes
 
 
 def test_bad_input():

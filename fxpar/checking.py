@@ -1,0 +1,248 @@
+"""Check strategies: run every rank in this process and compare loss and every gradient with a single device.
+
+The single device is the captured graph itself, run on each replica's micro-batch in turn; the sum is the truth. Each
+data-parallel replica gets micro-batches of its own, of a different length where the model has a token dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.eager import NOISE, relative_error
+from fxpar.errors import FxparError
+from fxpar.exec_graph import ExecGraph, compile_graph
+from fxpar.graph import LogicalGraph
+from fxpar.lowering import lower
+from fxpar.runtime.bound import Backend, bind
+from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.padding import pad
+from fxpar.strategy import Strategy
+from fxpar.torch_api.threaded import run_threads
+from fxpar.widen import wide_tensor, widen
+
+Batch = Mapping[str, Tensor]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One strategy's verdict; relative errors are max |a - b| / max |b| of a tensor, over all ranks."""
+
+    strategy: str
+    world: int
+    ok: bool
+    loss_rel_err: float
+    grad_max_rel_err: float
+    worst_param: str
+    collectives: dict[str, int]
+    collective_bytes: int
+    capture_cpu_s: float
+    annotate_cpu_s: float
+    lower_cpu_s: float
+    nodes: int
+    run_wall_s: float = 0.0
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(
+    logical: LogicalGraph,
+    strategies: Sequence[Strategy | str],
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Batch],
+    *,
+    scale: float = 1.0,
+    tolerance: float | None = None,
+    compile: Backend = "eager",
+) -> list[CheckResult]:
+    """Check each strategy on `batches`: replica r of dp runs batches r, r + dp, ... (their number is rounded up by
+    reuse).
+
+    `params` and `buffers` are whole tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the
+    parameters' dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for
+    float32.
+    """
+    dtype = next((t.dtype for t in params.values() if t.is_floating_point()), torch.float32)
+    limit = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
+    if dtype == torch.float64:
+        logical = widen(logical)
+        buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
+        params = {fqn: wide_tensor(value) for fqn, value in params.items()}
+        batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
+    oracle = _Oracle(logical, params, buffers, scale)
+    return [_check_one(logical, s, params, buffers, batches, scale, limit, oracle, compile) for s in strategies]
+
+
+class _Oracle:
+    """The captured graph on one device, micro-batch by micro-batch; buffers go from one to the next of a replica."""
+
+    def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
+        self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
+        self._module = compile_graph(logical.gm.graph)
+        self._writes = [(i, o.fqn) for i, o in enumerate(logical.outputs) if o.kind == "buffer"]
+        self._known: dict[int, list[Tensor]] = {}
+
+    def replica(self, indices: list[int], batches: Sequence[Batch]) -> list[list[Tensor]]:
+        """Results of one replica's micro-batches in turn; kept for other strategies where no buffer is written."""
+        buffers = dict(self._buffers)
+        results = []
+        for index in indices:
+            values = self._known.get(index)
+            if values is None:
+                values = self._run(index, batches[index % len(batches)], buffers)
+                if not self._writes:
+                    self._known[index] = values
+            buffers.update({fqn: values[i] for i, fqn in self._writes})
+            results.append(values)
+        return results
+
+    def _run(self, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
+        sources = {"param": self._params, "buffer": buffers, "constant": self._logical.constants, "batch": batch}
+        values = []
+        for info in self._logical.inputs:
+            if info.kind == "scale":
+                values.append(torch.tensor(self._scale, dtype=info.meta.dtype))
+            elif info.kind == "seed":
+                values.append(torch.tensor(index))
+            else:
+                values.append(sources[info.kind][info.fqn])
+        with torch.no_grad():
+            return list(self._module(*values))
+
+
+def assign(strategy: Strategy, count: int) -> list[list[int]]:
+    """Micro-batches of each dp replica: round robin over at least one each."""
+    replicas = strategy.degree("dp")
+    total = max(count, replicas)
+    return [[i for i in range(total) if i % replicas == r] for r in range(replicas)]
+
+
+def _check_one(
+    logical: LogicalGraph,
+    strategy: Strategy | str,
+    params: Batch,
+    buffers: Batch,
+    batches: Sequence[Batch],
+    scale: float,
+    limit: float,
+    oracle: _Oracle,
+    compile: Backend,
+) -> CheckResult:
+    if isinstance(strategy, str):
+        strategy = Strategy.parse(strategy)
+    program = lower(logical, strategy)
+    plan = assign(strategy, len(batches))
+    expected = _sum([values for micro in plan for values in oracle.replica(micro, batches)], logical)
+    begun, error = time.perf_counter(), ""
+    try:
+        ranks = run_world(program, params, buffers, batches, plan, scale, compile)
+        loss_error, errors = _compare(program, ranks, expected)
+    except FxparError as problem:
+        loss_error, errors, error = float("inf"), {"": float("inf")}, str(problem)
+    worst = max(errors, key=errors.__getitem__) if errors else ""
+    grad_error = errors.get(worst, 0.0)
+    return CheckResult(
+        strategy=str(strategy),
+        world=strategy.world,
+        ok=loss_error <= limit and grad_error <= limit,
+        loss_rel_err=loss_error,
+        grad_max_rel_err=grad_error,
+        worst_param=worst,
+        collectives=program.collectives(),
+        collective_bytes=program.collective_bytes(),
+        capture_cpu_s=round(program.timings.get("capture_cpu_s", 0.0), 3),
+        annotate_cpu_s=round(program.timings["annotate_cpu_s"], 3),
+        lower_cpu_s=round(program.timings["lower_cpu_s"], 3),
+        nodes=program.node_count,
+        run_wall_s=round(time.perf_counter() - begun, 3),
+        error=error,
+        notes=list(program.notes),
+    )
+
+
+def run_world(
+    program: ExecGraph,
+    params: Batch,
+    buffers: Batch,
+    batches: Sequence[Batch],
+    plan: list[list[int]],
+    scale: float,
+    compile: Backend = "eager",
+) -> list[dict[str, Any]]:
+    """All ranks of a program as threads; `plan[replica]` lists its micro-batches. Results by rank (local tensors)."""
+    strategy = program.strategy
+    fingerprint = program.fingerprint()
+
+    def work(rank: int) -> dict[str, Any]:
+        groups = ProcessGroups().names(strategy.mesh, program.axes())
+        bound = bind(program, rank, groups, compile=compile)
+        local = {
+            info.fqn: stored.dist.take(params[info.fqn], rank)
+            for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+            if info.kind == "param"
+        }
+        bound.prepare(local, buffers)
+        mine = plan[strategy.mesh.coordinate(rank).get("dp", 0)]
+        # ZeRO-2 and 3 talk to the other replicas inside the body, so all run the same number of micro-batches: a
+        # replica that has none left repeats one at scale 0, which adds exact zeros.
+        idle = max(map(len, plan)) - len(mine) if strategy.zero >= 2 else 0
+        for turn, index in enumerate(mine + mine[:1] * idle):
+            whole = pad(program, batches[index % len(batches)])
+            bound.run(local_batch(program, whole, rank), scale, seed=index, idle=turn >= len(mine))
+        return {**bound.finish(), "fingerprint": fingerprint}
+
+    return run_threads(strategy.world, work)
+
+
+def local_batch(program: ExecGraph, batch: Batch, rank: int) -> dict[str, Tensor]:
+    """This rank's piece of a replica's (padded) batch."""
+    return {
+        info.fqn: stored.dist.take(batch[info.fqn], rank)
+        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+        if info.kind == "batch"
+    }
+
+
+def _sum(results: list[list[Tensor]], logical: LogicalGraph) -> dict[tuple[str, str], Tensor]:
+    """Loss and gradients summed over micro-batches."""
+    total: dict[tuple[str, str], Tensor] = {}
+    for values in results:
+        for info, value in zip(logical.outputs, values, strict=True):
+            if info.kind == "buffer":
+                continue
+            key = (info.kind, info.fqn)
+            total[key] = value.clone() if key not in total else total[key] + value
+    return total
+
+
+def _compare(
+    program: ExecGraph, ranks: list[dict[str, Any]], expected: dict[tuple[str, str], Tensor]
+) -> tuple[float, dict[str, float]]:
+    """Relative error of the loss, and of each gradient put together from all ranks' pieces."""
+    truth = expected[("loss", "loss")]
+    loss_error = max(relative_error(result["loss"], truth) for result in ranks)
+    errors: dict[str, float] = {}
+    # A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size.
+    floor = NOISE * max(
+        (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
+    )
+    for info, stored in zip(program.outputs, program.stored_outputs, strict=True):
+        if info.kind != "grad":
+            continue
+        truth = expected[("grad", info.fqn)]
+        worst = 0.0
+        for rank, result in enumerate(ranks):
+            piece = stored.dist.take(truth, rank)  # padding included: it must be zero
+            worst = max(worst, relative_error(result["grads"][info.fqn], piece, truth, floor))
+        errors[info.fqn] = worst
+    return loss_error, errors

@@ -1,0 +1,8 @@
+"""Capture: from a module and a loss function to a LogicalGraph."""
+
+from __future__ import annotations
+
+from fxpar.tracer.api import capture
+from fxpar.tracer.documents import document_ids_from_cu_seqlens, document_ids_from_positions, packed
+
+__all__ = ["capture", "document_ids_from_cu_seqlens", "document_ids_from_positions", "packed"]

@@ -1,0 +1,80 @@
+"""`capture`: an unmodified module and a loss become one LogicalGraph."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from fxpar.errors import warn
+from fxpar.graph import LogicalGraph, Output
+from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.tracer.canonical import Canonical
+from fxpar.tracer.constants import lift_constants
+from fxpar.tracer.dynamic import Dynamic, resolve_dynamic
+from fxpar.tracer.functional import make_functional
+from fxpar.tracer.guards import check_guards
+from fxpar.tracer.provenance import Provenance, user_line
+from fxpar.tracer.signature import Batch, make_signature, model_device, named_batch
+from fxpar.tracer.simplify import simplify
+from fxpar.tracer.step import LossFunction, Step
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Batch,
+    *,
+    dynamic: Dynamic = "auto",
+    name: str | None = None,
+) -> LogicalGraph:
+    """Trace forward, loss and backward of `model` once, on tensors without data; nothing is allocated.
+
+    `loss_fn(model, batch)` returns a scalar: the sum of the losses of all valid tokens (see `fxpar.losses`). Exactly a
+    mean is turned into the sum. The graph multiplies it by its input `scale`. `example_batch` is a dict of tensors, or
+    a tuple or list of them (called "0", "1", ...); only shapes and dtypes are read.
+
+    `dynamic` says which dims of the batch may change from call to call:
+
+    - "auto": with token ids [B, T] or [T], every dim of length T is the dim "T", and dim 0 of document bounds (keys
+      with "cu_seq") is "C". Without token ids dim 0 of all tensors is "B".
+    - `{key: {dim: name}}`: these. Dims of one name have one size.
+    - None: none.
+
+    The model is left as it was, also after an error, and may lie on the meta device. Raises a subclass of
+    `fxpar.errors.CaptureError` for whatever one graph cannot hold for all batches.
+    """
+    with torch.inference_mode(False):
+        return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__)
+
+
+def _capture(
+    model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str
+) -> LogicalGraph:
+    started = time.process_time()
+    device = model_device(model)
+    batch = named_batch(example_batch)
+    dims = resolve_dynamic(dynamic, batch)
+    world = FakeWorld(user_line)
+    signature = make_signature(model, batch, world, dims)
+    step = Step(model, loss_fn, example_batch, signature, world, Provenance(model), device)
+    raw = step.trace()
+    signature = signature.with_scale(raw.loss_dtype)
+    traced = time.process_time()
+    functional = make_functional(raw.gm, signature, world)
+    if raw.unused:
+        warn(f"the loss does not depend on {', '.join(raw.unused)}; the gradients are zeros")
+    checked = check_guards(world, dims.dims)
+    count = 1 + len(raw.grads)
+    buffers = dict(zip(raw.buffers, functional.results[count:], strict=True)) | functional.buffers
+    written = [fqn for fqn in signature.of_kind("buffer") if fqn in buffers]
+    results = functional.results[:count] + [buffers[fqn] for fqn in written]
+    gm = Canonical(functional.gm, signature.inputs, dims, world).run(results)
+    outputs = [Output("loss", "loss"), *(Output("grad", fqn) for fqn in raw.grads)]
+    outputs += [Output("buffer", fqn) for fqn in written]
+    simplify(gm)
+    inputs, constants = lift_constants(gm, signature.inputs)
+    done = time.process_time()
+    timings = {"capture_cpu_s": done - started, "trace_cpu_s": traced - started, "canonical_cpu_s": done - traced}
+    return LogicalGraph(gm, inputs, tuple(outputs), checked, name, constants, timings)

@@ -1,0 +1,239 @@
+"""Hugging Face transformers: its attention and mask interfaces lead to `fxpar::attention` while a model is captured.
+
+The mask function returns the dense mask that transformers would make and remembers beside it what the mask means
+(`MaskRule`). The attention function that gets exactly this tensor uses the meaning, and the dense mask becomes dead
+code; a mask that the model has changed on the way is used as it is. Models that do not go through the interfaces
+keep what they have, and their calls of torch's attention are redirected like those of any module.
+
+transformers is imported only if the user's program has imported it already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.torch_api.symbolic import known_equal
+from fxpar.torch_api.tracing import is_computed_from
+from fxpar.tracer.attention import AttentionRule, attend
+from fxpar.tracer.context import CaptureContext, MaskRule, current
+from fxpar.tracer.documents import document_ids_from_positions, remembered, with_batch_documents
+
+NAME = "fxpar"
+
+
+@contextmanager
+def host_models(model: nn.Module) -> Iterator[None]:
+    """Inside the block, models of transformers within `model` use the "fxpar" attention and no cache."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers import PreTrainedModel
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    if not models:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for interface, name, function in (
+            (ALL_ATTENTION_FUNCTIONS, NAME, attention_forward),
+            (ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask_forward),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", mask_forward),  # models that call torch's attention themselves
+        ):
+            mapping: dict[str, Any] = type(interface)._global_mapping
+            stack.callback(_restore_item, mapping, name, mapping.get(name))
+            mapping[name] = function
+        for config, switch in _configs(models):
+            if switch:
+                stack.enter_context(_attribute(config, "_attn_implementation_internal", NAME))
+            if hasattr(config, "use_cache"):
+                stack.enter_context(_attribute(config, "use_cache", False))
+        stack.enter_context(_described_masks())
+        yield
+
+
+def _restore_item(mapping: dict[str, Any], key: str, value: Any) -> None:
+    if value is None:
+        mapping.pop(key, None)
+    else:
+        mapping[key] = value
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute inside the block and put the old one back after."""
+    missing = object()
+    old = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if old is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)
+
+
+def _configs(models: list[Any]) -> list[tuple[Any, bool]]:
+    """Every config of the models, sub-configs too, and whether all models that use it take their attention by name."""
+    found: dict[int, tuple[Any, bool]] = {}
+    for model in models:
+        able = model._can_set_attn_implementation()
+        todo = [model.config]
+        while todo:
+            config = todo.pop()
+            known = found.get(id(config))
+            found[id(config)] = (config, able and (known is None or known[1]))
+            subs = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
+            todo += [sub for sub in subs if sub is not None and id(sub) not in found]
+    return list(found.values())
+
+
+# --------------------------------------------------------------------------------------------------- masks
+@contextmanager
+def _described_masks() -> Iterator[None]:
+    """Make the mask builders of transformers say what they build, in an attribute `fxpar_rule` of the mask function."""
+    from transformers import masking_utils as masks
+
+    describe: dict[str, Callable[..., MaskRule | None]] = {
+        "sliding_window_causal_mask_function": lambda window: MaskRule(True, int(window)),
+        "chunked_causal_mask_function": lambda size, _: MaskRule(True, chunk=int(size)),
+        "packed_sequence_compatibility_function": _packed_rule,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, rule in describe.items():
+            stack.enter_context(_attribute(masks, name, _describing(getattr(masks, name), rule)))
+        stack.enter_context(_attribute(masks, "find_packed_sequence_indices", packed_documents))
+        yield
+
+
+def _describing(builder: Callable[..., Any], rule: Callable[..., MaskRule | None]) -> Callable[..., Any]:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        function = builder(*args, **kwargs)
+        function.fxpar_rule = rule(*args, **kwargs)
+        return function
+
+    return build
+
+
+def _rule_of(function: Callable[..., Any]) -> MaskRule | None:
+    """What a mask function means, if that is known."""
+    from transformers import masking_utils as masks
+
+    if function is masks.causal_mask_function:
+        return MaskRule(causal=True)
+    if function is masks.bidirectional_mask_function:
+        return MaskRule(causal=False)
+    return getattr(function, "fxpar_rule", None)
+
+
+def _packed_rule(function: Callable[..., Any], position_ids: Tensor, documents: Tensor) -> MaskRule | None:
+    rule = _rule_of(function)
+    return None if rule is None else replace(rule, documents=documents, positions=position_ids)
+
+
+def packed_documents(position_ids: Tensor) -> Tensor | None:
+    """In place of transformers' `find_packed_sequence_indices`: the documents, if positions come from the batch at all.
+
+    Positions that the model makes itself count up once, so there is one document.
+    """
+    context = current()
+    if context is None or not is_computed_from(position_ids, "batch"):
+        return None
+    return remembered(context, position_ids, document_ids_from_positions)
+
+
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask function of the "fxpar" attention: the dense bool mask [B, 1, Sq, Skv], with its meaning noted."""
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is not None and not is_computed_from(attention_mask, "batch"):
+        attention_mask = None  # all ones, made by the model itself
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    dense: Any = sdpa_mask(
+        batch_size, q_length, kv_length, *args, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+    )
+    rule = _rule_of(mask_function)
+    context = current()
+    if context is None or rule is None or not known_equal(q_length, kv_length):
+        return dense
+    if attention_mask is not None:
+        if rule.chunk or rule.documents is not None or not known_equal(attention_mask.shape[-1], kv_length):
+            return dense
+        # Padding becomes a document of its own: valid tokens see what they saw, padding sees only padding.
+        rule = replace(rule, documents=attention_mask.long())
+    elif rule.chunk:
+        positions = torch.arange(q_length).unsqueeze(0) if rule.positions is None else rule.positions
+        rule = replace(rule, documents=(positions % rule.chunk == 0).cumsum(-1))
+    context.masks.append((dense, rule))
+    return dense
+
+
+# ----------------------------------------------------------------------------------------------- attention
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The "fxpar" attention: query [B, H, S, E], key, value [B, Hkv, S, E] -> [B, S, H, E]."""
+    context = current()
+    assert context is not None
+    if s_aux is not None:
+        raise context.unsupported("attention sinks (s_aux)", "Use a model without attention sinks.")
+    rule = _mask_rule(module, attention_mask, is_causal, sliding_window, context)
+    if rule is None:
+        mask, rule = attention_mask, MaskRule(causal=False)
+    else:
+        mask, rule = None, with_batch_documents(rule, query, key, kwargs.get("cu_seq_lens_q"))
+    if position_bias is not None:
+        mask = _with_bias(mask, position_bias)
+    wanted = AttentionRule(
+        rule.causal, rule.window, float(softcap or 0.0), scaling, mask, rule.documents, float(dropout)
+    )
+    return attend(query, key, value, wanted).transpose(1, 2).contiguous(), None
+
+
+def _mask_rule(
+    module: nn.Module, mask: Tensor | None, is_causal: bool | None, window: int | None, context: CaptureContext
+) -> MaskRule | None:
+    """What the mask means; None for one that nothing is known about."""
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return MaskRule(bool(causal), int(window or 0) if causal else 0)
+    return context.mask_rule(mask)
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """A float mask: the bias, -inf where `mask` hides a key."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, -torch.inf)
+    return bias + mask

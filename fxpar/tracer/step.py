@@ -1,0 +1,174 @@
+"""One training step as a function of tensors, and the trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpar.errors import CaptureError, DataDependentError, DeviceError, LossError, UnsupportedOpError
+from fxpar.torch_api import tracing
+from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.tracer.context import CaptureContext, running
+from fxpar.tracer.decompositions import DECOMPOSITIONS
+from fxpar.tracer.hosts import host_models
+from fxpar.tracer.loss import as_sum
+from fxpar.tracer.provenance import Provenance, calls_user_code, line_of_error
+from fxpar.tracer.redirect import Redirect
+from fxpar.tracer.signature import Batch, Signature
+
+_ACCELERATORS = ("cuda", "xpu", "mps")
+_INSTEAD_OF_FLEX = (
+    "Call torch.nn.functional.scaled_dot_product_attention or varlen_attn; documents can be given with "
+    "fxpar.tracer.documents.packed."
+)
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass
+class RawTrace:
+    """What tracing found: the nodes as ATen made them, the grads in order, which buffers were reassigned."""
+
+    gm: fx.GraphModule
+    grads: tuple[str, ...]
+    buffers: tuple[str, ...]
+    unused: tuple[str, ...]
+    loss_dtype: torch.dtype
+
+
+@calls_user_code
+def _call_loss(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Any:
+    return loss_fn(model, batch)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo every change that the block makes to attributes, parameter and buffer tables of the model's modules."""
+    saved = []
+    for module in model.modules():
+        state = module.__dict__
+        containers = {key: copy.copy(v) for key, v in state.items() if isinstance(v, (dict, list, set))}
+        saved.append((module, dict(state), containers))
+    try:
+        yield
+    finally:
+        for module, state, containers in saved:
+            module.__dict__.clear()
+            module.__dict__.update(state)
+            for key, content in containers.items():
+                container = module.__dict__[key]
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+
+
+@dataclass
+class Step:
+    """Runs forward, loss and backward on the values of `signature.inputs`."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    batch: Batch
+    signature: Signature
+    world: FakeWorld
+    provenance: Provenance
+    device: torch.device
+
+    def trace(self) -> RawTrace:
+        """Trace the step. Raises the errors of `fxpar.capture`; the model is left as it was."""
+        self.buffers: tuple[str, ...] = ()
+        self.unused: tuple[str, ...] = ()
+        try:
+            with unchanged(self.model), tracing.autocast_on_cpu(_ACCELERATORS), host_models(self.model):
+                gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
+        except CaptureError:
+            raise
+        except Exception as error:
+            translated = self._translate(error)
+            if translated is None:
+                where = f"module {self.provenance.fqn!r}, {line_of_error(error)}"
+                error.add_note(f"raised while fxpar captured {where}, on tensors without data")
+                raise
+            raise translated from error
+        grads = tuple(i.fqn for i in self.signature.inputs if i.requires_grad)
+        return RawTrace(gm, grads, self.buffers, self.unused, self.loss_dtype)
+
+    def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
+        named = {i.fqn: v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "batch"}
+        for found, value in zip(self.signature.inputs, values, strict=True):
+            node = tracing.node_of(value)
+            assert node is not None
+            node.meta["kind"] = found.kind
+        scale, seed = values[-2:]
+        context = CaptureContext(self.world, self.provenance, named, seed, self.device)
+        with (
+            tracing.swapped_tensors(self.model, self.signature.model_tensors(values)),
+            running(context),
+            torch.device("cpu"),  # where tensors are made that name no device
+            self.provenance.follow(),
+            torch.enable_grad(),
+            Redirect(context),  # in the backward too: a checkpoint runs user code there
+        ):
+            loss = _call_loss(self.loss_fn, self.model, self._batch(named))
+            loss = as_sum(loss, context)
+            self.loss_dtype = loss.dtype
+            loss = loss * tracing.retyped_input(scale, loss.dtype)
+            grads = self._gradients(loss, values)
+            buffers = self._reassigned(values)
+        return (loss.detach(), *grads, *buffers)
+
+    def _batch(self, named: dict[str, Tensor]) -> Any:
+        """The traced batch in the container that the user passed."""
+        if isinstance(self.batch, Mapping):
+            return dict(named)
+        make: Any = getattr(type(self.batch), "_make", type(self.batch))  # named tuples take one argument per field
+        return make(named.values())
+
+    def _gradients(self, loss: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+        trained = [(i.fqn, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]
+        if not trained:
+            raise LossError("a loss, but the model has no parameter that requires a gradient")
+        with torch.autocast("cpu", enabled=False):
+            grads = torch.autograd.grad(loss, [v for _, v in trained], allow_unused=True)
+        if all(grad is None for grad in grads):
+            raise LossError("a tensor that does not depend on any trainable parameter")
+        self.unused = tuple(fqn for (fqn, _), grad in zip(trained, grads, strict=True) if grad is None)
+        return [
+            torch.zeros(v.shape, dtype=v.dtype) if grad is None else grad
+            for (_, v), grad in zip(trained, grads, strict=True)
+        ]
+
+    def _reassigned(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """New values of buffers that the forward has set to another tensor (in-place updates are found later)."""
+        now = dict(self.model.named_buffers(remove_duplicate=False))
+        found: dict[str, Tensor] = {}
+        for entry, value in zip(self.signature.inputs, values, strict=True):
+            if entry.kind == "buffer" and now.get(entry.fqn) is not None and now[entry.fqn] is not value:
+                if now[entry.fqn].shape != value.shape or tracing.node_of(now[entry.fqn]) is None:
+                    raise UnsupportedOpError(
+                        f"buffer {entry.fqn!r} set to a tensor of another shape", "Keep the shapes of buffers fixed."
+                    )
+                found[entry.fqn] = now[entry.fqn].to(value.dtype).detach()
+        self.buffers = tuple(found)
+        return list(found.values())
+
+    def _translate(self, error: Exception) -> CaptureError | None:
+        """The error that users see for one that torch raised while tracing."""
+        fqn, line = self.provenance.fqn, line_of_error(error)
+        if isinstance(error, tracing.DATA_DEPENDENT_ERRORS):
+            return DataDependentError(_operation(error), fqn, line)
+        if isinstance(error, tracing.DeviceMismatchError):
+            return DeviceError(f"{error} (in module {fqn!r}, at {line})")
+        if "FlexAttention" in str(error):
+            return UnsupportedOpError("flex_attention", _INSTEAD_OF_FLEX, fqn, line)
+        return None
+
+
+def _operation(error: Exception) -> str:
+    name = str(getattr(error, "func", "")) or type(error).__name__
+    words = {"aten._local_scalar_dense.default": "a value is read (.item(), or a tensor used as a condition)"}
+    return words.get(name, name)

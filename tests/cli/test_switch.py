@@ -1,0 +1,101 @@
+"""`fxpar switch` and `fxpar order`: numbers, JSON, and one clear error for each kind of bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.helpers import fxpar
+
+KEYS = {
+    "planner",
+    "intra_node_bytes",
+    "inter_node_bytes",
+    "max_send_bytes",
+    "lower_bound_bytes",
+    "transfers",
+    "predicted_s",
+    "plan_cpu_s",
+    "node_matrix",
+}
+CLUSTER = "nodes = 2\ndevices_per_node = 4\nintra_gb_per_s = 200\ninter_gb_per_s = 25\nlatency_us = 10\n"
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER)
+    return file
+
+
+def test_switch_text_and_json(cluster, tmp_path):
+    out_file = tmp_path / "plan.json"
+    words = ("switch", "llama", "--from", "pp2.tp4", "--to", "dp8", "--cluster", cluster, "--json", out_file)
+    status, out, err = fxpar(*words)
+    assert status == 0, out + err
+    assert "llama: pp2.tp4 -> dp8" in out
+    assert "auto (relay)" in out
+    data = json.loads(out_file.read_text())
+    assert data.keys() >= KEYS
+    assert data["planner"] == "auto"
+    assert data["chosen"] == "relay"
+    assert sum(map(sum, data["node_matrix"])) == data["intra_node_bytes"] + data["inter_node_bytes"]
+    assert sum(data["sent_bytes"]) == sum(data["received_bytes"])
+
+
+@pytest.mark.parametrize("planner", ["first_come", "round_robin", "hotspa", "relay"])
+def test_planners_and_dtype(cluster, planner):
+    words = ("switch", "llama", "--from", "tp4.dp2", "--to", "dp8", "--cluster", cluster, "--planner", planner)
+    half, whole = (json.loads(fxpar(*words, "--json", "-", "--dtype", dtype)[1]) for dtype in ("bf16", "float32"))
+    assert half["planner"] == planner
+    assert whole["max_send_bytes"] == 2 * half["max_send_bytes"]
+    assert half["transfers"] > 0
+
+
+def test_order(cluster, tmp_path):
+    out_file = tmp_path / "order.json"
+    words = ("order", "llama", "--strategies", "pp2.tp4,dp8,tp4.dp2", "--cluster", cluster, "--json", out_file)
+    status, out, err = fxpar(*words)
+    assert status == 0, out + err
+    assert "best, same first" in out
+    data = json.loads(out_file.read_text())
+    assert sorted(data["order"]) == ["dp8", "pp2.tp4", "tp4.dp2"]
+    assert data["inter_node_bytes"] <= data["same_first"]["inter_node_bytes"] <= data["as_given"]["inter_node_bytes"]
+    assert data["same_first"]["order"][0] == "pp2.tp4"
+    status, out, err = fxpar(*words, "--first", "dp8", "--gradients", "home", "--by", "seconds", "--keep-gb", "1")
+    assert status == 0, out + err
+    assert json.loads(out_file.read_text())["order"][0] == "dp8"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--from", "tp8", "--to", "dp4"), "strategy 'dp4' needs 4 ranks"),
+        (("--from", "tp16", "--to", "dp16"), "too small for strategies on 16 ranks"),
+        (("--from", "tp8", "--to", "dq8"), "unknown axis 'dq'"),
+        (("--from", "pp8", "--to", "dp8"), "llama has 2 layers for 8 pipeline stages"),
+        (("--from", "tp8", "--to", "dp8", "--planner", "hotpsa"), "did you mean 'hotspa'"),
+        (("--from", "tp8", "--to", "dp8", "--dtype", "bf17"), "dtype 'bf17' is not known"),
+        (("--from", "tp8", "--to", "dp8", "--json", "missing/plan.json"), "there is no folder 'missing'"),
+    ],
+)
+def test_bad_words(cluster, words, message):
+    status, out, err = fxpar("switch", "llama", "--cluster", cluster, *words)
+    assert status == 1
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert out == ""
+
+
+def test_bad_cluster_and_order(cluster, tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text(CLUSTER.replace("latency_us", "latency_ms"))
+    status, _, err = fxpar("switch", "llama", "--from", "tp8", "--to", "dp8", "--cluster", file)
+    assert status == 1
+    assert "key 'latency_ms' is unknown; did you mean 'latency_us'?" in err
+    status, _, err = fxpar("order", "llama", "--strategies", "tp8,tp8", "--cluster", cluster)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "two of the strategies are the same" in err
+    status, _, err = fxpar("order", "llama", "--strategies", "tp8,dp8", "--first", "tp4", "--cluster", cluster)
+    assert "'tp4' is none of the strategies" in err

@@ -1,0 +1,108 @@
+"""`lower`: the ladder as one list, its reports, and how fast it is."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fxpar.errors import NotYetError, OverrideError, StrategySyntaxError
+from fxpar.exec_graph import compile_graph
+from fxpar.lowering import default_passes, lower
+from fxpar.passes.bucket_collectives import BucketCollectives
+from fxpar.passes.casts import Casts
+from fxpar.strategy import Strategy
+from tests.captured import llama
+
+LADDER = [
+    "insert_reshards",
+    "zero_shard",
+    "casts",
+    "reduce_gradients",
+    "reshard_to_collectives",
+    "mask_padding",
+    "cleanup",
+    "global_to_local",
+    "lower_collectives",
+    "bucket_collectives",
+]
+
+
+def test_ladder():
+    assert [step.name for step in default_passes()][: len(LADDER)] == LADDER
+    (casts,) = [step for step in default_passes(torch.float32) if isinstance(step, Casts)]
+    assert casts.storage == torch.float32
+
+
+def test_strategy_as_text_or_value():
+    assert lower(llama().graph, "tp2").fingerprint() == lower(llama().graph, Strategy.parse("tp2")).fingerprint()
+
+
+def test_lowering_is_deterministic():
+    texts = [lower(llama().graph, "cp2.tp2+sp").fingerprint() for _ in range(3)]
+    assert len(set(texts)) == 1
+
+
+def test_lowering_leaves_the_logical_graph_alone():
+    graph = llama().graph
+    before = str(graph.gm.graph)
+    lower(graph, "dp2.cp2.tp2+sp+zero3")
+    assert str(graph.gm.graph) == before
+
+
+def test_other_passes():
+    without = [step for step in default_passes() if step.name != "bucket_collectives"]
+    plain, bucketed = lower(llama().graph, "dp2", passes=without), lower(llama().graph, "dp2")
+    assert plain.collectives() == {"all_reduce": 22}
+    assert bucketed.collectives() == {"all_reduce": 1}
+    tiny = [BucketCollectives(0.01) if step.name == "bucket_collectives" else step for step in default_passes()]
+    assert 1 < lower(llama().graph, "dp2", passes=tiny).collectives()["all_reduce"] < 22
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"), [("tp", StrategySyntaxError), ("pp2", NotYetError), ("dp2.ep2", NotYetError)]
+)
+def test_errors(strategy, error):
+    with pytest.raises(error):
+        lower(llama().graph, strategy)
+    with pytest.raises(OverrideError):
+        lower(llama().graph, Strategy.parse("tp2", overrides={"nothing": "R"}))
+
+
+def test_a_single_rank_has_no_collectives():
+    program = lower(llama().graph, "dp1.tp1.cp1+sp+zero3")
+    assert program.collectives() == {}
+    assert program.axes() == ()
+    assert program.collective_bytes() == 0
+
+
+def test_body_runs_as_a_plain_module():
+    """For one rank the body is the captured graph."""
+    captured = llama()
+    program = lower(captured.graph, "dp1")
+    tables = {"param": captured.params, "buffer": captured.buffers, "batch": captured.batches[1]}
+    tables["constant"] = captured.graph.constants
+    numbers = {"scale": torch.tensor(0.5, dtype=torch.float64), "seed": torch.tensor(0)}
+    values = [numbers[i.kind] if i.kind in numbers else tables[i.kind][i.fqn] for i in program.inputs]
+    with torch.no_grad():
+        whole = captured.graph.gm(*values)
+        body = compile_graph(program.body.graph)(*(values[i] for _, i in program.body.sources))
+    order = {id(node): i for i, node in enumerate(program.body.results)}
+    assert len(order) == len(body)
+    assert any(torch.equal(body[0], value) for value in whole)
+
+
+@pytest.mark.slow
+def test_time_does_not_explode_with_layers():
+    """Twice the layers, about twice the time: no pass walks the graph once per node."""
+
+    def cpu_s(layers: int) -> float:
+        graph = llama(layers=layers).graph
+        started = time.process_time()
+        lower(graph, "dp2.cp2.tp2+sp+zero3")
+        return time.process_time() - started
+
+    cpu_s(2)
+    small, large = min(cpu_s(4) for _ in range(2)), cpu_s(8)
+    assert large < 6 * small, f"{small:.2f} s for 4 layers, {large:.2f} s for 8"

@@ -1,0 +1,302 @@
+"""Whatever cannot be captured exactly is one clear error, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpar import errors, losses
+from fxpar.tracer import capture
+from tests.tracer.models import MLP, Decoder
+
+X = {"x": torch.randn(6, 8), "y": torch.randn(6, 4)}
+IDS = torch.randint(61, (2, 10))
+TOKENS = {"input_ids": IDS, "labels": IDS}
+
+
+class With(nn.Module):
+    """A linear layer with some function of its result after it."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.inner(x))
+
+
+def sum_loss(model, batch):
+    return model(batch["x"]).sum()
+
+
+def value_branch(x):
+    return x if x.sum() > 0 else -x
+
+
+def item(x):
+    return x * x.max().item()
+
+
+def nonzero(x):
+    return x[torch.nonzero(x[:, 0])[:, 0]]
+
+
+def boolean_index(x):
+    return x[x > 0]
+
+
+@pytest.mark.parametrize("function", [value_branch, item, nonzero, boolean_index])
+def test_data_dependent(function):
+    with pytest.raises(errors.DataDependentError, match=r"test_errors\.py:") as caught:
+        capture(With(function), sum_loss, X)
+    if function in (value_branch, item):
+        assert "a value is read" in str(caught.value)
+
+
+def equal(x):
+    return x * 2 if x.shape[0] == 6 else x
+
+
+def divisible(x):
+    return x.view(-1, 2, 4) if x.shape[0] % 2 == 0 else x
+
+
+def fixed(x):
+    return x + torch.ones(6, 1)
+
+
+@pytest.mark.parametrize("function", [equal, divisible, fixed])
+def test_specialized_shape(function):
+    with pytest.raises(errors.SpecializedShapeError, match=r"B should be free.*test_errors.py:"):
+        capture(With(function), sum_loss, X)
+    capture(With(function), sum_loss, X, dynamic=None)
+
+
+def test_bound_is_kept():
+    def bounded(x):
+        assert x.shape[0] < 100
+        assert x.shape[0] * 2 >= 6
+        return x
+
+    (dim,) = capture(With(bounded), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (3, 99)
+
+
+def test_shared_dim_of_two_inputs_is_one_dim():
+    def loss(model, batch):
+        return ((model(batch["x"]) - batch["y"]) ** 2).sum()
+
+    with pytest.raises(errors.SpecializedShapeError, match="A and B"):
+        capture(MLP(), loss, X, dynamic={"x": {0: "A"}, "y": {0: "B"}})
+    capture(MLP(), loss, X, dynamic={"x": {0: "A"}, "y": {-2: "A"}})
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ("always", "'auto'"),
+        ({"z": {0: "B"}}, "the batch has x, y"),
+        ({"x": {2: "B"}}, "2-dim tensor"),
+        ({"x": {0: "B", 1: "B"}}, "is 6 in x"),
+    ],
+)
+def test_bad_dynamic(dynamic, message):
+    with pytest.raises(errors.DynamicDimError, match=message):
+        capture(MLP(), sum_loss, X, dynamic=dynamic)
+
+
+def test_ambiguous_tokens():
+    batch = {"input_ids": torch.zeros(4, 4, dtype=torch.long), "weights": torch.ones(4)}
+    with pytest.raises(errors.DynamicDimError, match="'weights'"):
+        capture(Decoder(), losses.causal_lm, batch)
+
+
+@pytest.mark.parametrize("batch", [{}, {"x": 3}, {"x": [1.0]}, {1: torch.ones(2)}, {"x": torch.ones(2).to_sparse()}])
+def test_bad_batch(batch):
+    with pytest.raises(errors.BatchError):
+        capture(MLP(), sum_loss, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: m(b["x"]), "shape"),
+        (lambda m, b: m(b["x"]).sum().detach(), "does not depend"),
+        (lambda m, b: b["x"].sum(), "does not depend"),
+        (lambda m, b: m(b["x"]).argmax(), "dtype"),
+        (lambda m, b: 1.0, "float"),
+        (lambda m, b: (m(b["x"]).sum(), 0), "tuple"),
+        (lambda m, b: torch.ones((), requires_grad=True), "any trainable parameter"),
+    ],
+)
+def test_bad_loss(loss, message):
+    with pytest.raises(errors.LossError, match=message):
+        capture(MLP(), loss, X)
+
+
+def test_item_in_loss():
+    with pytest.raises(errors.DataDependentError, match=r"test_errors\.py"):
+        capture(MLP(), lambda m, b: m(b["x"]).sum().item(), X)
+
+
+def test_no_trainable_parameter():
+    model = MLP().requires_grad_(False)
+    with pytest.raises(errors.LossError):
+        capture(model, sum_loss, X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, b: F.mse_loss(m(b["x"]), b["y"]) + 0.1 * m(b["x"]).pow(2).sum(),
+        lambda m, b: m(b["x"]).pow(2).mean() + m(b["x"]).sum(),
+        lambda m, b: m(b["x"]).pow(2).sum() / b["x"].shape[0],
+        lambda m, b: m(b["x"]).pow(2).sum() / (b["y"] > 0).sum(),
+        lambda m, b: m(b["x"]).pow(2).sum() * (1.0 / (b["y"] > 0).sum()),
+        lambda m, b: (m(b["x"]).pow(2) * (b["y"] > 0) / (b["y"] > 0).sum()).sum(),
+        lambda m, b: m(b["x"]).pow(2).mean(0).sum(),
+        lambda m, b: -(m(b["x"]).log_softmax(-1)).sum(-1).mean(),
+    ],
+)
+def test_mean_in_loss(loss):
+    with pytest.raises(errors.MeanLossError, match=r"test_errors.py:.*reduction='sum'"):
+        capture(MLP(), lambda m, b: loss(m, b) + 0.0 * m(b["x"]).sum(), X)
+
+
+def writes_batch(model, batch):
+    batch["x"].mul_(2)
+    return sum_loss(model, batch)
+
+
+def writes_parameter(model, batch):
+    with torch.no_grad():
+        model.inner.weight.mul_(2)
+    return sum_loss(model, batch)
+
+
+@pytest.mark.parametrize(("loss", "name"), [(writes_batch, "'x'"), (writes_parameter, "'inner.weight'")])
+def test_writes_to_inputs(loss, name):
+    with pytest.raises(errors.MutationError, match=name):
+        capture(With(torch.relu), loss, X)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + torch.randn_like(x),
+        lambda x: F.alpha_dropout(x, 0.1, training=True),
+        lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    ],
+)
+def test_random_ops(function):
+    with pytest.raises(errors.UnsupportedOpError, match="random"):
+        capture(With(function), sum_loss, X)
+
+
+def test_other_devices():
+    with pytest.raises(errors.DeviceError, match="'cuda'"):
+        capture(With(lambda x: x + torch.ones(4, device="cuda")), sum_loss, X)
+    with pytest.raises(errors.DeviceError, match="'cuda'"):
+        capture(With(lambda x: x.to("cuda")), sum_loss, X)
+    with pytest.raises(errors.DeviceError, match="'cuda'"):
+        capture(With(lambda x: x.cuda()), sum_loss, X)
+
+
+def test_reentrant_checkpoint():
+    def loss(model, batch):
+        return checkpoint(model, batch["x"].requires_grad_(), use_reentrant=True).sum()
+
+    with pytest.raises(errors.UnsupportedOpError, match="use_reentrant=False"):
+        capture(MLP(), loss, X)
+
+
+def test_sparse_embedding():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(61, 4, sparse=True)
+
+        def forward(self, input_ids):
+            return self.embed(input_ids)
+
+    with pytest.raises(errors.UnsupportedOpError, match=r"sparse.*'embed'"):
+        capture(Sparse(), lambda m, b: m(b["input_ids"]).sum(), TOKENS)
+
+
+def test_other_exceptions_say_where():
+    def wrong(x):
+        return x @ torch.ones(3, 3)
+
+    with pytest.raises(RuntimeError) as caught:
+        capture(With(wrong), sum_loss, X)
+    assert any("while fxpar captured" in note for note in caught.value.__notes__)
+
+
+def snapshot(model):
+    modules = {}
+    for name, module in model.named_modules():
+        state = {k: v for k, v in module.__dict__.items() if not isinstance(v, (dict, list))}
+        tables = {k: copy.copy(v) for k, v in module.__dict__.items() if isinstance(v, (dict, list))}
+        modules[name] = (state, tables)
+    return modules
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_model_is_left_as_it_was(fails):
+    class Stateful(MLP):
+        def __init__(self):
+            super().__init__(0.1)
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+            self.last, self.seen = None, []
+
+        def forward(self, x):
+            self.last = x
+            self.count = self.count + 1
+            self.extra = x.shape[0]
+            self.seen.append(x)
+            self.eval()
+            y = super().forward(x)
+            if fails:
+                raise ValueError("no")
+            return y
+
+    model = Stateful()
+    before, values = snapshot(model), [t.clone() for t in (*model.parameters(), *model.buffers())]
+    if fails:
+        with pytest.raises(ValueError, match="no"):
+            capture(model, sum_loss, X)
+    else:
+        graph = capture(model, sum_loss, X)
+        assert [out.fqn for out in graph.outputs if out.kind == "buffer"] == ["count"]
+    assert snapshot(model) == before
+    for old, new in zip(values, (*model.parameters(), *model.buffers()), strict=True):
+        assert torch.equal(old, new)
+        assert new.grad is None
+
+
+def test_ops_of_one_device():
+    def direct(x):
+        q = x.view(1, 1, -1, 4)
+        return torch.ops.aten.scaled_dot_product_attention(q, q, q).view(-1, 4)
+
+    with pytest.raises(errors.UnsupportedOpError, match="_for_cpu"):
+        capture(With(direct), sum_loss, X, dynamic=None)
+
+
+def test_operators_with_functions_inside():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def flex(x):
+        q = x.view(1, 1, -1, 4)
+        with torch.no_grad():
+            y = flex_attention(q, q, q)
+        return x + y.view(-1, 4)
+
+    with pytest.raises(errors.UnsupportedOpError, match=r"flex_attention.*scaled_dot_product_attention"):
+        capture(With(flex), sum_loss, X, dynamic=None)
