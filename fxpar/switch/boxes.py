@@ -16,7 +16,7 @@ from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.mesh import Mesh
 from fxpar.switch.layout import Block
 
-Runs = tuple[tuple[int, int], ...]  # (start, stop), ascending, not touching
+Runs = tuple[tuple[int, int], ...]  # (start, stop), ascending, none empty
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,11 @@ def pieces(mesh: Mesh, entries: tuple[AxisShard, ...], size: int) -> Pieces:
             index = index * mesh.degree(axis) + coordinates[axis]
     _, first, of_rank = np.unique(index, return_index=True, return_inverse=True)
     dist = DistConfig(mesh, (entries,))
-    return Pieces(tuple(_merged(dist.intervals(int(rank), 0, size)) for rank in first), of_rank)
+    return Pieces(tuple(_runs(dist.intervals(int(rank), 0, size)) for rank in first), of_rank)
 
 
-def _merged(intervals: list[tuple[int, int, int]]) -> Runs:
-    """Runs without empty ones, touching ones joined."""
-    runs: list[tuple[int, int]] = []
-    for start, length in sorted((start, length) for _, start, length in intervals if length > 0):
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], start + length)
-        else:
-            runs.append((start, start + length))
-    return tuple(runs)
+def _runs(intervals: list[tuple[int, int, int]]) -> Runs:
+    return tuple(sorted((start, start + length) for _, start, length in intervals if length > 0))
 
 
 @dataclass(frozen=True)

@@ -47,21 +47,24 @@ def find_collectives(problem: SwitchProblem, table: np.ndarray) -> list[Collecti
     order = which.argsort(kind="stable")
     found = []
     for rows in np.split(wide[order], np.flatnonzero(np.diff(which[order])) + 1):
-        kind = _kind(table[rows])
-        if kind is not None:
-            ranks = np.union1d(table["src"][rows], table["dst"][rows])
-            total = int(table["nbytes"][rows].sum())
-            found.append(Collective(kind, int(table["step"][rows[0]]), tuple(ranks.tolist()), rows, total))
-    return sorted(found, key=lambda c: (c.step, c.ranks))
+        if len(rows):
+            found += _collectives(table, rows)
+    return sorted(found, key=lambda c: (c.step, c.ranks, int(c.transfers[0])))
 
 
-def _kind(rows: np.ndarray) -> Literal["all_gather", "broadcast"] | None:
-    """What a set of transfers is in which every sender sends all it sends to all other ranks of the set."""
-    if not len(rows):
-        return None
-    sources = np.unique(rows["src"])
-    if len(sources) == 1:
-        return "broadcast"
-    members = len(np.union1d(sources, rows["dst"]))
-    sent = np.bincount(rows["src"], rows["nbytes"])[sources]
-    return "all_gather" if len(sources) == members and (sent == sent[0]).all() else None
+def _collectives(table: np.ndarray, rows: np.ndarray) -> list[Collective]:
+    """An all-gather or several broadcasts: every sender in `rows` sends all it sends to all other ranks in them."""
+    source = table["src"][rows]
+    sources = np.unique(source)
+    ranks = np.union1d(sources, table["dst"][rows])
+    sent = np.bincount(source, table["nbytes"][rows])[sources]
+    if len(sources) == len(ranks) and (sent == sent[0]).all():
+        return [_collective("all_gather", table, rows, ranks)]
+    return [_collective("broadcast", table, rows[source == rank], ranks) for rank in sources]
+
+
+def _collective(
+    kind: Literal["all_gather", "broadcast"], table: np.ndarray, rows: np.ndarray, ranks: np.ndarray
+) -> Collective:
+    total = int(table["nbytes"][rows].sum())
+    return Collective(kind, int(table["step"][rows[0]]), tuple(ranks.tolist()), rows, total)

@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from fxpar import check as check_module
+from fxpar import checking
 from fxpar.checking import CheckResult
 from fxpar.cli import check as cli_check
 from tests.cli.helpers import fxpar
@@ -66,7 +66,7 @@ def test_override_is_checked_like_any_placement():
 
 
 def test_a_miss_is_status_1(monkeypatch):
-    monkeypatch.setattr(check_module, "relative_error", lambda *_: 0.5)
+    monkeypatch.setattr(checking, "relative_error", lambda *_: 0.5)
     status, out, _ = fxpar("check", "mlp", "-s", "dp2")
     assert status == 1
     assert re.search(r"dp2 +2 +MISS", out)

@@ -19,7 +19,7 @@ KEYS = {
     "plan_cpu_s",
     "node_matrix",
 }
-CLUSTER = "nodes = 2\ndevices_per_node = 4\nintra_gb_per_s = 200\ninter_gb_per_s = 25\nlatency_us = 10\n"
+CLUSTER = "nodes = 2\ndevices_per_node = 4\nintra_gb_per_s = 200\ninter_gb_per_s = 25\nlatency_us = 0.1\n"
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_switch_text_and_json(cluster, tmp_path):
 
 @pytest.mark.parametrize("planner", ["first_come", "round_robin", "hotspa", "relay"])
 def test_planners_and_dtype(cluster, planner):
-    words = ("switch", "llama", "--from", "tp4.dp2", "--to", "dp8", "--cluster", cluster, "--planner", planner)
+    words = ("switch", "mlp", "--from", "tp4.dp2", "--to", "dp8", "--cluster", cluster, "--planner", planner)
     half, whole = (json.loads(fxpar(*words, "--json", "-", "--dtype", dtype)[1]) for dtype in ("bf16", "float32"))
     assert half["planner"] == planner
     assert whole["max_send_bytes"] == 2 * half["max_send_bytes"]
@@ -55,7 +55,7 @@ def test_planners_and_dtype(cluster, planner):
 
 def test_order(cluster, tmp_path):
     out_file = tmp_path / "order.json"
-    words = ("order", "llama", "--strategies", "pp2.tp4,dp8,tp4.dp2", "--cluster", cluster, "--json", out_file)
+    words = ("order", "mlp", "--strategies", "pp2.tp4,dp8,tp4.dp2", "--cluster", cluster, "--json", out_file)
     status, out, err = fxpar(*words)
     assert status == 0, out + err
     assert "best, same first" in out
@@ -74,14 +74,14 @@ def test_order(cluster, tmp_path):
         (("--from", "tp8", "--to", "dp4"), "strategy 'dp4' needs 4 ranks"),
         (("--from", "tp16", "--to", "dp16"), "too small for strategies on 16 ranks"),
         (("--from", "tp8", "--to", "dq8"), "unknown axis 'dq'"),
-        (("--from", "pp8", "--to", "dp8"), "llama has 2 layers for 8 pipeline stages"),
+        (("--from", "pp8", "--to", "dp8"), "mlp has 2 layers for 8 pipeline stages"),
         (("--from", "tp8", "--to", "dp8", "--planner", "hotpsa"), "did you mean 'hotspa'"),
         (("--from", "tp8", "--to", "dp8", "--dtype", "bf17"), "dtype 'bf17' is not known"),
         (("--from", "tp8", "--to", "dp8", "--json", "missing/plan.json"), "there is no folder 'missing'"),
     ],
 )
 def test_bad_words(cluster, words, message):
-    status, out, err = fxpar("switch", "llama", "--cluster", cluster, *words)
+    status, out, err = fxpar("switch", "mlp", "--cluster", cluster, *words)
     assert status == 1
     assert message in err
     assert len(err.strip().splitlines()) == 1
@@ -91,11 +91,11 @@ def test_bad_words(cluster, words, message):
 def test_bad_cluster_and_order(cluster, tmp_path):
     file = tmp_path / "bad.toml"
     file.write_text(CLUSTER.replace("latency_us", "latency_ms"))
-    status, _, err = fxpar("switch", "llama", "--from", "tp8", "--to", "dp8", "--cluster", file)
+    status, _, err = fxpar("switch", "mlp", "--from", "tp8", "--to", "dp8", "--cluster", file)
     assert status == 1
     assert "key 'latency_ms' is unknown; did you mean 'latency_us'?" in err
-    status, _, err = fxpar("order", "llama", "--strategies", "tp8,tp8", "--cluster", cluster)
+    status, _, err = fxpar("order", "mlp", "--strategies", "tp8,tp8", "--cluster", cluster)
     assert (status, err.count("\n")) == (1, 1)
     assert "two of the strategies are the same" in err
-    status, _, err = fxpar("order", "llama", "--strategies", "tp8,dp8", "--first", "tp4", "--cluster", cluster)
+    status, _, err = fxpar("order", "mlp", "--strategies", "tp8,dp8", "--first", "tp4", "--cluster", cluster)
     assert "'tp4' is none of the strategies" in err

@@ -11,6 +11,7 @@ from fxpar.checking import TOLERANCE, assign, run_world
 from fxpar.dist_config import AxisShard
 from fxpar.exec_graph import ExecGraph, Part, compile_graph
 from fxpar.lowering import lower
+from fxpar.markers import vary
 from fxpar.passes.accumulate_gradients import AccumulateGradients
 from fxpar.passes.casts import Casts
 from fxpar.passes.reduce_gradients import ReduceGradients
@@ -50,12 +51,16 @@ def test_results_are_summed_over_replicas_in_the_epilogue():
     ]
 
 
-def test_integer_buffers_are_the_same_everywhere():
+def test_integer_buffers_keep_the_largest():
+    """A step count of replicas that ran different numbers of micro-batches; a boolean is nobody's to reduce."""
     s = gradients("dp2")
     count = s.call(aten.add.Scalar, s.x, 1, shape=(), dtype=torch.int64)
-    graph = s.done(count, kinds=[("buffer", "count")])
+    flag = s.call(aten.gt.Scalar, s.x, 1, shape=(), dtype=torch.bool)
+    graph = s.done(count, flag, kinds=[("buffer", "count"), ("buffer", "flag")])
     ReduceGradients()(graph)
-    assert names(graph.graph) == ["aten.add.Scalar"]
+    assert names(graph.graph) == ["aten.add.Scalar", "aten.gt.Scalar", "vary", "reshard"]
+    (term,) = graph.graph.find_nodes(op="call_function", target=vary)
+    assert term.meta["dist"].partial == (("dp", "max"),)
 
 
 def test_nothing_to_reduce_on_one_replica():
@@ -268,19 +273,17 @@ def test_micro_batches_add_up(name, strategy):
 @pytest.mark.parametrize("strategy", ["dp1", "dp2", "dp3+zero3", "tp2", "tp3", "dp2.tp2+zero2", "cp2"])
 @pytest.mark.parametrize("name", ["norms", "counter"])
 def test_buffers_go_from_one_micro_batch_to_the_next(name, strategy):
-    """The new value is what the replica's micro-batches leave one after the other, averaged over replicas."""
+    """What a replica's micro-batches leave one after the other; the mean over replicas, of a count the largest."""
     captured = odd(name)
     chosen = Strategy.parse(strategy)
     plan = assign(chosen, len(captured.batches))
     ranks = run_world(lower(captured.graph, chosen), captured.params, captured.buffers, captured.batches, plan, 1.0)
     ends = [_buffers_after(captured, indices) for indices in plan]
     for fqn in ends[0]:
-        expected = torch.stack([end[fqn].double() for end in ends]).mean(0)
-        counts = captured.buffers[fqn].dtype == torch.int64
+        values = torch.stack([end[fqn] for end in ends])
+        expected = values.mean(0) if values.is_floating_point() else values.amax(0)
         for rank, result in enumerate(ranks):
-            replica = ends[chosen.mesh.coordinate(rank).get("dp", 0)]
-            wanted = replica[fqn].double() if counts else expected  # counts are each replica's own
-            assert torch.allclose(result["buffers"][fqn].double(), wanted, rtol=1e-12, atol=1e-12), (fqn, rank)
+            assert torch.allclose(result["buffers"][fqn], expected, rtol=1e-12, atol=1e-12), (fqn, rank)
 
 
 def _buffers_after(captured: Captured, indices: list[int]) -> dict[str, torch.Tensor]:

@@ -74,7 +74,7 @@ def test_sizes_of_a_batch():
 
 def test_unknown_keys_need_a_rule():
     batch = {"pixels": torch.zeros(1, 7)}
-    with pytest.raises(PadError, match=r"batch key 'pixels': T=7 must be a multiple of 4, and there is no rule"):
+    with pytest.raises(PadError, match="batch key 'pixels' cannot be padded: T=7 must be a multiple of 4"):
         pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch)
     rules = {"pixels": lambda x, dim, count: torch.full((1, count), 9.0)}
     assert pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch, rules)["pixels"][0].tolist() == [0.0] * 7 + [9.0]
@@ -122,10 +122,12 @@ class Mixed(nn.Module):
             y = y * y.softmax(1)
         if self.how == "total":
             y = y + y.sum(1, keepdim=True)
+        if self.how == "scalar":
+            y = y - y.mean()
         return self.head(y)
 
 
-@pytest.mark.parametrize("how", ["bidirectional", "mean", "softmax", "total"])
+@pytest.mark.parametrize("how", ["bidirectional", "mean", "total", "scalar"])
 @pytest.mark.parametrize("strategy", ["cp2", "tp2+sp"])
 def test_a_model_that_would_see_padding_is_refused(how, strategy):
     """Lengths that divide are exact; one that needs padding is an error, not a wrong gradient."""
@@ -135,3 +137,10 @@ def test_a_model_that_would_see_padding_is_refused(how, strategy):
     assert result.ok, result
     odd = take(Mixed(how), losses.causal_lm, tokens(31, 8, 7, 12, rows=2)).check(strategy)
     assert odd.ok or odd.error, f"gradients are off by {odd.grad_max_rel_err} without a word"
+
+
+def test_a_softmax_over_tokens_is_taken_to_be_masked():
+    """As in attention that is written out. Where it is not, `check` finds it."""
+    torch.manual_seed(0)
+    result = take(Mixed("softmax"), losses.causal_lm, tokens(31, 8, 7, 12, rows=2)).check("cp2")
+    assert not result.ok

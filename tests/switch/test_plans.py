@@ -43,6 +43,21 @@ def test_carried_out_on_real_tensors(planner, data):
     assert plan.intra_node_bytes == sum(m.nbytes for m in plan.moves() if node(m.src) == node(m.dst))
 
 
+@settings(max_examples=60)
+@given(switch=switches())
+def test_relays_never_cross_more(switch):
+    """Between nodes relay sends each slice once per node that lacks it; an assignment cannot do with less."""
+    (source, *_), target, cluster = switch
+    relay, direct = (plan_switch(source, target, cluster, name) for name in ("relay", "hotspa"))
+    problem, floor = relay.problem, 0
+    for cls in problem.classes:
+        for piece, size in enumerate(cls.nbytes):
+            lacking = {int(problem.node_of[rank]) for rank in np.flatnonzero(cls.needed[piece])}
+            having = {int(problem.node_of[rank]) for rank in np.flatnonzero(cls.held[piece])}
+            floor += len(cls.members) * int(size) * len(lacking - having)
+    assert relay.inter_node_bytes == floor <= direct.inter_node_bytes
+
+
 HOW = st.sampled_from(("drop", "twice", "source", "early", "bytes", "rank", "slice"))
 
 
@@ -117,6 +132,19 @@ def test_relay_enters_each_node_once():
     assert relay.inter_node_bytes * 2 == direct.inter_node_bytes
     assert relay.traffic.sent_between.max() * 8 == relay.inter_node_bytes  # perfectly even
     assert relay.traffic.received_between.max() * 8 == relay.inter_node_bytes
+
+
+def test_relay_is_even_over_tensors_of_different_classes():
+    """One tensor per class, so that only the shared counters can alternate the receivers."""
+    cut, whole = ({}, {})
+    for rows in (8, 16, 24, 32):
+        for params, text in ((cut, "tp8@0"), (whole, "dp8")):
+            params[f"w{rows}"] = simple_layout("x", text, (rows, 4)).params["layers.0.weight"]
+    plan = plan_switch(ParamLayout("cut", 8, cut), ParamLayout("whole", 8, whole), FOUR_BY_TWO, "relay")
+    received = plan.traffic.received_between
+    assert received.max() - received.min() <= plan.transfers["nbytes"].max()
+    sent = plan.traffic.sent_inside
+    assert sent.max() - sent.min() <= 2 * plan.transfers["nbytes"].max()
 
 
 def test_bad_input():
