@@ -20,6 +20,7 @@ from fxpar.exec_graph import ExecGraph, compile_graph
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.runtime.bound import Backend, bind
+from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.padding import pad
 from fxpar.strategy import Strategy
@@ -72,6 +73,8 @@ def check(
     parameters' dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for
     float32.
     """
+    if compile == "inductor":
+        torch.set_num_threads(1)  # ranks are forked, and a forked process has no thread pool
     dtype = next((t.dtype for t in params.values() if t.is_floating_point()), torch.float32)
     limit = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
     if dtype == torch.float64:
@@ -201,6 +204,8 @@ def run_world(
             bound.run(local_batch(program, whole, rank), scale, seed=index, idle=turn >= len(mine))
         return {**bound.finish(), "fingerprint": fingerprint}
 
+    if compile == "inductor":
+        return run_forked(strategy.world, work, timeout_s=1200.0)  # the compiler is not for several threads at once
     return run_threads(strategy.world, work)
 
 

@@ -377,3 +377,10 @@ class OrderError(FxparError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"order of graphs: {why}")
+
+
+class RankError(FxparError):
+    """A local rank failed or hung."""
+
+    def __init__(self, ranks: str, what: str) -> None:
+        super().__init__(f"rank {ranks}: {what}")

@@ -15,6 +15,8 @@ own = torch.ops.fxpar
 
 # Reductions whose result depends on every element of the reduced dim; a running sum sees only what is before it.
 _REDUCTIONS = {
+    aten.sum.default,
+    aten.mean.default,
     aten.sum.dim_IntList,
     aten.mean.dim,
     aten.amax.default,
@@ -23,6 +25,8 @@ _REDUCTIONS = {
     aten.var_mean.correction,
     aten.logsumexp.default,
 }
+_SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default}
+_LOOKED_THROUGH = {aten._to_copy.default, aten.view.default, aten.expand.default, aten.clone.default}
 _BATCH_NORMS = {
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
@@ -33,19 +37,70 @@ _BATCH_NORMS = {
 def padding_hazard(logical: LogicalGraph, token: sympy.Symbol | None) -> str | None:
     """The first forward op through which padded tokens would reach real ones, in words; None if there is none.
 
-    Attention is safe if it is causal, or told documents or a mask. A sum down to a scalar is the loss: padded tokens
-    have labels that it ignores. Softmax and products over tokens (attention written out) are taken to be masked.
+    Attention is safe if it is causal, or told documents or a mask; written out, if a mask of [T, T] is put on the scores
+    before the softmax. A sum down to a scalar that no token sees again is the loss: padded tokens have labels that it
+    ignores.
     """
     if token is None:
         return None
+    weighted = _weighted(logical)
     for node in logical.gm.graph.nodes:
-        if node.op == "call_function" and not node.meta.get("backward") and _mixes(node, token):
+        if node.op == "call_function" and not node.meta.get("backward") and _mixes(node, token, weighted):
             where = node.meta.get("source") or node.meta.get("fqn") or "the model"
             return f"{node.target} at {where} reads all tokens, padding included"
     return None
 
 
-def _mixes(node: fx.Node, token: sympy.Symbol) -> bool:
+def _weighted(logical: LogicalGraph) -> set[fx.Node]:
+    """Nodes computed from parameters; a mask is not."""
+    found: set[fx.Node] = set()
+    for node, info in zip(logical.placeholders, logical.inputs, strict=True):
+        if info.kind == "param":
+            found.add(node)
+    for node in logical.gm.graph.nodes:
+        if any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_masked(scores: fx.Node, token: sympy.Symbol, weighted: set[fx.Node]) -> bool:
+    """Whether a [T, T] tensor that does not depend on weights has been put on the scores since they were made."""
+    queue, seen = [scores], set()
+    while queue:
+        node = queue.pop()
+        if node in seen or node.op != "call_function" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            if node.op == "call_function" and node.target in _LOOKED_THROUGH and node not in seen:
+                seen.add(node)
+                queue += node.all_input_nodes[:1]
+            continue
+        seen.add(node)
+        for operand in node.all_input_nodes:
+            shape = operand.meta["tensor"].shape if isinstance(operand.meta.get("tensor"), TensorMeta) else ()
+            square = sum(not isinstance(s, int) and token in s.free_symbols for s in shape) >= 2
+            if square and operand not in weighted:
+                return True
+            queue.append(operand)
+    return False
+
+
+def _seen_again(node: fx.Node, token: sympy.Symbol) -> bool:
+    """Whether a scalar goes back into something that has tokens, in the forward."""
+    queue, seen = [node], set()
+    while queue:
+        here = queue.pop()
+        for user in here.users:
+            if user in seen or user.op == "output" or user.meta.get("backward"):
+                continue
+            seen.add(user)
+            meta = user.meta.get("tensor")
+            shape = meta.shape if isinstance(meta, TensorMeta) else ()
+            if any(not isinstance(s, int) and token in s.free_symbols for s in shape):
+                return True
+            queue.append(user)
+    return False
+
+
+def _mixes(node: fx.Node, token: sympy.Symbol, weighted: set[fx.Node]) -> bool:
     if node.target is own.attention.default:
         query, documents, mask, causal = node.args[0], node.args[3], node.args[4], node.args[5]
         return not causal and documents is None and mask is None and _has(query, 2, token)
@@ -58,7 +113,11 @@ def _mixes(node: fx.Node, token: sympy.Symbol) -> bool:
         dims = range(rank) if dims is None or dims == [] else ([dims] if isinstance(dims, int) else dims)
         result = node.meta["tensor"]
         scalar = isinstance(result, TensorMeta) and not result.shape
-        return not scalar and any(_has(source, d % rank, token) for d in dims)
+        over_tokens = any(_has(source, d % rank, token) for d in dims)
+        return over_tokens and source in weighted and (not scalar or _seen_again(node, token))
+    if node.target in _SOFTMAXES:
+        dim: Any = node.args[1]
+        return _has(source, dim % rank, token) and source in weighted and not _is_masked(source, token, weighted)
     if node.target in _BATCH_NORMS:
         return any(_has(source, d, token) for d in range(rank) if d != 1)
     if node.target is aten.convolution.default:

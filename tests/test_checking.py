@@ -49,7 +49,7 @@ def test_llama(strategy):
     assert_exact(llama().check(strategy))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*FEW, "tp4", "cp4", "cp2.tp2+sp", "dp4+zero2", "dp2.tp3+zero2"])
 def test_gpt_with_dropout(strategy):
     """Fused q, k, v, LayerNorm, biases, tied head, and the same dropout masks on any mesh."""
     assert_exact(gpt().check(strategy))
@@ -104,7 +104,7 @@ def test_shortest_and_longest_lengths():
     torch.manual_seed(0)
     model = Llama(LlamaOptions(1, 16, 4, 2, 24, 31))
     captured = take(model, causal_lm, tokens(31, 6, 1, 12, 97))
-    for strategy in ("dp2", "tp2+sp", "cp4", "cp3.tp2+sp"):
+    for strategy in ("tp2+sp", "cp4"):
         assert_exact(captured.check(strategy))
 
 
@@ -173,7 +173,7 @@ def test_a_batch_that_cannot_be_padded_is_an_error_in_the_result():
     )
     results = check(odd_rows.graph, ["cp2", "tp2"], odd_rows.params, odd_rows.buffers, odd_rows.batches)
     assert [r.ok for r in results] == [False, True]
-    assert "batch key 'x': B=5 must be a multiple of 2" in results[0].error
+    assert "batch key 'x' cannot be padded: B=5 must be a multiple of 2" in results[0].error
 
 
 def test_results_are_plain_data():

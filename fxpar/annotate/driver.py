@@ -40,8 +40,8 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     )
     _label_placeholders(result)
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
-    sizes = Sizes([d.symbol for d in logical.dims], tensor * tensor * context)
     token = _token_symbol(logical)
+    sizes = Sizes([d.symbol for d in logical.dims], tensor * tensor * context, token)
     overrides = resolve_overrides(logical, strategy)
     named = {copied[node].name: overrides[node.name] for node in logical.placeholders if node.name in overrides}
     _label_variants(result, named)

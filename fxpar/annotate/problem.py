@@ -56,9 +56,9 @@ class Sizes:
     _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033)
     NOMINAL = 2048  # tokens; placements must not depend on the example's length
 
-    def __init__(self, symbols: list[sympy.Symbol], degree_product: int) -> None:
+    def __init__(self, symbols: list[sympy.Symbol], degree_product: int, token: sympy.Symbol | None = None) -> None:
         self._probe = {s: p * degree_product for s, p in zip(symbols, self._PRIMES, strict=False)}
-        self._nominal = dict.fromkeys(symbols, self.NOMINAL)
+        self._nominal = {s: self.NOMINAL if s == token or len(symbols) == 1 else 1 for s in symbols}
         self._cache: dict[Any, int] = {}
         self._shapes: dict[tuple, tuple[int, ...]] = {}
         self._bytes: dict[TensorMeta, int] = {}

@@ -10,6 +10,7 @@ from fxpar.dist_config import Shard
 from fxpar.rules.option import Factor, Option, OpView, Seed, Shape, divides
 
 aten = torch.ops.aten
+MAX_SECTIONS = 1000  # a dynamic dim in front of the cut is no number of sections (it is probed with a larger one)
 
 
 def map_shard(source: Shape, target: Shape, shard: Shard, degree: int) -> Shard | None:
@@ -34,6 +35,8 @@ def map_shard(source: Shape, target: Shape, shard: Shard, degree: int) -> Shard 
     for d in to_dims:
         if passed * target[d] > before:
             sections, rest = divmod(before, passed)
+            if sections > MAX_SECTIONS:
+                return None
             mapped = Shard(d, (1,) * sections if sections > 1 else ())
             fits = not rest and divides(target[d], degree, mapped.sections, False)
             return mapped if fits else None

@@ -63,13 +63,13 @@ def calls_user_code(function: F) -> F:
 
 
 def user_line() -> str | None:
-    """`file:line` of the innermost frame of user code, looking no further out than capture."""
-    frame = sys._getframe(1)
+    """`file:line` of the innermost frame of user code inside capture; None for what capture itself does."""
+    frame, line = sys._getframe(1), None
     while frame is not None and frame.f_code not in _BOUNDARIES:
-        if is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if line is None and is_user_file(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return None
+    return line if frame is not None else None
 
 
 def line_of_error(error: BaseException) -> str | None:

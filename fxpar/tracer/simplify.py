@@ -16,6 +16,7 @@ from torch import fx
 from fxpar.graph import TensorMeta
 
 aten = torch.ops.aten
+_FACTORIES = {aten.full.default, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default, aten.arange.default}
 _SCALAR_OPS = (aten.mul.Scalar, aten.div.Scalar)
 
 
@@ -23,9 +24,16 @@ def simplify(gm: fx.GraphModule) -> None:
     """Apply the rules until none fits, in one walk (operands come first)."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function":
+            _state_dtype(node)
             _drop_power_of_one(node) or _scale_before_expand(gm.graph, node) or _fold_scale(gm.graph, node)
     gm.graph.eliminate_dead_code()
     gm.recompile()
+
+
+def _state_dtype(node: fx.Node) -> None:
+    """A constant made without a dtype would take the default one, which the range of a wider graph may not fit."""
+    if node.target in _FACTORIES and "dtype" not in node.kwargs:
+        node.kwargs = {**node.kwargs, "dtype": node.meta["tensor"].dtype}
 
 
 def _drop_power_of_one(node: fx.Node) -> bool:

@@ -128,7 +128,7 @@ def test_fused_projections_cost_no_extra_traffic(how, heads, kv_heads):
 @pytest.mark.parametrize(
     ("how", "heads", "kv_heads"), [*FUSED, ("split", 6, 3), ("slice", 6, 3), ("split", 6, 2), ("split", 5, 1)], ids=str
 )
-@pytest.mark.parametrize("strategy", ["tp2", "tp3", "cp2", "tp2+sp", "cp2.tp2"])
+@pytest.mark.parametrize("strategy", ["tp2+sp", "tp3", "cp2.tp2"])
 def test_fused_projections_are_exact(how, heads, kv_heads, strategy):
     result = fused(how, heads, kv_heads).check(strategy)
     assert result.ok, result

@@ -14,8 +14,8 @@ from fxpar.checking import local_batch
 from fxpar.eager import relative_error
 from fxpar.lowering import lower
 from fxpar.runtime import ProcessGroups, bind, pad
+from fxpar.runtime.forked import run_forked
 from fxpar.tracer import capture
-from tests.distributed.forked import run_forked
 
 
 class Block(nn.Module):

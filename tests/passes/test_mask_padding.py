@@ -102,7 +102,7 @@ def test_sums_of_padded_terms(shapes, dims, masks):
 
 
 # --------------------------------------------------------------------------------------------- captured models
-@pytest.mark.parametrize("strategy", ["tp3", "tp4", "dp2.tp3", "dp2.tp3+zero2", "dp2.tp4+sp+zero3"])
+@pytest.mark.parametrize("strategy", ["tp3", "dp2.tp3", "dp2.tp4+sp+zero3"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_odd_widths_are_exact(activation, strategy):
     """Hidden widths of 11 and 10; the activation makes padding anything, up to infinite."""
