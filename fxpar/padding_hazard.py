@@ -37,9 +37,9 @@ _BATCH_NORMS = {
 def padding_hazard(logical: LogicalGraph, token: sympy.Symbol | None) -> str | None:
     """The first forward op through which padded tokens would reach real ones, in words; None if there is none.
 
-    Attention is safe if it is causal, or told documents or a mask; written out, if a mask of [T, T] is put on the scores
-    before the softmax. A sum down to a scalar that no token sees again is the loss: padded tokens have labels that it
-    ignores.
+    Attention is safe if it is causal, or told documents or a mask; written out, if a mask of [T, T] is put on the
+    scores before the softmax. A sum down to a scalar that no token sees again is the loss: padded tokens have labels
+    that it ignores.
     """
     if token is None:
         return None
