@@ -217,7 +217,7 @@ class DistConfig:
             runs = self.intervals(rank, d, tensor.shape[d])
             pieces = [tensor.narrow(d, start, length) for _, start, length in runs]
             missing = local - sum(length for _, _, length in runs)
-            if missing:
+            if missing or not pieces:
                 pieces.append(tensor.new_zeros(*tensor.shape[:d], missing, *tensor.shape[d + 1 :]))
             tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, d)
         return tensor.contiguous()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxpar import losses
 from fxpar.checking import CheckResult, check
@@ -209,9 +210,67 @@ class Shared(nn.Module):
         return x @ (self.p + self.q.t()) + self.r.sum()
 
 
+class Sizes(nn.Module):
+    """Parameters with no dim, one element, no element, a first dim that is smaller than any degree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(1))
+        self.row, self.nothing = nn.Parameter(torch.randn(1, 9)), nn.Parameter(torch.randn(0, 9))
+        self.cube = nn.Parameter(torch.randn(2, 1, 9))
+        self.into, self.out = nn.Linear(6, 9), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.into(x) * self.gain + self.shift) * self.row
+        return self.out(h + self.nothing.sum() + self.cube.square().sum((0, 1)))
+
+
+class Adapted(nn.Module):
+    """Low-rank adapters on frozen weights, in a block that is used twice and recomputed in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(31, 16), nn.Linear(16, 24, bias=False), nn.Linear(24, 16)
+        self.a, self.b = nn.Linear(16, 3, bias=False), nn.Linear(3, 24, bias=False)
+        self.head = nn.Linear(16, 31)
+        self.embedding.weight.requires_grad_(False)
+        self.up.weight.requires_grad_(False)
+
+    def block(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x) + self.b(self.a(x)) * 0.5))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """Every token through all experts, weighted by the two largest of its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.router, self.head = nn.Embedding(31, 16), nn.Linear(16, 4, bias=False), nn.Linear(16, 31)
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 12) * 0.2), nn.Parameter(torch.randn(4, 12, 16) * 0.2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        flat = x.reshape(-1, 16)
+        scores = self.router(flat).softmax(-1)
+        best, index = scores.topk(2, -1)
+        weights = torch.zeros_like(scores).scatter(1, index, best)
+        y = torch.einsum("enf,efd->end", F.gelu(torch.einsum("nd,edf->enf", flat, self.up)), self.down)
+        return self.head(x + (y * weights.t()[..., None]).sum(0).view(x.shape))
+
+
 @functools.cache
 def odd(name: str) -> Captured:
-    """`norms`, `counter` or `shared`."""
+    """`norms`, `counter`, `shared`, `sizes` on vectors; `adapted`, `experts` on tokens."""
     torch.manual_seed(0)
-    model = {"norms": Norms, "counter": Counter, "shared": Shared}[name]()
-    return take(model, squared, vectors(6, 4, 12, 24, 12, 36, 12))
+    on_tokens = {"adapted": Adapted, "experts": Experts}
+    if name in on_tokens:
+        batches = [{k: b[k] for k in ("input_ids", "labels")} for b in tokens(31, 8, 7, 12, rows=2)]
+        return take(on_tokens[name](), losses.causal_lm, batches)
+    on_vectors = {"norms": Norms, "counter": Counter, "shared": Shared, "sizes": Sizes}
+    return take(on_vectors[name](), squared, vectors(6, 4, 12, 24, 12, 36, 12))

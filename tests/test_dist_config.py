@@ -210,6 +210,13 @@ def test_rank_beyond_the_end_holds_padding_only():
     assert config.boxes(3, (5,)) == []
 
 
+def test_an_empty_dim():
+    config = on_dim_0(AxisShard("tp"), ndim=2)
+    assert config.local_shape((0, 3)) == (0, 3)
+    assert config.take(torch.zeros(0, 3), 2).shape == (0, 3)
+    assert config.boxes(2, (0, 3)) == []
+
+
 def test_cuts_nest_in_the_order_they_are_listed():
     outer_tp = on_dim_0(AxisShard("tp"), AxisShard("dp"))
     outer_dp = on_dim_0(AxisShard("dp"), AxisShard("tp"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.console import Console
@@ -21,6 +21,7 @@ from fxpar.cli.request import (
     to_json,
     write_output,
 )
+from fxpar.eager import EagerComparison, compare_with_eager
 from fxpar.graph import LogicalGraph
 from fxpar.models import LoadedModel
 from fxpar.printer import without_folders
@@ -89,14 +90,25 @@ def run_check(request: CheckRequest) -> bool:
             request.model, request.options, request.dtype, request.tokens, device="cpu", seed=request.seed
         )
         logical = capture_model(model)
+        status.update("comparing the captured graph with the model")
+        eager = compare_with_eager(logical, model.model, model.loss_fn, model.batches[0])
         results = []
         for strategy in strategies:
             status.update(f"checking {strategy}")
             results.append(check_one(logical, model, strategy, request))
-    show(console, model, logical, results, notes)
+    show(console, model, logical, results, notes, eager)
     if request.json:
-        write_output(request.json, to_json(report(request, model, results)))
-    return all(result.ok for result in results)
+        write_output(request.json, to_json(report(request, model, results, eager)))
+    return all(result.ok for result in results) and (eager is None or equals_model(eager, request))
+
+
+def equals_model(eager: EagerComparison, request: CheckRequest) -> bool:
+    """Whether the captured graph computes what the model does, but for the rounding of other kernels.
+
+    Looser than the comparison of strategies: the model's float32 islands are rounded in its own order here.
+    """
+    limit = 5e-2 if request.dtype in ("bfloat16", "float16") else 1e-4
+    return max(eager.loss_rel_err, eager.grad_max_rel_err) <= limit
 
 
 def check_one(logical: LogicalGraph, model: LoadedModel, strategy: Strategy, request: CheckRequest) -> CheckResult:
@@ -138,18 +150,26 @@ def failed(strategy: Strategy, logical: LogicalGraph, error: str) -> CheckResult
     )
 
 
-def report(request: CheckRequest, model: LoadedModel, results: Sequence[CheckResult]) -> dict[str, Any]:
+def report(
+    request: CheckRequest, model: LoadedModel, results: Sequence[CheckResult], eager: EagerComparison | None
+) -> dict[str, Any]:
     """The JSON document."""
     return {
         "model": request.model,
         "dtype": request.dtype,
         "tokens": [max(value.shape[-1] for value in batch.values()) for batch in model.batches],
+        "eager": asdict(eager) if eager else None,
         "results": [result.to_json() for result in results],
     }
 
 
 def show(
-    console: Console, model: LoadedModel, logical: LogicalGraph, results: Sequence[CheckResult], notes: Sequence[str]
+    console: Console,
+    model: LoadedModel,
+    logical: LogicalGraph,
+    results: Sequence[CheckResult],
+    notes: Sequence[str],
+    eager: EagerComparison | None,
 ) -> None:
     """The table; below it what was noted, and what went wrong."""
     count = sum(p.numel() for p in model.params().values())
@@ -158,6 +178,12 @@ def show(
         f"{model.name}: {count:,} parameters, captured as {len(logical.gm.graph.nodes)} nodes in {seconds:.1f} CPU s",
         markup=False,
     )
+    if eager is not None:
+        console.print(
+            f"captured graph against the model itself: loss {eager.loss_rel_err:.1e}, gradients "
+            f"{eager.grad_max_rel_err:.1e} ({eager.worst_param})",
+            markup=False,
+        )
     width = console.width if console.is_terminal else 1000
     shown = [column for column in COLUMNS if column.width <= width]
     if console.is_terminal:

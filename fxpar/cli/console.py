@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,10 +33,13 @@ def reporting(command: F) -> F:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return command(*args, **kwargs)
+            result = command(*args, **kwargs)
+            sys.stdout.flush()  # a reader that is gone shows here, not when the interpreter ends
+            return result
         except typer.Exit:
             raise
-        except BrokenPipeError:  # `fxpar dump ... | head` has seen enough
+        except BrokenPipeError:  # `fxpar dump ... | head` has seen enough; what is still buffered goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except Exception as error:
             if isinstance(error, click_error()):

@@ -106,7 +106,8 @@ def pad_batch(
             rule = known.get(info.fqn)
             if rule is None or (info.fqn in _LABELS and batch[info.fqn].is_floating_point()):
                 raise PadError(info.fqn, f"{dim.name}={have} must be a multiple of {divisors[dim.name]}")
-            padded[info.fqn] = torch.cat([padded[info.fqn], rule(batch[info.fqn], d, missing)], d)
+            so_far = padded[info.fqn]  # a [T, T] mask is padded twice
+            padded[info.fqn] = torch.cat([so_far, rule(so_far, d, missing)], d)
     return padded
 
 

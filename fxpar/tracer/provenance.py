@@ -41,6 +41,9 @@ _GENERATED = ("<frozen", "<string>", "<eval_with_key>")
 
 # Functions of capture that call user code: frames outside of them are the caller's, not the model's.
 _BOUNDARIES: set[CodeType] = set()
+_STEP = os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), "step.py"
+)  # everything of the user's is called from here
 
 
 @functools.cache
@@ -63,13 +66,16 @@ def calls_user_code(function: F) -> F:
 
 
 def user_line() -> str | None:
-    """`file:line` of the innermost frame of user code inside capture; None for what capture itself does."""
-    frame, line = sys._getframe(1), None
-    while frame is not None and frame.f_code not in _BOUNDARIES:
-        if line is None and is_user_file(frame.f_code.co_filename):
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    """`file:line` of the innermost frame of user code inside capture; None for what capture itself does.
+
+    A region that is recomputed in the backward runs outside of the call of the loss function, but inside the step.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _BOUNDARIES and frame.f_code.co_filename != _STEP:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return line if frame is not None else None
+    return None
 
 
 def line_of_error(error: BaseException) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,7 @@ from fxpar import losses
 from fxpar.errors import PadError
 from fxpar.graph import Dim, Input, TensorMeta, dim_symbol
 from fxpar.runtime.padding import PAD_RULES, batch_dims, pad_batch
-from tests.captured import llama, take, tokens
+from tests.captured import Captured, llama, take, tokens
 
 T, C = dim_symbol("T"), dim_symbol("C")
 DIMS = (Dim("T", 8, maximum=64), Dim("C", 3))
@@ -41,6 +44,17 @@ def test_rules_by_key():
     }
     assert all(torch.equal(padded[key][:, :3], value) for key, value in batch.items())
     assert all(padded[key].dtype == value.dtype for key, value in batch.items())
+
+
+def test_both_dims_of_a_mask():
+    """A tensor that has the token dim twice is padded in both."""
+    mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    padded = pad_batch(inputs(attention_mask=(2, 1, T, T)), DIMS, {"T": 4}, {"attention_mask": mask})["attention_mask"]
+    assert padded.shape == (2, 1, 4, 4)
+    assert padded.dtype == torch.bool
+    assert padded[:, :, :3, :3].all()
+    assert not padded[:, :, 3].any()
+    assert not padded[..., 3].any()
 
 
 def test_positions_restart_with_the_padding():
@@ -127,20 +141,55 @@ class Mixed(nn.Module):
         return self.head(y)
 
 
+@functools.cache
+def mixed(how: str) -> Captured:
+    torch.manual_seed(0)
+    return take(Mixed(how), losses.causal_lm, tokens(31, 8, 4, 12, rows=2))
+
+
 @pytest.mark.parametrize("how", ["bidirectional", "mean", "total", "scalar"])
 @pytest.mark.parametrize("strategy", ["cp2", "tp2+sp"])
 def test_a_model_that_would_see_padding_is_refused(how, strategy):
     """Lengths that divide are exact; one that needs padding is an error, not a wrong gradient."""
-    torch.manual_seed(0)
-    captured = take(Mixed(how), losses.causal_lm, tokens(31, 8, 4, 12, rows=2))
-    result = captured.check(strategy)
+    even = mixed(how)
+    result = even.check(strategy)
     assert result.ok, result
-    odd = take(Mixed(how), losses.causal_lm, tokens(31, 8, 7, 12, rows=2)).check(strategy)
+    odd = replace(even, batches=tuple(tokens(31, 8, 7, 12, rows=2))).check(strategy)
     assert odd.ok or odd.error, f"gradients are off by {odd.grad_max_rel_err} without a word"
 
 
 def test_a_softmax_over_tokens_is_taken_to_be_masked():
     """As in attention that is written out. Where it is not, `check` finds it."""
+    assert not replace(mixed("softmax"), batches=tuple(tokens(31, 7, rows=2))).check("cp2").ok
+
+
+class Masked(nn.Module):
+    """Attention with a dense mask [B, 1, T, T] out of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv, self.head = nn.Embedding(31, 16), nn.Linear(16, 48), nn.Linear(16, 31)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        q, k, v = (p.view(*x.shape[:2], 4, 4).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
+        return self.head(y.transpose(1, 2).reshape(x.shape))
+
+
+@functools.cache
+def masked() -> Captured:
     torch.manual_seed(0)
-    result = take(Mixed("softmax"), losses.causal_lm, tokens(31, 8, 7, 12, rows=2)).check("cp2")
-    assert not result.ok
+    batches = []
+    for batch in tokens(31, 8, 7, 12, rows=2):
+        size = batch["input_ids"].shape[1]
+        mask = torch.tril(torch.ones(size, size, dtype=torch.bool)).expand(2, 1, size, size).clone()
+        batches.append({"input_ids": batch["input_ids"], "labels": batch["labels"], "attention_mask": mask})
+    dynamic = {"input_ids": {1: "T"}, "labels": {1: "T"}, "attention_mask": {2: "T", 3: "T"}}
+    return take(Masked(), losses.causal_lm, batches, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "tp2+sp", "cp2", "cp2.tp2+sp"])
+def test_dense_masks_are_padded_and_exact(strategy):
+    result = masked().check(strategy)
+    assert result.ok, result
