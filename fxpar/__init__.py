@@ -9,7 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fxpar import losses
+    from fxpar.api import ParallelModule, parallelize
     from fxpar.checking import CheckResult, check
+    from fxpar.cluster import ClusterSpec
     from fxpar.dist_config import DistConfig, Partial, Replicate, Shard
     from fxpar.errors import FxparError, FxparWarning
     from fxpar.exec_graph import ExecGraph
@@ -25,31 +28,37 @@ __version__ = "0.1.0"
 _WHERE = {
     "AnnotatedGraph": "fxpar.graph",
     "CheckResult": "fxpar.checking",
+    "ClusterSpec": "fxpar.cluster",
     "DistConfig": "fxpar.dist_config",
     "ExecGraph": "fxpar.exec_graph",
     "FxparError": "fxpar.errors",
     "FxparWarning": "fxpar.errors",
     "LogicalGraph": "fxpar.graph",
     "Mesh": "fxpar.mesh",
+    "ParallelModule": "fxpar.api",
     "Partial": "fxpar.dist_config",
     "Replicate": "fxpar.dist_config",
     "Shard": "fxpar.dist_config",
     "Strategy": "fxpar.strategy",
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
+    "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",
     "overrides_from_tp_plan": "fxpar.tp_plan",
+    "parallelize": "fxpar.api",
 }
 
 __all__ = [
     "AnnotatedGraph",
     "CheckResult",
+    "ClusterSpec",
     "DistConfig",
     "ExecGraph",
     "FxparError",
     "FxparWarning",
     "LogicalGraph",
     "Mesh",
+    "ParallelModule",
     "Partial",
     "Replicate",
     "Shard",
@@ -57,15 +66,19 @@ __all__ = [
     "__version__",
     "capture",
     "check",
+    "losses",
     "lower",
     "overrides_from_tp_plan",
+    "parallelize",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'fxpar' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
+    place, colon, _ = _WHERE[name].partition(":")
+    module = importlib.import_module(place)
+    value = module if colon else getattr(module, name)  # with a colon the module itself is meant
     globals()[name] = value
     return value
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class FxparError(Exception):
@@ -384,3 +384,529 @@ class RankError(FxparError):
 
     def __init__(self, ranks: str, what: str) -> None:
         super().__init__(f"rank {ranks}: {what}")
+
+
+# ------------------------------------------------------------------------------------------------- store and engine
+class HomeLayoutError(FxparError):
+    """A rule for the home layout that cannot be followed."""
+
+    def __init__(self, pattern: str, why: str) -> None:
+        super().__init__(f"home layout, rule {pattern!r}: {why}")
+
+
+class MemoryBudgetError(FxparError):
+    """The layouts of all strategies together need more memory than allowed."""
+
+    def __init__(self, needed: str, budget: str, table: str) -> None:
+        super().__init__(
+            f"the weights need {needed} per rank at least, but the budget is {budget}. Raise memory_budget_bytes, use "
+            f"strategies with a higher degree of tp or with zero3, or use fewer strategies.\n{table}"
+        )
+
+
+class ParallelizeError(FxparError):
+    """`fxpar.parallelize` was called in a way that makes no sense."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"parallelize: {why}")
+
+
+class BatchMismatchError(FxparError):
+    """The ranks were given different mini-batches."""
+
+    def __init__(self, ranks: str) -> None:
+        super().__init__(
+            f"the mini-batch on rank {ranks} differs from rank 0's. Every rank must pass the same sequences in the "
+            "same order to train_step; draw them from the same seed"
+        )
+
+
+class NanLossError(FxparError):
+    """The loss is not a finite number."""
+
+    def __init__(self, loss: float, step: int, group: str) -> None:
+        super().__init__(
+            f"the loss of step {step} is {loss} (first seen in group {group}). Gradients were not kept. Lower the "
+            "learning rate, clip gradients, look at the data; or pass nan='skip' to leave such mini-batches out"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- transport of switches
+class HoldingError(FxparError):
+    """Tensors given to a transport that are not what their layout says."""
+
+    def __init__(self, layout: str, fqn: str, why: str) -> None:
+        super().__init__(f"layout {layout!r}: {fqn} {why}")
+
+
+class ExecutionError(FxparError):
+    """A way of carrying out a switch that does not exist or does not suit the plan."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"execution {name!r}: {why}")
+
+
+class FingerprintError(FxparError):
+    """Ranks are about to carry out different plans; nothing has been sent."""
+
+    def __init__(self, phase: str, ranks: str) -> None:
+        super().__init__(
+            f"{phase}: {ranks}; nothing was sent. Give all ranks the same model, strategies, cluster and options"
+        )
+
+
+class TransferError(FxparError):
+    """A send or a receive of a switch failed or timed out."""
+
+    def __init__(self, phase: str, ranks: str, cause: object) -> None:
+        super().__init__(f"{phase}: transfer with rank(s) {ranks} failed: {cause}")
+
+
+class ChecksumError(FxparError):
+    """A slice arrived with other bits than were sent (found in checked mode)."""
+
+    def __init__(self, phase: str, tensor: str, box: str, src: int, dst: int) -> None:
+        super().__init__(f"{phase}: {tensor}{box} from rank {src} differs on rank {dst} from what was sent")
+
+
+class ReductionError(FxparError):
+    """Gradients that cannot be summed into a layout."""
+
+    def __init__(self, fqn: str, why: str) -> None:
+        super().__init__(f"reduction of {fqn}: {why}")
+
+
+# ------------------------------------------------------------------------------------- length groups and batching
+class NoStrategiesError(FxparError):
+    """There is no length group."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "strategies is empty. Name at least one: strategies={4096: 'dp4'} runs sequences of up to 4096 tokens "
+            "under 'dp4'"
+        )
+
+
+class LengthLimitError(FxparError):
+    """The key of a strategy is no length."""
+
+    def __init__(self, limit: object) -> None:
+        super().__init__(
+            f"strategies has the key {limit!r}. A key is the longest sequence that its strategy takes, "
+            "in tokens: an integer >= 1"
+        )
+
+
+class StrategyWorldsError(FxparError):
+    """Strategies of one mini-batch do not all take all ranks."""
+
+    def __init__(self, worlds: Mapping[int, tuple[str, int]], world: int) -> None:
+        sizes = ", ".join(f"{text!r} (up to {limit} tokens) takes {size}" for limit, (text, size) in worlds.items())
+        super().__init__(
+            f"each strategy must take all {world} ranks, but {sizes}. Change degrees so that each product is {world}"
+        )
+
+
+class TokenBudgetError(FxparError):
+    """A token budget that cannot hold the longest sequence of its group."""
+
+    def __init__(self, budget: object, limit: int, strategy: str) -> None:
+        super().__init__(
+            f"the token budget {budget!r} of strategy {strategy!r} must be an integer and at least {limit}, the "
+            "longest sequence that the strategy takes. Raise the budget or lower the limit"
+        )
+
+
+class UnknownBudgetError(FxparError):
+    """A token budget for a group that does not exist."""
+
+    def __init__(self, limit: object, limits: Iterable[int]) -> None:
+        super().__init__(
+            f"token_budget names the limit {limit!r}, which no strategy has. Limits are {', '.join(map(str, limits))}"
+        )
+
+
+class GroupCostsError(FxparError):
+    """Not one cost per length group."""
+
+    def __init__(self, groups: int, costs: int) -> None:
+        super().__init__(f"there are {groups} length groups but {costs} costs; pass one GroupCost per group, in order")
+
+
+class CostModelError(FxparError):
+    """A number of a cost model that no device can have."""
+
+    def __init__(self, name: str, value: float) -> None:
+        super().__init__(f"{name} = {value!r} must be finite and >= 0, a rate > 0; measure it on one device")
+
+
+class EmptyMiniBatchError(FxparError):
+    """A mini-batch has no sequence at all."""
+
+    def __init__(self) -> None:
+        super().__init__("the mini-batch has no sequence. Skip the step, or give it at least one")
+
+
+class SequenceError(FxparError):
+    """A sequence of a mini-batch is not what a sequence is."""
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(f"sequence {index} of the mini-batch {why}")
+
+
+class SequenceTooLongError(FxparError):
+    """No strategy takes a sequence of this length."""
+
+    def __init__(self, index: int, length: int, longest: int, strategy: str) -> None:
+        super().__init__(
+            f"sequence {index} of the mini-batch has {length} tokens, but the longest limit is {longest} "
+            f"({strategy!r}). Add a strategy for {length} tokens or more, or split the sequence"
+        )
+
+
+class NoValidTokenError(FxparError):
+    """No token of a mini-batch has a label, so its mean loss does not exist."""
+
+    def __init__(self, sequences: int) -> None:
+        super().__init__(
+            f"none of the {sequences} sequences of the mini-batch has a valid label: sequences of one token predict "
+            "nothing, labels of -100 do not count. Skip the step, or give sequences of two tokens or more"
+        )
+
+
+class BatchKeyError(FxparError):
+    """The graph needs a tensor that a sequence does not have."""
+
+    def __init__(self, key: str, index: int, has: Iterable[str]) -> None:
+        super().__init__(
+            f"the graph needs {key!r}, which sequence {index} of the mini-batch does not have (it has "
+            f"{', '.join(map(repr, has))}). Give each sequence as a mapping with {key!r} of its length"
+        )
+
+
+class UnmarkedDocumentsError(FxparError):
+    """Several sequences in a row for a graph that could not tell them apart."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        super().__init__(
+            f"the graph takes {', '.join(sorted(keys))} but neither position_ids nor document_ids, so sequences packed "
+            "into one row would attend to each other. Capture the model with position_ids, or do not pack"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ fxpar train
+class ConfigFileError(FxparError):
+    """A configuration file that cannot be read or parsed."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(f"config {source!r}: {why}")
+
+
+class ConfigError(FxparError):
+    """Keys or values of a configuration that cannot be used; all of them in one message."""
+
+    def __init__(self, source: str, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        lines = self.problems[0] if len(self.problems) == 1 else "".join(f"\n  {line}" for line in self.problems)
+        super().__init__(f"config {source!r}: {lines}")
+
+
+class MaxLengthError(FxparError):
+    """Sequences may be longer than any strategy takes."""
+
+    def __init__(self, max_length: int, limit: int) -> None:
+        super().__init__(
+            f"data.max_length = {max_length}, but the longest sequence that [strategies] takes has {limit} tokens. "
+            f"Add a strategy for {max_length} tokens, or set data.max_length = {limit}: data.overlong then says what "
+            "happens to longer documents (split, truncate, error)"
+        )
+
+
+class RunFolderError(FxparError):
+    """A folder for results that cannot be used."""
+
+    def __init__(self, folder: str, why: str) -> None:
+        super().__init__(f"folder {folder!r} {why}")
+
+
+class ResumeError(FxparError):
+    """There is nothing to resume from, or it does not fit."""
+
+    def __init__(self, folder: str, why: str) -> None:
+        super().__init__(f"cannot resume from {folder!r}: {why}")
+
+
+class TextModelError(FxparError):
+    """A model that cannot be trained on sequences of tokens."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"model {name!r} {why}")
+
+
+class DeviceCountError(FxparError):
+    """More ranks than devices, or no device at all."""
+
+    def __init__(self, ranks: int, found: int) -> None:
+        super().__init__(
+            f"{ranks} local ranks need {ranks} GPUs, but torch sees {found}. Use strategies of fewer ranks, start more "
+            'nodes with torchrun, or set run.device = "cpu"'
+        )
+
+
+class LaunchError(FxparError):
+    """A local rank ended in another way than by an error of its own."""
+
+    def __init__(self, rank: int, how: str, log: str) -> None:
+        super().__init__(f"rank {rank} {how}; what it wrote is in {log!r}")
+
+
+class CompareError(FxparError):
+    """A comparison that cannot be made, or whose losses differ."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"--compare: {why}")
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+class MissingDataPackageError(MissingPackageError):
+    """A source of text or a tokenizer needs a package that is not installed."""
+
+    def __init__(self, what: str, package: str, how: str) -> None:
+        FxparError.__init__(self, f"{what} need {package}: {how}")
+
+
+class CorpusPathError(FxparError):
+    """There is nothing at the path of a corpus."""
+
+    def __init__(self, path: str, built_in: Iterable[str]) -> None:
+        names = list(built_in)
+        super().__init__(
+            f"corpus {path!r}: there is no such file or folder{nearest(path, names) or '.'} "
+            f"Built-in corpora are {', '.join(names)}"
+        )
+
+
+class CorpusKindError(FxparError):
+    """A kind of corpus that does not exist."""
+
+    def __init__(self, kind: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(
+            f"there is no kind of corpus {kind!r}{nearest(kind, names) or '.'} Kinds are {', '.join(names)}"
+        )
+
+
+class CorpusOptionError(FxparError):
+    """An option that a kind of corpus does not have, or a value that it cannot take."""
+
+    def __init__(self, kind: str, option: str, known: Iterable[str], why: str = "") -> None:
+        names = list(known)
+        wrong = f"there is no such option{nearest(option, names) or '.'} Options are {', '.join(names)}"
+        super().__init__(f"corpus of kind {kind!r}, option {option!r}: {why or wrong}")
+
+
+class CorpusFormatError(FxparError):
+    """A corpus that is not of the kind it should be, or lacks the part that is asked for."""
+
+    def __init__(self, path: str, kind: str, why: str) -> None:
+        super().__init__(f"corpus {path!r} (kind {kind!r}): {why}")
+
+
+class EmptyCorpusError(FxparError):
+    """A corpus without a single usable document."""
+
+    def __init__(self, source: str, kind: str, skipped: Iterable[str], hint: str) -> None:
+        reasons = "; ".join([*(f"skipped {one}" for one in skipped), *([hint] if hint else [])])
+        super().__init__(f"corpus {source!r} (kind {kind!r}) has no usable document: {reasons or 'nothing was found'}")
+
+
+class CorpusChangedError(FxparError):
+    """A document changed while the corpus was in use."""
+
+    def __init__(self, source: str, name: str) -> None:
+        super().__init__(f"corpus {source!r}: {name!r} changed or went away since the corpus was opened; start again")
+
+
+class TokenizerError(FxparError):
+    """A tokenizer that cannot be read or trained."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"tokenizer {name!r}: {why}")
+
+
+class VocabularyError(FxparError):
+    """A tokenizer has more ids than the model has embeddings."""
+
+    def __init__(self, tokenizer: str, vocab: int, model_vocab: int) -> None:
+        super().__init__(
+            f"tokenizer {tokenizer!r} has {vocab:,} ids, but the model's vocabulary has {model_vocab:,}: "
+            f"give the model a vocabulary of at least {vocab:,}, or use a tokenizer with no more than {model_vocab:,}"
+        )
+
+
+class DataCacheError(FxparError):
+    """The cache of tokens or tokenizers cannot be written, or something in it is damaged."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"data cache {path!r} {why}. The folder of the cache can be chosen with `cache_dir`")
+
+
+class HeldOutError(FxparError):
+    """More documents held out for validation than leaves any to train on."""
+
+    def __init__(self, held_out: int, documents: int) -> None:
+        super().__init__(
+            f"cannot hold out {held_out} of {documents} documents: hold out 0 to {max(documents - 1, 0)}, "
+            "so that one is left for training"
+        )
+
+
+class OverlongError(FxparError):
+    """A document is longer than the longest sequence allowed, and the policy is "error"."""
+
+    def __init__(self, name: str, length: int, limit: int, count: int) -> None:
+        more = f" (the first of {count} such documents)" if count > 1 else ""
+        super().__init__(
+            f"document {name!r} has {length:,} tokens, the longest sequence allowed has {limit:,}{more}: "
+            'raise max_length, or choose overlong="split" or "truncate"'
+        )
+
+
+class NoSequencesError(FxparError):
+    """No document is long enough to learn from."""
+
+    def __init__(self, documents: int, short: int) -> None:
+        super().__init__(
+            f"none of {documents} documents gives a sequence of two tokens or more ({short} are shorter): "
+            "a shorter one has no token to predict. Give more text"
+        )
+
+
+class LoaderOptionError(FxparError):
+    """A setting of the mini-batch loader that makes no sense."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"mini-batch loader: {why}")
+
+
+class LoaderStateError(FxparError):
+    """A saved state of the mini-batch loader that does not fit to this loader."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"cannot resume the mini-batch loader from this state: {why}")
+
+
+# ------------------------------------------------------------------------------------------ failures and checkpoints
+class PeerLostError(FxparError):
+    """A rank that others wait for is dead, stopped, stuck, or ended by an error of its own.
+
+    `ranks` are the ranks to blame (none if no rank is missing), `kind` says why (see `fxpar.monitor.verdict.TEXTS`).
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], kind: str, what: str, rank: int = -1, phase: str = "", error: str = ""
+    ) -> None:
+        self.ranks, self.kind = ranks, kind
+        self.details = (ranks, kind, what, rank, phase, error)
+        names = ", ".join(map(str, ranks))
+        log = f"Look at the log of rank{'s' if len(ranks) > 1 else ''} {names}" if ranks else "Look at all logs"
+        super().__init__(
+            f"{what}. Rank {rank} noticed it in phase {phase!r} by {error}. "
+            f"{log}, then start the job again: it goes on from the last checkpoint."
+        )
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), self.details
+
+
+class GradientNormError(FxparError):
+    """The gradients are not finite numbers although the loss is."""
+
+    def __init__(self, norm: float, step: int) -> None:
+        super().__init__(
+            f"the norm of the gradients of step {step} is {norm}; nothing was updated. Lower optimizer.lr or look at "
+            'the data; or set run.nan = "skip" to leave such mini-batches out'
+        )
+
+
+# ---------------------------------------------------------------------------- forward alone, and as a Dynamo backend
+class CallMismatchError(FxparError):
+    """A call of a captured forward that differs from the call it was captured with."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"this forward was captured for other arguments: {what}. Capture it again for these arguments; only the "
+            "dynamic dims may change from call to call"
+        )
+
+
+class StaleWeightsError(FxparError):
+    """A backward comes after the weights that its forward ran with have changed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the weights have changed since the forward whose backward runs now, so its gradients would be wrong. Call "
+            "backward() before the optimizer's step and before anything else that changes weights"
+        )
+
+
+class BackendOptionError(FxparError):
+    """An option of `torch.compile(model, backend="fxpar")` that is missing, unknown or does not fit."""
+
+    def __init__(self, option: str, why: str) -> None:
+        super().__init__(
+            f"torch.compile(backend='fxpar'), option {option!r}: {why}. Write for example "
+            'torch.compile(model, backend="fxpar", options={"strategy": "dp2.tp2"})'
+        )
+
+
+class CheckpointError(FxparError):
+    """Base of the errors of `fxpar.checkpoint`; the same error is raised on all ranks."""
+
+    def __init__(self, path: object, why: str) -> None:
+        self.path, self.why = str(path), why
+        super().__init__(f"checkpoint {self.path!r}: {why}")
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (self.path, self.why)
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, truncated or changed; nothing was loaded."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is of another model or optimizer; nothing was loaded."""
+
+
+class CheckpointValueError(CheckpointError):
+    """Something to save is neither a tensor nor a plain value."""
+
+
+class MetaBufferError(FxparError):
+    """A buffer on the meta device that nothing would give values to."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(
+            f"buffer {fqn!r} is on the meta device and its module has no reset_parameters that fills it. Build the "
+            "model's buffers on a real device, or give the module a reset_parameters"
+        )
+
+
+class RankFailedError(FxparError):
+    """The first error of the local ranks; `trace` is its traceback there."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str, *, ours: bool) -> None:
+        self.rank, self.kind, self.trace = rank, kind, trace
+        super().__init__(f"{kind} on rank {rank}: {message}" + ("" if ours else ". Add --debug to see where"))
+
+
+class NoConfigError(FxparError):
+    """`fxpar train` was given neither a configuration nor --demo, or both."""
+
+    def __init__(self) -> None:
+        super().__init__("give either a configuration file (fxpar train CONFIG.toml) or --demo")

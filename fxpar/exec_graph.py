@@ -4,8 +4,10 @@
     body       per micro-batch:      forward, loss, backward
     epilogue   once per group:       loss and gradients -> reduced over data ranks, lying like the stored parameters
 
-It is the same object on every rank: process groups and this rank's coordinates are tokens (`@tp`, `#tp`) until `bind`.
-It pickles as plain data.
+A `PlainGraph` is the same for a forward whose loss is outside: it has the parts `forward` and `backward`.
+
+Programs are the same object on every rank: process groups and this rank's coordinates are tokens (`@tp`, `#tp`) until
+`bind`. They pickle as plain data.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from typing import Any, Literal
 from torch import Tensor, fx, nn
 
 from fxpar.dist_config import DistConfig
-from fxpar.graph import Dim, Input, Output, TensorMeta
+from fxpar.graph import CallStructure, Dim, Input, Output, TensorMeta
 from fxpar.serialize import graph_from_data, graph_to_data
 from fxpar.strategy import Strategy
 
-Source = tuple[Literal["input", "prologue", "body"], int]
+Source = tuple[Literal["input", "prologue", "body", "forward"], int]
 
 
 @dataclass
@@ -98,9 +100,9 @@ def collective_kind(node: fx.Node) -> str | None:
     return _KINDS.get(name.split(".")[1])
 
 
-@dataclass
-class ExecGraph:
-    """The program of every rank for one strategy; see the module docstring."""
+@dataclass(kw_only=True)
+class Program:
+    """What every rank runs under one strategy, whatever its parts."""
 
     strategy: Strategy
     inputs: tuple[Input, ...]
@@ -109,9 +111,6 @@ class ExecGraph:
     stored_outputs: tuple[Stored, ...]
     dims: tuple[Dim, ...]
     divisors: dict[str, int]
-    prologue: Part
-    body: Part
-    epilogue: Part
     name: str = "model"
     constants: dict[str, Tensor] = field(default_factory=dict)
     padding_hazard: str | None = None  # why a batch must not be padded, if it must not
@@ -121,7 +120,8 @@ class ExecGraph:
 
     @property
     def parts(self) -> dict[str, Part]:
-        return {"prologue": self.prologue, "body": self.body, "epilogue": self.epilogue}
+        """The graphs by name, in the order in which they run."""
+        raise NotImplementedError
 
     @property
     def node_count(self) -> int:
@@ -169,6 +169,45 @@ class ExecGraph:
     def axes(self) -> tuple[str, ...]:
         """Process-group tokens that the graphs use (axes joined by '.'), sorted."""
         return tuple(sorted({c.axis for c in self.communications()}))
+
+
+@dataclass(kw_only=True)
+class ExecGraph(Program):
+    """A training step; see the module docstring."""
+
+    prologue: Part
+    body: Part
+    epilogue: Part
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"prologue": self.prologue, "body": self.body, "epilogue": self.epilogue}
+
+
+@dataclass(kw_only=True)
+class PlainGraph(Program):
+    """A forward, and a backward that starts from the tangents of its values.
+
+    Results of `forward`: the values and new buffers in the order of `outputs`, then what the backward needs of it
+    (tensors and integers). Results of `backward`: the gradients in the order of `outputs`. Without a gradient the
+    backward is empty.
+    """
+
+    forward: Part
+    backward: Part
+    structure: CallStructure
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"forward": self.forward, "backward": self.backward}
+
+    @property
+    def saved_bytes_per_rank(self) -> int:
+        """Bytes that the forward leaves for the backward at the example's sizes; inputs and values not counted."""
+        dims = {d.symbol: d.example for d in self.dims}
+        returned = sum(out.kind in ("value", "buffer") for out in self.outputs)
+        metas = [node.meta.get("local") for node in self.forward.results[returned:]]
+        return sum(m.numel(dims) * m.dtype.itemsize for m in metas if isinstance(m, TensorMeta))
 
 
 def compile_graph(graph: fx.Graph) -> fx.GraphModule:

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 import torch
 from torch import fx
 
-from fxpar.dist_config import short_dtype
+from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.strategy import Strategy
 
 Size = int | sympy.Expr
-InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed"]
-OutputKind = Literal["loss", "grad", "buffer"]
+InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent"]
+OutputKind = Literal["loss", "grad", "buffer", "value", "input_grad"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ def dim_symbol(name: str) -> sympy.Symbol:
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder. `fqn` is a parameter's or buffer's FQN, a constant's name, a batch key, "scale" or "seed"."""
+    """One placeholder. `fqn` is a parameter's or buffer's FQN, a constant's name, a batch key, "scale" or "seed".
+
+    A tangent, the gradient of the loss with respect to a value, has the `fqn` of that value.
+    """
 
     kind: InputKind
     fqn: str
@@ -78,7 +81,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One result: the loss, the gradient of parameter `fqn`, or the new value of buffer `fqn`."""
+    """One result: the loss, the gradient of parameter `fqn`, or the new value of buffer `fqn`.
+
+    Where the loss is outside of the graph: a value that the model returns ("0", "1", ...), the gradient with respect to
+    the batch tensor `fqn` ("input_grad").
+    """
 
     kind: OutputKind
     fqn: str
@@ -117,12 +124,52 @@ class LogicalGraph:
         return {dim.symbol: dim.example for dim in self.dims}
 
 
+@dataclass(frozen=True)
+class ValueRef:
+    """A leaf of what a forward returns: the graph's value of this name."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
+class SizeRef:
+    """A leaf of what a forward returns: an integer that depends on the dynamic dims."""
+
+    size: sympy.Expr
+
+
+@dataclass(frozen=True)
+class CallStructure:
+    """How a forward is called and what it returns, as flattened by `fxpar.torch_api.tree`.
+
+    `arguments` has the batch key of each leaf of `(args, kwargs)`, None for one that is no tensor. `leaves` are those
+    of the returned structure: ValueRef, SizeRef, or a constant.
+    """
+
+    call: Any
+    arguments: tuple[str | None, ...]
+    constants: tuple[Any, ...]  # leaves of the call that are no tensors, in order
+    returned: Any
+    leaves: tuple[Any, ...]
+
+
+@dataclass
+class ForwardGraph(LogicalGraph):
+    """Forward of one replica, and the gradients of sum(value * tangent) over the values that have a tangent.
+
+    The inputs end with the tangents; there is no loss and no scale. Without tangents there are no gradients.
+    """
+
+    structure: CallStructure = field(kw_only=True)
+
+
 @dataclass
 class AnnotatedGraph:
     """A replica's graph on its way to an `ExecGraph`: every value has a `DistConfig` for one strategy.
 
     The passes of the lowering change `graph` in place. `divisors[dim]` is what a dynamic dim must divide by (the
-    runtime pads to it); `notes` say what the compiler decided that a user may not expect.
+    runtime pads to it); `notes` say what the compiler decided that a user may not expect. `deferred` has the partial
+    placement of gradients that leave the graph unreduced.
     """
 
     graph: fx.Graph
@@ -135,6 +182,7 @@ class AnnotatedGraph:
     divisors: dict[str, int] = field(default_factory=dict)
     padding_hazard: str | None = None
     notes: list[str] = field(default_factory=list)
+    deferred: dict[str, DistConfig] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -1,7 +1,11 @@
-"""`lower(logical, strategy)`: the ladder of passes from a logical graph to an `ExecGraph`, readable as one list."""
+"""`lower(logical, strategy)`: the ladder of passes from a logical graph to an `ExecGraph`, readable as one list.
+
+`lower_forward` does the same for a forward whose loss is outside.
+"""
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +16,9 @@ from torch import fx
 
 from fxpar.annotate import annotate
 from fxpar.dist_config import DistConfig
-from fxpar.exec_graph import ExecGraph, Part, Source, Stored, collective_kind
-from fxpar.graph import AnnotatedGraph, LogicalGraph
+from fxpar.errors import VerifyError
+from fxpar.exec_graph import ExecGraph, Part, PlainGraph, Source, Stored, collective_kind
+from fxpar.graph import AnnotatedGraph, ForwardGraph, LogicalGraph, Output
 from fxpar.pass_base import GraphPass
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
@@ -24,7 +29,7 @@ from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives
-from fxpar.passes.reuse_buffers import ReuseBuffers
+from fxpar.passes.reuse_buffers import SAME_STORAGE, ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
 from fxpar.passes.zero_shard import ZeroShard
 from fxpar.strategy import Strategy
@@ -34,13 +39,13 @@ OnPass = Callable[[str, AnnotatedGraph], None]
 PHASES = ("prologue", "body", "epilogue")
 
 
-def default_passes(storage: torch.dtype | None = None) -> list[GraphPass]:
+def default_passes(storage: torch.dtype | None = None, *, for_store: bool = False) -> list[GraphPass]:
     """The ladder, in order."""
     return [
         InsertReshards(),
-        ZeroShard(),
-        Casts(storage),
-        ReduceGradients(),
+        ZeroShard(params_from=3 if for_store else 1),
+        Casts(None, gradients=torch.float32) if for_store else Casts(storage),
+        ReduceGradients(deferred=for_store),
         ReshardToCollectives(),
         MaskPadding(),
         Cleanup(),
@@ -57,17 +62,64 @@ def lower(
     strategy: Strategy | str,
     *,
     storage: torch.dtype | None = None,
+    for_store: bool = False,
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
 ) -> ExecGraph:
     """Annotate and lower `logical` for `strategy`; no process group, no device, no weights.
 
-    `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in.
+    `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in. With
+    `for_store` a `fxpar.store.WeightStore` keeps them: they come in as the body computes with them, without casts and
+    gathers of their own (ZeRO-3 still gathers layer by layer), and gradients leave in fp32 at least, as partial sums.
     `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the first
     and after every pass.
 
     Raises StrategySyntaxError, NotYetError, OverrideError; VerifyError for a bug in a pass.
     """
+    ladder = default_passes(storage, for_store=for_store) if passes is None else passes
+    graph, report, started = _run_passes(logical, strategy, ladder, on_pass)
+    result = split_phases(graph)
+    result.timings["lower_cpu_s"] = time.process_time() - started
+    result.passes = report
+    return result
+
+
+def lower_forward(
+    logical: ForwardGraph,
+    strategy: Strategy | str,
+    *,
+    whole: bool = False,
+    on_pass: OnPass | None = None,
+) -> PlainGraph:
+    """Annotate and lower a forward for `strategy`, and cut it in forward and backward.
+
+    Parameters come in as the body computes with them. Gradients leave in fp32 at least, as partial sums (`lower` with
+    `for_store`), or with `whole` as data parallelism has them: whole on every rank, the mean over replicas. Values
+    leave whole on every rank of their replica; tangents come in whole.
+
+    Raises as `lower` does.
+    """
+    ladder = default_passes(for_store=not whole)
+    if whole:
+        ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]
+    graph, report, started = _run_passes(logical, strategy, ladder, on_pass)
+    result = split_forward(graph, logical)
+    result.timings["lower_cpu_s"] = time.process_time() - started
+    result.passes = report
+    return result
+
+
+# Parameters come in whole and gradients leave whole, whatever the ZeRO level.
+_WITHOUT_STORE: dict[str, GraphPass] = {
+    ZeroShard.name: ZeroShard(params_from=4),
+    ReduceGradients.name: ReduceGradients(whole=True),
+}
+
+
+def _run_passes(
+    logical: LogicalGraph, strategy: Strategy | str, ladder: list[GraphPass], on_pass: OnPass | None
+) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...], float]:
+    """The graph after all passes, a report on each of them, and the process time at which the first one started."""
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     graph = annotate(logical, strategy)
@@ -77,7 +129,7 @@ def lower(
     if on_pass:
         on_pass("annotate", graph)
     report = []
-    for step in default_passes(storage) if passes is None else passes:
+    for step in ladder:
         begun = time.process_time()
         step(graph)
         verify(graph, step.name)
@@ -86,10 +138,7 @@ def lower(
         report.append(_report(step.name, graph, time.process_time() - begun))
         if on_pass:
             on_pass(step.name, graph)
-    result = split_phases(graph)
-    result.timings["lower_cpu_s"] = time.process_time() - started
-    result.passes = tuple(report)
-    return result
+    return graph, tuple(report), started
 
 
 def _report(name: str, graph: AnnotatedGraph, cpu_s: float) -> dict[str, Any]:
@@ -106,39 +155,91 @@ def split_phases(graph: AnnotatedGraph) -> ExecGraph:
             if operand.op == "call_function" and phase[operand] != name:
                 needed[phase[operand]][operand] = None
     position = {node: i for i, node in enumerate(graph.placeholders)}
-    finals = graph.results
     slots: dict[str, dict[fx.Node, int]] = {}
     parts: dict[str, Part] = {}
     for name in PHASES:
         if name == "epilogue":
-            results = list(finals)
+            results = list(graph.results)
         else:
-            later = [n for n in finals if name == "body" and phase.get(n) == "body"]
+            later = [n for n in graph.results if name == "body" and phase.get(n) == "body"]
             results = list(dict.fromkeys([*needed[name], *later]))
         members = [n for n, p in phase.items() if p == name]
         parts[name] = _part(members, results, position, slots)
         slots[name] = {node: i for i, node in enumerate(results)}
-    return ExecGraph(
-        strategy=graph.strategy,
-        inputs=graph.inputs,
-        outputs=graph.outputs,
-        stored_inputs=tuple(Stored(n.meta["tensor"], n.meta["dist"]) for n in graph.placeholders),
-        stored_outputs=tuple(_stored(n) for n in finals),
-        dims=graph.dims,
-        divisors=graph.divisors,
-        padding_hazard=graph.padding_hazard,
-        prologue=parts["prologue"],
-        body=parts["body"],
-        epilogue=parts["epilogue"],
-        name=graph.name,
-        constants=graph.constants,
-        notes=tuple(graph.notes),
-        timings=graph.timings,
-    )
+    return ExecGraph(**_common(graph), prologue=parts["prologue"], body=parts["body"], epilogue=parts["epilogue"])
 
 
-def _stored(node: fx.Node) -> Stored:
-    dist: DistConfig = node.meta["dist"]
+def _common(graph: AnnotatedGraph) -> dict[str, Any]:
+    """The fields of every program."""
+    return {
+        "strategy": graph.strategy,
+        "inputs": graph.inputs,
+        "outputs": graph.outputs,
+        "stored_inputs": tuple(Stored(n.meta["tensor"], n.meta["dist"]) for n in graph.placeholders),
+        "stored_outputs": tuple(_stored(n, o, graph) for n, o in zip(graph.results, graph.outputs, strict=True)),
+        "dims": graph.dims,
+        "divisors": graph.divisors,
+        "padding_hazard": graph.padding_hazard,
+        "name": graph.name,
+        "constants": graph.constants,
+        "notes": tuple(graph.notes),
+        "timings": graph.timings,
+    }
+
+
+def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
+    """Cut the lowered graph in what values and new buffers need, and the rest.
+
+    Raises VerifyError if a pass has made a value depend on a tangent, or lets the backward write into what it was given
+    (it would be wrong the second time that the same backward runs).
+    """
+    finals = list(zip(graph.results, graph.outputs, strict=True))
+    returned = [node for node, out in finals if out.kind in ("value", "buffer")]
+    gradients = [node for node, out in finals if out.kind not in ("value", "buffer")]
+    early = _needed_by(returned)
+    calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    # One result of an op with several cannot be computed without the others.
+    early.update(n for n in calls if n.target is operator.getitem and n.args[0] in early)
+    tangents = {n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "tangent"}
+    if early & tangents:
+        raise VerifyError(f"a value depends on the tangent {min(early & tangents).name!r}")
+    first = [n for n in calls if n in early]
+    second = [n for n in calls if n not in early]
+    if any(_writes_into(n, early) for n in second):
+        raise VerifyError("the backward writes into a result of the forward")
+    crossing = dict.fromkeys(o for n in second for o in n.all_input_nodes if o in early and o.op == "call_function")
+    crossing |= dict.fromkeys(g for g in gradients if g in early and g.op == "call_function")
+    saved = [n for n in crossing if n not in set(returned)]
+    position = {node: i for i, node in enumerate(graph.placeholders)}
+    forward = _part(first, [*returned, *saved], position, {})
+    slots = {"forward": {node: i for i, node in reversed(list(enumerate([*returned, *saved])))}}
+    backward = _part(second, gradients, position, slots)
+    return PlainGraph(**_common(graph), forward=forward, backward=backward, structure=logical.structure)
+
+
+def _needed_by(nodes: list[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they are computed from."""
+    found, todo = set(nodes), list(nodes)
+    while todo:
+        for operand in todo.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                todo.append(operand)
+    return found
+
+
+def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
+    """Whether a node works in place on memory that was there before the backward."""
+    if node.target is not torch.ops._c10d_functional.all_reduce_.default:
+        return False
+    value: Any = node.args[0]
+    while value not in early and value.target in SAME_STORAGE:
+        value = value.args[0]
+    return value in early or value.op == "placeholder"
+
+
+def _stored(node: fx.Node, out: Output, graph: AnnotatedGraph) -> Stored:
+    dist: DistConfig = graph.deferred.get(out.fqn, node.meta["dist"]) if out.kind == "grad" else node.meta["dist"]
     return Stored(node.meta["tensor"], dist)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from fxpar.graph import LogicalGraph, TensorMeta
+from fxpar.graph import ForwardGraph, LogicalGraph, TensorMeta
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -39,13 +40,17 @@ def padding_hazard(logical: LogicalGraph, token: sympy.Symbol | None) -> str | N
 
     Attention is safe if it is causal, or told documents or a mask; written out, if a mask of [T, T] is put on the
     scores before the softmax. A sum down to a scalar that no token sees again is the loss: padded tokens have labels
-    that it ignores.
+    that it ignores. A forward whose loss is outside may return any sum, so only sums of cross entropies are safe there,
+    and what it counts from the end of the tokens would move.
     """
     if token is None:
         return None
     weighted = _weighted(logical)
+    outside = isinstance(logical, ForwardGraph)
     for node in logical.gm.graph.nodes:
-        if node.op == "call_function" and not node.meta.get("backward") and _mixes(node, token, weighted):
+        if node.op != "call_function" or node.meta.get("backward"):
+            continue
+        if _mixes(node, token, weighted, outside) or (outside and _counts_from_the_end(node, token)):
             where = node.meta.get("source") or node.meta.get("fqn") or "the model"
             return f"{node.target} at {where} reads all tokens, padding included"
     return None
@@ -100,7 +105,31 @@ def _seen_again(node: fx.Node, token: sympy.Symbol) -> bool:
     return False
 
 
-def _mixes(node: fx.Node, token: sympy.Symbol, weighted: set[fx.Node]) -> bool:
+def _is_loss(value: fx.Node, weighted: set[fx.Node]) -> bool:
+    """Whether a value is made of cross entropies of tokens, which are zero where the labels are padding."""
+    queue, seen = [value], {value}
+    while queue:
+        node = queue.pop()
+        source: Any = node.args[0] if node.args else None
+        if node not in weighted or (node.target is operator.getitem and source.target is own.cross_entropy.default):
+            continue
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in _LOOKED_THROUGH:
+            return False
+        queue += [operand for operand in node.all_input_nodes if operand not in seen]
+        seen.update(node.all_input_nodes)
+    return True
+
+
+def _counts_from_the_end(node: fx.Node, token: sympy.Symbol) -> bool:
+    """`x[-1]`, `x[-n:]` and the like on a token dim; `x[:-n]` is an output of another length."""
+    if node.target not in (aten.select.int, aten.slice.Tensor) or len(node.args) < 3:
+        return False
+    source, dim, start = node.args[:3]
+    rank = len(source.meta["tensor"].shape)  # type: ignore[union-attr]
+    return _has(source, dim % rank, token) and (isinstance(start, fx.Node) or (start or 0) < 0)  # type: ignore
+
+
+def _mixes(node: fx.Node, token: sympy.Symbol, weighted: set[fx.Node], outside: bool) -> bool:
     if node.target is own.attention.default:
         query, documents, mask, causal = node.args[0], node.args[3], node.args[4], node.args[5]
         return not causal and documents is None and mask is None and _has(query, 2, token)
@@ -114,7 +143,9 @@ def _mixes(node: fx.Node, token: sympy.Symbol, weighted: set[fx.Node]) -> bool:
         result = node.meta["tensor"]
         scalar = isinstance(result, TensorMeta) and not result.shape
         over_tokens = any(_has(source, d % rank, token) for d in dims)
-        return over_tokens and source in weighted and (not scalar or _seen_again(node, token))
+        if not over_tokens or source not in weighted:
+            return False
+        return not scalar or _seen_again(node, token) or (outside and not _is_loss(source, weighted))
     if node.target in _SOFTMAXES:
         dim: Any = node.args[1]
         return _has(source, dim % rank, token) and source in weighted and not _is_masked(source, token, weighted)

@@ -26,33 +26,53 @@ _TO = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Casts:
-    """`storage`: dtype of floating-point parameters outside the body; None leaves them as captured."""
+    """`storage`: dtype of floating-point parameters outside the body; None leaves them as captured. `gradients`: the
+    narrowest dtype in which gradients leave the body, whatever the parameters' is.
+    """
 
     storage: torch.dtype | None = None
+    gradients: torch.dtype | None = None
     name: ClassVar[str] = "casts"
     tier: ClassVar[Tier] = "numeric"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        if self.storage is None:
-            return
+        if self.storage is not None:
+            self._cast_params(graph, self.storage)
+        if self.gradients is not None:
+            self._widen_gradients(graph, self.gradients)
+
+    def _cast_params(self, graph: AnnotatedGraph, storage: torch.dtype) -> None:
         changed = set()
         inputs: list[Input] = []
         for node, info in zip(graph.placeholders, graph.inputs, strict=True):
-            if info.kind == "param" and info.meta.dtype.is_floating_point and info.meta.dtype != self.storage:
+            if info.kind == "param" and info.meta.dtype.is_floating_point and info.meta.dtype != storage:
                 changed.add(info.fqn)
-                info = replace(info, meta=_as(info.meta, self.storage))
-                _cast_param(graph.graph, node, self.storage)
+                info = replace(info, meta=_as(info.meta, storage))
+                _cast_param(graph.graph, node, storage)
             inputs.append(info)
         graph.inputs = tuple(inputs)
-        results = []
+        _cast_gradients(graph, {fqn: storage for fqn in changed})
+
+    def _widen_gradients(self, graph: AnnotatedGraph, least: torch.dtype) -> None:
+        narrow = {}
         for node, out in zip(graph.results, graph.outputs, strict=True):
-            if out.kind == "grad" and out.fqn in changed:
-                with graph.graph.inserting_before(next(iter(graph.graph.find_nodes(op="output")))):
-                    node = _cast(graph.graph, node, self.storage, "body", node)
-            results.append(node)
-        set_results(graph.graph, results)
-        (output,) = graph.graph.find_nodes(op="output")
-        output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
+            dtype = node.meta["tensor"].dtype
+            if out.kind == "grad" and dtype.is_floating_point and dtype.itemsize < least.itemsize:
+                narrow[out.fqn] = least
+        _cast_gradients(graph, narrow)
+
+
+def _cast_gradients(graph: AnnotatedGraph, dtypes: dict[str, torch.dtype]) -> None:
+    """Cast the gradients of these parameters at the end of the body."""
+    (output,) = graph.graph.find_nodes(op="output")
+    results = []
+    for node, out in zip(graph.results, graph.outputs, strict=True):
+        if out.kind == "grad" and out.fqn in dtypes:
+            with graph.graph.inserting_before(output):
+                node = _cast(graph.graph, node, dtypes[out.fqn], "body", node)
+        results.append(node)
+    set_results(graph.graph, results)
+    output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
 
 
 def _as(meta: TensorMeta, dtype: torch.dtype) -> TensorMeta:

@@ -3,24 +3,29 @@
 Before: results are one replica's; a gradient may be partial on tp or cp already (a norm weight under sequence
 parallel). After: the loss is the same on every rank, a gradient lies as its parameter is stored, a buffer's new value
 is the mean over replicas. All of this happens once per group of micro-batches, in the epilogue (ZeRO-2 and 3: in the
-body).
+body). The values of a forward whose loss is outside, and gradients of the batch, stay one replica's.
 
     %dw : f32[F@tp, D] P(dp)
     %dw_r : f32[F@tp, D] = reshard(%dw)
 
-Cost per rank: an all-reduce of the local gradients over dp and cp, in buckets.
+With `deferred` gradients leave as the partial sums that they are, one term per replica: whoever runs the graph reduces
+them straight into the layout of the optimizer (`fxpar.transport`). ZeRO-2 and 3 still reduce-scatter in the body.
+With `whole` they leave as `torch.nn.parallel.DistributedDataParallel` has them: whole on every rank, the mean over
+replicas.
+
+Cost per rank: an all-reduce of the local gradients over dp and cp, in buckets; nothing if deferred.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from fxpar.collectives import reshard
-from fxpar.dist_config import DistConfig, Partial
+from fxpar.dist_config import AxisShard, DistConfig, Partial
 from fxpar.graph import AnnotatedGraph
 from fxpar.markers import vary
 from fxpar.pass_base import Phase, Tier, block_of, insert, set_results
@@ -28,8 +33,10 @@ from fxpar.pass_base import Phase, Tier, block_of, insert, set_results
 
 @dataclass(frozen=True)
 class ReduceGradients:
-    """Reads the axes from the strategy."""
+    """Reads the axes from the strategy. `deferred`, `whole`: see above."""
 
+    deferred: bool = False
+    whole: bool = False
     name: ClassVar[str] = "reduce_gradients"
     tier: ClassVar[Tier] = "numeric"
 
@@ -42,14 +49,23 @@ class ReduceGradients:
         }
         results: list[fx.Node] = []
         for node, out in zip(graph.results, graph.outputs, strict=True):
+            if out.kind in ("value", "input_grad"):
+                results.append(node)
+                continue
             if out.kind == "buffer":
                 node.meta["buffer"] = out.fqn
-            body = _varying(node, graph, "avg" if out.kind == "buffer" else "sum")
-            target = stored[out.fqn] if out.kind == "grad" else DistConfig.replicated(body.mesh, body.ndim, body.dtype)
+            body = _varying(node, graph, "avg" if out.kind == "buffer" or self.whole else "sum")
+            early = out.kind == "grad" and graph.strategy.zero >= 2 and not self.whole
+            if out.kind == "grad" and self.deferred and not early:
+                graph.deferred[out.fqn] = body
+                results.append(node)
+                continue
+            target = DistConfig.replicated(body.mesh, body.ndim, body.dtype)
+            if out.kind == "grad" and not self.whole:
+                target = _scattered(stored[out.fqn], graph) if early else stored[out.fqn]
             if body == target:
                 results.append(node)
                 continue
-            early = out.kind == "grad" and graph.strategy.zero >= 2
             phase: Phase = "body" if early else "epilogue"
             results.append(_reduce(graph.graph, node, body, target, phase, output))
             if early:
@@ -67,6 +83,14 @@ def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
     if graph.strategy.degree("dp") == 1 or (op == "avg" and dtype == torch.bool):
         return config
     return config.with_placement("dp", Partial(op if op == "sum" or dtype.is_floating_point else "max"))
+
+
+def _scattered(param: DistConfig, graph: AnnotatedGraph) -> DistConfig:
+    """Where a ZeRO-2 or 3 gradient ends: dim 0 cut over the data axes, whether or not the parameter is."""
+    axis = ".".join(graph.strategy.data_axes)
+    if not axis or not param.ndim or axis in param.shard_axes:
+        return param
+    return replace(param, dims=((*param.dims[0], AxisShard(axis)), *param.dims[1:]))
 
 
 def _reduce(

@@ -33,7 +33,7 @@ _FRESH = {
     torch.ops.fxpar.embedding_backward.default,
     layout.fuse,
 }
-_SAME_STORAGE = {aten.reshape.default}
+SAME_STORAGE = {aten.reshape.default}
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,6 @@ class ReuseBuffers:
 
 
 def _is_fresh(value: fx.Node) -> bool:
-    while len(value.users) == 1 and value.target in _SAME_STORAGE:
+    while len(value.users) == 1 and value.target in SAME_STORAGE:
         value = value.args[0]  # type: ignore[assignment]
     return len(value.users) == 1 and value.target in _FRESH

@@ -28,14 +28,17 @@ from fxpar.pass_base import Tier, block_of, insert
 
 @dataclass(frozen=True)
 class ZeroShard:
-    """Reads the level from the strategy; level 0 changes nothing."""
+    """Reads the level from the strategy. Below level `params_from` parameters stay whole: someone else stores them
+    sharded and hands them over gathered (`fxpar.store`).
+    """
 
+    params_from: int = 1
     name: ClassVar[str] = "zero_shard"
     tier: ClassVar[Tier] = "exact"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         strategy = graph.strategy
-        if not strategy.zero or not strategy.data_axes:
+        if strategy.zero < max(1, self.params_from) or not strategy.data_axes:
             return
         axis = ".".join(strategy.data_axes)
         middle = _released_blocks(graph) if strategy.zero == 3 else set()

@@ -23,14 +23,14 @@ LAYER_TABLE: dict[int, str] = {
     0: "errors mesh",
     1: "dist_config strategy cluster",
     2: "graph collectives markers serialize exec_graph pass_base graph_module printer",
-    3: "torch_api rules ops pass_registry losses",
-    4: "verify tracer annotate cost eager widen padding_hazard tp_plan",
+    3: "torch_api rules ops pass_registry losses data",
+    4: "verify tracer annotate cost eager widen padding_hazard tp_plan batching monitor",
     5: "passes",
     6: "lowering compile search",
-    7: "store switch schedule",
-    8: "runtime",
-    9: "api checking __init__",
-    10: "recipes cli models __main__",
+    7: "store switch transport schedule",
+    8: "runtime checkpoint",
+    9: "api checking dynamo __init__",
+    10: "recipes cli models train __main__",
 }
 LAYERS = {unit: layer for layer, units in LAYER_TABLE.items() for unit in units.split()}
 

@@ -99,13 +99,18 @@ def _token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:
 
 
 def _demands(graph: AnnotatedGraph, problem: AxisProblem, tensor_axis: bool) -> list[Demand]:
-    """What the graph's results may be: a gradient lies like its parameter, or stays partial if that is replicated."""
-    placeholder = {info.fqn: node for node, info in zip(graph.placeholders, graph.inputs, strict=True)}
+    """What the graph's results may be: a gradient lies like its parameter, or stays partial if that is replicated.
+
+    Buffers, values and gradients of the batch leave whole.
+    """
+    placeholder = {
+        info.fqn: node for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"
+    }
     demands: dict[tuple, Demand] = {}
     for node, output in zip(graph.results, graph.outputs, strict=True):
         source, index = resolve(node)
         value = (problem.class_of[source], index)
-        if output.kind == "buffer":
+        if output.kind in ("buffer", "value", "input_grad"):
             demand = Demand(value, (R,), (0.0,))
         elif output.kind == "loss":
             demand = Demand(value, (R, P), (0.0, 0.0))

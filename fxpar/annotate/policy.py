@@ -53,9 +53,13 @@ def _shards(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool |
     return kinds
 
 
+# Inputs that come in whole on every rank of a replica: any piece of them costs nothing.
+_WHOLE_INPUTS = ("batch", "tangent")
+
+
 def _token_dims(entry: OpClass, result: int) -> list[int]:
-    """Token dims of the batch; whatever follows from them is found through the rules."""
-    if entry.nodes[0].meta.get("kind") != "batch":
+    """Token dims of the batch and of tangents; whatever follows from them is found through the rules."""
+    if entry.nodes[0].meta.get("kind") not in _WHOLE_INPUTS:
         return []
     return [d for d, token in enumerate(entry.token[result]) if token]
 
@@ -92,6 +96,8 @@ class TensorAxis:
 
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
+        if node.meta.get("kind") == "tangent":
+            return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
         if node.meta.get("kind") != "param":
             return [Option((), (R,))]
         shards = sorted(entry.candidates[0], key=str)
@@ -140,7 +146,7 @@ class ContextAxis:
 
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
-        if node.meta.get("kind") != "batch":
+        if node.meta.get("kind") not in _WHOLE_INPUTS:
             return [Option((), (R,))]
         return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
 

@@ -82,13 +82,25 @@ class BoundGraph:
             else:
                 self._sums = list(self._later_body()(*values, *self._accumulators()))
         if idle:
-            position = {info.fqn: i for i, info in enumerate(self.program.inputs) if info.kind == "buffer"}
-            for index, fqn in self._buffer_outputs().items():
-                held = self._inputs[position[fqn]]
-                assert held is not None
-                self._sums[index] = held
+            self._keep_buffers(self._sums)
         else:
             self._carry_buffers()
+
+    def skip(self) -> None:
+        """This replica has no micro-batch in the group: zeros, and buffers as they are. Not for ZeRO-2 and 3."""
+        zeros = []
+        for node in self.program.body.results:
+            local = node.meta["local"]
+            zeros.append(torch.zeros(local.shape, dtype=local.dtype, device=self._device()))
+        self._keep_buffers(zeros)
+        self._sums = zeros
+
+    def _keep_buffers(self, results: list[Tensor]) -> None:
+        position = {info.fqn: i for i, info in enumerate(self.program.inputs) if info.kind == "buffer"}
+        for index, fqn in self._buffer_outputs().items():
+            held = self._inputs[position[fqn]]
+            assert held is not None
+            results[index] = held
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}."""

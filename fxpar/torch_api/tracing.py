@@ -7,6 +7,7 @@ the frame of a non-reentrant checkpoint, autocast.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +132,29 @@ def retyped_input(value: Tensor, dtype: torch.dtype) -> Tensor:
         retyped = torch.empty(value.shape, dtype=dtype)
         proxy_tensor.track_tensor_tree(retyped, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
     return retyped
+
+
+def new_input(shape: Sequence[Any], dtype: torch.dtype, kind: str) -> Tensor:
+    """Inside a trace: one more input, of a shape that only the trace has found out.
+
+    Its placeholder, with `meta["kind"]`, stands where the trace is now; see `inputs_first`.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "new_input works inside a trace only"
+    with proxy_tensor.disable_proxy_modes_tracing():
+        value = torch.empty(tuple(shape), dtype=dtype)
+        proxy = mode.tracer.create_proxy("placeholder", kind, (), {})
+        proxy.node.meta["kind"] = kind
+        proxy_tensor.track_tensor_tree(value, proxy, constant=None, tracer=mode.tracer)
+    return value
+
+
+def inputs_first(gm: fx.GraphModule) -> None:
+    """Move all placeholders to the top of the graph, in their order."""
+    places = list(gm.graph.find_nodes(op="placeholder"))
+    for before, node in itertools.pairwise(places):
+        before.append(node)
+    gm.recompile()
 
 
 def is_fake(value: object) -> bool:

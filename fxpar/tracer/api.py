@@ -8,16 +8,12 @@ import torch
 from torch import nn
 
 from fxpar.errors import warn
-from fxpar.graph import LogicalGraph, Output
+from fxpar.graph import LogicalGraph
 from fxpar.torch_api.symbolic import FakeWorld
-from fxpar.tracer.canonical import Canonical
-from fxpar.tracer.constants import lift_constants
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic
-from fxpar.tracer.functional import make_functional
-from fxpar.tracer.guards import check_guards
+from fxpar.tracer.finish import canonical_graph
 from fxpar.tracer.provenance import Provenance, user_line
 from fxpar.tracer.signature import Batch, make_signature, model_device, named_batch
-from fxpar.tracer.simplify import simplify
 from fxpar.tracer.step import LossFunction, Step
 
 
@@ -58,23 +54,16 @@ def _capture(
     dims = resolve_dynamic(dynamic, batch)
     world = FakeWorld(user_line)
     signature = make_signature(model, batch, world, dims)
-    step = Step(model, loss_fn, example_batch, signature, world, Provenance(model), device)
+    step = Step(
+        model=model,
+        signature=signature,
+        world=world,
+        provenance=Provenance(model),
+        device=device,
+        loss_fn=loss_fn,
+        batch=example_batch,
+    )
     raw = step.trace()
-    signature = signature.with_scale(raw.loss_dtype)
-    traced = time.process_time()
-    functional = make_functional(raw.gm, signature, world)
     if raw.unused:
         warn(f"the loss does not depend on {', '.join(raw.unused)}; the gradients are zeros")
-    checked = check_guards(world, dims.dims)
-    count = 1 + len(raw.grads)
-    buffers = dict(zip(raw.buffers, functional.results[count:], strict=True)) | functional.buffers
-    written = [fqn for fqn in signature.of_kind("buffer") if fqn in buffers]
-    results = functional.results[:count] + [buffers[fqn] for fqn in written]
-    gm = Canonical(functional.gm, signature.inputs, dims, world).run(results)
-    outputs = [Output("loss", "loss"), *(Output("grad", fqn) for fqn in raw.grads)]
-    outputs += [Output("buffer", fqn) for fqn in written]
-    simplify(gm)
-    inputs, constants = lift_constants(gm, signature.inputs)
-    done = time.process_time()
-    timings = {"capture_cpu_s": done - started, "trace_cpu_s": traced - started, "canonical_cpu_s": done - traced}
-    return LogicalGraph(gm, inputs, tuple(outputs), checked, name, constants, timings)
+    return LogicalGraph(**canonical_graph(raw, world, dims, started), name=name)

@@ -31,6 +31,10 @@ class Signature:
         """FQN -> fake tensor of the inputs of these kinds, in order."""
         return {i.fqn: fake for i, fake in zip(self.inputs, self.fakes, strict=True) if i.kind in kinds}
 
+    def and_input(self, found: Input, fake: Tensor) -> Signature:
+        """The same with one more input."""
+        return Signature((*self.inputs, found), (*self.fakes, fake), (*self.names, (found.fqn,)))
+
     def with_scale(self, dtype: torch.dtype) -> Signature:
         """The same with a scale of this dtype."""
         scale = TensorMeta((), dtype)
@@ -61,8 +65,21 @@ def named_batch(batch: Batch) -> dict[str, Tensor]:
     return named
 
 
-def make_signature(model: nn.Module, batch: Mapping[str, Tensor], world: FakeWorld, dims: DynamicDims) -> Signature:
-    """Fake inputs for one step: shapes and dtypes of the real ones on CPU, dynamic dims symbolic. Allocates nothing."""
+def make_signature(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    world: FakeWorld,
+    dims: DynamicDims,
+    *,
+    scale: bool = True,
+    gradients: bool = True,
+    batch_gradients: bool = False,
+) -> Signature:
+    """Fake inputs for one step: shapes and dtypes of the real ones on CPU, dynamic dims symbolic. Allocates nothing.
+
+    `scale`: whether there is one. `gradients`: whether trainable parameters are wanted with a gradient, with
+    `batch_gradients` also the tensors of the batch that require one.
+    """
     inputs: list[Input] = []
     fakes: list[Tensor] = []
     names: list[tuple[str, ...]] = []
@@ -79,13 +96,15 @@ def make_signature(model: nn.Module, batch: Mapping[str, Tensor], world: FakeWor
         for aliases, tensor in _untied(named):
             _check_dense(aliases[0], tensor)
             meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
-            grad = kind == "param" and tensor.requires_grad
+            grad = gradients and kind == "param" and tensor.requires_grad
             add(Input(kind, aliases[0], meta, grad, aliases[1:]), tensor.shape, aliases)
     for key, tensor in batch.items():
         sizes: tuple[Size, ...] = dims.expressions(key, tensor)
-        add(Input("batch", key, TensorMeta(sizes, tensor.dtype)), dims.symbolic(key, tensor, world))
-    # The scale has the dtype of the loss, which the trace will find out.
-    add(Input("scale", "scale", TensorMeta((), torch.float32)), ())
+        grad = batch_gradients and tensor.requires_grad
+        add(Input("batch", key, TensorMeta(sizes, tensor.dtype), grad), dims.symbolic(key, tensor, world))
+    if scale:
+        # The scale has the dtype of the loss, which the trace will find out.
+        add(Input("scale", "scale", TensorMeta((), torch.float32)), ())
     add(Input("seed", "seed", TensorMeta((), torch.int64)), ())
     return Signature(tuple(inputs), tuple(fakes), tuple(names))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxpar.errors import CaptureError, DataDependentError, DeviceError, LossError, UnsupportedOpError
+from fxpar.graph import Input, Output
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.context import CaptureContext, running
@@ -32,13 +33,14 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 @dataclass
 class RawTrace:
-    """What tracing found: the nodes as ATen made them, the grads in order, which buffers were reassigned."""
+    """What tracing found: the nodes as ATen made them, their results in order (reassigned buffers last), parameters
+    that nothing depends on, and what inputs the signature lacked.
+    """
 
     gm: fx.GraphModule
-    grads: tuple[str, ...]
-    buffers: tuple[str, ...]
+    outputs: tuple[Output, ...]
     unused: tuple[str, ...]
-    loss_dtype: torch.dtype
+    signature: Signature
 
 
 @calls_user_code
@@ -66,22 +68,25 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 (container.extend if isinstance(container, list) else container.update)(content)
 
 
-@dataclass
-class Step:
-    """Runs forward, loss and backward on the values of `signature.inputs`."""
+@dataclass(kw_only=True)
+class Traced:
+    """Runs something of the model on the values of `signature.inputs`: what, a subclass says in `results`."""
 
     model: nn.Module
-    loss_fn: LossFunction
-    batch: Batch
     signature: Signature
     world: FakeWorld
     provenance: Provenance
     device: torch.device
+    outputs: list[Output] = field(default_factory=list)
+    unused: tuple[str, ...] = ()
+    differentiate: bool = True
+
+    def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
+        """The results of the graph; also sets `outputs`, and `signature` where the graph has further inputs."""
+        raise NotImplementedError
 
     def trace(self) -> RawTrace:
-        """Trace the step. Raises the errors of `fxpar.capture`; the model is left as it was."""
-        self.buffers: tuple[str, ...] = ()
-        self.unused: tuple[str, ...] = ()
+        """Trace it. Raises the errors of `fxpar.capture`; the model is left as it was."""
         try:
             with unchanged(self.model), tracing.autocast_on_cpu(_ACCELERATORS), host_models(self.model):
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
@@ -94,8 +99,7 @@ class Step:
                 error.add_note(f"raised while fxpar captured {where}, on tensors without data")
                 raise
             raise translated from error
-        grads = tuple(i.fqn for i in self.signature.inputs if i.requires_grad)
-        return RawTrace(gm, grads, self.buffers, self.unused, self.loss_dtype)
+        return RawTrace(gm, tuple(self.outputs), self.unused, self.signature)
 
     def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
         named = {i.fqn: v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "batch"}
@@ -103,57 +107,37 @@ class Step:
             node = tracing.node_of(value)
             assert node is not None
             node.meta["kind"] = found.kind
-        scale, seed = values[-2:]
+        seed = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "seed")
         context = CaptureContext(self.world, self.provenance, named, seed, self.device)
         with (
             tracing.swapped_tensors(self.model, self.signature.model_tensors(values)),
             running(context),
             torch.device("cpu"),  # where tensors are made that name no device
             self.provenance.follow(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(self.differentiate),
             Redirect(context),  # in the backward too: a checkpoint runs user code there
         ):
-            loss = _call_loss(self.loss_fn, self.model, self._batch(named))
-            loss = as_sum(loss, context)
-            self.loss_dtype = loss.dtype
-            loss = loss * tracing.retyped_input(scale, loss.dtype)
-            grads = self._gradients(loss, values)
-            buffers = self._reassigned(values)
-        return (loss.detach(), *grads, *buffers)
+            inputs = self.signature.inputs
+            found = self.results(context, values)
+            buffers = self._reassigned(inputs, values)
+        return (*found, *buffers)
 
-    def _batch(self, named: dict[str, Tensor]) -> Any:
-        """The traced batch in the container that the user passed."""
-        if isinstance(self.batch, Mapping):
-            return dict(named)
-        make: Any = getattr(type(self.batch), "_make", type(self.batch))  # named tuples take one argument per field
-        return make(named.values())
+    def trained(self, values: Sequence[Tensor]) -> list[tuple[Input, Tensor]]:
+        """The inputs that want a gradient."""
+        return [(i, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]
 
-    def _gradients(self, loss: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-        trained = [(i.fqn, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]
-        if not trained:
-            raise LossError("a loss, but the model has no parameter that requires a gradient")
-        with torch.autocast("cpu", enabled=False):
-            grads = torch.autograd.grad(loss, [v for _, v in trained], allow_unused=True)
-        if all(grad is None for grad in grads):
-            raise LossError("a tensor that does not depend on any trainable parameter")
-        self.unused = tuple(fqn for (fqn, _), grad in zip(trained, grads, strict=True) if grad is None)
-        return [
-            torch.zeros(v.shape, dtype=v.dtype) if grad is None else grad
-            for (_, v), grad in zip(trained, grads, strict=True)
-        ]
-
-    def _reassigned(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def _reassigned(self, inputs: Sequence[Input], values: Sequence[Tensor]) -> list[Tensor]:
         """New values of buffers that the forward has set to another tensor (in-place updates are found later)."""
         now = dict(self.model.named_buffers(remove_duplicate=False))
         found: dict[str, Tensor] = {}
-        for entry, value in zip(self.signature.inputs, values, strict=True):
+        for entry, value in zip(inputs, values, strict=True):
             if entry.kind == "buffer" and now.get(entry.fqn) is not None and now[entry.fqn] is not value:
                 if now[entry.fqn].shape != value.shape or tracing.node_of(now[entry.fqn]) is None:
                     raise UnsupportedOpError(
                         f"buffer {entry.fqn!r} set to a tensor of another shape", "Keep the shapes of buffers fixed."
                     )
                 found[entry.fqn] = now[entry.fqn].to(value.dtype).detach()
-        self.buffers = tuple(found)
+        self.outputs += [Output("buffer", fqn) for fqn in found]
         return list(found.values())
 
     def _translate(self, error: Exception) -> CaptureError | None:
@@ -166,6 +150,45 @@ class Step:
         if "FlexAttention" in str(error):
             return UnsupportedOpError("flex_attention", _INSTEAD_OF_FLEX, fqn, line)
         return None
+
+
+@dataclass(kw_only=True)
+class Step(Traced):
+    """Forward, loss and backward."""
+
+    loss_fn: LossFunction
+    batch: Batch
+
+    def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
+        """The scaled loss and the gradients of all trainable parameters."""
+        loss = _call_loss(self.loss_fn, self.model, self._container(context.batch))
+        loss = as_sum(loss, context)
+        scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
+        self.signature = self.signature.with_scale(loss.dtype)
+        loss = loss * tracing.retyped_input(scale, loss.dtype)
+        grads = self._gradients(loss, self.trained(values))
+        self.outputs = [Output("loss", "loss"), *(Output("grad", i.fqn) for i, _ in self.trained(values))]
+        return [loss.detach(), *grads]
+
+    def _container(self, named: Mapping[str, Tensor]) -> Any:
+        """The traced batch in the container that the user passed."""
+        if isinstance(self.batch, Mapping):
+            return dict(named)
+        make: Any = getattr(type(self.batch), "_make", type(self.batch))  # named tuples take one argument per field
+        return make(named.values())
+
+    def _gradients(self, loss: Tensor, trained: Sequence[tuple[Input, Tensor]]) -> list[Tensor]:
+        if not trained:
+            raise LossError("a loss, but the model has no parameter that requires a gradient")
+        with torch.autocast("cpu", enabled=False):
+            grads = torch.autograd.grad(loss, [v for _, v in trained], allow_unused=True)
+        if all(grad is None for grad in grads):
+            raise LossError("a tensor that does not depend on any trainable parameter")
+        self.unused = tuple(i.fqn for (i, _), grad in zip(trained, grads, strict=True) if grad is None)
+        return [
+            torch.zeros(v.shape, dtype=v.dtype) if grad is None else grad
+            for (_, v), grad in zip(trained, grads, strict=True)
+        ]
 
 
 def _operation(error: Exception) -> str:

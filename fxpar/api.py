@@ -1,0 +1,197 @@
+"""`fxpar.parallelize`: an `nn.Module` becomes one that trains under several strategies at once.
+
+    model = fxpar.parallelize(model, strategies={512: "dp4", 4096: "dp2.tp2+sp"}, loss=fxpar.losses.causal_lm)
+    report = model.train_step(sequences)          # `.grad` is filled
+    optimizer.step(); optimizer.zero_grad()
+
+From outside it is a sharded model like FSDP2's: parameters are DTensors in fp32 with unchanged names and shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fxpar.batching import BatchPlan
+from fxpar.cluster import ClusterSpec
+from fxpar.dist_config import DistConfig
+from fxpar.errors import ParallelizeError
+from fxpar.losses import causal_lm
+from fxpar.runtime.report import StepReport
+from fxpar.runtime.session import Options, Session, open_session
+from fxpar.store import MemoryReport
+from fxpar.strategy import Strategy
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+_STATE = "_fxpar_session"
+
+
+def parallelize(
+    target: Any = None,
+    *,
+    strategies: Mapping[int, Strategy | str],
+    loss: LossFunction = causal_lm,
+    token_budget: int | Mapping[int, int] | None = None,
+    example: Mapping[str, Tensor] | None = None,
+    packed: bool | None = None,
+    order: Sequence[str] | None = None,
+    merge: bool = True,
+    home: Mapping[str, str | DistConfig] | None = None,
+    resident: Sequence[str] | None = None,
+    memory_budget_bytes: int | None = None,
+    gradients: Literal["home", "chain"] = "home",
+    cluster: ClusterSpec | None = None,
+    device_tflops: float | None = None,
+    planner: str = "auto",
+    execution: str = "auto",
+    staging_bytes: int = 64 << 20,
+    checked: bool = False,
+    nan: Literal["error", "skip"] = "error",
+    compile: Literal["eager", "inductor"] = "eager",
+    timeout_s: float | None = None,
+    monitor: bool = True,
+    plain: str | None = None,
+    seed: int = 0,
+) -> Any:
+    """Make `target` (a module, or as a decorator a module class) train under `strategies`.
+
+    `strategies` maps the longest sequence (tokens) that a strategy takes to the strategy; every rank must call this
+    with the same module and arguments inside an initialised `torch.distributed`. The module is changed in place and
+    returned; its class becomes a subclass with `train_step`, `plan`, `memory`, `using`, `engine_state`.
+
+    - `loss(model, batch)`: sum over valid tokens (`fxpar.losses`). `example`: a batch to capture with; by default one
+      packed row of `input_ids`, `labels`, `position_ids`.
+    - `token_budget`: most tokens of one micro-batch of one replica, for all limits or by limit.
+    - `packed`: several sequences per micro-batch; None: if the model keeps packed documents apart.
+    - `order`: the strategies in order of running; by default the cheapest, by switch plans. `merge=False` runs every
+      group under its own strategy however small it is.
+    - `home`: placement of masters by FQN glob ("S(1)", "R", a DistConfig); by default dim 0 over all ranks.
+    - `memory_budget_bytes`: per rank, for weights, gradients and staging; layouts that do not fit take turns.
+      `resident` names the strategies that stay in memory instead.
+    - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
+    - `cluster`, `device_tflops`: what costs are predicted with. `planner`, `execution`, `staging_bytes`, `checked`:
+      see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
+    - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
+      no heartbeats, the error is torch's).
+    - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
+
+    Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
+    """
+    arguments = {k: v for k, v in locals().items() if k not in ("target", "strategies", "loss", "example")}
+    options = Options(**arguments)
+
+    def convert(module: nn.Module) -> nn.Module:
+        return _convert(module, strategies, loss, example, options)
+
+    if target is None:
+        return functools.partial(_wrap, convert)
+    return _wrap(convert, target)
+
+
+def _wrap(convert: Callable[[nn.Module], nn.Module], target: Any) -> Any:
+    if isinstance(target, nn.Module):
+        return convert(target)
+    if not (isinstance(target, type) and issubclass(target, nn.Module)):
+        raise ParallelizeError(f"the target is {target!r}, neither an nn.Module nor a class of modules")
+
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        target.__init__(self, *args, **kwargs)
+        if type(self) is made:
+            convert(self)
+
+    functools.update_wrapper(init, target.__init__)
+    made = type(
+        target.__name__, (target,), {"__init__": init, "__module__": target.__module__, "__doc__": target.__doc__}
+    )
+    made.__qualname__ = target.__qualname__
+    return made
+
+
+def _convert(
+    module: nn.Module,
+    strategies: Mapping[int, Strategy | str],
+    loss: LossFunction,
+    example: Mapping[str, Tensor] | None,
+    options: Options,
+) -> nn.Module:
+    if isinstance(module, ParallelModule):
+        raise ParallelizeError(f"this {type(module).__name__} is parallel already")
+    session = open_session(module, strategies, loss, example, options)
+    module.__class__ = _parallel_class(type(module))
+    module.__dict__[_STATE] = session
+    return module
+
+
+@functools.cache
+def _parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session: Session | None = self.__dict__.get(_STATE)
+        if session is not None and session.is_tracing:
+            return cls.forward(self, *args, **kwargs)
+        return self._session().forward(self, args, kwargs)
+
+    names = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"Parallel{cls.__name__}", (ParallelModule, cls), names)
+
+
+class ParallelModule(nn.Module):
+    """What `parallelize` adds to a module."""
+
+    def _session(self) -> Session:
+        session = self.__dict__.get(_STATE)
+        if session is None:
+            raise ParallelizeError(
+                "this is a copy: it has the weights but no engine. Load its state_dict into the model that was "
+                "parallelized to run it"
+            )
+        return session
+
+    def train_step(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> StepReport:
+        """Forward and backward of one mini-batch: token sequences [T] of any lengths, the same on every rank.
+
+        A sequence is a tensor of token ids, or a mapping with `input_ids` and further tensors [T] such as aligned
+        `labels`. Gradients of the mean over valid tokens are added to `.grad` of the parameters.
+        """
+        return self._session().train_step(self, sequences)
+
+    def plan(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> BatchPlan:
+        """What `train_step` would run, without running it."""
+        return self._session().engine.plan(sequences)
+
+    @property
+    def memory(self) -> MemoryReport:
+        """Bytes of all layouts on the fullest rank."""
+        return self._session().memory
+
+    @property
+    def step_count(self) -> int:
+        """Mini-batches so far."""
+        return self._session().engine.steps
+
+    def using(self, strategy: str) -> Any:
+        """Within `with model.using("dp2.tp2"):` plain calls `model(x)` run under this strategy."""
+        return self._session().using(strategy)
+
+    def engine_state(self) -> dict[str, Any]:
+        """What a resumed run needs beside weights and optimizer; plain data, the same on all ranks."""
+        return self._session().state()
+
+    def load_engine_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `engine_state`; strategies and number of ranks may have changed."""
+        self._session().load_state(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A copy of weights and buffers without the engine, as averaging wrappers make it."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        kept = {key: value for key, value in self.__dict__.items() if key != _STATE}
+        made.__dict__.update(copy.deepcopy(kept, memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != _STATE}

@@ -1,0 +1,13 @@
+"""From a mini-batch of sequences to length groups, replicas and micro-batches. No process group is needed.
+
+`collate`, `check_sequences` and `valid_tokens` are in `fxpar.batching.collate`.
+"""
+
+from __future__ import annotations
+
+from fxpar.batching.cost import GroupCost
+from fxpar.batching.groups import LengthGroup, length_groups
+from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
+from fxpar.batching.planner import plan_batch
+
+__all__ = ["BatchPlan", "GroupCost", "GroupPlan", "LengthGroup", "MicroBatch", "length_groups", "plan_batch"]

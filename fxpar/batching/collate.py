@@ -1,0 +1,182 @@
+"""From sequences to the tensors of one micro-batch: one packed row, with boundaries that attention and loss respect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fxpar.batching.plan import MicroBatch
+from fxpar.errors import BatchKeyError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
+from fxpar.losses import IGNORE_INDEX, next_token_labels
+
+Tokens = Tensor | Mapping[str, Tensor]
+Columns = dict[str, Tensor]
+
+# Batch keys that other frameworks use -> the key that is meant.
+ALIASES = {"tokens": "input_ids", "targets": "labels", "target": "labels", "positions": "position_ids"}
+_MARKERS = {"position_ids", "document_ids"}
+
+
+def check_sequences(sequences: Sequence[Tokens]) -> tuple[int, ...]:
+    """Lengths of the sequences in tokens.
+
+    A sequence is a tensor [T] of token ids, or a mapping with "input_ids" [T] and further tensors [T, ...]: "labels"
+    (aligned: what each position must predict, -100 where nothing), "position_ids" and "document_ids" (if it consists of
+    several documents already), and any other key of the graph.
+
+    Raises SequenceError with the index of the first bad sequence.
+    """
+    return tuple(_columns(i, sequence)["input_ids"].shape[0] for i, sequence in enumerate(sequences))
+
+
+def valid_tokens(sequences: Sequence[Tokens]) -> int:
+    """Labels that are not -100 in the whole mini-batch: 1/this is the scale of every token's loss.
+
+    A sequence without labels of its own predicts its next tokens, so one of a single token has none.
+    Raises SequenceError, NoValidTokenError.
+    """
+    count = sum(_valid(_columns(i, sequence)) for i, sequence in enumerate(sequences))
+    if not count:
+        raise NoValidTokenError(len(sequences))
+    return count
+
+
+def collate(sequences: Sequence[Tokens], micro: MicroBatch, keys: Collection[str]) -> dict[str, Tensor]:
+    """The sequences of `micro` as one packed row, with the `keys` that the graph asks for, each [1, T].
+
+    Always there to be asked for: input_ids, labels (the next token inside of a document, -100 at its last one; or
+    those that the sequence brings), position_ids (from 0 in each document), document_ids (from 1), all int64, also
+    under the names in ALIASES. Any other key is the concatenation of what the sequences have under it.
+
+    Raises SequenceError, BatchKeyError (a key that a sequence lacks), UnmarkedDocumentsError (several sequences for a
+    graph that asks for neither positions nor documents: attention would cross the boundary).
+    """
+    wanted = {key: ALIASES.get(key, key) for key in keys}
+    columns = [_columns(i, sequences[i]) for i in micro.sequences]
+    if len(columns) > 1 and not _MARKERS & set(wanted.values()):
+        raise UnmarkedDocumentsError(keys)
+    rows: dict[str, Tensor] = {}
+    for key, meant in wanted.items():
+        if meant not in rows:
+            make = _MADE.get(meant)
+            rows[meant] = make(columns) if make else _joined(key, columns, micro.sequences)
+    return {key: rows[meant][None] for key, meant in wanted.items()}
+
+
+def _columns(index: int, sequence: Tokens) -> Columns:
+    """A sequence as checked tensors by key."""
+    given = {"input_ids": sequence} if isinstance(sequence, Tensor) else sequence
+    if not isinstance(given, Mapping):
+        raise SequenceError(index, f"is a {type(given).__name__}; give a tensor [T] or a mapping of tensors")
+    columns: Columns = {}
+    for key, value in given.items():
+        meant = ALIASES.get(key, key)
+        if meant in columns:
+            raise SequenceError(index, f"has {meant!r} twice, the second time as {key!r}")
+        if not isinstance(value, Tensor):
+            raise SequenceError(index, f"has {key!r} as a {type(value).__name__}; give a tensor")
+        columns[meant] = value
+    if "input_ids" not in columns:
+        raise SequenceError(index, f"has no 'input_ids'; it has {sorted(columns)}")
+    _check_columns(index, columns)
+    return columns
+
+
+def _check_columns(index: int, columns: Columns) -> None:
+    length = columns["input_ids"].shape[:1].numel()
+    for key, value in columns.items():
+        if key in _MADE and (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool):
+            raise SequenceError(index, f"has {key!r} of {value.dtype}; it needs integers")
+        if key in _MADE and value.dim() != 1:
+            raise SequenceError(index, f"has {key!r} of shape {list(value.shape)}; it needs one dim, [T]")
+        if key == "input_ids" and not length:
+            raise SequenceError(index, "is empty; drop it before the step")
+        if value.dim() == 0 or value.shape[0] != length:
+            raise SequenceError(index, f"has {key!r} of shape {list(value.shape)} for {length} tokens")
+    positions = columns.get("position_ids")
+    if positions is not None and "document_ids" not in columns and positions[0] != 0:
+        raise SequenceError(index, f"has 'position_ids' that start at {int(positions[0])}; they start at 0")
+
+
+def _valid(columns: Columns) -> int:
+    labels = columns.get("labels")
+    if labels is not None:
+        return int((labels != IGNORE_INDEX).sum())
+    if len(columns) == 1:
+        return columns["input_ids"].shape[0] - 1
+    return int((_labels([columns]) != IGNORE_INDEX).sum())
+
+
+def _tokens(columns: Sequence[Columns]) -> Tensor:
+    return torch.cat([c["input_ids"] for c in columns]).long()
+
+
+def _positions(columns: Sequence[Columns]) -> Tensor:
+    return torch.cat([_positions_of(c) for c in columns])
+
+
+def _positions_of(columns: Columns) -> Tensor:
+    if "position_ids" in columns:
+        return columns["position_ids"].long()
+    ids = columns["input_ids"]
+    index = torch.arange(ids.shape[0], device=ids.device)
+    if "document_ids" not in columns:
+        return index
+    begins = _changes(columns["document_ids"])
+    return index - torch.where(begins, index, 0).cummax(0).values
+
+
+def _documents(columns: Sequence[Columns]) -> Tensor:
+    """Ids [T] that count the documents of the row from 1."""
+    rows, count = [], 0
+    for one in columns:
+        given = one.get("document_ids")
+        # A document of the sequence's own may be in several pieces.
+        ids = _begins(one).cumsum(0) if given is None else given.unique(return_inverse=True)[1] + 1
+        rows.append(ids + count)
+        count += int(ids.max())
+    return torch.cat(rows)
+
+
+def _begins(columns: Columns) -> Tensor:
+    """Whether each token [T] is the first one of a document."""
+    if "document_ids" in columns:
+        return _changes(columns["document_ids"])
+    if "position_ids" in columns:
+        return columns["position_ids"] == 0
+    ids = columns["input_ids"]
+    begins = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    begins[0] = True
+    return begins
+
+
+def _changes(ids: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(ids[:1], dtype=torch.bool), ids[1:] != ids[:-1]])
+
+
+def _labels(columns: Sequence[Columns]) -> Tensor:
+    row = next_token_labels(_tokens(columns), document_ids=_documents(columns))
+    start = 0
+    for one in columns:
+        stop = start + one["input_ids"].shape[0]
+        if "labels" in one:
+            row[start:stop] = one["labels"]
+        start = stop
+    return row
+
+
+def _joined(key: str, columns: Sequence[Columns], indices: Sequence[int]) -> Tensor:
+    for index, one in zip(indices, columns, strict=True):
+        if key not in one:
+            raise BatchKeyError(key, index, sorted(one))
+    return torch.cat([one[key] for one in columns])
+
+
+_MADE: dict[str, Callable[[Sequence[Columns]], Tensor]] = {
+    "input_ids": _tokens,
+    "labels": _labels,
+    "position_ids": _positions,
+    "document_ids": _documents,
+}

@@ -1,0 +1,90 @@
+"""Length groups: what the user's `strategies={512: "dp4", 4096: "dp2.tp2+sp"}` says, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fxpar.errors import (
+    LengthLimitError,
+    NoStrategiesError,
+    StrategyWorldsError,
+    TokenBudgetError,
+    UnknownBudgetError,
+)
+from fxpar.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class LengthGroup:
+    """Sequences of up to `limit` tokens run under `strategy`.
+
+    `token_budget` is the most tokens that one micro-batch of one replica may have; it is at least `limit`.
+    """
+
+    limit: int
+    strategy: Strategy
+    token_budget: int
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas, each with micro-batches of its own."""
+        return self.strategy.degree("dp")
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the replicas run their micro-batches side by side.
+
+        From ZeRO-2 on, every micro-batch ends with a collective over the replicas (gradients are scattered, with
+        ZeRO-3 weights are gathered too), so each one takes as long as the slowest replica's.
+        """
+        return self.strategy.zero >= 2 and self.replicas > 1
+
+    def __str__(self) -> str:
+        return f"<={self.limit}: {self.strategy}"
+
+
+def length_groups(
+    strategies: Mapping[int, Strategy | str], *, world: int, token_budget: int | Mapping[int, int] | None = None
+) -> tuple[LengthGroup, ...]:
+    """The groups of `strategies` (longest sequence in tokens -> strategy), sorted by limit.
+
+    `token_budget` is the most tokens of one micro-batch of one replica: one number for all groups, or a number by
+    limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of
+    full length, but at least its own limit.
+
+    Raises NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a strategy that does not take
+    all `world` ranks), TokenBudgetError, UnknownBudgetError.
+    """
+    if not strategies:
+        raise NoStrategiesError
+    for limit in strategies:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise LengthLimitError(limit)
+    parsed = {
+        limit: Strategy.parse(choice) if isinstance(choice, str) else choice
+        for limit, choice in sorted(strategies.items())
+    }
+    if any(strategy.world != world for strategy in parsed.values()):
+        raise StrategyWorldsError({limit: (str(s), s.world) for limit, s in parsed.items()}, world)
+    if isinstance(token_budget, Mapping):
+        for limit in token_budget:
+            if limit not in parsed:
+                raise UnknownBudgetError(limit, parsed)
+    return tuple(
+        LengthGroup(limit, strategy, _budget(limit, strategy, parsed, token_budget))
+        for limit, strategy in parsed.items()
+    )
+
+
+def _budget(
+    limit: int, strategy: Strategy, parsed: Mapping[int, Strategy], given: int | Mapping[int, int] | None
+) -> int:
+    budget = given.get(limit) if isinstance(given, Mapping) else given
+    if budget is None:
+        longest = max(parsed)
+        ranks, ranks_of_longest = (s.world // s.degree("dp") for s in (strategy, parsed[longest]))
+        return max(limit, longest * ranks // ranks_of_longest)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < limit:
+        raise TokenBudgetError(budget, limit, str(strategy))
+    return budget

@@ -1,0 +1,114 @@
+"""The two moves of planning: spread sequences over replicas, pack sequences into micro-batches.
+
+Costs are whole ticks (1e-15 s): integer sums do not depend on their order, so all ranks find the same plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+TICKS_PER_S = 10**15
+
+
+def ticks(seconds: float) -> int:
+    """Seconds in whole ticks."""
+    return round(seconds * TICKS_PER_S)
+
+
+class Item(NamedTuple):
+    """A sequence: its index in the mini-batch, its tokens, what it adds to the cost of a micro-batch."""
+
+    index: int
+    tokens: int
+    cost: int
+
+
+class Bin(NamedTuple):
+    """Sequences packed together; `cost` leaves out the fixed cost of a run."""
+
+    items: tuple[Item, ...]
+    tokens: int
+    cost: int
+
+
+Part = TypeVar("Part", Item, Bin)
+
+
+def as_bin(items: Iterable[Item]) -> Bin:
+    kept = tuple(items)
+    return Bin(kept, sum(i.tokens for i in kept), sum(i.cost for i in kept))
+
+
+def longest_first(items: Iterable[Item]) -> list[Item]:
+    """By descending cost and length; equal ones by index."""
+    return sorted(items, key=lambda i: (-i.cost, -i.tokens, i.index))
+
+
+def dearest_first(bins: Iterable[Bin]) -> list[Bin]:
+    """By descending cost and length; equal ones by their first sequence."""
+    return sorted(bins, key=lambda b: (-b.cost, -b.tokens, b.items[0].index))
+
+
+def spread(parts: Sequence[Part], replicas: int, fixed: int = 0) -> list[list[Part]]:
+    """Each part, dearest first, to the replica that has least so far: at most 4/3 - 1/(3 replicas) of the optimum.
+
+    Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17 (1969), rule LPT. `fixed` is added to
+    the cost of each part. Replicas of equal cost are told apart by tokens (a cost model may be blind to them).
+    """
+    loads = [(0, 0, r) for r in range(replicas)]
+    shares: list[list[Part]] = [[] for _ in range(replicas)]
+    for part in parts:
+        cost, tokens, r = loads[0]
+        shares[r].append(part)
+        heapq.heapreplace(loads, (cost + fixed + part.cost, tokens + part.tokens, r))
+    return shares
+
+
+def pack(items: Sequence[Item], budget: int) -> list[Bin]:
+    """Items, longest first, into few bins of at most `budget` tokens: each into the fullest bin that has room.
+
+    Best fit decreasing: at most 11/9 of the fewest bins, plus one (Johnson, "Near-Optimal Bin Packing Algorithms",
+    MIT thesis, 1973).
+    """
+    bins: list[list[Item]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+    for item in items:
+        at = bisect_left(room, (item.tokens, -1))
+        if at < len(room):
+            free, b = room.pop(at)
+        else:
+            free, b = budget, len(bins)
+            bins.append([])
+        bins[b].append(item)
+        free -= item.tokens
+        if free:
+            room.insert(bisect_left(room, (free, b)), (free, b))
+    return [as_bin(members) for members in bins]
+
+
+def spread_within(items: Sequence[Item], count: int, budget: int) -> list[Bin] | None:
+    """Items, dearest first, over `count` bins of at most `budget` tokens, each into the cheapest one with room.
+
+    None if an item finds no room, or if finding it takes too long.
+    """
+    heap = [(0, 0, b) for b in range(count)]  # (cost, tokens, bin)
+    bins: list[list[Item]] = [[] for _ in range(count)]
+    least = min(item.tokens for item in items)
+    patience = 16 * len(items) + 64
+    for item in items:
+        full = []
+        while heap and heap[0][1] + item.tokens > budget:
+            full.append(heapq.heappop(heap))
+        patience -= len(full)
+        if not heap or patience < 0:
+            return None
+        cost, tokens, b = heap[0]
+        bins[b].append(item)
+        heapq.heapreplace(heap, (cost + item.cost, tokens + item.tokens, b))
+        for entry in full:
+            if entry[1] + least <= budget:
+                heapq.heappush(heap, entry)
+    return [as_bin(members) for members in bins if members]

@@ -1,0 +1,189 @@
+"""`plan_batch`: groups by length, merges those that are not worth a switch, balances and packs each of them."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fxpar.batching.balance import Share, lower_bound, makespan, share_out
+from fxpar.batching.cost import GroupCost
+from fxpar.batching.groups import LengthGroup
+from fxpar.batching.packing import TICKS_PER_S, Item, longest_first, ticks
+from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
+from fxpar.errors import EmptyMiniBatchError, GroupCostsError, SequenceError, SequenceTooLongError
+
+EXHAUSTIVE = 6  # groups: 63 choices of those that run
+Running = tuple[int, ...]  # indices of the groups that run, ascending
+SwitchSeconds = Callable[[Running], float]
+
+
+def plan_batch(
+    lengths: Sequence[int],
+    groups: Sequence[LengthGroup],
+    costs: Sequence[GroupCost],
+    switch_s: SwitchSeconds,
+    *,
+    packed: bool = True,
+    merge: bool = True,
+) -> BatchPlan:
+    """Plan a mini-batch of sequences with these `lengths` in tokens.
+
+    `groups` are sorted by limit, `costs[g]` predicts group g, `switch_s(order)` gives the seconds of all switches and
+    reductions of a mini-batch that runs the groups `order` (indices, ascending). Each sequence goes to the first group
+    whose limit holds it. With `merge`, a group moves as a whole to the next larger one that runs if the predicted time
+    of everything is then less: all choices of running groups are compared up to six groups, beyond that by local
+    search. Without `packed`, each sequence is a micro-batch of its own.
+
+    Every sequence is in exactly one micro-batch. Ranks that pass equal arguments get equal plans.
+
+    Raises EmptyMiniBatchError, SequenceError (a length below 1), SequenceTooLongError, GroupCostsError.
+    """
+    if len(costs) != len(groups):
+        raise GroupCostsError(len(groups), len(costs))
+    planner = _Planner(groups, costs, switch_s, packed, _by_group(lengths, groups))
+    start = tuple(g for g, members in enumerate(planner.members) if members)
+    return planner.plan(planner.search(start) if merge else start)
+
+
+def _by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[list[tuple[int, int]]]:
+    """(index, length) of the sequences of each group."""
+    if not len(lengths):
+        raise EmptyMiniBatchError
+    limits = [group.limit for group in groups]
+    members: list[list[tuple[int, int]]] = [[] for _ in groups]
+    for index, value in enumerate(lengths):
+        length = operator.index(value)
+        if length < 1:
+            raise SequenceError(index, f"has {length} tokens; it needs at least one")
+        group = bisect_left(limits, length)
+        if group == len(groups):
+            raise SequenceTooLongError(index, length, limits[-1], str(groups[-1].strategy))
+        members[group].append((index, length))
+    return members
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Sequences that run together in one group; times in ticks."""
+
+    items: tuple[Item, ...]
+    fixed: int
+    bound: int
+
+
+@dataclass
+class _Planner:
+    """Plans by the range of groups that run together; each is worked out once, and only if it may be the best."""
+
+    groups: Sequence[LengthGroup]
+    costs: Sequence[GroupCost]
+    switch_s: SwitchSeconds
+    packed: bool
+    members: list[list[tuple[int, int]]]
+    _loads: dict[tuple[int, int], _Load] = field(default_factory=dict)
+    _shares: dict[tuple[int, int], tuple[list[Share], int]] = field(default_factory=dict)
+    _switches: dict[Running, int] = field(default_factory=dict)
+
+    def plan(self, running: Running) -> BatchPlan:
+        """The plan in which the groups `running` take all sequences."""
+        plans = tuple(self._group_plan(first, into) for first, into in _ranges(running))
+        merged = tuple((g, into) for first, into in _ranges(running) for g in range(first, into) if self.members[g])
+        time, switch = self._price(running)[0], self._switch(running)
+        return BatchPlan(plans, merged, switch / TICKS_PER_S, time / TICKS_PER_S)
+
+    def search(self, start: Running) -> Running:
+        """The best choice of running groups."""
+        if len(self.groups) <= EXHAUSTIVE:
+            return self._cheapest(start, self._subsets())
+        best = start
+        while True:
+            found = self._cheapest(best, self._neighbours(best))
+            if found == best:
+                return best
+            best = found
+
+    def _cheapest(self, best: Running, others: Iterable[Running]) -> Running:
+        """`best`, or one of the others that takes less time; those that cannot are not worked out."""
+        price = self._price(best)
+        for bound, running in sorted((self._bound(other), other) for other in others if self._is_sound(other)):
+            if bound > price[0]:
+                break
+            price = min(price, self._price(running))
+        return price[2]
+
+    def _subsets(self) -> Iterator[Running]:
+        count = len(self.groups)
+        return (tuple(g for g in range(count) if mask >> g & 1) for mask in range(1, 1 << count))
+
+    def _neighbours(self, running: Running) -> Iterator[Running]:
+        """One group fewer, one more, or another one in its place."""
+        others = [g for g in range(len(self.groups)) if g not in running]
+        for g in running:
+            yield tuple(x for x in running if x != g)
+            for other in others:
+                yield tuple(sorted({*running, other} - {g}))
+        for other in others:
+            yield tuple(sorted({*running, other}))
+
+    def _is_sound(self, running: Running) -> bool:
+        """Every sequence has a group, and every group a sequence."""
+        longest = max(g for g, members in enumerate(self.members) if members)
+        return (
+            bool(running)
+            and running[-1] >= longest
+            and all(any(self.members[first : into + 1]) for first, into in _ranges(running))
+        )
+
+    def _price(self, running: Running) -> tuple[int, int, Running]:
+        """What the search minimises: time in ticks, then the number of groups that are merged."""
+        time = self._switch(running) + sum(self._worked_out(first, into)[1] for first, into in _ranges(running))
+        moved = sum(bool(members) for g, members in enumerate(self.members) if g not in running)
+        return time, moved, running
+
+    def _bound(self, running: Running) -> int:
+        """Ticks that `running` cannot undercut."""
+        return self._switch(running) + sum(self._load(first, into).bound for first, into in _ranges(running))
+
+    def _switch(self, running: Running) -> int:
+        if running not in self._switches:
+            self._switches[running] = ticks(self.switch_s(running))
+        return self._switches[running]
+
+    def _load(self, first: int, into: int) -> _Load:
+        """The sequences of the groups `first` to `into`, as group `into` sees them."""
+        if (first, into) not in self._loads:
+            members = [member for g in range(first, into + 1) for member in self.members[g]]
+            group, cost = self.groups[into], self.costs[into]
+            fixed, by_length = ticks(cost.fixed_s), {n: ticks(cost.sequence_s(n)) for n in {n for _, n in members}}
+            items = tuple(longest_first(Item(index, length, by_length[length]) for index, length in members))
+            rule = {"lockstep": group.lockstep, "packed": self.packed}
+            bound = lower_bound(items, group.replicas, group.token_budget, fixed, **rule)
+            self._loads[first, into] = _Load(items, fixed, bound)
+        return self._loads[first, into]
+
+    def _worked_out(self, first: int, into: int) -> tuple[list[Share], int]:
+        """The micro-batches of each replica, and their time."""
+        if (first, into) not in self._shares:
+            load, group = self._load(first, into), self.groups[into]
+            rule = {"lockstep": group.lockstep, "packed": self.packed}
+            shares = share_out(load.items, group.replicas, group.token_budget, load.fixed, **rule)
+            self._shares[first, into] = shares, makespan(shares, load.fixed, group.lockstep)
+        return self._shares[first, into]
+
+    def _group_plan(self, first: int, into: int) -> GroupPlan:
+        shares, time = self._worked_out(first, into)
+        replicas = tuple(
+            tuple(MicroBatch(tuple(item.index for item in one.items), one.tokens) for one in share) for share in shares
+        )
+        least = self._load(first, into).bound
+        return GroupPlan(into, replicas, time / TICKS_PER_S, least / TICKS_PER_S, self.groups[into].lockstep)
+
+
+def _ranges(running: Running) -> Iterator[tuple[int, int]]:
+    """(first, into) for each running group: the groups from `first` to `into` run in `into`."""
+    first = 0
+    for into in running:
+        yield first, into
+        first = into + 1

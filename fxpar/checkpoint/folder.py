@@ -1,0 +1,84 @@
+"""Names and order of the checkpoints in a folder: `step-00000030`, and `step-00000030.tmp-...` while one is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxpar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fxpar.errors import CheckpointError
+
+# A second checkpoint of the same step gets the suffix .1 instead of replacing the first: a replacement would need two
+# renames, and a crash between them would leave none.
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_UNFINISHED = re.compile(r"step-\d{8,}(?:\.\d+)?\.tmp-\w+")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One complete checkpoint of a folder."""
+
+    path: Path
+    manifest: Manifest
+
+
+def free_path(folder: Path, step: int) -> Path:
+    """The first unused name for a checkpoint of `step`."""
+    path, version = folder / f"step-{step:08d}", 0
+    while path.exists():
+        version += 1
+        path = folder / f"step-{step:08d}.{version}"
+    return path
+
+
+def complete(folder: Path, *, skip_unreadable: bool = False) -> list[Entry]:
+    """The complete checkpoints of a folder, the one written last at the end; incomplete ones and others are left out.
+
+    Raises CorruptCheckpointError for one whose manifest cannot be read, unless it is to be skipped.
+    """
+    entries = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not _NAME.fullmatch(path.name) or not (path / MANIFEST).exists():
+            continue
+        try:
+            entries.append(Entry(path, read_manifest(path)))
+        except CheckpointError:
+            if not skip_unreadable:
+                raise
+    return sorted(entries, key=lambda entry: entry.manifest.sequence)
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint of a folder that was written last; None if there is none.
+
+    Written last, not of the highest step: a run that went back to step 20 goes on from its own step 25, not from step
+    40 of the run that it left. Raises CorruptCheckpointError if a manifest cannot be read.
+    """
+    entries = complete(Path(folder))
+    return entries[-1].path if entries else None
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What runs that crashed while they wrote a checkpoint have left."""
+    return [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; under another name first, so that a crash on the way leaves nothing that looks complete."""
+    if _NAME.fullmatch(path.name):
+        aside = path.with_name(f"{path.name}.tmp-removed")
+        path.rename(aside)
+        path = aside
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's entries to the disk, so that a rename survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

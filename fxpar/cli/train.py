@@ -1,0 +1,109 @@
+"""`fxpar train`: a configuration becomes a run on local ranks, or on the ranks of torchrun."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from fxpar.cli.console import stderr_console, stdout_console
+from fxpar.errors import CompareError, NoConfigError, RankFailedError
+from fxpar.strategy import Strategy
+from fxpar.train.config import TrainConfig, parse_config, read_config
+
+if TYPE_CHECKING:
+    from fxpar.train.rank import Job
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """The words of `fxpar train`."""
+
+    config: str | None
+    demo: bool
+    assignments: tuple[str, ...]
+    steps: int | None
+    ranks: int | None
+    resume: bool
+    compare: str | None
+    debug: bool
+
+
+def run_train(request: TrainRequest) -> None:
+    """Raises what is wrong with the input; typer.Exit(130) after Ctrl-C."""
+    config = configured(request)
+    compare = compared(request, config)
+    from fxpar.train.rank import Job
+
+    job = Job(config, compare)
+    interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def configured(request: TrainRequest) -> TrainConfig:
+    """The configuration that the words ask for. Raises NoConfigError and what `read_config` raises."""
+    if (request.config is None) != request.demo:
+        raise NoConfigError
+    words = list(request.assignments)
+    if request.steps is not None:
+        words.append(f"run.steps={request.steps}")
+    if request.ranks is not None:
+        words.append(f"run.ranks={request.ranks}")
+    if request.resume:
+        words.append("checkpoint.resume=true")
+    if request.config is not None:
+        return read_config(request.config, words)
+    from fxpar.train.demo import DEMO
+
+    config = parse_config(DEMO, "--demo", "demo", words)
+    if config.run.folder is None:
+        folder = f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"
+        config = replace(config, run=replace(config.run, folder=folder))
+    return config
+
+
+def compared(request: TrainRequest, config: TrainConfig) -> str | None:
+    """The strategy of the second run, or None. Raises CompareError, StrategySyntaxError, WorldSizeError."""
+    if request.compare is None:
+        return None
+    strategy = config.strategies[-1][1] if request.compare == "static" else request.compare
+    Strategy.parse(strategy, world=config.world)
+    if config.checkpoint.resume:
+        raise CompareError("both runs start at step 0, so it cannot be combined with --resume")
+    if config.run.steps < 2:
+        raise CompareError("needs run.steps = 2 or more: the first step is left out of the times")
+    return strategy
+
+
+def _as_rank(job: Job) -> bool:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from fxpar.train.rank import run_rank
+    from fxpar.train.stop import StopRequest
+
+    outcome = record(run_rank)(job, StopRequest())
+    return outcome is not None and outcome.status == "interrupted"
+
+
+def _locally(job: Job, request: TrainRequest) -> bool:
+    from fxpar.train.launch import launch
+    from fxpar.train.preflight import preflight
+
+    preflight(job.config)
+    console = stdout_console()
+    try:
+        outcome = launch(job, lambda text: console.print(text, markup=False))
+    except KeyboardInterrupt:
+        console.print(f"ended at once; whole checkpoints, if any, are in {job.config.checkpoints}", markup=False)
+        return True
+    except RankFailedError as error:
+        if request.debug and error.trace:
+            stderr_console().print(error.trace, markup=False)
+        raise
+    return outcome.status == "interrupted"

@@ -1,0 +1,38 @@
+"""Do all ranks hold the same? One small collective per mini-batch, against silent divergence."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.errors import BatchMismatchError
+
+Sequence_ = Tensor | Mapping[str, Tensor]
+
+
+def digest(sequences: Sequence[Sequence_]) -> int:
+    """63 bits that depend on every token and on the order of the sequences."""
+    found = hashlib.blake2b(digest_size=8)
+    for sequence in sequences:
+        items = sequence.items() if isinstance(sequence, Mapping) else (("input_ids", sequence),)
+        for key, value in items:
+            found.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
+            found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "big") >> 1
+
+
+def check_same_batch(sequences: Sequence[Sequence_], device: torch.device, group: Any = None) -> None:
+    """Raise BatchMismatchError on every rank if one was given another mini-batch."""
+    mine = torch.tensor([digest(sequences)], dtype=torch.int64, device=device)
+    world = dist.get_world_size()
+    everyone = torch.empty(world, dtype=torch.int64, device=device)
+    dist.all_gather_single(everyone, mine, group=group)
+    values = everyone.tolist()
+    different = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+    if different:
+        raise BatchMismatchError(", ".join(different))

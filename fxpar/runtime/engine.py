@@ -1,0 +1,241 @@
+"""The engine: one mini-batch of sequences of any lengths, each length group under its own strategy.
+
+    plan      group by length, balance over replicas, pack micro-batches (fxpar.batching); order the groups
+    switch    weights go from home, and from layouts that earlier groups left, to the group's layout
+    run       the group's micro-batches: gradients add up in fp32, as the graph lays them out
+    reduce    all terms of a gradient go to their home shard and are added there, once per group
+
+Every valid token has weight 1 / (valid tokens of the mini-batch), so no plan changes the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
+from fxpar.batching.collate import check_sequences, collate, valid_tokens
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import NanLossError, TransferError
+from fxpar.monitor import looks_like_peer_loss
+from fxpar.runtime.agree import check_same_batch
+from fxpar.runtime.bound import BoundGraph
+from fxpar.runtime.gradients import Gradients
+from fxpar.runtime.padding import pad
+from fxpar.runtime.report import GroupReport, StepReport
+from fxpar.runtime.switching import Switching
+
+Sequence_ = Tensor | Mapping[str, Tensor]
+
+
+class Watcher(Protocol):
+    """Who is told what this rank does, and turns a failed collective into an error that names the missing rank."""
+
+    def phase(self, text: str) -> AbstractContextManager[object]: ...
+
+    def explain(self, error: Exception) -> Exception: ...
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next."""
+
+    packed: bool = True
+    merge: bool = True
+    order: tuple[str, ...] | None = None
+    nan: Literal["error", "skip"] = "error"
+    seed: int = 0
+    check_batches: bool = True
+
+
+@dataclass
+class Engine:
+    """Runs mini-batches on this rank. `names[g]` is the program of group g; all ranks call `step` alike."""
+
+    groups: Sequence[LengthGroup]
+    names: Sequence[str]
+    bound: Mapping[str, BoundGraph]
+    costs: Sequence[GroupCost]
+    switching: Switching
+    gradients: Gradients
+    cluster: ClusterSpec
+    device: torch.device
+    options: EngineOptions = field(default_factory=EngineOptions)
+    watcher: Watcher | None = None
+    world_group: Any = None
+    steps: int = 0
+    _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
+        """What `step` would run. Raises the errors of `fxpar.batching`."""
+        lengths = check_sequences(sequences)
+        options = self.options
+        return plan_batch(
+            lengths, self.groups, self.costs, self.switch_seconds, packed=options.packed, merge=options.merge
+        )
+
+    def switch_seconds(self, groups: tuple[int, ...]) -> float:
+        """Predicted seconds of all switches and reductions of a mini-batch with these groups."""
+        if groups not in self._switch_s:
+            order = self._order_of_strategies(groups)
+            switches = self.switching.schedule.cost(order)[0]
+            self._switch_s[groups] = switches + sum(self.gradients.predicted_s(name) for name in order)
+        return self._switch_s[groups]
+
+    def _order_of_strategies(self, groups: Sequence[int]) -> tuple[str, ...]:
+        wanted = {self.names[g] for g in groups}
+        if self.options.order is not None:
+            return tuple(name for name in self.options.order if name in wanted)
+        return self.switching.schedule.order(wanted)
+
+    def step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
+        """Run one mini-batch; home gradients are added to. `buffers` (by FQN) are replaced by their new values.
+
+        Raises NanLossError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher makes of a rank
+        that is gone.
+        """
+        try:
+            return self._step(sequences, buffers)
+        except Exception as error:
+            lost = isinstance(error, TransferError) or looks_like_peer_loss(error)
+            if self.watcher is None or not lost:
+                raise
+            raise self.watcher.explain(error) from error
+
+    def _step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
+        begun = time.perf_counter()
+        valid = valid_tokens(sequences)
+        if self.options.check_batches and self.switching.world > 1:
+            with self._phase("compare mini-batches"):
+                check_same_batch(sequences, self.device, self.world_group)
+        plan = self.plan(sequences)
+        planned = time.perf_counter()
+        self.gradients.begin()
+        order = self._order_of_strategies([g.group for g in plan.groups])
+        by_strategy = sorted(plan.groups, key=lambda g: (order.index(self.names[g.group]), g.group))
+        reports, losses, visited = [], [], []
+        for group in by_strategy:
+            report, loss = self._run_group(group, sequences, 1.0 / valid, buffers, visited)
+            visited.append(self.names[group.group])
+            reports.append(report)
+            losses.append(loss)
+        self.gradients.end()
+        skipped = self._check_losses(losses, by_strategy)
+        self.steps += 1
+        return StepReport(
+            step=self.steps,
+            loss=math.fsum(losses),
+            sequences=len(sequences),
+            tokens=sum(_length(s) for s in sequences),
+            valid_tokens=valid,
+            wall_s=time.perf_counter() - begun,
+            plan_s=planned - begun,
+            groups=tuple(reports),
+            merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
+            skipped=skipped,
+        )
+
+    def _run_group(
+        self,
+        group: GroupPlan,
+        sequences: Sequence[Sequence_],
+        scale: float,
+        buffers: dict[str, Tensor],
+        visited: Sequence[str],
+    ) -> tuple[GroupReport, float]:
+        spec, name = self.groups[group.group], self.names[group.group]
+        begun = time.perf_counter()
+        with self._phase(f"switch to {name}"):
+            switched_bytes = self.switching.to(name, visited)
+        switched = time.perf_counter()
+        bound = self.bound[name]
+        with self._phase(f"run {name}"):
+            bound.prepare(self.switching.store.compute(name), buffers)
+            self._run_micro_batches(bound, group, sequences, scale)
+            result = bound.finish()
+        buffers.update(result["buffers"])
+        loss = float(result["loss"])
+        ran = time.perf_counter()
+        with self._phase(f"reduce gradients of {name}"):
+            reduced_bytes = self.gradients.add(name, result["grads"])
+        done = time.perf_counter()
+        mine = group.sequences
+        lengths = [_length(sequences[i]) for i in mine]
+        report = GroupReport(
+            limit=spec.limit,
+            strategy=name,
+            sequences=len(mine),
+            tokens=sum(lengths),
+            longest=max(lengths),
+            micro_batches=group.slots,
+            wall_s=done - begun,
+            switch_s=switched - begun,
+            switch_bytes=switched_bytes,
+            reduce_s=done - ran,
+            reduce_bytes=reduced_bytes,
+        )
+        return report, loss
+
+    def _run_micro_batches(
+        self, bound: BoundGraph, group: GroupPlan, sequences: Sequence[Sequence_], scale: float
+    ) -> None:
+        program = bound.program
+        replica = program.strategy.mesh.coordinate(bound.rank).get("dp", 0)
+        mine = group.replicas[replica]
+        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
+        lockstep = program.strategy.zero >= 2
+        if not mine and not lockstep:
+            bound.skip()
+            return
+        for turn, micro in enumerate(mine):
+            with self._phase(f"run {program.strategy}, micro-batch {turn + 1} of {len(mine)}"):
+                batch = self._local(bound, collate(sequences, micro, keys))
+                bound.run(batch, scale, self._seed(group.group, replica, turn))
+        idle = group.slots - len(mine) if lockstep else 0
+        if idle:
+            # Any small batch will do: it counts nothing.
+            shortest = min(group.sequences, key=lambda i: _length(sequences[i]))
+            batch = self._local(bound, collate(sequences, MicroBatch((shortest,), _length(sequences[shortest])), keys))
+            for _ in range(idle):
+                bound.run(batch, scale, idle=True)
+
+    def _local(self, bound: BoundGraph, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's piece of a replica's batch, padded to what the strategy needs, on the device."""
+        program = bound.program
+        whole = pad(program, batch)
+        return {
+            info.fqn: stored.dist.take(whole[info.fqn], bound.rank).to(self.device, non_blocking=True)
+            for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+            if info.kind == "batch"
+        }
+
+    def _seed(self, group: int, replica: int, turn: int) -> int:
+        """The dropout seed of a micro-batch: another one each time, the same when a run is repeated or resumed."""
+        mixed = self.options.seed
+        for part in (self.steps, group, replica, turn):
+            mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) % 2**63
+        return mixed
+
+    def _check_losses(self, losses: Sequence[float], groups: Sequence[GroupPlan]) -> bool:
+        """Whether the mini-batch is left out because its loss is no number. Losses are the same on every rank."""
+        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is None:
+            return False
+        self.gradients.drop()
+        if self.options.nan == "error":
+            raise NanLossError(losses[bad], self.steps + 1, str(self.groups[groups[bad].group]))
+        return True
+
+    def _phase(self, text: str) -> AbstractContextManager[object]:
+        return nullcontext() if self.watcher is None else self.watcher.phase(f"step {self.steps + 1}, {text}")
+
+
+def _length(sequence: Sequence_) -> int:
+    return len(sequence["input_ids"] if isinstance(sequence, Mapping) else sequence)

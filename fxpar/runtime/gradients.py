@@ -1,0 +1,156 @@
+"""Gradients of a group, from the placements of its graph into the home layout.
+
+home    every term goes straight to its home shard and is added there, in the order of ranks
+chain   (the paper's way) terms are reduced within the replicas of their graph; the sum so far travels from graph to
+        graph, is added to, and goes home after the last one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fxpar.cluster import ClusterSpec
+from fxpar.exec_graph import ExecGraph
+from fxpar.runtime.switching import TransportOptions
+from fxpar.store import WeightStore
+from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
+from fxpar.switch.reduction import GradientPlacement, ReductionPlan, plan_reduction
+from fxpar.transport import Holding, Reduction, Switch
+
+Mode = Literal["home", "chain"]
+
+
+def gradient_placements(program: ExecGraph) -> dict[str, GradientPlacement]:
+    """How each gradient leaves the graph, partial axes included."""
+    return {
+        out.fqn: GradientPlacement(tuple(int(s) for s in stored.meta.shape), stored.dist, stored.meta.dtype)
+        for out, stored in zip(program.outputs, program.stored_outputs, strict=True)
+        if out.kind == "grad"
+    }
+
+
+@dataclass
+class Gradients:
+    """The gradients of a mini-batch on this rank: `begin`, `add` per group, `end`."""
+
+    store: WeightStore
+    programs: Mapping[str, ExecGraph]
+    cluster: ClusterSpec
+    mode: Mode = "home"
+    options: TransportOptions = field(default_factory=TransportOptions)
+    _plans: dict[str, ReductionPlan] = field(default_factory=dict)
+    _reductions: dict[str, Reduction] = field(default_factory=dict)
+    _chain: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    _hops: dict[tuple[str, str], tuple[SwitchPlan, Switch]] = field(default_factory=dict)
+    _last: str | None = None
+
+    def begin(self) -> None:
+        """Start a mini-batch: `.grad` of the parameters is where gradients go."""
+        self.store.attach_gradients()
+        self._last = None
+
+    def add(self, name: str, grads: Mapping[str, Tensor]) -> int:
+        """Reduce the gradients of a group and add them to what is there; returns the bytes that all ranks sent."""
+        plan = self.plan(name)
+        sent = plan.intra_node_bytes + plan.inter_node_bytes
+        if self.mode == "home":
+            self._reduction(name, self.store.home_grads).run(grads, accumulate=True)
+            return sent
+        here = self._chain_tensors(name)
+        again = self._last == name  # two groups under one strategy
+        self._reduction(name, here).run(grads, accumulate=again)
+        if self._last is not None and not again:
+            sent += self._hop(self._last, name)
+        self._last = name
+        return sent
+
+    def end(self) -> None:
+        """After the last group."""
+        if self.mode == "chain" and self._last is not None:
+            self._hop(self._last, "home")
+
+    def drop(self) -> None:
+        """Forget the gradients of this mini-batch, and those before it that `.grad` still held."""
+        self.store.drop_gradients()
+
+    def predicted_s(self, name: str) -> float:
+        """Predicted seconds of the reduction after a group."""
+        return self.plan(name).predicted_s
+
+    def plan(self, name: str) -> ReductionPlan:
+        """The verified plan of a group's reduction."""
+        if name not in self._plans:
+            target = self._target() if self.mode == "home" else self._scattered(name)
+            plan = plan_reduction(gradient_placements(self.programs[name]), target, self.cluster, name=name)
+            plan.verify()
+            self._plans[name] = plan
+        return self._plans[name]
+
+    def _target(self) -> ParamLayout:
+        home = self.store.home
+        return ParamLayout("home", home.world, {f: p for f, p in home.params.items() if f in self.store.trained})
+
+    def _scattered(self, name: str) -> ParamLayout:
+        """Where the sum of a graph's replicas lies in chain mode, in the dtype of the home layout."""
+        if name == "home":
+            return self._target()
+        layout = self.store.layouts[name].scattered()
+        params = {f: p for f, p in layout.params.items() if f in self.store.trained}
+        return _with_dtypes(ParamLayout(layout.name, layout.world, params), self.store.home)
+
+    def _reduction(self, name: str, target: Mapping[str, Tensor]) -> Reduction:
+        if name not in self._reductions:
+            layout = self._target() if self.mode == "home" else self._scattered(name)
+            self._reductions[name] = Reduction(
+                self.plan(name),
+                self.store.rank,
+                Holding(layout, target),
+                **self.options.shared(),
+            )
+        return self._reductions[name]
+
+    def _chain_tensors(self, name: str) -> dict[str, Tensor]:
+        if name == "home":
+            return self.store.home_grads
+        if name not in self._chain:
+            rank, device = self.store.rank, self.store.device
+            self._chain[name] = {
+                fqn: torch.zeros(_local_shape(param, rank), dtype=param.dtype, device=device)
+                for fqn, param in self._scattered(name).params.items()
+            }
+        return self._chain[name]
+
+    def _hop(self, source: str, target: str) -> int:
+        """Add the sum so far to what the target holds."""
+        key = (source, target)
+        if key not in self._hops:
+            before, after = self._scattered(source), self._scattered(target)
+            plan = plan_switch(before, after, self.cluster, "hotspa")  # a sum cannot be relayed
+            plan.verify()
+            switch = Switch(
+                plan,
+                self.store.rank,
+                [Holding(before, self._chain_tensors(source))],
+                Holding(after, self._chain_tensors(target)),
+                **self.options.of_switch(),
+                add=True,
+            )
+            self._hops[key] = (plan, switch)
+        plan, switch = self._hops[key]
+        switch.run()
+        return plan.intra_node_bytes + plan.inter_node_bytes
+
+
+def _local_shape(param: object, rank: int) -> tuple[int, ...]:
+    block = next(b for b in param.blocks if rank in b.ranks)  # type: ignore[attr-defined]
+    return block.dist.local_shape(param.shape)  # type: ignore[attr-defined]
+
+
+def _with_dtypes(layout: ParamLayout, like: ParamLayout) -> ParamLayout:
+    params = {fqn: replace(param, dtype=like.params[fqn].dtype) for fqn, param in layout.params.items()}
+    return replace(layout, params=params)

@@ -1,0 +1,332 @@
+"""A forward whose loss is outside, run behind autograd: `model(x)`, then `loss.backward()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+
+from fxpar.errors import CallMismatchError, PadError, StaleWeightsError
+from fxpar.exec_graph import Part, PlainGraph, compile_graph, substitute_tokens
+from fxpar.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
+from fxpar.runtime.bound import Backend, token_axes
+from fxpar.runtime.padding import pad_batch
+from fxpar.torch_api.tree import flatten_call, unflatten
+
+Tensors = Mapping[str, Tensor]
+OnTensors = Callable[[dict[str, Tensor]], None]
+c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sizes of the dynamic dims in one call, as given and as padded."""
+
+    real: Mapping[sympy.Symbol, int]
+    padded: Mapping[sympy.Symbol, int]
+
+    def grown(self, size: Size) -> bool:
+        """Whether a size is another one after padding."""
+        return not isinstance(size, int) and any(
+            self.real[s] != self.padded[s]  # type: ignore[bad-index]
+            for s in size.free_symbols
+        )
+
+    def cut(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
+        """A padded value without its padding; `shape` is its shape in the graph."""
+        for d, size in enumerate(shape):
+            if self.grown(size):
+                value = value.narrow(d, 0, self.real[size])  # type: ignore[index]
+        return value
+
+    def fill(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
+        """Inverse of `cut`, with zeros."""
+        for d, size in enumerate(shape):
+            if self.grown(size):
+                missing = self.padded[size] - self.real[size]  # type: ignore[index]
+                value = torch.cat([value, value.new_zeros(*value.shape[:d], missing, *value.shape[d + 1 :])], d)
+        return value
+
+
+@dataclass
+class _Call:
+    """One forward on its way through autograd."""
+
+    inputs: Sequence[Any]  # local tensors in the order of the program's inputs; tangents are None
+    device: torch.device
+    lengths: Lengths
+    on_gradients: OnTensors
+    weights: Callable[[], Hashable]
+    buffers: dict[str, Tensor]  # new values, filled in by the forward
+
+
+class PlainRunner:
+    """One rank's `PlainGraph`. Any number of forwards may run before their backwards, which may come in any order.
+
+    All ranks must call it, and `backward`, in the same order.
+    """
+
+    def __init__(
+        self, program: PlainGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager"
+    ) -> None:
+        self.program, self.rank = program, rank
+        mesh = program.strategy.mesh
+        indices = {axis: mesh.index(rank, axis) for axis in token_axes(program)}  # type: ignore[arg-type]
+        self._forward = _compile(program.forward, dict(groups), indices, compile)
+        self._backward = _compile(program.backward, dict(groups), indices, compile)
+        self._symbols = {d.name: d.symbol for d in program.dims}
+        self._position = {(info.kind, info.fqn): i for i, info in enumerate(program.inputs)}
+        found = list(zip(program.outputs, program.stored_outputs, strict=True))
+        self._returned = [(o, s) for o, s in found if o.kind in ("value", "buffer")]
+        self._gradients = [(o, s) for o, s in found if o.kind not in ("value", "buffer")]
+        self._values = [(o.fqn, s.meta) for o, s in self._returned if o.kind == "value"]
+        self._tangents = {i.fqn for i in program.inputs if i.kind == "tangent"}
+        # What the backward reads besides results of the forward. Tensors of the call are watched by autograd for
+        # writes between forward and backward; weights are not, as whoever stores them may well write the same again.
+        used = [i for source, i in program.backward.sources if source == "input"]
+        self._kept = [i for i in dict.fromkeys(used) if program.inputs[i].kind != "tangent"]
+        written = {o.fqn for o in program.outputs if o.kind == "buffer"}
+        self._copied = [
+            i for i in self._kept if program.inputs[i].kind == "buffer" and program.inputs[i].fqn in written
+        ]
+
+    def __call__(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        seed: int,
+        on_gradients: OnTensors,
+        on_buffers: OnTensors | None = None,
+        weights: Callable[[], Hashable] = lambda: None,
+    ) -> Any:
+        """Run the forward on this replica's whole arguments; the same on all ranks of the replica.
+
+        `params` are local tensors as `program.stored_inputs` says, `buffers` whole ones. Returns what the model
+        returns. When a backward reaches it, `on_gradients` gets the local gradients by FQN, which lie as
+        `program.stored_outputs` says; `on_buffers` gets new values of buffers right away, if there are any. `weights()`
+        identifies the values of the weights (a count of updates); a backward checks that it is as in its forward.
+
+        Raises CallMismatchError, PadError; in the backward StaleWeightsError.
+        """
+        batch = call_tensors(self.program.structure, args, kwargs or {})
+        lengths = self._lengths(batch)
+        device = next((t.device for t in (*params.values(), *batch.values())), torch.device("cpu"))
+        inputs = self._inputs(params, buffers, batch, torch.tensor(seed, dtype=torch.int64, device=device))
+        call = _Call(inputs, device, lengths, on_gradients, weights, {})
+        wanted = [batch[i.fqn] for i in self.program.inputs if i.kind == "batch" and i.requires_grad]
+        if self._tangents and torch.is_grad_enabled():
+            anchor = torch.zeros((), requires_grad=True)  # the parameters are not arguments, yet a backward is due
+            found = _Plain.apply(self, call, anchor, *wanted)
+        else:
+            with torch.no_grad():
+                found, _ = self.run_forward(call)
+        updated, call.buffers = call.buffers, {}
+        if updated and on_buffers is not None:
+            on_buffers(updated)
+        return self._structured(dict(zip((fqn for fqn, _ in self._values), found, strict=True)), lengths)
+
+    # ------------------------------------------------------------------------------------------------- both ways
+    def run_forward(self, call: _Call) -> tuple[list[Tensor], list[Any]]:
+        """The values without padding, and what the backward needs of the forward."""
+        with _surroundings(call.device):
+            results = self._forward(*(call.inputs[i] for _, i in self.program.forward.sources))
+        values = []
+        for (out, stored), value in zip(self._returned, results, strict=False):
+            if out.kind == "value":
+                values.append(call.lengths.cut(value, stored.meta.shape))
+            else:
+                call.buffers[out.fqn] = value
+        return values, list(results)
+
+    def run_backward(
+        self, call: _Call, inputs: Mapping[int, Any], results: Mapping[int, Any], tangents: Sequence[Tensor]
+    ) -> Tensors:
+        """Hand out the gradients of parameters; returns those of the batch, by key.
+
+        `inputs` and `results` (of the forward) are those that the backward needs, by position; `tangents` are those of
+        all values.
+        """
+        local = dict(inputs)
+        for (fqn, _), tangent in zip(self._values, tangents, strict=True):
+            if fqn not in self._tangents:
+                continue
+            i = self._position[("tangent", fqn)]
+            stored = self.program.stored_inputs[i]
+            local[i] = stored.dist.take(call.lengths.fill(tangent, stored.meta.shape), self.rank)
+        table = {"input": local, "forward": results}
+        with _surroundings(call.device):
+            found = self._backward(*(table[source][i] for source, i in self.program.backward.sources))
+        grads, back = {}, {}
+        for (out, stored), grad in zip(self._gradients, found, strict=True):
+            if out.kind == "grad":
+                grads[out.fqn] = grad
+            else:
+                back[out.fqn] = call.lengths.cut(grad, stored.meta.shape)
+        call.on_gradients(grads)
+        return back
+
+    def kept(self, call: _Call) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Inputs that the backward needs, by position: (tensors of the call, weights and buffers)."""
+        own, shared = {}, {}
+        for i in self._kept:
+            kind, value = self.program.inputs[i].kind, call.inputs[i]
+            (own if kind == "batch" else shared)[i] = value.clone() if i in self._copied else value
+        return own, shared
+
+    @property
+    def input_gradients(self) -> list[str]:
+        """Keys of the batch tensors that require a gradient, in the order of the inputs."""
+        return [i.fqn for i in self.program.inputs if i.kind == "batch" and i.requires_grad]
+
+    @property
+    def differentiable(self) -> list[bool]:
+        """Whether each value has a gradient."""
+        return [fqn in self._tangents for fqn, _ in self._values]
+
+    # -------------------------------------------------------------------------------------------------- arguments
+    def _lengths(self, batch: Tensors) -> Lengths:
+        real: dict[sympy.Symbol, int] = {}
+        for info in self.program.inputs:
+            if info.kind == "batch":
+                _check(info, batch[info.fqn], real)
+        padded = dict(real)
+        for dim in self.program.dims:
+            size = real[dim.symbol]
+            if size < dim.minimum or (dim.maximum is not None and size > dim.maximum):
+                raise CallMismatchError(f"{dim.name}={size} is not in [{dim.minimum}, {dim.maximum}]")
+            padded[dim.symbol] += -size % self.program.divisors.get(dim.name, 1)
+        lengths = Lengths(real, padded)
+        for fqn, meta in self._values:
+            for size in meta.shape:
+                if lengths.grown(size) and size not in real:
+                    symbol = next(iter(size.free_symbols))  # type: ignore[union-attr]
+                    raise PadError(str(symbol), f"output {fqn} is {size} long, so what is padding in it cannot be told")
+        return lengths
+
+    def _inputs(self, params: Tensors, buffers: Tensors, batch: Tensors, seed: Tensor) -> list[Any]:
+        program = self.program
+        detached = {key: value.detach() for key, value in batch.items()}
+        padded = pad_batch(program.inputs, program.dims, program.divisors, detached, hazard=program.padding_hazard)
+        inputs: list[Any] = []
+        for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
+            if info.kind in ("param", "buffer"):
+                inputs.append((params if info.kind == "param" else buffers)[info.fqn].detach())
+            elif info.kind == "constant":
+                inputs.append(program.constants[info.fqn].to(seed.device))
+            elif info.kind == "batch":
+                inputs.append(stored.dist.take(padded[info.fqn], self.rank))
+            else:
+                inputs.append(seed if info.kind == "seed" else None)
+        return inputs
+
+    def _structured(self, values: Tensors, lengths: Lengths) -> Any:
+        leaves = []
+        for leaf in self.program.structure.leaves:
+            if isinstance(leaf, ValueRef):
+                leaves.append(values[leaf.fqn])
+            elif isinstance(leaf, SizeRef):
+                leaves.append(int(leaf.size.subs(dict(lengths.real))))  # type: ignore[arg-type]
+            else:
+                leaves.append(leaf)
+        return unflatten(leaves, self.program.structure.returned)
+
+
+class _Plain(torch.autograd.Function):
+    """The node of autograd's graph that stands for one call of a PlainRunner."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: PlainRunner, call: _Call, anchor: Tensor, *wanted: Tensor) -> tuple[Tensor, ...]:
+        values, results = runner.run_forward(call)
+        own, ctx.shared = runner.kept(call)
+        needed = sorted({i for source, i in runner.program.backward.sources if source == "forward"})
+        tensors = {i: results[i] for i in needed if isinstance(results[i], Tensor)}
+        ctx.numbers = {i: results[i] for i in needed if i not in tensors}
+        values = _distinct(values, [t for t in call.inputs if t is not None])
+        ctx.save_for_backward(*own.values(), *tensors.values())  # freed by autograd after the backward
+        ctx.places = list(own), list(tensors)
+        ctx.runner, ctx.call, ctx.weights = runner, call, call.weights()
+        call.inputs = ()
+        fixed = [v for v, yes in zip(values, runner.differentiable, strict=True) if not yes]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[bad-override]
+        saved = iter(ctx.saved_tensors)  # raises torch's own error the second time
+        runner: PlainRunner = ctx.runner
+        if ctx.call.weights() != ctx.weights:
+            raise StaleWeightsError
+        own, tensors = ctx.places
+        inputs = {**ctx.shared, **dict(zip(own, saved, strict=False))}
+        results = {**ctx.numbers, **dict(zip(tensors, saved, strict=True))}
+        back = runner.run_backward(ctx.call, inputs, results, grad_outputs)
+        return None, None, None, *(back.get(key) for key in runner.input_gradients)
+
+
+@contextmanager
+def _surroundings(device: torch.device) -> Iterator[None]:
+    """For a graph: no autocast, whose casts it has already; tensors that it makes itself go to the inputs' device (a
+    mode that costs a Python call per op).
+    """
+    with torch.autocast(device.type, enabled=False), nullcontext() if device.type == "cpu" else device:
+        yield
+
+
+def _distinct(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The values, each a tensor object of its own that is no input: autograd marks what a function returns."""
+    taken = {id(t) for t in inputs}
+    found = []
+    for value in values:
+        found.append(value.detach() if id(value) in taken else value)
+        taken.add(id(value))
+    return found
+
+
+def call_tensors(structure: CallStructure, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a call by batch key. Raises CallMismatchError if anything else than tensors differs."""
+    leaves, found = flatten_call(args, kwargs)
+    if found != structure.call:
+        raise CallMismatchError(f"they are nested as {found} instead of {structure.call}")
+    constants = iter(structure.constants)
+    tensors = {}
+    for key, leaf in zip(structure.arguments, leaves, strict=True):
+        if key is not None:
+            if not isinstance(leaf, Tensor):
+                raise CallMismatchError(f"{key} is a {type(leaf).__name__} instead of a tensor")
+            tensors[key] = leaf
+            continue
+        expected = next(constants)
+        if isinstance(leaf, Tensor) or leaf != expected:
+            what = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
+            raise CallMismatchError(f"there is {what} instead of {expected!r}")
+    return tensors
+
+
+def _check(info: Input, tensor: Tensor, sizes: dict[sympy.Symbol, int]) -> None:
+    """Raise CallMismatchError unless a tensor is as captured; notes the sizes of its dynamic dims."""
+    meta: TensorMeta = info.meta
+    fits = tensor.dtype == meta.dtype and tensor.dim() == len(meta.shape)
+    for have, size in zip(tensor.shape, meta.shape, strict=False):
+        fits = fits and have == (size if isinstance(size, int) else sizes.setdefault(size, have))  # type: ignore
+    if not fits or (tensor.requires_grad and not info.requires_grad and torch.is_grad_enabled()):
+        grad = " without a gradient" * (tensor.requires_grad and not info.requires_grad)
+        raise CallMismatchError(f"{info.fqn} is {tensor.dtype} {list(tensor.shape)}, captured was {meta}{grad}")
+
+
+def _compile(part: Part, groups: dict[str, str], indices: dict[str, int], backend: Backend) -> Callable[..., Any]:
+    graph: fx.Graph = substitute_tokens(part.graph, groups, indices)
+    if backend == "eager" or part.is_empty:
+        return compile_graph(graph)
+    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
+        node.target = c10d.all_reduce.default  # the compiler wants functional ops and reuses buffers by itself
+    return torch.compile(compile_graph(graph), backend="inductor", dynamic=True, fullgraph=True)

@@ -1,0 +1,50 @@
+"""What one mini-batch did, as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One length group of a mini-batch. Times are this rank's wall seconds; bytes are those of all ranks together.
+
+    `micro_batches` is the largest number on a replica; `tokens` are without padding.
+    """
+
+    limit: int
+    strategy: str
+    sequences: int
+    tokens: int
+    longest: int
+    micro_batches: int
+    wall_s: float
+    switch_s: float
+    switch_bytes: int
+    reduce_s: float
+    reduce_bytes: int
+
+    @property
+    def compute_s(self) -> float:
+        """Forward, backward, and collectives inside the graph."""
+        return self.wall_s - self.switch_s - self.reduce_s
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One mini-batch: `loss` is the mean over its valid tokens, the same on every rank; groups in order of running."""
+
+    step: int
+    loss: float
+    sequences: int
+    tokens: int
+    valid_tokens: int
+    wall_s: float
+    plan_s: float
+    groups: tuple[GroupReport, ...]
+    merged: tuple[tuple[int, int], ...] = ()  # limits (from, into)
+    skipped: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

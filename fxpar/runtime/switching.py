@@ -1,0 +1,68 @@
+"""Carry out the switches of a schedule on this rank's storage; each is compiled when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpar.store import SwitchSchedule, WeightStore
+from fxpar.transport import Holding, Staging, SubGroups, Switch
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """How bytes travel; see `fxpar.transport`. Staging memory and process groups are shared by all switches."""
+
+    execution: str = "auto"
+    staging_bytes: int = 64 << 20
+    checked: bool = False
+    group: Any = None
+    timeout_s: float | None = None
+    staging: Staging | None = None
+    subgroups: SubGroups | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """Keyword arguments that a Switch and a Reduction have in common."""
+        names = ("staging_bytes", "checked", "group", "timeout_s", "staging")
+        return {name: getattr(self, name) for name in names}
+
+    def of_switch(self) -> dict[str, Any]:
+        """Keyword arguments of a Switch."""
+        return {**self.shared(), "execution": self.execution, "subgroups": self.subgroups}
+
+
+@dataclass
+class Switching:
+    """Weights to the layouts of the strategies, from home and from what earlier groups have left resident."""
+
+    store: WeightStore
+    schedule: SwitchSchedule
+    options: TransportOptions = field(default_factory=TransportOptions)
+    _compiled: dict[tuple[str, frozenset[str]], Switch] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.store.home.world
+
+    def to(self, name: str, visited: Sequence[str]) -> int:
+        """Fill the layout of `name`; `visited` have run before in this mini-batch. Returns bytes moved by all ranks."""
+        if name in visited and name in self.schedule.resident:
+            return 0
+        if visited and visited[-1] == name:
+            return 0  # the arena still holds it
+        key = (name, self.schedule.sources(visited))
+        plan = self.schedule.plan(name, visited)
+        if key not in self._compiled:
+            layouts = self.schedule.layouts
+            sources = [Holding(layouts[other], self.store.compute(other)) for other in layouts if other in key[1]]
+            self._compiled[key] = Switch(
+                plan,
+                self.store.rank,
+                # A layout that has been filled comes first: its pieces need no cast, and may be the target's memory.
+                [*sources, Holding(self.store.wire, self.store.home_tensors)],
+                Holding(layouts[name], self.store.compute(name)),
+                **self.options.of_switch(),
+            )
+        self._compiled[key].run()
+        return plan.intra_node_bytes + plan.inter_node_bytes

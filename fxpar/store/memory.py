@@ -1,0 +1,118 @@
+"""What the layouts of all strategies take on a rank, known before anything is allocated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpar.errors import MemoryBudgetError
+from fxpar.exec_graph import ExecGraph
+from fxpar.passes.share_weights import share_weights
+from fxpar.printer import columns
+from fxpar.switch.layout import ParamLayout
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on the fullest rank. `strategies`: name -> (bytes of its pieces alone, stays resident).
+
+    `gradient_bytes` are the accumulators of the graph that runs (the largest), `staging_bytes` the bound of the
+    transport. Activations and the optimizer's states are not among them.
+    """
+
+    home_bytes: int
+    home_gradient_bytes: int
+    resident_bytes: int
+    arena_bytes: int
+    gradient_bytes: int
+    staging_bytes: int
+    strategies: Mapping[str, tuple[int, bool]]
+
+    @property
+    def total_bytes(self) -> int:
+        parts = (self.home_bytes, self.home_gradient_bytes, self.resident_bytes, self.arena_bytes)
+        return sum(parts) + self.gradient_bytes + self.staging_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the strategies would take more if each had its own copy."""
+        return sum(size for size, _ in self.strategies.values()) - self.resident_bytes - self.arena_bytes
+
+    def table(self) -> str:
+        """Aligned text, one line per part."""
+        rows = [["what", "MB per rank", ""]]
+        rows.append(["home weights", _mb(self.home_bytes), "masters, cut over all ranks"])
+        rows.append(["home gradients", _mb(self.home_gradient_bytes), ""])
+        rows.append(["resident weights", _mb(self.resident_bytes), "kept for the whole mini-batch"])
+        rows.append(["arena", _mb(self.arena_bytes), "strategies that take turns"])
+        rows.append(["graph gradients", _mb(self.gradient_bytes), "of the largest graph"])
+        rows.append(["staging", _mb(self.staging_bytes), "of a switch, at most"])
+        rows.append(["total", _mb(self.total_bytes), f"{_mb(self.shared_bytes)} MB saved by sharing"])
+        for name, (size, kept) in self.strategies.items():
+            rows.append([f"  {name} alone", _mb(size), "resident" if kept else "in the arena"])
+        return "\n".join(columns(rows, right=(1,)))
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.1f}"
+
+
+def memory_report(
+    programs: Mapping[str, ExecGraph],
+    home: ParamLayout,
+    ranks: Sequence[int],
+    resident: Sequence[str] | None = None,
+    staging_bytes: int = 0,
+) -> MemoryReport:
+    """The report for the fullest of `ranks`; shapes only, nothing is allocated."""
+    trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
+    plans = [share_weights(programs, rank, resident) for rank in ranks]
+    worst = max(plans, key=lambda plan: plan.nbytes)
+    return MemoryReport(
+        home_bytes=home.max_bytes(),
+        home_gradient_bytes=_only(home, trained).max_bytes(),
+        resident_bytes=worst.pool_bytes("resident"),
+        arena_bytes=worst.pool_bytes("arena"),
+        gradient_bytes=max(_gradient_bytes(program) for program in programs.values()),
+        staging_bytes=staging_bytes,
+        strategies={name: (worst.strategy_bytes(name), name in worst.resident) for name in programs},
+    )
+
+
+def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:
+    return ParamLayout(layout.name, layout.world, {f: p for f, p in layout.params.items() if f in names})
+
+
+def _gradient_bytes(program: ExecGraph) -> int:
+    grads = [s for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.kind == "grad"]
+    return sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
+
+
+def choose_resident(
+    programs: Mapping[str, ExecGraph],
+    report: Callable[[tuple[str, ...]], MemoryReport],
+    seconds: Callable[[tuple[str, ...]], float],
+    budget_bytes: int | None,
+) -> tuple[str, ...]:
+    """Which strategies stay: all if they fit, else the set that fits with the least predicted switch time.
+
+    Raises MemoryBudgetError if even taking turns does not fit.
+    """
+    everything = tuple(programs)
+    if budget_bytes is None or report(everything).total_bytes <= budget_bytes:
+        return everything
+    fitting = [kept for kept in _subsets(everything) if report(kept).total_bytes <= budget_bytes]
+    if not fitting:
+        least = min((report(kept) for kept in _subsets(everything)), key=lambda r: r.total_bytes)
+        raise MemoryBudgetError(f"{_mb(least.total_bytes)} MB", f"{_mb(budget_bytes)} MB", least.table())
+    return min(fitting, key=lambda kept: (seconds(kept), -len(kept), kept))
+
+
+def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """All proper subsets up to 6 strategies; above that the ones that leave out the last few."""
+    if len(names) > 6:
+        yield from (names[:count] for count in range(len(names)))
+        return
+    for count in range(len(names) - 1, -1, -1):
+        yield from itertools.combinations(names, count)

@@ -1,0 +1,154 @@
+"""`WeightStore`: the one storage behind all executable graphs.
+
+    home       every parameter in fp32, cut over all ranks; what the optimizer, checkpoints and users see, as DTensors
+    gradients  of the home layout, in its dtype; `.grad` of those DTensors
+    compute    the layouts of the strategies, views of flat buffers (`passes/share_weights.py`)
+
+Home pieces are views of one flat buffer per dtype as well, without padding, as DTensor wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxpar.errors import ParallelizeError
+from fxpar.exec_graph import ExecGraph
+from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
+from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated, real_shape
+from fxpar.switch.layout import ParamLayout, layout_of
+
+
+def param_specs(program: ExecGraph) -> list[ParamSpec]:
+    """The parameters of a program as it computes with them, in its order."""
+    return [
+        ParamSpec(info.fqn, tuple(int(size) for size in stored.meta.shape), stored.meta.dtype)
+        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+        if info.kind == "param"
+    ]
+
+
+def wire_layout(home: ParamLayout, specs: Iterable[ParamSpec]) -> ParamLayout:
+    """The home layout in the dtypes that the graphs compute with: casting is the sender's part."""
+    dtypes = {spec.fqn: spec.dtype for spec in specs}
+    params = {fqn: replace(param, dtype=dtypes[fqn]) for fqn, param in home.params.items()}
+    return replace(home, params=params)
+
+
+class WeightStore:
+    """Storage of one rank. `adopt` turns a module's parameters into DTensors that live here."""
+
+    def __init__(
+        self,
+        programs: Mapping[str, ExecGraph],
+        home: ParamLayout,
+        storage: SharedStorage,
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.home, self.storage, self.rank, self.device = home, storage, rank, device
+        first = next(iter(programs.values()))
+        self.specs = param_specs(first)
+        self.trained = {out.fqn for out in first.outputs if out.kind == "grad"}
+        self.wire = wire_layout(home, self.specs)
+        self.layouts = {name: layout_of(program, name) for name, program in programs.items()}
+        self._home_flat, self.home_tensors = self._views(list(home.params))
+        self._grad_flat, self.home_grads = self._views([f for f in home.params if f in self.trained])
+        flat = {key: torch.zeros(count, dtype=key[1], device=device) for key, count in storage.numel.items()}
+        # Zeros once: padding is never written again, and a graph may count on it.
+        self._views_of = {
+            name: {fqn: view.of(flat) for fqn, view in views.items()} for name, views in storage.views.items()
+        }
+        self._meshes = HomeMeshes(device.type)
+        self.params: dict[str, nn.Parameter] = {}
+
+    def _views(self, names: list[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """A flat buffer per dtype and the home pieces of these parameters in it."""
+        sizes: dict[torch.dtype, int] = {}
+        place: dict[str, tuple[torch.dtype, int, tuple[int, ...]]] = {}
+        for fqn in names:
+            param = self.home.params[fqn]
+            shape, offset = real_shape(param, self.rank), sizes.get(param.dtype, 0)
+            unit = ALIGN_BYTES // param.dtype.itemsize
+            sizes[param.dtype] = offset + -(-torch.Size(shape).numel() // unit) * unit
+            place[fqn] = (param.dtype, offset, shape)
+        flat = {dtype: torch.zeros(count, dtype=dtype, device=self.device) for dtype, count in sizes.items()}
+        views = {}
+        for fqn, (dtype, offset, shape) in place.items():
+            views[fqn] = flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape)
+        return list(flat.values()), views
+
+    def compute(self, name: str) -> dict[str, Tensor]:
+        """Local parameters of one strategy by FQN; valid after the switch to it, until the optimizer's step."""
+        return self._views_of[name]
+
+    def adopt(self, module: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
+        """Copy the module's parameters home and put DTensors in their place; `names` lists all FQNs of each (tied).
+
+        Parameters on the meta device come without values: fill them afterwards. The whole weights are let go.
+        """
+        with torch.no_grad():
+            for fqn, aliases in names.items():
+                whole = module.get_parameter(fqn)
+                if isinstance(whole, DTensor):
+                    raise ParallelizeError(f"{fqn} is a DTensor already; hand over a model that nobody has sharded")
+                self._take_home(fqn, whole)
+                local = self.home_tensors[fqn]
+                shown = nn.Parameter(self._meshes.as_dtensor(local, self.home.params[fqn]), whole.requires_grad)
+                self.params[fqn] = shown
+                for alias in aliases:
+                    owner, _, attribute = alias.rpartition(".")
+                    setattr(module.get_submodule(owner), attribute, shown)
+            broadcast_replicated(self.home_tensors[f] for f in names if self._is_replicated(f))
+
+    def fill(self, fqn: str, whole: Tensor) -> None:
+        """Set a parameter from its whole value (this rank keeps its piece)."""
+        with torch.no_grad():
+            self._take_home(fqn, whole)
+
+    def _take_home(self, fqn: str, whole: Tensor) -> None:
+        if whole.device.type == "meta":
+            return
+        config = self.home.params[fqn].blocks[0].dist
+        piece = whole.detach()
+        for d, size in enumerate(whole.shape):
+            runs = config.intervals(self.rank, d, size)
+            start, length = (runs[0][1], runs[0][2]) if runs else (0, 0)
+            piece = piece.narrow(d, start, length)
+        self.home_tensors[fqn].copy_(piece)
+
+    def _is_replicated(self, fqn: str) -> bool:
+        return not self.home.params[fqn].blocks[0].dist.shard_axes
+
+    def attach_gradients(self) -> None:
+        """Before a mini-batch: `.grad` of every trained parameter is its home gradient.
+
+        Gradients that the user has dropped (`zero_grad`) start at zero, others are added to, as in autograd.
+        """
+        dropped = [fqn for fqn in self.home_grads if self.params[fqn].grad is None]
+        if len(dropped) == len(self.home_grads):
+            for flat in self._grad_flat:
+                flat.zero_()
+        for fqn, local in self.home_grads.items():
+            param = self.params[fqn]
+            if param.grad is None:
+                if len(dropped) < len(self.home_grads):
+                    local.zero_()
+                param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])
+            elif isinstance(param.grad, DTensor) and param.grad.to_local().data_ptr() != local.data_ptr():
+                local.copy_(param.grad.to_local())
+                param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])
+
+    def drop_gradients(self) -> None:
+        """`.grad` is None everywhere, so that an optimizer leaves the weights alone."""
+        for param in self.params.values():
+            param.grad = None
+
+    def gather(self) -> dict[str, Tensor]:
+        """Whole parameters by FQN, on every rank; for tests and exports of small models."""
+        return {fqn: param.detach().full_tensor() for fqn, param in self.params.items()}  # type: ignore[attr-defined]

@@ -1,0 +1,282 @@
+"""Plans of reductions: gradients, as the ranks of a strategy hold them, summed straight into another layout.
+
+A gradient is a sum of *terms*: one for every coordinate of the partial axes of its placement (and, for a tied weight,
+of every stage that has it). Ranks that differ only on axes which neither shard nor are partial hold the same term.
+Each element of the target gets each term once: from the rank itself if it has it, else from a holder on the same node
+that has sent least inside nodes so far, else from the holder that has sent least between nodes (the rule of HotSPa's
+Algorithm 1, term by term). Terms are added in their order, so copies of a target on several ranks stay equal bit by
+bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxpar.cluster import ClusterSpec
+from fxpar.dist_config import DistConfig
+from fxpar.errors import ReductionError, SwitchPlanError, nearest
+from fxpar.switch.boxes import refine
+from fxpar.switch.layout import Block, ParamLayout, PlacedParam
+from fxpar.switch.planners.groups import local_groups, remote_groups
+from fxpar.switch.predict import Traffic, seconds, traffic
+from fxpar.switch.problem import SwitchProblem, TensorClass
+from fxpar.switch.transfers import TRANSFER, joined, rows
+from fxpar.switch.waterfill import pick
+
+TERM_TRANSFER = np.dtype([*TRANSFER.descr, ("term", "<i4")])
+
+
+@dataclass(frozen=True)
+class GradientPlacement:
+    """A gradient before its reduction: global shape, placement (with partial axes), dtype on the wire.
+
+    Rank 0 of the placement's mesh is `first_rank`.
+    """
+
+    shape: tuple[int, ...]
+    dist: DistConfig
+    dtype: torch.dtype
+    first_rank: int = 0
+
+
+Placements = Mapping[str, GradientPlacement | Sequence[GradientPlacement]]
+
+
+@dataclass(frozen=True, eq=False)
+class TermClass:
+    """The terms of a class of tensors: `held` [slices, ranks] (of any term), and the term of each rank (-1: none)."""
+
+    cls: TensorClass
+    term_of: np.ndarray
+    count: int
+
+    def term(self, number: int) -> TensorClass:
+        """The class with only the holders of one term."""
+        return replace(self.cls, held=self.cls.held & (self.term_of == number))
+
+
+@dataclass(frozen=True, eq=False)
+class ReductionPlan:
+    """`transfers` (see TERM_TRANSFER) are in the order (tensor, slice, destination, term); own terms are not in it."""
+
+    problem: SwitchProblem
+    terms: tuple[TermClass, ...]
+    transfers: np.ndarray
+    sources: ParamLayout  # partial axes left out
+    target: ParamLayout
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes per rank and link."""
+        return traffic(self.problem, self.transfers)
+
+    @cached_property
+    def predicted_s(self) -> float:
+        """Seconds on the cluster of the problem."""
+        return seconds(self.problem, self.transfers)
+
+    @property
+    def intra_node_bytes(self) -> int:
+        return self.traffic.inside
+
+    @property
+    def inter_node_bytes(self) -> int:
+        return self.traffic.between
+
+    @property
+    def max_send_bytes(self) -> int:
+        """The fullest outgoing link of a device."""
+        return int(max(self.traffic.sent_inside.max(), self.traffic.sent_between.max()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly if tensors, slices, terms and transfers are."""
+        digest = hashlib.sha256("\0".join(self.problem.tensors).encode())
+        for terms in self.terms:
+            digest.update(repr((terms.cls.boxes.shape, terms.cls.itemsize, terms.count)).encode())
+            for array in (terms.cls.members, terms.cls.boxes, terms.term_of):
+                digest.update(np.ascontiguousarray(array, "<i8").tobytes())
+        digest.update(np.ascontiguousarray(self.transfers).tobytes())
+        return digest.hexdigest()[:16]
+
+    def verify(self) -> None:
+        """Raise SwitchPlanError unless each element gets each term exactly once, from a rank that has it."""
+        _verify(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers, not the transfers; bytes are whole, times in seconds."""
+        load = self.traffic
+        return {
+            "from": self.problem.source,
+            "to": self.problem.target,
+            "ranks": self.problem.world,
+            "intra_node_bytes": self.intra_node_bytes,
+            "inter_node_bytes": self.inter_node_bytes,
+            "max_send_bytes": self.max_send_bytes,
+            "transfers": len(self.transfers),
+            "predicted_s": self.predicted_s,
+            "fingerprint": self.fingerprint,
+            "node_matrix": load.by_node.tolist(),
+            "sent_bytes": (load.sent_inside + load.sent_between).tolist(),
+            "received_bytes": (load.received_inside + load.received_between).tolist(),
+        }
+
+
+def plan_reduction(
+    sources: Placements, target: ParamLayout, cluster: ClusterSpec, name: str = "gradients"
+) -> ReductionPlan:
+    """Plan the sum of the gradients `sources` into `target` (its tensors are those of `sources`).
+
+    Raises ReductionError (a gradient without target or the other way round, other shapes, partial axes that do not
+    sum), LayoutError, ClusterError.
+    """
+    placements = {fqn: _as_tuple(sources, fqn, target) for fqn in target.params if _known(fqn, sources)}
+    for fqn in sources:
+        if fqn not in target.params:
+            raise ReductionError(fqn, f"layout {target.name!r} has no such parameter{nearest(fqn, target.params)}")
+    plain = {fqn: _without_partial(placed) for fqn, placed in placements.items()}
+    world = max([target.world, *(b.ranks.stop for p in plain.values() for b in p.blocks)])
+    cluster.require(world)
+    layout = ParamLayout(name, world, plain)
+    alike: dict[tuple, list[int]] = {}
+    for number, (fqn, placed) in enumerate(placements.items()):
+        key = (placed, target.params[fqn].blocks)
+        alike.setdefault(key, []).append(number)
+    terms = tuple(_term_class(members, placed, after, world) for (placed, after), members in alike.items())
+    problem = SwitchProblem(cluster, name, target.name, world, tuple(placements), tuple(t.cls for t in terms))
+    return ReductionPlan(problem, terms, _transfers(problem, terms), layout, target)
+
+
+def _known(fqn: str, sources: Placements) -> bool:
+    if fqn not in sources:
+        raise ReductionError(fqn, f"no gradient is given for it{nearest(fqn, sources)}")
+    return True
+
+
+def _as_tuple(sources: Placements, fqn: str, target: ParamLayout) -> tuple[GradientPlacement, ...]:
+    given = sources[fqn]
+    placed = (given,) if isinstance(given, GradientPlacement) else tuple(given)
+    for one in placed:
+        if one.shape != target.params[fqn].shape:
+            expected = list(target.params[fqn].shape)
+            raise ReductionError(fqn, f"the gradient is {list(one.shape)}, but the parameter {expected}")
+        if one.dtype != placed[0].dtype:
+            raise ReductionError(fqn, f"its stages hold gradients of {placed[0].dtype} and of {one.dtype}")
+        for axis, op in one.dist.partial:
+            if op != "sum":
+                raise ReductionError(fqn, f"it is a partial {op} over axis {axis!r}; only sums can be reduced")
+    return placed
+
+
+def _without_partial(placed: tuple[GradientPlacement, ...]) -> PlacedParam:
+    blocks = tuple(Block(one.first_rank, replace(one.dist, partial=())) for one in placed)
+    return PlacedParam(placed[0].shape, placed[0].dtype, blocks)
+
+
+def _term_class(
+    members: list[int], placed: tuple[GradientPlacement, ...], after: tuple[Block, ...], world: int
+) -> TermClass:
+    shape, itemsize = placed[0].shape, placed[0].dtype.itemsize
+    before = _without_partial(placed).blocks
+    grid = refine(shape, (*before, *after))
+    held, needed = np.zeros((world, len(grid.boxes)), bool), np.zeros((world, len(grid.boxes)), bool)
+    term_of, count = np.full(world, -1), 0
+    for one, block in zip(placed, before, strict=True):
+        ranks = slice(block.ranks.start, block.ranks.stop)
+        if (term_of[ranks] >= 0).any():
+            raise ReductionError(f"tensors of shape {list(shape)}", "two stages share a rank")
+        held[ranks] |= grid.held(block)
+        axes = ".".join(axis for axis, _ in one.dist.partial)
+        mesh = one.dist.mesh
+        term_of[ranks] = count + np.array([mesh.index(rank, axes) if axes else 0 for rank in range(mesh.size)])
+        count += mesh.degree(axes) if axes else 1
+    for block in after:
+        needed[block.ranks.start : block.ranks.stop] |= grid.held(block)
+    cls = TensorClass(
+        np.array(members),
+        shape,
+        itemsize,
+        grid.boxes,
+        grid.numel * itemsize,
+        np.ascontiguousarray(held.T),
+        np.ascontiguousarray(needed.T),
+    )
+    return TermClass(cls, term_of, count)
+
+
+def _transfers(problem: SwitchProblem, classes: Sequence[TermClass]) -> np.ndarray:
+    """Big slices first, so that small ones even out the loads."""
+    sent_inside, sent_between = np.zeros(problem.world, np.int64), np.zeros(problem.world, np.int64)
+    parts = []
+    for terms in sorted(classes, key=lambda one: -int(one.cls.nbytes.max(initial=0))):
+        for number in range(terms.count):
+            one = terms.term(number)
+            made = [*_served(problem, one, local_groups, sent_inside)]
+            made += _served(problem, one, remote_groups, sent_between)
+            for table in made:
+                full = np.zeros(len(table), TERM_TRANSFER)
+                for field in TRANSFER.names or ():
+                    full[field] = table[field]
+                full["term"] = number
+                parts.append(full)
+    table = joined(parts) if parts else np.empty(0, TERM_TRANSFER)
+    return table[np.lexsort((table["term"], table["dst"], table["slice"], table["tensor"]))]
+
+
+def _served(problem: SwitchProblem, cls: TensorClass, make: Any, sent: np.ndarray) -> Iterator[np.ndarray]:
+    """Receivers choose the least loaded holder, tensor after tensor."""
+    for groups in make(problem, cls):
+        count, nbytes = groups.receivers.shape[1], cls.nbytes[groups.slices]
+        picks = pick(sent[groups.holders], nbytes, len(cls.members) * count)
+        chosen = np.take_along_axis(groups.holders, picks, 1)
+        np.add.at(sent, chosen, nbytes[:, None])
+        src = chosen.reshape(-1, len(cls.members), count).transpose(1, 0, 2)
+        yield rows(cls, groups.slices, src, np.broadcast_to(groups.receivers, src.shape), 0)
+
+
+def _verify(plan: ReductionPlan) -> None:
+    problem, table = plan.problem, plan.transfers
+    limits = {"tensor": len(problem.tensors), "src": problem.world, "dst": problem.world}
+    for name, limit in limits.items():
+        for row in table[(table[name] < 0) | (table[name] >= limit)][:1]:
+            raise SwitchPlanError(f"tensor {row['tensor']}", "", int(row["dst"]), f"has {name} {row[name]} of {limit}")
+    number = problem.class_of[table["tensor"]] if len(table) else np.empty(0, np.int64)
+    for index, terms in enumerate(plan.terms):
+        _verify_class(problem, terms, table[number == index])
+
+
+def _verify_class(problem: SwitchProblem, terms: TermClass, table: np.ndarray) -> None:
+    cls = terms.cls
+    slices = len(cls.nbytes)
+
+    def fail(row: Any, why: str) -> None:
+        raise SwitchPlanError(
+            problem.tensors[row["tensor"]], problem.box_text(row["tensor"], row["slice"]), int(row["dst"]), why
+        )
+
+    for name, limit in (("slice", slices), ("term", terms.count)):
+        for row in table[(table[name] < 0) | (table[name] >= limit)][:1]:
+            fqn = problem.tensors[row["tensor"]]
+            raise SwitchPlanError(fqn, "", int(row["dst"]), f"has {name} {row[name]}, which does not exist")
+    for row in table[table["nbytes"] != cls.nbytes[table["slice"]]][:1]:
+        fail(row, f"is said to have {row['nbytes']} bytes")
+    has = cls.held[table["slice"], table["src"]] & (terms.term_of[table["src"]] == table["term"])
+    for row in table[~has][:1]:
+        fail(row, f"gets term {row['term']} from rank {row['src']}, which does not hold it")
+    place = np.searchsorted(cls.members, table["tensor"])
+    for number in range(terms.count):
+        mine = table["term"] == number
+        arrivals = np.zeros((len(cls.members), slices, problem.world), np.int64)
+        np.add.at(arrivals, (place[mine], table["slice"][mine], table["dst"][mine]), 1)
+        wrong = np.argwhere(arrivals != terms.term(number).missing)
+        for member, piece, rank in wrong[:1].tolist():
+            row = {"tensor": int(cls.members[member]), "slice": piece, "dst": rank}
+            times = int(arrivals[member, piece, rank])
+            fail(row, f"gets term {number} {times} times in messages" if times else f"never gets term {number}")

@@ -1,0 +1,315 @@
+"""The configuration of a run: a TOML file, and `--set section.key=value` on top of it, as frozen dataclasses.
+
+`docs/train.md` lists every key. Paths are relative to the current folder.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fxpar.batching import length_groups
+from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
+from fxpar.strategy import Strategy
+from fxpar.train.schema import from_table, shown
+
+_POSITIVE: dict[str, Any] = {"least": 1}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model; `options` are those of `--set` of the other commands."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, tokenizer, and how much of it makes a mini-batch.
+
+    `text` is the field (JSONL) or column (parquet, dataset) that holds the text. A corpus without `tokenizer` (a file)
+    gets a byte-pair tokenizer of `vocab` tokens. `validation` documents are held out.
+    """
+
+    source: str
+    kind: Literal["auto", "text", "jsonl", "parquet", "dataset", "python-stdlib"] = "auto"
+    glob: str | None = None
+    text: str | None = None
+    tokenizer: str | None = None
+    end_token: str | None = None
+    vocab: int = field(default=4096, metadata={"least": 257})
+    max_length: int | None = field(default=None, metadata={"least": 2})
+    overlong: Literal["split", "truncate", "error"] = "split"
+    batch_tokens: int | None = field(default=None, metadata=_POSITIVE)
+    batch_sequences: int | None = field(default=None, metadata=_POSITIVE)
+    validation: int = field(default=0, metadata={"least": 0})
+    shuffle: bool = True
+    cache: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How strategies are run; see `fxpar.parallelize`. `token_budgets` has numbers for some lengths of [strategies]."""
+
+    token_budget: int | None = field(default=None, metadata=_POSITIVE)
+    token_budgets: dict[str, Any] = field(default_factory=dict)
+    memory_budget_bytes: int | None = field(default=None, metadata=_POSITIVE)
+    gradients: Literal["home", "chain"] = "home"
+    order: list[str] | None = None
+    merge: bool = True
+    compile: Literal["eager", "inductor"] = "eager"
+    checked: bool = False
+    device_tflops: float | None = field(default=None, metadata={"above": 0})
+    cluster: str | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """torch.optim; `clip` is the largest norm of all gradients (0: none)."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    lr: float = field(default=3e-4, metadata={"above": 0})
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = field(default=1e-8, metadata={"above": 0})
+    weight_decay: float = field(default=0.1, metadata={"least": 0})
+    momentum: float = field(default=0.0, metadata={"least": 0})
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+    clip: float = field(default=1.0, metadata={"least": 0})
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate by step: `warmup` steps up from 0, then down to `final` times the rate at the last step."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: int = field(default=0, metadata={"least": 0})
+    final: float = field(default=0.1, metadata={"least": 0})
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtype in which the model is built and computes."""
+
+    parameters: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """`every` 0 saves at the end (and on Ctrl-C) only; `enabled = false` never."""
+
+    enabled: bool = True
+    folder: str | None = None
+    every: int = field(default=0, metadata={"least": 0})
+    keep: int = field(default=2, metadata=_POSITIVE)
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Steps, ranks, and where results go."""
+
+    steps: int = field(default=100, metadata=_POSITIVE)
+    ranks: int | None = field(default=None, metadata=_POSITIVE)
+    seed: int = field(default=0, metadata={"least": 0})
+    folder: str | None = None
+    timeout_s: float = field(default=300.0, metadata={"above": 0})
+    threads: int = field(default=1, metadata=_POSITIVE)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    nan: Literal["error", "skip"] = "error"
+    tensorboard: bool = True
+    validate_every: int = field(default=0, metadata={"least": 0})
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "engine": EngineConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "precision": PrecisionConfig,
+    "checkpoint": CheckpointConfig,
+    "run": RunConfig,
+}
+_REQUIRED = ("model", "data", "strategies")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run. `strategies` maps the longest sequence of a group, in tokens, to a strategy; ascending."""
+
+    name: str
+    model: ModelConfig
+    data: DataConfig
+    strategies: tuple[tuple[int, str], ...]
+    engine: EngineConfig = EngineConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that the strategies need."""
+        return Strategy.parse(self.strategies[-1][1]).world
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, in tokens, that the loader hands out."""
+        return self.data.max_length or self.strategies[-1][0]
+
+    @property
+    def folder(self) -> Path:
+        """Where metrics, logs and (by default) checkpoints go."""
+        return Path(self.run.folder or f"runs/{self.name}")
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.checkpoint.folder) if self.checkpoint.folder else self.folder / "checkpoints"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_config(path: str | Path, assignments: Sequence[str] = ()) -> TrainConfig:
+    """Read and check a file. Raises ConfigFileError and what `parse_config` raises."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(str(path), getattr(error, "strerror", None) or str(error)) from error
+    return parse_config(text, str(path), Path(path).stem, assignments)
+
+
+def parse_config(text: str, source: str, name: str, assignments: Sequence[str] = ()) -> TrainConfig:
+    """Check the TOML `text`; `source` names it in errors, `name` is the default name of the run.
+
+    Raises ConfigFileError, ConfigError (all problems at once), MaxLengthError, StrategyWorldsError, TokenBudgetError.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigFileError(source, f"is no TOML: {error}") from error
+    problems: list[str] = []
+    for assignment in assignments:
+        _assign(tables, assignment, problems)
+    sections = _sections(tables, problems)
+    strategies = _strategies(tables.get("strategies"), tables.get("data"), problems)
+    if problems:
+        raise ConfigError(source, problems)
+    config = TrainConfig(name=name, strategies=strategies, **sections)
+    check_together(config, source)
+    return config
+
+
+def check_together(config: TrainConfig, source: str) -> None:
+    """What only several keys show. Raises ConfigError, MaxLengthError and what `length_groups` raises."""
+    problems = []
+    budgets = token_budget(config.engine, problems)
+    if problems:
+        raise ConfigError(source, problems)
+    length_groups(dict(config.strategies), world=config.run.ranks or config.world, token_budget=budgets)
+    if config.max_length > config.strategies[-1][0]:
+        raise MaxLengthError(config.max_length, config.strategies[-1][0])
+    if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
+        problems.append("[data] needs one of batch_tokens and batch_sequences")
+    if config.run.validate_every and not config.data.validation:
+        problems.append("run.validate_every needs held-out documents: set data.validation to their number")
+    if config.schedule.warmup >= config.run.steps > 1:
+        problems.append(f"schedule.warmup = {config.schedule.warmup} must be less than run.steps = {config.run.steps}")
+    if problems:
+        raise ConfigError(source, problems)
+
+
+def token_budget(engine: EngineConfig, problems: list[str]) -> int | dict[int, int] | None:
+    """Tokens of a micro-batch in the form of `fxpar.parallelize`."""
+    if not engine.token_budgets:
+        return engine.token_budget
+    if engine.token_budget is not None:
+        problems.append("engine.token_budget and engine.token_budgets exclude each other")
+    for key, value in engine.token_budgets.items():
+        if not key.isdecimal() or isinstance(value, bool) or not isinstance(value, int):
+            problems.append(f"engine.token_budgets.{key} = {shown(value)} must be a length and a number of tokens")
+    return None if problems else {int(key): value for key, value in engine.token_budgets.items()}
+
+
+def config_from_json(data: Mapping[str, Any]) -> TrainConfig:
+    """The inverse of `TrainConfig.to_json`."""
+    sections: dict[str, Any] = {name: from_table(cls, data[name], name, []) for name, cls in SECTIONS.items()}
+    strategies = tuple((int(limit), text) for limit, text in data["strategies"])
+    return TrainConfig(name=data["name"], strategies=strategies, **sections)
+
+
+def _sections(tables: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The dataclass of each section that the file has."""
+    known = [*SECTIONS, "strategies"]
+    for name in tables:
+        if name not in known:
+            problems.append(f"[{name}] is no section" + (nearest(name, known) or f"; there are {', '.join(known)}"))
+    found = {}
+    for name, cls in SECTIONS.items():
+        table = tables.get(name)
+        if table is None:
+            if name in _REQUIRED:
+                problems.append(f"section [{name}] is missing")
+        elif not isinstance(table, dict):
+            problems.append(f"{name} = {shown(table)} must be a section: [{name}]")
+        else:
+            found[name] = from_table(cls, table, name, problems)
+    return found
+
+
+def _strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[int, str], ...]:
+    """Ascending (limit, strategy); `static = "dp4"` takes sequences up to data.max_length."""
+    if not isinstance(table, dict) or not table:
+        problems.append(
+            'section [strategies] is missing: lengths and strategies such as 512 = "dp4", or static = "dp4"'
+        )
+        return ()
+    if "static" in table:
+        limit = data.get("max_length") if isinstance(data, dict) else None
+        if len(table) > 1:
+            problems.append("strategies.static stands alone; remove the other keys of [strategies]")
+        if not isinstance(limit, int):
+            problems.append("strategies.static needs data.max_length: the longest sequence in tokens")
+            return ()
+        table = {str(limit): table["static"]}
+    found = []
+    for key, text in table.items():
+        if not key.isdecimal() or int(key) < 1:
+            problems.append(f"strategies.{key} is no length in tokens{nearest(key, ['static'])}")
+        elif not isinstance(text, str):
+            problems.append(f'strategies.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
+        else:
+            try:
+                Strategy.parse(text)
+                found.append((int(key), text))
+            except FxparError as error:
+                problems.append(f"strategies.{key}: {error}")
+    return tuple(sorted(found))
+
+
+def _assign(tables: dict[str, Any], assignment: str, problems: list[str]) -> None:
+    """Put `section.key=value` into the tables; the value is TOML, or a text where that does not parse."""
+    path, equals, text = assignment.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        problems.append(f"--set {assignment}: write section.key=value, such as run.steps=10")
+        return
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    table = tables
+    for key in keys[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            problems.append(f"--set {assignment}: {key} is no section")
+            return
+        table = inner
+    if keys[0] == "strategies" and (keys[-1] == "static" or "static" in table):
+        table.clear()  # one way of naming strategies replaces the other
+    table[keys[-1]] = value

@@ -1,0 +1,148 @@
+"""Local ranks by torch's elastic launcher: start them, forward Ctrl-C, and say in one sentence what went wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import fxpar
+from fxpar import errors
+from fxpar.errors import LaunchError, RankFailedError
+from fxpar.train.preflight import make_writable
+from fxpar.train.rank import Job, Outcome
+from fxpar.train.worker import JOB, OUTCOME, STOP
+
+# Errors that name another rank as the cause, or a broken connection: another error, if there is one, caused them.
+_CONSEQUENCES = ("PeerLostError", "DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError")
+
+
+def launch(job: Job, say: Callable[[str], None]) -> Outcome:
+    """Run the job on local ranks, one process each, until they end. No restarts.
+
+    The first Ctrl-C lets the ranks finish their step and save; a second one ends them at once (KeyboardInterrupt).
+    Raises RankFailedError with the first error of a rank, LaunchError for one that died without.
+    """
+    logs = job.config.folder / "logs"
+    make_writable(logs)
+    world = job.config.world
+    with tempfile.TemporaryDirectory(prefix="fxpar-") as name:
+        folder = Path(name)
+        (folder / JOB).write_text(json.dumps(job.to_json()))
+        # Ranks must not write over the view of rank 0.
+        redirects = {rank: Std.ALL if rank else Std.ERR for rank in range(world)}
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id="ranks",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # SIGINT is ours
+            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
+            shutdown_timeout=5,
+        )
+        entry = elastic_launch(config, sys.executable)
+        try:
+            with _importable(), _quiet_launcher(), _interrupts(folder / STOP, say):
+                entry("-m", "fxpar.train.worker", str(folder))
+        except ChildFailedError as error:
+            rank, failure = first_failure(error.failures)
+            raise describe_failure(rank, failure, str(logs)) from None
+        return Outcome(**json.loads((folder / OUTCOME).read_text()))
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The failure that caused the others: not one that the launcher or another rank's end caused, then the earliest."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
+        rank, failure = item
+        if failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+            level = 2
+        else:
+            level = 1 if error_of(failure)[0] in _CONSEQUENCES else 0
+        return level, failure.timestamp, rank
+
+    return min(failures.items(), key=order)
+
+
+def error_of(failure: ProcessFailure) -> tuple[str, str, str]:
+    """(class, message, traceback) that a rank left; empty texts if it left nothing."""
+    found = failure.error_file_data.get("message")
+    if not isinstance(found, dict):
+        return "", "", ""
+    kind, _, message = str(found.get("message", "")).partition(": ")
+    return kind, message, str(found.get("extraInfo", {}).get("py_callstack", ""))
+
+
+def describe_failure(rank: int, failure: ProcessFailure, logs: str) -> RankFailedError | LaunchError:
+    """The error to show for a rank that failed."""
+    kind, message, trace = error_of(failure)
+    if kind:
+        return RankFailedError(rank, kind, message, trace, ours=hasattr(errors, kind))
+    if failure.exitcode < 0:
+        why = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+        return LaunchError(rank, f"was ended by {failure.signal_name()}{why}", logs)
+    return LaunchError(rank, f"ended with status {failure.exitcode}", logs)
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Let the ranks import the fxpar that is running, wherever it was imported from."""
+    before = os.environ.get("PYTHONPATH")
+    root = str(Path(fxpar.__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = root if not before else f"{root}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """The launcher's own log lines say less than the error that is shown."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _interrupts(stop_file: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """First SIGINT: make the file that ranks look for; second: KeyboardInterrupt, on which the launcher ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if stop_file.exists():
+            raise KeyboardInterrupt
+        stop_file.touch()
+        say("stopping after this step; Ctrl-C again ends at once")
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,117 @@
+"""The training loop: mini-batch, engine, clip, optimizer, schedule, record. It knows neither files nor screens."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import GradientNormError
+from fxpar.train.records import GroupRecord, StepRecord
+
+
+class Trained(Protocol):
+    """What the loop needs of a model made by `fxpar.parallelize`."""
+
+    def train_step(self, sequences: Sequence[Tensor]) -> Any: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+
+@dataclass
+class Training:
+    """Everything that one step changes. `batches` yields mini-batches: lists of 1-D int64 tensors."""
+
+    model: Trained
+    batches: Iterator[list[Tensor]]
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    clip: float = 0.0
+    nan: str = "error"
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What happens around a step.
+
+    `sync(cpu_s)` is called before the first step and after each with this rank's CPU seconds; it returns whether to
+    stop, alike on all ranks, and the CPU seconds of all ranks. `phase` says what is about to happen (for the other
+    ranks' error messages); `validate(step)` may return a loss.
+    """
+
+    done: Callable[[StepRecord], None]
+    sync: Callable[[float], tuple[bool, float]] = lambda cpu_s: (False, cpu_s)
+    save: Callable[[int], None] = lambda step: None
+    phase: Callable[[str], object] = lambda text: None
+    validate: Callable[[int], float | None] = lambda step: None
+
+
+def run_steps(training: Training, first: int, steps: int, every: int, hooks: Hooks) -> bool:
+    """Steps `first`+1 to `steps`; saves after each `every`-th (0: none) and after the last. True if stopped early.
+
+    A run that is stopped saves too, unless no step was done. Raises GradientNormError and what `train_step` raises.
+    """
+    if hooks.sync(0.0)[0]:
+        return True
+    for step in range(first + 1, steps + 1):
+        hooks.phase(f"step {step}")
+        record = one_step(training, step)
+        stop, cpu_s = hooks.sync(record.cpu_s)
+        hooks.done(replace(record, cpu_s=cpu_s, validation_loss=hooks.validate(step)))
+        if stop or step == steps or (every and step % every == 0):
+            hooks.phase(f"step {step}, saving a checkpoint")
+            hooks.save(step)
+        if stop:
+            return step < steps
+    return False
+
+
+def one_step(training: Training, step: int) -> StepRecord:
+    """One mini-batch and one optimizer step."""
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    sequences = next(training.batches)
+    lr = float(training.optimizer.param_groups[0]["lr"])
+    engine_begun = time.perf_counter()
+    report = training.model.train_step(sequences)
+    optimizer_begun = time.perf_counter()
+    norm, skipped = None, bool(report.skipped)
+    if not skipped:
+        norm = gradient_norm(training)
+        if norm is not None and not math.isfinite(norm):
+            if training.nan == "error":
+                raise GradientNormError(norm, step)
+            skipped = True
+    if not skipped:
+        training.optimizer.step()
+    training.scheduler.step()
+    training.optimizer.zero_grad()
+    ended = time.perf_counter()
+    return StepRecord(
+        step=step,
+        loss=float(report.loss),
+        sequences=len(sequences),
+        tokens=report.tokens,
+        valid_tokens=report.valid_tokens,
+        lr=lr,
+        grad_norm=norm,
+        skipped=skipped,
+        wall_s=ended - begun,
+        cpu_s=time.process_time() - cpu_begun,
+        engine_s=optimizer_begun - engine_begun,
+        optimizer_s=ended - optimizer_begun,
+        groups=tuple(GroupRecord.of(group) for group in report.groups),
+    )
+
+
+def gradient_norm(training: Training) -> float | None:
+    """Norm of all gradients before they are clipped; None without clipping."""
+    if not training.clip:
+        return None
+    norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.clip)
+    whole = getattr(norm, "full_tensor", None)
+    return float(norm if whole is None else whole())

@@ -1,0 +1,54 @@
+"""What can be checked before any rank is started: folders of results, the cluster file."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from fxpar.checkpoint import latest_checkpoint
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import CheckpointError, RunFolderError
+from fxpar.train.config import TrainConfig
+from fxpar.train.session import latest
+
+
+def preflight(config: TrainConfig) -> None:
+    """Raises ClusterError and what `check_folders` raises."""
+    if config.engine.cluster:
+        ClusterSpec.from_file(config.engine.cluster).require(config.world)
+    check_folders(config)
+
+
+def check_folders(config: TrainConfig) -> None:
+    """Make the folder of the run and see that it can be written; that there is what to resume from, or nothing to lose.
+
+    Raises RunFolderError, ResumeError, CorruptCheckpointError.
+    """
+    if config.checkpoint.resume:
+        latest(config)
+    make_writable(config.folder)
+    if config.checkpoint.enabled:
+        make_writable(config.checkpoints)
+        if not config.checkpoint.resume and _has_checkpoint(config.checkpoints):
+            raise RunFolderError(
+                str(config.checkpoints),
+                "has checkpoints of an earlier run. Add --resume to go on with it, set run.folder to another folder, "
+                "or delete this one",
+            )
+
+
+def make_writable(folder: Path) -> None:
+    """Raises RunFolderError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunFolderError(str(folder), f"cannot be written: {error.strerror or error}") from error
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        return latest_checkpoint(folder) is not None
+    except CheckpointError:
+        return True  # a corrupt one is one too

@@ -1,0 +1,273 @@
+"""What one rank of `fxpar train` does, from the process group to the summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from fxpar.errors import DeviceCountError, FxparWarning, OutputError, StrategyWorldsError
+from fxpar.monitor import Monitor
+from fxpar.strategy import Strategy
+from fxpar.train.compare import Comparison, check_agreement, show_comparison
+from fxpar.train.config import TrainConfig, config_from_json
+from fxpar.train.loop import Hooks, run_steps
+from fxpar.train.metrics import EventsFile, MetricsFile, finite
+from fxpar.train.preflight import preflight
+from fxpar.train.records import StepRecord, Totals
+from fxpar.train.session import TrainSession, open_session, static_config
+from fxpar.train.stop import StopRequest, agree
+from fxpar.train.summary import show_summary
+from fxpar.train.text import Prepared, describe, prepare
+from fxpar.train.view import open_view
+
+# Data is prepared once per machine; a large corpus takes longer than any step.
+_PREPARE_LIMIT = timedelta(hours=12)
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to do. `compare` is the strategy of the second run, or None."""
+
+    config: TrainConfig
+    compare: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"config": self.config.to_json(), "compare": self.compare}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Job:
+        return cls(config_from_json(data["config"]), data["compare"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `status` is "done" or "interrupted"."""
+
+    status: str
+    step: int
+    checkpoint: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Place:
+    """This rank, its device, and how it speaks (rank 0 to the console, the others not at all)."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    console: Console
+    monitor: Monitor
+    stop: StopRequest
+
+    def say(self, text: str, style: str | None = None) -> None:
+        if self.rank == 0:
+            self.console.print(text, markup=False, style=style)
+            self.console.file.flush()
+
+
+def run_rank(job: Job, stop: StopRequest) -> Outcome:
+    """Train on this rank: RANK, WORLD_SIZE and the rest are set by torchrun, or by our launcher.
+
+    Raises what is wrong with the input, PeerLostError for a rank that is gone.
+    """
+    config = job.config
+    rank, world, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if world != config.world:
+        sizes = {limit: (text, Strategy.parse(text).world) for limit, text in config.strategies}
+        raise StrategyWorldsError(sizes, world)
+    torch.set_num_threads(config.run.threads)
+    device = choose_device(config.run.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if rank == 0:
+        preflight(config)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
+    try:
+        with Monitor.of_world(timeout_s=config.run.timeout_s) as monitor:
+            console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+            place = Place(rank, world, local_rank, device, console, monitor, stop)
+            outcome = _train(job, place)
+            monitor.phase("end")
+            dist.barrier()  # no rank leaves while another still writes
+        return outcome
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
+    """A GPU per local rank if there are as many, else (or if asked for) the CPU. Raises DeviceCountError."""
+    found = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cpu" or (wanted == "auto" and found < local_world):
+        return torch.device("cpu")
+    if found < local_world:
+        raise DeviceCountError(local_world, found)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _train(job: Job, place: Place) -> Outcome:
+    config = job.config
+    place.monitor.phase("prepare the data")
+    prepared = _prepare(config, place)
+    place.monitor.phase("build the model")
+    with _noted_warnings(place):
+        session = open_session(config, prepared, place.device)
+    _introduce(session, prepared, place)
+    if config.checkpoint.resume:
+        place.monitor.phase("load the checkpoint")
+        path = session.resume()
+        place.say(f"resumed from {path}, after step {session.step}")
+    records: list[StepRecord] = []
+    saved: list[Path] = []
+    stopped = _run(session, place, records, saved)
+    last = str(saved[-1]) if saved else None
+    if place.rank == 0 and records:
+        totals = Totals.of(records)
+        show_summary(place.console, totals)
+        _write_summary(config.folder, {"run": totals.to_json()})
+    if stopped:
+        place.say(f"stopped after step {session.step}. " + _how_to_resume(last))
+        return Outcome("interrupted", session.step, last)
+    if job.compare is not None:
+        _compare(job, session, prepared, place, records)
+    place.say(f"metrics  {config.folder / 'metrics.jsonl'}" + (f"\nweights  {last}" if last else ""))
+    return Outcome("done", session.step, last)
+
+
+def _prepare(config: TrainConfig, place: Place) -> Prepared:
+    """One rank of each machine prepares, the others of that machine wait for it."""
+    group = dist.group.WORLD
+    assert group is not None
+    store = dist.PrefixStore("fxpar-data", group.get_group_store())
+    key = f"machine/{os.environ.get('GROUP_RANK', '0')}"
+    if place.local_rank == 0:
+        prepared = prepare(config.data, place.monitor.phase)
+        store.set(key, prepared.to_text())
+        return prepared
+    store.wait([key], _PREPARE_LIMIT)
+    return Prepared.from_text(store.get(key))
+
+
+def _introduce(session: TrainSession, prepared: Prepared, place: Place) -> None:
+    """What is about to be trained, and how long its sequences are."""
+    config = session.config
+    for line in (*prepared.lines, *describe(session.loader)):
+        place.say(line)
+    chosen = ", ".join(f"<={limit} {text}" for limit, text in config.strategies)
+    place.say(f"{config.model.name}, {session.parameters:,} parameters, on {place.world} ranks ({place.device.type})")
+    place.say(f"strategies {chosen}; set up in {session.setup_s:.1f} s")
+
+
+def _run(
+    session: TrainSession, place: Place, records: list[StepRecord], saved: list[Path], *, files: bool = True
+) -> bool:
+    """Train to the last step; True if stopped early. `files`: with metrics and checkpoints."""
+    config = session.config
+    outputs = _outputs(config, session.step, place) if files else []
+    title = "train" if files else f"static {config.strategies[0][1]}"
+    every = config.checkpoint.every if files and config.checkpoint.enabled else 0
+    with open_view(place.console if place.rank == 0 else _silent(), config.run.steps, session.step, title) as view:
+
+        def done(record: StepRecord) -> None:
+            session.step = record.step
+            records.append(record)
+            view.step(record)
+            for output in outputs:
+                output.write(record)
+
+        def save(step: int) -> None:
+            if files and config.checkpoint.enabled:
+                saved.append(session.save(step))
+                view.note(f"checkpoint {saved[-1]}")
+
+        hooks = Hooks(
+            done=done,
+            sync=lambda cpu_s: agree(place.stop.asked, cpu_s, place.device),
+            save=save,
+            phase=place.monitor.phase,
+        )
+        try:
+            return run_steps(session.training, session.step, config.run.steps, every, hooks)
+        finally:
+            for output in outputs:
+                output.close()
+
+
+def _outputs(config: TrainConfig, step: int, place: Place) -> list[MetricsFile | EventsFile]:
+    """The files that rank 0 writes each step to."""
+    if place.rank != 0:
+        return []
+    found: list[MetricsFile | EventsFile] = [MetricsFile(config.folder, step)]
+    if config.run.tensorboard:
+        try:
+            found.append(EventsFile(config.folder, step))
+        except ImportError:
+            place.say('no TensorBoard events: pip install "fxpar[train]", or set run.tensorboard = false', "dim")
+    return found
+
+
+def _compare(job: Job, session: TrainSession, prepared: Prepared, place: Place, records: list[StepRecord]) -> None:
+    """Train once more under one strategy, on the same batches from the same weights. Raises CompareError."""
+    assert job.compare is not None
+    config = static_config(job.config, job.compare)
+    place.say(f"\nthe same {len(records)} steps under {job.compare} alone")
+    place.monitor.phase(f"build the model for {job.compare}")
+    session.release()
+    with _noted_warnings(place):
+        other = open_session(config, prepared, place.device)
+    static: list[StepRecord] = []
+    stopped = _run(other, place, static, [], files=False)
+    if stopped or len(static) < 2:
+        place.say("stopped: no comparison")
+        return
+    comparison = Comparison.of(records, static, job.compare, config.precision.parameters)
+    if place.rank == 0:
+        show_comparison(place.console, comparison)
+        _write_summary(config.folder, {"run": Totals.of(records).to_json(), "comparison": comparison.to_json()})
+    check_agreement(comparison)
+
+
+def _how_to_resume(checkpoint: str | None) -> str:
+    return f"Checkpoint {checkpoint}; go on with --resume" if checkpoint else "There is no checkpoint"
+
+
+def _write_summary(folder: Path, data: dict[str, Any]) -> None:
+    path = folder / SUMMARY
+    try:
+        path.write_text(json.dumps(finite(data), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(str(path), error) from error
+
+
+def _silent() -> Console:
+    return Console(file=open(os.devnull, "w"))
+
+
+@contextmanager
+def _noted_warnings(place: Place) -> Iterator[None]:
+    """fxpar's warnings are said by rank 0, each once; others are left to the rank's log."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    ours = [str(w.message) for w in caught if issubclass(w.category, FxparWarning)]
+    for text in dict.fromkeys(ours):
+        place.say(f"warning: {text}", "yellow")
+    for other in caught:
+        if not issubclass(other.category, FxparWarning):
+            sys.stderr.write(warnings.formatwarning(other.message, other.category, other.filename, other.lineno))

@@ -1,0 +1,131 @@
+"""A model, its data and its optimizer put together on this rank, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpar.api import parallelize
+from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from fxpar.cluster import ClusterSpec
+from fxpar.data import MiniBatchLoader
+from fxpar.errors import ResumeError
+from fxpar.train.config import TrainConfig, token_budget
+from fxpar.train.loop import Training
+from fxpar.train.model import build_model
+from fxpar.train.optimize import make_optimizer, make_schedule
+from fxpar.train.text import Prepared, make_loader, open_tokens
+
+
+@dataclass
+class TrainSession:
+    """Everything that training changes on this rank; `step` is the number of steps done."""
+
+    config: TrainConfig
+    training: Training
+    model: Any
+    loader: MiniBatchLoader
+    parameters: int
+    setup_s: float
+    step: int = 0
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint. All ranks call it. Raises what `save_checkpoint` raises."""
+        self.step = step
+        extra = {
+            "step": step,
+            "loader": self.loader.state_dict(),
+            "engine": self.model.engine_state(),
+            "scheduler": scheduler_state(self.training.scheduler),
+            "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+            "model": self.config.model.name,
+            "strategies": [list(pair) for pair in self.config.strategies],
+        }
+        folder, keep = self.config.checkpoints, self.config.checkpoint.keep
+        return save_checkpoint(folder, step, self.model, self.training.optimizer, extra, keep=keep)
+
+    def release(self) -> None:
+        """Give up model, gradients and optimizer states: another session needs the memory."""
+        self.training = self.model = None  # type: ignore[assignment]
+
+    def resume(self) -> Path:
+        """Continue from the latest checkpoint. All ranks call it. Raises ResumeError and what the parts raise."""
+        path = latest(self.config)
+        extra = load_checkpoint(path, self.model, self.training.optimizer)
+        missing = {"step", "loader", "engine", "scheduler", "rng"} - set(extra)
+        if missing:
+            raise ResumeError(str(path), f"it was not written by `fxpar train` (it lacks {', '.join(sorted(missing))})")
+        self.loader.load_state_dict(extra["loader"])
+        self.model.load_engine_state(extra["engine"])
+        groups = len(self.training.optimizer.param_groups)
+        self.training.scheduler.load_state_dict({**extra["scheduler"], "lr_lambdas": [None] * groups})
+        rng = bytearray(base64.b64decode(extra["rng"]))
+        torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+        self.step = int(extra["step"])
+        if self.step >= self.config.run.steps:
+            raise ResumeError(
+                str(path), f"it has done {self.step} steps, and run.steps is {self.config.run.steps}: nothing is left"
+            )
+        return path
+
+
+def latest(config: TrainConfig) -> Path:
+    """The checkpoint that `--resume` takes. Raises ResumeError if there is none."""
+    folder = config.checkpoints
+    path = latest_checkpoint(folder) if folder.is_dir() else None
+    if path is None:
+        raise ResumeError(
+            str(folder), "there is no complete checkpoint. Start without --resume, or set checkpoint.folder"
+        )
+    return path
+
+
+def scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
+    """The plain values of a scheduler's state; functions of the step come from the configuration again."""
+    state = scheduler.state_dict()
+    return {key: state[key] for key in ("last_epoch", "_step_count", "base_lrs") if key in state}
+
+
+def open_session(config: TrainConfig, prepared: Prepared, device: torch.device) -> TrainSession:
+    """Build everything from its seeds. All ranks call it alike.
+
+    Raises what the loaders of models and data and `fxpar.parallelize` raise.
+    """
+    begun = time.perf_counter()
+    torch.manual_seed(config.run.seed)
+    tokens, _ = open_tokens(prepared, config.data.validation)
+    loader = make_loader(tokens, config)
+    loaded = build_model(config, prepared.vocab_size, prepared.tokenizer)
+    count = sum(parameter.numel() for parameter in loaded.model.parameters())
+    engine = config.engine
+    model: Any = parallelize(
+        loaded.model.to(device),
+        strategies=dict(config.strategies),
+        loss=loaded.loss_fn,
+        token_budget=token_budget(engine, []),
+        cluster=ClusterSpec.from_file(engine.cluster) if engine.cluster else None,
+        memory_budget_bytes=engine.memory_budget_bytes,
+        gradients=engine.gradients,
+        order=engine.order,
+        merge=engine.merge,
+        compile=engine.compile,
+        checked=engine.checked,
+        device_tflops=engine.device_tflops,
+        nan=config.run.nan,
+        seed=config.run.seed,
+    )
+    optimizer = make_optimizer(model.parameters(), config.optimizer)
+    scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
+    training = Training(model, loader, optimizer, scheduler, config.optimizer.clip, config.run.nan)
+    return TrainSession(config, training, model, loader, count, time.perf_counter() - begun)
+
+
+def static_config(config: TrainConfig, strategy: str) -> TrainConfig:
+    """The same run under one strategy: own packing and own token budget."""
+    engine = replace(config.engine, token_budget=None, token_budgets={}, order=None)
+    return replace(config, strategies=((config.strategies[-1][0], strategy),), engine=engine)

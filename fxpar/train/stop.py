@@ -1,0 +1,44 @@
+"""Ending a run between two steps: Ctrl-C on a rank, or a file that the launcher makes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+
+class StopRequest:
+    """Whether this rank was asked to end; a second SIGINT ends it at once.
+
+    `file`: when it exists, that counts as being asked (local ranks are out of the terminal's reach: their launcher
+    hears Ctrl-C). Signals are handled on the main thread only.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file, self._asked = file, False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._hear)
+
+    @property
+    def asked(self) -> bool:
+        if self._file is not None and self._file.exists():
+            self._asked = True
+        return self._asked
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._asked and self._file is None:
+            raise KeyboardInterrupt
+        self._asked = True
+
+
+def agree(asked: bool, cpu_s: float, device: torch.device) -> tuple[bool, float]:
+    """(any rank was asked to stop, CPU seconds of all ranks): one small all-reduce per step."""
+    both = torch.tensor([float(asked), cpu_s], dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(both)
+    asked_count, total = both.tolist()
+    return asked_count > 0, total

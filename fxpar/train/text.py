@@ -1,0 +1,85 @@
+"""From the [data] section to a loader: one rank of a machine prepares, the others open what it left in the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fxpar import data
+from fxpar.data import LengthHistogram, MiniBatchLoader, Tokens
+from fxpar.data.sources import kind_of
+from fxpar.train.config import DataConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the other ranks need to know; `lines` are reports for the user."""
+
+    folder: str
+    tokenizer: str
+    vocab_size: int
+    lines: tuple[str, ...]
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Prepared:
+        found = json.loads(text)
+        return cls(found["folder"], found["tokenizer"], found["vocab_size"], tuple(found["lines"]))
+
+
+def prepare(config: DataConfig, progress: Callable[[str], object]) -> Prepared:
+    """Read the corpus, train or load the tokenizer, tokenise; each only if the cache has it not.
+
+    Raises what `fxpar.data` raises for a corpus, a tokenizer or a cache folder that cannot be used.
+    """
+    progress("reading the corpus")
+    corpus = open_corpus(config)
+    if config.tokenizer is not None:
+        tokenizer = data.load_tokenizer(config.tokenizer, end_token=config.end_token)
+    else:
+        progress(f"byte-pair tokenizer of {config.vocab:,} tokens")
+        tokenizer = data.train_tokenizer(corpus, config.vocab, cache_dir=config.cache)
+    progress("tokens")
+    tokens = data.prepare(corpus, tokenizer, cache_dir=config.cache)
+    assert tokens.folder is not None
+    lines = (*corpus.report.lines(), f"tokenizer of {tokenizer.vocab_size:,} tokens: {tokenizer.name}")
+    return Prepared(str(Path(tokens.folder).resolve()), tokenizer.name, tokenizer.vocab_size, lines)
+
+
+def open_corpus(config: DataConfig) -> data.Corpus:
+    """Raises the errors of `fxpar.data.open_corpus`."""
+    kind = None if config.kind == "auto" else config.kind
+    options: dict[str, Any] = {"glob": config.glob}
+    if config.text is not None:
+        guessed = kind or kind_of(Path(config.source).expanduser())
+        options["field" if guessed == "jsonl" else "column"] = config.text
+    return data.open_corpus(config.source, kind=kind, **options)
+
+
+def open_tokens(prepared: Prepared, validation: int) -> tuple[Tokens, Tokens]:
+    """(training, validation). Raises DataCacheError, HeldOutError."""
+    return data.load(prepared.folder).hold_out(validation)
+
+
+def make_loader(tokens: Tokens, config: TrainConfig) -> MiniBatchLoader:
+    """Mini-batches without end. Raises OverlongError, NoSequencesError."""
+    return MiniBatchLoader(
+        tokens,
+        max_length=config.max_length,
+        batch_tokens=config.data.batch_tokens,
+        batch_sequences=config.data.batch_sequences,
+        overlong=config.data.overlong,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def describe(loader: MiniBatchLoader) -> Iterator[str]:
+    """What became of long documents, and how long the sequences are."""
+    yield from loader.report.lines()
+    yield from LengthHistogram.of(loader.lengths).lines()

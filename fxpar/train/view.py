@@ -1,0 +1,148 @@
+"""What a run prints: a live view on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fxpar.train.records import GroupRecord, StepRecord
+
+
+class View(Protocol):
+    """Takes each step; `note` says something beside them."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def open_view(console: Console, steps: int, done: int, title: str) -> View:
+    """The view that suits the console; `done` steps were done by an earlier run."""
+    return LiveView(console, steps, done, title) if console.is_terminal else PlainView(console, steps)
+
+
+def step_line(record: StepRecord, steps: int) -> str:
+    """One step in one line."""
+    parts = [
+        f"step {record.step:>{len(str(steps))}}/{steps}",
+        f"loss {record.loss:.4f}" + (" skipped" if record.skipped else ""),
+        f"{record.tokens_per_s:,.0f} tok/s",
+        f"lr {record.lr:.2e}",
+    ]
+    if record.grad_norm is not None:
+        parts.append(f"norm {record.grad_norm:.2f}")
+    if record.validation_loss is not None:
+        parts.append(f"validation {record.validation_loss:.4f}")
+    parts.append(f"{record.wall_s:.2f} s")
+    return "  ".join(parts) + "  " + " | ".join(group_text(group) for group in record.groups)
+
+
+def group_text(group: GroupRecord) -> str:
+    """`<=256 dp4: 40 seq 5,120 tok 0.41 s, switch 3 ms 1.2 MB`."""
+    text = f"<={group.limit} {group.strategy}: {group.sequences} seq {group.tokens:,} tok {group.wall_s:.2f} s"
+    if group.switch_bytes:
+        text += f", switch {group.switch_s * 1e3:.0f} ms {megabytes(group.switch_bytes)}"
+    return text
+
+
+def megabytes(count: float) -> str:
+    """Bytes in MB (1e6)."""
+    return f"{count / 1e6:,.1f} MB"
+
+
+class PlainView:
+    """One line per step."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def step(self, record: StepRecord) -> None:
+        self._print(step_line(record, self._steps))
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False)
+        self._console.file.flush()  # a pipe's reader follows the run
+
+
+class LiveView:
+    """A bar, the figures of the last step, and a table of its groups, redrawn in place."""
+
+    def __init__(self, console: Console, steps: int, done: int, title: str) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task(title, total=steps, completed=done)
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.stop()
+
+    def step(self, record: StepRecord) -> None:
+        self._progress.update(self._task, completed=record.step)
+        self._live.update(Group(self._progress, figures(record), group_table(record)))
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False)
+
+
+def figures(record: StepRecord) -> Table:
+    """Loss, speed, learning rate and norm of one step."""
+    table = Table.grid(padding=(0, 3))
+    cells = [
+        f"loss [bold]{record.loss:.4f}[/bold]" + (" [red]skipped[/red]" if record.skipped else ""),
+        f"{record.tokens_per_s:,.0f} valid tokens/s",
+        f"learning rate {record.lr:.2e}",
+    ]
+    if record.grad_norm is not None:
+        cells.append(f"gradient norm {record.grad_norm:.2f}")
+    if record.validation_loss is not None:
+        cells.append(f"validation {record.validation_loss:.4f}")
+    table.add_row(*cells)
+    return table
+
+
+def group_table(record: StepRecord) -> Table:
+    """One line per group of one step."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("up to", "strategy", "sequences", "tokens", "longest", "micro-batches", "time", "switch", "moved"):
+        table.add_column(title, justify="left" if title == "strategy" else "right")
+    for group in record.groups:
+        table.add_row(
+            f"{group.limit:,}",
+            group.strategy,
+            str(group.sequences),
+            f"{group.tokens:,}",
+            f"{group.longest:,}",
+            str(group.micro_batches),
+            f"{group.wall_s:.2f} s",
+            f"{group.switch_s * 1e3:.0f} ms",
+            megabytes(group.switch_bytes),
+        )
+    return table

@@ -1,0 +1,11 @@
+"""Carries out switch plans and reductions between ranks: pack, one message per peer, unpack."""
+
+from __future__ import annotations
+
+from fxpar.transport.executions import SubGroups
+from fxpar.transport.holding import Holding
+from fxpar.transport.reduction import Reduction
+from fxpar.transport.staging import Staging
+from fxpar.transport.switch import Switch, SwitchReport
+
+__all__ = ["Holding", "Reduction", "Staging", "SubGroups", "Switch", "SwitchReport"]

@@ -1,0 +1,200 @@
+"""From a plan and the tensors of one rank to phases that are ready to run: all views, offsets and buffers prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from fxpar.switch.problem import SwitchProblem
+from fxpar.transport.checksum import Where, compare_copy
+from fxpar.transport.executions import SubGroups, choose
+from fxpar.transport.holding import Located
+from fxpar.transport.messages import messages
+from fxpar.transport.options import Counts, Options, Traffic
+from fxpar.transport.packing import Packer, Sealed
+from fxpar.transport.phases import Phase, cut_phases
+from fxpar.transport.reads import Reader
+from fxpar.transport.staging import ALIGNMENT, Arena, Staging, aligned
+from fxpar.transport.views import paired_views
+from fxpar.transport.wire import AllGather, AllToAll, Gathered, Parcel, PhaseOnWire, PointToPoint, Task, Wire
+
+CHUNK = 16  # bytes: parts of a shared buffer start at multiples, so that every dtype may stand there
+
+
+@dataclass(eq=False)
+class Compiled:
+    """`snapshots` are (copy, original); `phases` are (does it send on what the one before brings, phase)."""
+
+    snapshots: list[tuple[Tensor, Tensor]]
+    phases: list[tuple[bool, PhaseOnWire]]
+    copies: list[Task]
+    counts: Counts
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """A phase that this rank takes part in, before its views are made; `tag` is its number among all phases."""
+
+    phase: Phase
+    execution: str
+    tag: int
+    traffic: list[Traffic]
+
+
+class Compiler:
+    """Compiles a plan for one rank. The same calls must be made on all ranks (sub process groups are created)."""
+
+    def __init__(
+        self,
+        problem: SwitchProblem,
+        table: np.ndarray,
+        sources: Sequence[Located],
+        target: Located,
+        options: Options,
+        name: str,
+    ) -> None:
+        self.problem, self.table, self.options = problem, table, options
+        self.name = name
+        self.target, self.rank = target, target.rank
+        self.reader = Reader(problem, sources, target)
+        params = target.layout.params
+        self.dtypes = [params[fqn].dtype for fqn in problem.tensors]
+        self.counts = Counts()
+
+    def compile(self, wire: Wire, groups: SubGroups, staging: Staging) -> Compiled:
+        """All that a run needs. Raises HoldingError, ExecutionError."""
+        locals_ = self._locals(groups)
+        copied = list(self.reader.copies(self.dtypes))
+        written = {
+            fqn for local in locals_ for t in local.traffic for m in t.receives for p in m.pieces for fqn in p.fqns
+        }
+        written.update(fqn for _, segments in copied for segment in segments for fqn in segment.fqns)
+        snapshots = self.reader.snapshots(sorted(written))
+        self.counts.snapshot_bytes = sum(copy.nbytes for copy, _ in snapshots)
+        packer = Packer(self.target, self.options, self.counts, self.name)
+        sealed = [[packer.seal(traffic) for traffic in local.traffic] for local in locals_]
+        sizes = [self._size(local, parts) for local, parts in zip(locals_, sealed, strict=True)]
+        slots = [staging.slot(k, max(sizes[k::2], default=0)) for k in (0, 1)]
+        self.counts.staging_bytes = sum(max(sizes[k::2], default=0) for k in (0, 1))
+        phases = []
+        for index, (local, parts) in enumerate(zip(locals_, sealed, strict=True)):
+            onto = self._on_wire(local, parts, Arena(slots[index % 2]), wire, groups)
+            before = locals_[index - 1].phase if index else None
+            blocking = before is not None and before.bucket == local.phase.bucket
+            phases.append((blocking, onto))
+        return Compiled(snapshots, phases, self._copies(copied), self.counts)
+
+    def _locals(self, groups: SubGroups) -> list[Local]:
+        found = []
+        for tag, phase in enumerate(cut_phases(self.problem, self.table, self.options.staging_bytes)):
+            execution, collectives = choose(self.problem, self.table, phase, self.options.execution)
+            traffic = []
+            if execution == "all_gather":
+                for one in collectives:
+                    groups.get(one.ranks)
+                    if self.rank in one.ranks:
+                        rows = phase.rows[one.transfers]
+                        part = Phase(phase.step, phase.bucket, rows, phase.part, phase.parts)
+                        traffic.append(self._traffic(part, one.ranks))
+            else:
+                traffic = [self._traffic(phase)]
+            if execution == "a2a" or any(t.sends or t.receives for t in traffic):
+                found.append(Local(phase, execution, tag, traffic))
+                self.counts.executions.append(execution)
+        return found
+
+    def _traffic(self, phase: Phase, ranks: tuple[int, ...] = ()) -> Traffic:
+        sent, received = messages(self.problem, self.table, phase, self.rank, self.dtypes)
+        self.counts.sent_bytes += sum(message.nbytes for message in sent)
+        self.counts.received_bytes += sum(message.nbytes for message in received)
+        room = 0
+        if ranks:
+            sent = sent[:1]  # all others get the same
+            rows = self.table["src"][phase.rows]
+            room = sent[0].nbytes + self._trailer(int(np.bincount(rows).max()))
+        reads = [(m, [self.reader.segments(piece, phase.step > 0) for piece in m.pieces]) for m in sent]
+        return Traffic(reads, received, ranks, aligned(room, CHUNK))
+
+    def _trailer(self, rows: int) -> int:
+        return 8 * rows + 8 if self.options.checked else 0
+
+    def _size(self, local: Local, sealed: list[Sealed]) -> int:
+        """Bytes of staging that a phase needs."""
+        if local.execution == "p2p":
+            return sum(aligned(s.nbytes) for part in sealed for s in part.buffers())
+        if local.execution == "a2a":
+            rooms = [s.nbytes for part in sealed for s in (*part.sends, *part.receives)]
+            return ALIGNMENT + sum(aligned(room, CHUNK) for room in rooms)
+        return sum(aligned(t.room * (len(t.ranks) + 1)) for t in local.traffic)
+
+    def _on_wire(self, local: Local, sealed: list[Sealed], arena: Arena, wire: Wire, groups: SubGroups) -> PhaseOnWire:
+        if local.execution == "p2p":
+            return self._point_to_point(local, sealed[0], arena, wire)
+        if local.execution == "a2a":
+            return self._all_to_all(sealed[0], arena, wire)
+        parts = []
+        for traffic, part in zip(local.traffic, sealed, strict=True):
+            packed = arena.take(traffic.room)
+            received = arena.take(traffic.room * len(traffic.ranks))
+            rows = received.view(len(traffic.ranks), traffic.room)
+            unpack = [task for s in part.receives for task in s.unpack(rows[traffic.ranks.index(s.peer)])]
+            pack = part.sends[0].pack(packed)
+            parts.append(Gathered(groups.get(traffic.ranks), list(traffic.ranks), packed, received, pack, unpack))
+        return AllGather(wire, parts)
+
+    def _point_to_point(self, local: Local, sealed: Sealed, arena: Arena, wire: Wire) -> PointToPoint:
+        sends, receives, made = [], [], {}
+        for one in sealed.sends:
+            buffer, tasks = one.direct, []
+            if buffer is None:
+                if one.key not in made:
+                    made[one.key] = arena.take(one.nbytes)
+                    tasks = one.pack(made[one.key])
+                buffer = made[one.key]
+            sends.append(Parcel(one.peer, buffer, tasks))
+        for one in sealed.receives:
+            buffer = one.direct if one.direct is not None else arena.take(one.nbytes)
+            tasks = one.unpack(buffer) if one.direct is None else []
+            receives.append(Parcel(one.peer, buffer, tasks))
+        return PointToPoint(wire, local.tag, sends, receives)
+
+    def _all_to_all(self, sealed: Sealed, arena: Arena, wire: Wire) -> AllToAll:
+        splits: list[list[int]] = []
+        buffers, tasks = [], []
+        for sending, parts in ((True, sealed.sends), (False, sealed.receives)):
+            sizes = [0] * wire.world
+            for one in parts:
+                sizes[one.peer] = aligned(one.nbytes, CHUNK)
+            whole = arena.take(sum(sizes))
+            by_peer = whole.split(sizes)
+            tasks.append([t for one in parts for t in (one.pack if sending else one.unpack)(by_peer[one.peer])])
+            splits.append(sizes)
+            buffers.append(whole)
+        return AllToAll(wire, buffers[0], buffers[1], splits[0], splits[1], tasks[0], tasks[1])
+
+    def _copies(self, copied: list) -> list[Task]:
+        """Copies of slices that the rank holds and needs at different places."""
+        tasks: list[Task] = []
+        for piece, segments in copied:
+            moved = sum(len(segment.fqns) for segment in segments)
+            each = piece.nbytes // len(piece.fqns)
+            self.counts.copied_bytes += moved * each
+            self.counts.skipped_bytes += (len(piece.fqns) - moved) * each
+            for segment in segments:
+                at = self.target.required(segment.fqns[0], piece.box)
+                pairs = paired_views(
+                    segment.holding, self.target, segment.fqns, (segment.start, at), piece.shape, self.options.merge
+                )
+                fqns = iter(segment.fqns)
+                for src, dst in pairs:
+                    self.counts.self_copies += 1
+                    tasks.append(partial(dst.add_ if self.options.add else dst.copy_, src))
+                    if self.options.checked and not self.options.add:
+                        names = [next(fqns) for _ in range(src.shape[0])]
+                        where = Where(self.name, names, piece.box, self.rank, self.rank)
+                        tasks.append(partial(compare_copy, src, dst, where))
+        return tasks

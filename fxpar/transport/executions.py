@@ -1,0 +1,50 @@
+"""Which way each phase of a plan is carried out; decided from the plan alone, so all ranks agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from fxpar.errors import ExecutionError, nearest
+from fxpar.switch.collectives import Collective, find_collectives
+from fxpar.switch.problem import SwitchProblem
+from fxpar.transport.phases import Phase
+
+EXECUTIONS = ("p2p", "a2a", "all_gather", "auto")
+
+
+def choose(problem: SwitchProblem, table: np.ndarray, phase: Phase, execution: str) -> tuple[str, list[Collective]]:
+    """How a phase runs, and its all-gathers. Raises ExecutionError."""
+    if execution not in EXECUTIONS:
+        raise ExecutionError(execution, f"is unknown{nearest(execution, EXECUTIONS) or '.'} Use one of {EXECUTIONS}")
+    if execution in ("p2p", "a2a"):
+        return execution, []
+    found = find_collectives(problem, table[phase.rows])
+    covered = sum(len(one.transfers) for one in found)
+    if covered == len(phase.rows) and all(one.kind == "all_gather" for one in found):
+        return "all_gather", found
+    if execution == "all_gather":
+        raise ExecutionError(
+            execution, f"step {phase.step} of the plan is no set of all-gathers with equal parts; use 'auto' or 'p2p'"
+        )
+    return "p2p", []
+
+
+class SubGroups:
+    """Process groups of sets of ranks, made once. All ranks must ask for the same sets in the same order."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def get(self, ranks: tuple[int, ...]) -> Any:
+        """The process group of `ranks` (ranks within `group`)."""
+        if len(ranks) == dist.get_world_size(self.group):
+            return self.group
+        if ranks not in self._made:
+            members = dist.get_process_group_ranks(self.group) if self.group is not None else None
+            world_ranks = [members[rank] for rank in ranks] if members is not None else list(ranks)
+            self._made[ranks] = dist.new_group(world_ranks)
+        return self._made[ranks]

@@ -1,0 +1,46 @@
+"""Options of a compiled switch, what it counts, and what a rank exchanges in a phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxpar.transport.messages import Message
+from fxpar.transport.reads import Segment
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a switch is compiled; see `Switch`."""
+
+    execution: str = "auto"
+    staging_bytes: int = 64 << 20
+    checked: bool = False
+    add: bool = False
+    merge: bool = True
+
+
+@dataclass(eq=False)
+class Counts:
+    """What a compiled switch does in every run, on this rank."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    copied_bytes: int = 0
+    skipped_bytes: int = 0  # held and needed at the same address
+    pack_copies: int = 0
+    unpack_copies: int = 0
+    self_copies: int = 0
+    direct_messages: int = 0  # sent from, or received in, the tensors themselves
+    staging_bytes: int = 0
+    snapshot_bytes: int = 0
+    executions: list[str] = field(default_factory=list)  # of the phases that this rank takes part in
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """What this rank sends and receives together; `ranks` is empty for messages to single peers."""
+
+    sends: list[tuple[Message, list[list[Segment]]]]
+    receives: list[Message]
+    ranks: tuple[int, ...] = ()
+    room: int = 0  # bytes of one rank's part of an all-gather

@@ -1,0 +1,126 @@
+"""Cut a plan into phases: what is packed, sent and unpacked together, so that staging memory stays bounded.
+
+A *bucket* is a run of tensors in the order of the plan (the order of use), a *phase* is one step of a bucket. Two
+phases are under way at a time: while one is on the wire, the next one is packed. Of a relayed plan the second hop of a
+bucket comes after the first hop of the next bucket, so that both hops run at once. All of this follows from the plan
+alone, so every rank finds the same phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.switch.plan import Box
+from fxpar.switch.problem import SwitchProblem
+
+MIB = 1 << 20
+RELAY_BUCKETS = 8  # hops of a relayed plan overlap but for one bucket in this many
+RELAY_BUCKET_BYTES = MIB  # ... if that leaves at least so much in each
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """Rows of a plan that travel together; of every slice only part `part` of `parts`."""
+
+    step: int
+    bucket: int
+    rows: np.ndarray
+    part: int = 0
+    parts: int = 1
+
+
+def cut_phases(problem: SwitchProblem, table: np.ndarray, staging_bytes: int) -> list[Phase]:
+    """The phases in the order in which all ranks go through them.
+
+    Phase n+1 is posted before phase n is complete; what a phase sends on, arrived at least two phases before, or in
+    the one before if there is only one bucket.
+    """
+    if not len(table):
+        return []
+    limit = _limit(problem, table, staging_bytes)
+    buckets = list(_buckets(problem, table, limit))
+    phases = []
+    for number, (rows, part, parts) in enumerate(buckets):
+        for step in np.unique(table["step"][rows]).tolist():
+            phases.append(Phase(step, number, rows[table["step"][rows] == step], part, parts))
+    return sorted(phases, key=lambda phase: (2 * phase.bucket + 3 * phase.step, phase.step))
+
+
+def part_of(box: Box, part: int, parts: int) -> Box:
+    """Part `part` of a box that is cut into `parts` along its longest dim."""
+    if parts == 1:
+        return box
+    d = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
+    start, stop = box[d]
+    size = stop - start
+    return (*box[:d], (start + size * part // parts, start + size * (part + 1) // parts), *box[d + 1 :])
+
+
+def _loads(table: np.ndarray, keys: np.ndarray, count: int, world: int) -> np.ndarray:
+    """[count, steps, ranks]: bytes sent plus received per key (tensor or slice), step and rank."""
+    steps = int(table["step"].max()) + 1
+    place = (keys.astype(np.int64) * steps + table["step"]) * world
+    total = np.bincount(place + table["src"], table["nbytes"], count * steps * world)
+    total += np.bincount(place + table["dst"], table["nbytes"], count * steps * world)
+    return total.reshape(count, steps, world)
+
+
+def _limit(problem: SwitchProblem, table: np.ndarray, staging_bytes: int) -> int:
+    """Bytes that a rank may send and receive in one phase."""
+    whole = _loads(table, np.zeros(len(table), np.int64), 1, problem.world)
+    largest = int(whole.max())
+    if whole.shape[1] == 1:
+        return staging_bytes if largest <= staging_bytes else staging_bytes // 2
+    return min(staging_bytes // 2, max(largest // RELAY_BUCKETS, RELAY_BUCKET_BYTES))
+
+
+def _buckets(problem: SwitchProblem, table: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, int, int]]:
+    """(rows, part, parts): tensors in order as long as they fit; one that does not fit is cut."""
+    tensors = np.unique(table["tensor"])
+    which = np.searchsorted(tensors, table["tensor"])
+    loads = _loads(table, which, len(tensors), problem.world)
+    by_tensor = which.argsort(kind="stable")
+    ends = np.searchsorted(which[by_tensor], np.arange(len(tensors) + 1))
+    first, total = 0, np.zeros(loads.shape[1:])
+    for number, load in enumerate(loads):
+        alone = load.max() > limit
+        if first < number and (alone or (total + load).max() > limit):
+            yield np.sort(by_tensor[ends[first] : ends[number]]), 0, 1
+            first, total = number, np.zeros(loads.shape[1:])
+        if alone:
+            rows = np.sort(by_tensor[ends[number] : ends[number + 1]])
+            yield from _cut_tensor(problem, table, rows, limit)
+            first = number + 1
+        else:
+            total = total + load
+    if first < len(tensors):
+        yield np.sort(by_tensor[ends[first] :]), 0, 1
+
+
+def _cut_tensor(
+    problem: SwitchProblem, table: np.ndarray, rows: np.ndarray, limit: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Slices of one tensor as long as they fit; a slice that does not fit is cut into parts."""
+    slices, which = np.unique(table["slice"][rows], return_inverse=True)
+    loads = _loads(table[rows], which, len(slices), problem.world)
+    first, total = 0, np.zeros(loads.shape[1:])
+    for number, load in enumerate(loads):
+        alone = load.max() > limit
+        if first < number and (alone or (total + load).max() > limit):
+            yield rows[(first <= which) & (which < number)], 0, 1
+            first, total = number, np.zeros(loads.shape[1:])
+        if alone:
+            mine = rows[which == number]
+            box = problem.classes[problem.class_of[table["tensor"][mine[0]]]].boxes[slices[number]]
+            longest = int((box[:, 1] - box[:, 0]).max(initial=1))
+            fitting = max(1, int(limit * longest // load.max()))  # indices of that dim in one part
+            parts = -(-longest // fitting)
+            yield from ((mine, part, parts) for part in range(parts))
+            first = number + 1
+        else:
+            total = total + load
+    if first < len(slices):
+        yield rows[which >= first], 0, 1

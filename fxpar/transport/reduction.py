@@ -1,0 +1,269 @@
+"""`Reduction`: carries out a ReductionPlan on one rank: terms are packed, exchanged and added in order."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.errors import ReductionError
+from fxpar.switch.reduction import ReductionPlan
+from fxpar.transport.fingerprint import compare_fingerprints
+from fxpar.transport.holding import Holding, Located
+from fxpar.transport.messages import Message, Piece, messages
+from fxpar.transport.options import Counts, Options
+from fxpar.transport.packing import Letter, Packer, memory_of
+from fxpar.transport.phases import Phase, cut_phases, part_of
+from fxpar.transport.reads import Segment
+from fxpar.transport.staging import Arena, Staging, aligned
+from fxpar.transport.switch import SideStream, SwitchReport, device_of
+from fxpar.transport.views import paired_views
+from fxpar.transport.wire import Parcel, PointToPoint, Wire, run_pipeline
+
+
+@dataclass(eq=False)
+class _Phase:
+    """What a phase sends and adds. `arrived` is (term, target view, buffer view), `own` the terms held here."""
+
+    phase: Phase
+    sends: list[tuple[Message, list[list[Segment]]]]
+    receives: list[Letter]
+    own: list[tuple[Piece, tuple[int, ...]]]
+    arrived: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+
+
+class Reduction:
+    """Sums the gradients of a rank's strategy into the tensors of `target`.
+
+    plan: see `plan_reduction`. The dtype on the wire is that of the placements; sums are in the dtype of the target.
+    target: its tensors are written (padding is not touched) and must not share memory with the gradients.
+
+    The other arguments are those of `Switch`. Gradients may be other tensors in every run. Construct and run the same
+    reductions in the same order on all ranks. Raises HoldingError; `run` raises HoldingError, ReductionError,
+    FingerprintError, TransferError, ChecksumError.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        rank: int,
+        target: Holding,
+        *,
+        group: Any = None,
+        staging_bytes: int = 64 << 20,
+        checked: bool = False,
+        merge: bool = True,
+        timeout_s: float | None = None,
+        staging: Staging | None = None,
+        name: str = "",
+    ) -> None:
+        self.plan, self.rank = plan, rank
+        self.options = Options("p2p", staging_bytes, checked, add=True, merge=merge)
+        self.name = name or f"reduction {plan.problem.source} -> {plan.problem.target}"
+        self.counts = Counts()
+        device = device_of((target,))
+        timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
+        self._wire = Wire(self.name, dist.get_world_size(group), group, timeout, grouped=device.type == "cuda")
+        self._sources = Located(Holding(plan.sources, _Everything()), rank)
+        self._target = Located(target, rank)
+        self._packer = Packer(self._target, self.options, self.counts, self.name)
+        self._dtypes = [plan.sources.params[fqn].dtype for fqn in plan.problem.tensors]
+        self._accumulate = True
+        self._direct: list[tuple[Parcel, Tensor]] = []  # parcels that may send from gradients, and their own memory
+        self._stream = SideStream(device)
+        self._phases = list(self._cut())
+        self._alone = list(self._without_messages())
+        self._wired = self._on_wire(staging if staging is not None else Staging(device))
+        self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {self.options}".encode()).digest()[:8]
+        self._compared = False
+
+    @torch.no_grad()
+    def run(self, sources: Mapping[str, Tensor], accumulate: bool = True) -> SwitchReport:
+        """Add the sum of all ranks' `sources` to the target, or with `accumulate=False` put it there."""
+        begun = time.perf_counter()
+        if not self._compared or self.options.checked:
+            compare_fingerprints(self.name, self._fingerprint, self._wire, self._stream.device)
+            self._compared = True
+        self._bind(sources)
+        self._accumulate = accumulate
+        with self._stream:
+            run_pipeline(self._wired, self._add_alone)
+        self._sources.rebind({})  # gradients may be freed now, wherever they were sent from
+        for parcel, room in self._direct:
+            parcel.buffer = room
+        counts = self.counts
+        wall_ms = (time.perf_counter() - begun) * 1e3
+        return SwitchReport(wall_ms, counts.sent_bytes, counts.received_bytes, counts.copied_bytes, 0)
+
+    def _bind(self, sources: Mapping[str, Tensor]) -> None:
+        self._sources.rebind(sources)
+        for fqn in self.plan.problem.tensors:
+            param = self.plan.sources.params[fqn]
+            if not any(self.rank in block.ranks for block in param.blocks):
+                continue
+            if fqn not in sources:
+                raise ReductionError(fqn, f"no gradient was given on rank {self.rank}")
+            if sources[fqn].dtype != param.dtype:
+                raise ReductionError(fqn, f"the gradient is {sources[fqn].dtype}, but was planned as {param.dtype}")
+
+    def _cut(self) -> Iterator[_Phase]:
+        problem, table = self.plan.problem, self.plan.transfers
+        self._tags = []
+        for tag, phase in enumerate(cut_phases(problem, table, self.options.staging_bytes)):
+            sent, received = messages(problem, table, phase, self.rank, self._dtypes)
+            if not sent and not received:
+                continue
+            self._tags.append(tag)
+            self.counts.sent_bytes += sum(message.nbytes for message in sent)
+            self.counts.received_bytes += sum(message.nbytes for message in received)
+            sends = [(message, [self._segments(piece) for piece in message.pieces]) for message in sent]
+            rows = table[phase.rows]
+            mine = np.unique(rows[rows["dst"] == self.rank][["tensor", "slice"]])
+            own = list(self._own(mine["tensor"], mine["slice"], phase.part, phase.parts))
+            yield _Phase(phase, sends, self._letters(received), own)
+
+    def _letters(self, received: list[Message]) -> list[Letter]:
+        letters = []
+        for message in received:
+            views = [self._packer.target_views(piece) for piece in message.pieces]
+            self.counts.unpack_copies += sum(map(len, views))
+            letters.append(Letter(message.src, message, views, None, self.options.checked, True, self.name))
+        return letters
+
+    def _segments(self, piece: Piece) -> list[Segment]:
+        """Where the rank's gradients have a piece; equal for all tensors of a class."""
+        return [Segment(self._sources, self._sources.required(piece.fqns[0], piece.box), 0, piece.fqns)]
+
+    def _own(
+        self, tensors: np.ndarray, slices: np.ndarray, part: int, parts: int
+    ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+        """The rank's own terms of these slices, as pieces, and where they start in its gradients."""
+        problem = self.plan.problem
+        classes = problem.class_of[tensors]
+        for number in np.unique(classes).tolist():
+            terms = self.plan.terms[number]
+            for piece in np.unique(slices[classes == number]).tolist():
+                if not terms.cls.held[piece, self.rank]:
+                    continue
+                members = tensors[(classes == number) & (slices == piece)].tolist()
+                fqns = tuple(problem.tensors[tensor] for tensor in members)
+                ends = terms.cls.boxes[piece].tolist()
+                box = part_of(tuple((start, stop) for start, stop in ends), part, parts)
+                term = int(terms.term_of[self.rank])
+                one = Piece(fqns, box, self._dtypes[members[0]], 0, number, piece, term)
+                self.counts.copied_bytes += one.nbytes
+                yield one, self._sources.required(fqns[0], box)
+
+    def _without_messages(self) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+        """Own terms of slices that no other rank has a term of (or none that is not held here)."""
+        table = self.plan.transfers
+        rows = table[table["dst"] == self.rank]
+        for number, terms in enumerate(self.plan.terms):
+            mine = rows[self.plan.problem.class_of[rows["tensor"]] == number]
+            needed = np.broadcast_to(terms.cls.needed[:, self.rank], (len(terms.cls.members), len(terms.cls.nbytes)))
+            arriving = np.zeros_like(needed)
+            arriving[np.searchsorted(terms.cls.members, mine["tensor"]), mine["slice"]] = True
+            member, piece = np.nonzero(needed & ~arriving)
+            yield from self._own(terms.cls.members[member], piece, 0, 1)
+
+    def _on_wire(self, staging: Staging) -> list[tuple[bool, PointToPoint]]:
+        sizes = []
+        for one in self._phases:
+            sent = {message.key: self._room(message) for message, _ in one.sends}
+            sizes.append(sum(map(aligned, (*sent.values(), *(letter.nbytes for letter in one.receives)))))
+        slots = [staging.slot(k, max(sizes[k::2], default=0)) for k in (0, 1)]
+        self.counts.staging_bytes = sum(max(sizes[k::2], default=0) for k in (0, 1))
+        wired = []
+        for index, (one, tag) in enumerate(zip(self._phases, self._tags, strict=True)):
+            wired.append((False, self._point_to_point(one, tag, Arena(slots[index % 2]))))
+        return wired
+
+    def _room(self, message: Message) -> int:
+        return self._letter(message, [[] for _ in message.pieces]).nbytes
+
+    def _letter(self, message: Message, views: list) -> Letter:
+        return Letter(message.dst, message, views, None, self.options.checked, True, self.name)
+
+    def _point_to_point(self, one: _Phase, tag: int, arena: Arena) -> PointToPoint:
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        made: dict[bytes, Parcel] = {}
+        for message, segments in one.sends:
+            first = made.get(message.key)
+            room = first.buffer if first else arena.take(self._room(message))
+            parcel = Parcel(message.dst, room, [])
+            if first is None:
+                made[message.key] = parcel
+                parcel.tasks.append(partial(self._pack, message, segments, parcel, room))
+            else:
+                parcel.tasks.append(partial(_share, parcel, first))
+            sends.append(parcel)
+            self._direct.append((parcel, room))
+        for letter in one.receives:
+            buffer, tasks = arena.take(letter.nbytes), []
+            for piece, view, arrived, sums in letter.arrivals(buffer):
+                one.arrived.append((piece.term, view, arrived))
+                if self.options.checked:
+                    tasks.append(letter.check(piece, sums, arrived))
+            receives.append(Parcel(letter.peer, buffer, tasks))
+        return PointToPoint(self._wire, tag, sends, receives, [partial(self._add, one)])
+
+    def _pack(self, message: Message, segments: list[list[Segment]], parcel: Parcel, room: Tensor) -> None:
+        """Put this run's gradients into a message, or send them from where they are."""
+        pieces = zip(message.pieces, segments, strict=True)
+        views = [self._packer.views(piece, parts) for piece, parts in pieces]
+        memory = None if self.options.checked else memory_of(message, views)
+        parcel.buffer = room if memory is None else memory
+        if memory is None:
+            for task in self._letter(message, views).pack(room):
+                task()
+
+    def _add(self, one: _Phase) -> None:
+        """All terms of a phase in ascending order, the rank's own in its place."""
+        sums: list[tuple[int, Tensor, Tensor]] = [*one.arrived, *self._own_views(one.own)]
+        sums.sort(key=lambda entry: entry[0])
+        for term, target, value in sums:
+            if term == 0 and not self._accumulate:
+                target.copy_(value)
+            else:
+                target.add_(value)
+
+    def _own_views(self, own: list[tuple[Piece, tuple[int, ...]]]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for piece, start in own:
+            at = self._target.required(piece.fqns[0], piece.box)
+            pairs = paired_views(self._sources, self._target, piece.fqns, (start, at), piece.shape, self.options.merge)
+            for value, target in pairs:
+                yield piece.term, target, value
+
+    def _add_alone(self) -> None:
+        self._add(_Phase(Phase(0, 0, np.empty(0, np.int64)), [], [], self._alone))
+
+
+def _share(parcel: Parcel, first: Parcel) -> None:
+    """Send what was packed for another peer."""
+    parcel.buffer = first.buffer
+
+
+class _Everything(Mapping[str, Tensor]):
+    """Stands for the gradients before there are any: where slices lie can be asked, tensors cannot."""
+
+    def __contains__(self, fqn: object) -> bool:
+        return True
+
+    def __getitem__(self, fqn: str) -> Tensor:
+        raise KeyError(fqn)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

@@ -1,0 +1,171 @@
+"""Share weights: one storage behind the executable graphs of all strategies.
+
+Before: every graph wants its own copy of the parameters, each in its own layout. After: one flat buffer per dtype and
+pool, and for each graph a view of it per parameter. A piece that another graph holds too, or that lies inside a piece
+of another graph, is the same memory:
+
+    dp4       wq : bf16[4096, 4096]          resident[0]       stride (4096, 1)
+    dp2.tp2   wq : bf16[4096@tp, 4096]       resident[0]       stride (4096, 1)     on the ranks with tp = 0
+    dp2.tp2   wo : bf16[4096, 4096@tp]       resident[.. ]     stride (4096, 1)     columns of dp4's piece
+
+*Resident* strategies keep their pieces for the whole mini-batch, so what one switch has brought serves all later ones.
+The others take turns in one *arena*, as large as the largest of them. It is all per rank: a quarter of a weight may
+lie inside a half on one rank and not on another.
+
+Cost: none at run time; a view into a wider piece is strided. Saves: bytes(all graphs) - bytes(maximal pieces).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fxpar.dist_config import DistConfig
+from fxpar.exec_graph import ExecGraph
+
+Pool = Literal["resident", "arena"]
+Runs = tuple[tuple[int, int, int], ...]  # (local start, global start, length)
+ALIGN_BYTES = 256
+
+
+@dataclass(frozen=True)
+class View:
+    """A parameter of one strategy in a rank's flat buffers: element `offset` in buffer (`pool`, `dtype`)."""
+
+    pool: Pool
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, buffers: Mapping[tuple[Pool, torch.dtype], Tensor]) -> Tensor:
+        """The tensor in these buffers."""
+        return buffers[self.pool, self.dtype].as_strided(self.shape, self.stride, self.offset)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece, wherever they lie."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SharedStorage:
+    """One rank's plan: sizes (elements) of the flat buffers, and the views by strategy and FQN."""
+
+    numel: Mapping[tuple[Pool, torch.dtype], int]
+    views: Mapping[str, Mapping[str, View]]
+    resident: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What the buffers take together."""
+        return sum(count * dtype.itemsize for (_, dtype), count in self.numel.items())
+
+    def pool_bytes(self, pool: Pool) -> int:
+        return sum(count * dtype.itemsize for (kind, dtype), count in self.numel.items() if kind == pool)
+
+    def strategy_bytes(self, name: str) -> int:
+        """What the pieces of one strategy would take on their own."""
+        return sum(view.nbytes for view in self.views[name].values())
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What a rank holds of a parameter: the runs of each dim, and the local shape with padding."""
+
+    runs: tuple[Runs, ...]
+    shape: tuple[int, ...]
+
+    def starts_in(self, other: _Piece) -> tuple[int, ...] | None:
+        """Where in `other` (local index per dim) this piece begins, if all of it is a box of `other`."""
+        start = []
+        for mine, size, theirs, width in zip(self.runs, self.shape, other.runs, other.shape, strict=True):
+            if mine == theirs and size == width:
+                start.append(0)
+                continue
+            # A padded or strided piece is no box of anything else.
+            if len(mine) != 1 or mine[0][2] != size:
+                return None
+            _, first, length = mine[0]
+            home = next((r for r in theirs if r[1] <= first and first + length <= r[1] + r[2]), None)
+            if home is None:
+                return None
+            start.append(home[0] + first - home[1])
+        return tuple(start)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def share_weights(
+    programs: Mapping[str, ExecGraph], rank: int, resident: Collection[str] | None = None
+) -> SharedStorage:
+    """Lay out the parameters of all programs on `rank`; `resident` (all by default) names those that stay.
+
+    Offsets are multiples of 256 bytes. Parameters stand in the order of the first program, so that those of equal
+    layers stand at equal distances.
+    """
+    keep = tuple(name for name in programs if resident is None or name in resident)
+    wanted = {name: _pieces(program, rank) for name, program in programs.items()}
+    numel: dict[tuple[Pool, torch.dtype], int] = {}
+    arena_numel: dict[str, dict[torch.dtype, int]] = {name: {} for name in programs}
+    views: dict[str, dict[str, View]] = {name: {} for name in programs}
+    for fqn in dict.fromkeys(fqn for pieces in wanted.values() for fqn in pieces):
+        held = {name: pieces[fqn] for name, pieces in wanted.items() if fqn in pieces}
+        placed: list[tuple[_Piece, View]] = []
+        # Largest first: whatever can lie inside another piece finds it there already.
+        for name in sorted(held, key=lambda name: (name not in keep, -held[name][0].numel)):
+            piece, dtype = held[name]
+            view = _inside(piece, dtype, placed)
+            if view is None and name in keep:
+                view = _append(piece, dtype, "resident", numel)
+                placed.append((piece, view))
+            elif view is None:
+                mine: dict[tuple[Pool, torch.dtype], int] = {("arena", d): n for d, n in arena_numel[name].items()}
+                view = _append(piece, dtype, "arena", mine)
+                arena_numel[name] = {d: n for (_, d), n in mine.items()}
+            views[name][fqn] = view
+    for sizes in arena_numel.values():
+        for dtype, count in sizes.items():
+            numel["arena", dtype] = max(numel.get(("arena", dtype), 0), count)
+    return SharedStorage(numel, views, keep)
+
+
+def _pieces(program: ExecGraph, rank: int) -> dict[str, tuple[_Piece, torch.dtype]]:
+    found = {}
+    for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
+        if info.kind == "param":
+            shape = tuple(int(size) for size in stored.meta.shape)
+            found[info.fqn] = (_piece(stored.dist, shape, rank), stored.meta.dtype)
+    return found
+
+
+def _piece(dist: DistConfig, shape: tuple[int, ...], rank: int) -> _Piece:
+    runs = tuple(tuple(dist.intervals(rank, d, size)) for d, size in enumerate(shape))
+    return _Piece(runs, tuple(dist.local_shape(shape)))
+
+
+def _inside(piece: _Piece, dtype: torch.dtype, placed: list[tuple[_Piece, View]]) -> View | None:
+    for other, view in placed:
+        start = piece.starts_in(other) if view.dtype == dtype else None
+        if start is not None:
+            offset = view.offset + sum(i * step for i, step in zip(start, view.stride, strict=True))
+            return View(view.pool, dtype, offset, piece.shape, view.stride)
+    return None
+
+
+def _append(piece: _Piece, dtype: torch.dtype, pool: Pool, numel: dict[tuple[Pool, torch.dtype], int]) -> View:
+    """A contiguous view at the end of the buffer."""
+    offset = numel.get((pool, dtype), 0)
+    unit = ALIGN_BYTES // dtype.itemsize
+    numel[pool, dtype] = offset + -(-piece.numel // unit) * unit
+    stride, step = [], 1
+    for size in reversed(piece.shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return View(pool, dtype, offset, piece.shape, tuple(reversed(stride)))

@@ -1,0 +1,106 @@
+"""Helpers of the planning tests: groups, costs, brute-force optima."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, length_groups
+
+LINEAR = GroupCost(0.0, 1e-6, 0.0)
+SQUARE = GroupCost(1e-3, 1e-6, 1e-9)
+CHOICES = ("dp4", "dp2.tp2", "tp4", "cp4", "dp4+zero2", "dp2.cp2+zero3", "dp4+zero1")
+
+
+def no_switches(order: tuple[int, ...]) -> float:
+    return 0.0
+
+
+def one_group(
+    strategy: str = "dp4", limit: int = 100, budget: int | None = None, world: int = 4
+) -> tuple[LengthGroup, ...]:
+    return length_groups({limit: strategy}, world=world, token_budget=budget)
+
+
+def seconds(group: GroupPlan, cost: GroupCost, lengths: Sequence[int]) -> float:
+    """Time of a group worked out anew."""
+    runs = [[cost.seconds([lengths[i] for i in micro.sequences]) for micro in micros] for micros in group.replicas]
+    if group.lockstep:
+        return sum(max(column) for column in itertools.zip_longest(*runs, fillvalue=0.0))
+    return max(map(sum, runs))
+
+
+def check_plan(
+    plan: BatchPlan, lengths: Sequence[int], groups: Sequence[LengthGroup], costs: Sequence[GroupCost]
+) -> None:
+    """What holds for every plan."""
+    placed = [i for group in plan.groups for micro in group.micro_batches() for i in micro.sequences]
+    assert sorted(placed) == list(range(len(lengths)))
+    assert list(plan.order) == sorted(set(plan.order))
+    into = dict(plan.merged)
+    for part in plan.groups:
+        group = groups[part.group]
+        assert len(part.replicas) == group.replicas
+        assert part.lockstep == group.lockstep
+        assert part.sequences
+        for micro in part.micro_batches():
+            assert micro.sequences
+            assert micro.tokens == sum(lengths[i] for i in micro.sequences) <= group.token_budget
+        for i in part.sequences:
+            own = next(g for g, candidate in enumerate(groups) if lengths[i] <= candidate.limit)
+            assert into.get(own, own) == part.group >= own
+        assert abs(part.predicted_s - seconds(part, costs[part.group], lengths)) <= 1e-9 * part.predicted_s + 1e-12
+        assert part.lower_bound_s <= part.predicted_s
+    assert abs(plan.predicted_s - plan.switch_s - sum(g.predicted_s for g in plan.groups)) <= 1e-9
+
+
+@st.composite
+def mini_batches(draw, most: int = 40) -> tuple[list[int], tuple[LengthGroup, ...], list[GroupCost]]:
+    """Lengths, groups and costs that fit together."""
+    limits = sorted(draw(st.sets(st.integers(1, 60), min_size=1, max_size=4)))
+    groups = length_groups(
+        {limit: draw(st.sampled_from(CHOICES)) for limit in limits},
+        world=4,
+        token_budget=draw(st.one_of(st.none(), st.integers(limits[-1], 150))),
+    )
+    coefficient = st.sampled_from([0.0, 1e-6, 3e-5, 1e-3])
+    costs = [GroupCost(draw(coefficient), draw(coefficient), draw(coefficient) / 50) for _ in groups]
+    lengths = draw(st.lists(st.integers(1, limits[-1]), min_size=1, max_size=most))
+    return lengths, groups, costs
+
+
+def fewest(lengths: Sequence[int], budget: int) -> int:
+    """Fewest micro-batches for these lengths, by trying everything."""
+    best = len(lengths)
+
+    def place(at: int, bins: list[int]) -> None:
+        nonlocal best
+        if len(bins) >= best:
+            return
+        if at == len(lengths):
+            best = len(bins)
+            return
+        for b in range(len(bins)):
+            if bins[b] + lengths[at] <= budget:
+                bins[b] += lengths[at]
+                place(at + 1, bins)
+                bins[b] -= lengths[at]
+        place(at + 1, [*bins, lengths[at]])
+
+    place(0, [])
+    return best
+
+
+def best_free(lengths: Sequence[int], replicas: int, budget: int, cost: GroupCost) -> float:
+    """Least time of a group whose replicas do not wait for one another, by trying everything."""
+    best = float("inf")
+    for owners in itertools.product(range(replicas), repeat=len(lengths)):
+        shares = [[n for n, r in zip(lengths, owners, strict=True) if r == own] for own in range(replicas)]
+        best = min(best, max(_share_s(share, budget, cost) for share in shares))
+    return best
+
+
+def _share_s(share: Sequence[int], budget: int, cost: GroupCost) -> float:
+    return fewest(share, budget) * cost.fixed_s + sum(map(cost.sequence_s, share)) if share else 0.0

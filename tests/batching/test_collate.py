@@ -1,0 +1,172 @@
+"""Packed rows: boundaries, labels, positions; what counts as a valid token; errors that name the sequence."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpar.batching import GroupCost, MicroBatch, length_groups, plan_batch
+from fxpar.batching.collate import check_sequences, collate, valid_tokens
+from fxpar.errors import BatchKeyError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
+from fxpar.losses import IGNORE_INDEX
+
+KEYS = ("input_ids", "labels", "position_ids", "document_ids")
+X = IGNORE_INDEX
+
+
+def micro(*sequences: int) -> MicroBatch:
+    return MicroBatch(sequences, 0)
+
+
+def test_three_sequences_in_the_order_of_packing():
+    sequences = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6], dtype=torch.int32)]
+    row = collate(sequences, micro(2, 0, 1), KEYS)
+    assert row["input_ids"].tolist() == [[5, 6, 1, 2, 3, 4]]
+    assert row["labels"].tolist() == [[6, X, 2, 3, X, X]]
+    assert row["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert row["document_ids"].tolist() == [[1, 1, 2, 2, 2, 3]]
+    assert all(value.dtype == torch.int64 for value in row.values())
+
+
+def test_only_what_is_asked_for():
+    sequences = [torch.tensor([1, 2])]
+    assert set(collate(sequences, micro(0), {"input_ids", "labels"})) == {"input_ids", "labels"}
+    assert set(collate(sequences, micro(0), ["tokens", "positions"])) == {"tokens", "positions"}
+
+
+def test_own_labels_are_used_as_they_are():
+    sequences = [
+        {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([X, 9, 8])},
+        torch.tensor([4, 5]),
+    ]
+    row = collate(sequences, micro(0, 1), KEYS)
+    assert row["labels"].tolist() == [[X, 9, 8, 5, X]]
+    assert valid_tokens(sequences) == 3
+
+
+def test_other_keys_are_joined():
+    sequences = [
+        {"input_ids": torch.tensor([1, 2]), "weight": torch.tensor([0.5, 1.0])},
+        {"input_ids": torch.tensor([3]), "weight": torch.tensor([2.0])},
+    ]
+    row = collate(sequences, micro(0, 1), ("input_ids", "position_ids", "weight"))
+    assert row["weight"].tolist() == [[0.5, 1.0, 2.0]]
+
+
+def test_names_of_other_frameworks():
+    sequences = [{"tokens": torch.tensor([1, 2]), "targets": torch.tensor([2, 7])}]
+    row = collate(sequences, micro(0), ("tokens", "targets", "positions"))
+    assert {k: v.tolist() for k, v in row.items()} == {"tokens": [[1, 2]], "targets": [[2, 7]], "positions": [[0, 1]]}
+
+
+@pytest.mark.parametrize("marker", ["position_ids", "document_ids"])
+def test_sequences_of_several_documents(marker):
+    own = {"position_ids": [0, 1, 0, 1, 2], "document_ids": [7, 7, 3, 3, 3]}[marker]
+    packed = {"input_ids": torch.tensor([1, 2, 3, 4, 5]), marker: torch.tensor(own)}
+    sequences = [torch.tensor([8, 9]), packed, torch.tensor([6])]
+    row = collate(sequences, micro(0, 1, 2), KEYS)
+    assert row["labels"].tolist() == [[9, X, 2, X, 4, 5, X, X]]
+    assert row["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1, 2, 0]]
+    ids = row["document_ids"][0]
+    same = (ids[:, None] == ids).int().tolist()
+    assert same == [[int(a == b) for b in (0, 0, 1, 1, 2, 2, 2, 3)] for a in (0, 0, 1, 1, 2, 2, 2, 3)]
+    assert valid_tokens(sequences) == 4
+
+
+# ------------------------------------------------------------------------------------------ hazards H3, H4, H5
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=25), st.sampled_from(["dp4", "dp4+zero2", "dp2.tp2", "cp4"]))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_neither_loses_nor_mixes_tokens(lengths, strategy):
+    """H3: positions and documents restart with every sequence. H4: no token is lost or made up, whatever the plan.
+
+    H5: labels that count add up to the whole mini-batch's, so one scale weighs each token alike.
+    """
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    sequences = [torch.arange(int(a), int(b)) for a, b in itertools.pairwise(starts)]  # every token once
+    groups = length_groups({10: "dp4", 30: strategy}, world=4)
+    plan = plan_batch(lengths, groups, [GroupCost(1e-3, 1e-6, 1e-8)] * 2, lambda order: 0.0)
+    micros = [m for group in plan.groups for m in group.micro_batches()]
+    rows = [collate(sequences, m, KEYS) for m in micros]
+    tokens = torch.cat([row["input_ids"][0] for row in rows])
+    assert tokens.sort().values.tolist() == list(range(sum(lengths)))
+    for row in rows:
+        ids, labels, positions, documents = (row[key][0] for key in KEYS)
+        owner = torch.searchsorted(starts, ids, right=True) - 1
+        assert torch.equal(positions, ids - starts[owner])
+        assert torch.equal(documents[:, None] == documents, owner[:, None] == owner)
+        is_last = ids == starts[owner + 1] - 1
+        assert torch.equal(labels, torch.where(is_last, IGNORE_INDEX, ids + 1))
+    valid = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
+    assert valid == sum(lengths) - len(lengths)
+    if valid:
+        assert valid_tokens(sequences) == valid
+
+
+def test_unmarked_documents_are_not_packed():
+    sequences = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    with pytest.raises(UnmarkedDocumentsError, match=r"attend to each other.*do not pack"):
+        collate(sequences, micro(0, 1), ("input_ids", "labels"))
+    assert collate(sequences, micro(1), ("input_ids", "labels"))["input_ids"].tolist() == [[3, 4]]
+
+
+# ---------------------------------------------------------------------------------------------------- counting
+def test_valid_tokens():
+    assert valid_tokens([torch.tensor([1, 2, 3]), torch.tensor([1])]) == 2
+    masked = {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([X, X])}
+    assert valid_tokens([masked, torch.tensor([1, 2])]) == 1
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        [],
+        [torch.tensor([1]), torch.tensor([2])],
+        [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([X, X])}],
+    ],
+)
+def test_no_valid_token(sequences):
+    with pytest.raises(NoValidTokenError, match=f"none of the {len(sequences)} sequences"):
+        valid_tokens(sequences)
+
+
+def test_lengths():
+    assert check_sequences([torch.tensor([1, 2]), {"input_ids": torch.tensor([3])}]) == (2, 1)
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+IDS = torch.tensor([1, 2, 3])
+BAD = {
+    "is empty": torch.tensor([], dtype=torch.int64),
+    r"shape \[1, 3\]; it needs one dim": IDS[None],
+    r"shape \[\]; it needs one dim": IDS[0],
+    "float32; it needs integers": IDS.float(),
+    "bool; it needs integers": IDS.bool(),
+    "is a list": [1, 2, 3],
+    "has no 'input_ids'": {"labels": IDS},
+    "'labels' as a list": {"input_ids": IDS, "labels": [1, 2, 3]},
+    r"'labels' of shape \[2\] for 3 tokens": {"input_ids": IDS, "labels": IDS[:2]},
+    r"'weight' of shape \[4\] for 3 tokens": {"input_ids": IDS, "weight": torch.ones(4)},
+    r"'weight' of shape \[\] for 3 tokens": {"input_ids": IDS, "weight": torch.tensor(1.0)},
+    "'labels' of torch.float32": {"input_ids": IDS, "labels": IDS.float()},
+    "'position_ids' that start at 1": {"input_ids": IDS, "position_ids": IDS},
+    "'input_ids' twice": {"input_ids": IDS, "tokens": IDS},
+}
+
+
+@pytest.mark.parametrize(("why", "bad"), BAD.items(), ids=list(BAD))
+def test_bad_sequence_is_named(why, bad):
+    for use in (check_sequences, valid_tokens, lambda given: collate(given, micro(1, 0), KEYS)):
+        with pytest.raises(SequenceError, match=f"sequence 1 .*{why}"):
+            use([IDS, bad])
+
+
+def test_a_key_that_a_sequence_lacks():
+    sequences = [{"input_ids": IDS, "weight": torch.ones(3)}, IDS]
+    with pytest.raises(BatchKeyError, match=r"'weight', which sequence 1 .* has 'input_ids'"):
+        collate(sequences, micro(0, 1), ("input_ids", "position_ids", "weight"))
+    with pytest.raises(BatchKeyError, match="'bias', which sequence 0"):
+        collate(sequences, micro(0, 1), ("input_ids", "position_ids", "bias"))

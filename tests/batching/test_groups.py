@@ -1,0 +1,81 @@
+"""From `strategies={...}` to length groups: order, budgets, errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpar.batching import LengthGroup, length_groups
+from fxpar.errors import (
+    LengthLimitError,
+    NoStrategiesError,
+    StrategySyntaxError,
+    StrategyWorldsError,
+    TokenBudgetError,
+    UnknownBudgetError,
+)
+from fxpar.strategy import Strategy
+
+THREE = {32768: "cp4", 512: "dp4", 4096: Strategy.parse("dp2.tp2+sp")}
+
+
+def test_sorted_by_limit():
+    groups = length_groups(THREE, world=4)
+    assert [(g.limit, str(g.strategy)) for g in groups] == [(512, "dp4"), (4096, "dp2.tp2+sp"), (32768, "cp4")]
+    assert [g.replicas for g in groups] == [4, 2, 1]
+
+
+def test_default_budget_is_equal_tokens_per_rank():
+    groups = length_groups(THREE, world=4)
+    assert [g.token_budget for g in groups] == [8192, 16384, 32768]
+
+
+def test_default_budget_holds_the_limit():
+    groups = length_groups({4000: "dp4", 5000: "tp4"}, world=4)
+    assert [g.token_budget for g in groups] == [4000, 5000]
+
+
+def test_budget_for_all_or_by_limit():
+    assert [g.token_budget for g in length_groups(THREE, world=4, token_budget=40_000)] == [40_000] * 3
+    assert [g.token_budget for g in length_groups(THREE, world=4, token_budget={512: 700})] == [700, 16384, 32768]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("dp4", False), ("dp4+zero1", False), ("dp4+zero2", True), ("dp2.tp2+zero3", True), ("cp4+zero3", False)],
+)
+def test_lockstep_from_zero2_on(strategy, expected):
+    assert LengthGroup(8, Strategy.parse(strategy), 8).lockstep is expected
+
+
+def test_no_strategies():
+    with pytest.raises(NoStrategiesError, match="at least one"):
+        length_groups({}, world=4)
+
+
+@pytest.mark.parametrize("limit", [0, -3, 2.5, "512", True])
+def test_bad_limit(limit):
+    with pytest.raises(LengthLimitError, match="integer >= 1"):
+        length_groups({limit: "dp4"}, world=4)
+
+
+def test_unequal_worlds_name_every_size():
+    with pytest.raises(StrategyWorldsError, match=r"all 4 ranks.*'dp4' .*takes 4.*'dp2.tp4' .*takes 8"):
+        length_groups({8: "dp4", 16: "dp2.tp4"}, world=4)
+    with pytest.raises(StrategyWorldsError, match="all 2 ranks"):
+        length_groups({8: "dp4"}, world=2)
+
+
+@pytest.mark.parametrize("budget", [511, {4096: 4095}, 0, {512: 1000.0}, True])
+def test_budget_below_the_limit(budget):
+    with pytest.raises(TokenBudgetError, match="at least"):
+        length_groups(THREE, world=4, token_budget=budget)
+
+
+def test_budget_for_no_group():
+    with pytest.raises(UnknownBudgetError, match=r"513.*512, 4096, 32768"):
+        length_groups(THREE, world=4, token_budget={513: 1000})
+
+
+def test_strategy_that_does_not_parse():
+    with pytest.raises(StrategySyntaxError):
+        length_groups({8: "dq4"}, world=4)

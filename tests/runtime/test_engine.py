@@ -1,0 +1,248 @@
+"""Hot switching inside a mini-batch: loss, gradients and trained weights are those of one device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.errors import (
+    BatchMismatchError,
+    MemoryBudgetError,
+    NanLossError,
+    OrderError,
+    ParallelizeError,
+    RankError,
+)
+from fxpar.runtime.forked import run_forked
+from tests.runtime.hot import (
+    STRATEGIES,
+    adamw,
+    hot,
+    largest_error,
+    loss_error,
+    make_llama,
+    one_device,
+    sequences,
+)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=str)
+def test_twenty_steps_of_three_strategies_equal_one_device(dtype, limit):
+    batches = [sequences(seed) for seed in range(20)]
+
+    def make():
+        return make_llama(dtype)
+
+    want = one_device(make(), batches)
+    have = hot(batches, make, optimizer={"fused": True})
+    assert [group.strategy for group in have["reports"][0].groups] == ["dp4", "dp2.tp2+sp", "cp2.tp2"]
+    assert loss_error(have["losses"], want["losses"]) <= limit
+    assert largest_error(have["params"], want["params"]) <= limit
+
+
+def test_every_order_gives_the_same_gradients():
+    batch = sequences(7)
+    want = one_device(make_llama(), [batch], clip=None)
+
+    def work(rank):
+        found = {}
+        for order in itertools.permutations(STRATEGIES.values()):
+            model = fxpar.parallelize(make_llama(), strategies=STRATEGIES, merge=False, order=order, monitor=False)
+            report = model.train_step(batch)
+            assert tuple(group.strategy for group in report.groups) == order
+            found[order] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        return found
+
+    for grads in run_forked(4, work)[0].values():
+        assert largest_error(grads, want["grads"]) <= 1e-12
+
+
+OPTIONS = {
+    "chain": {"gradients": "chain"},
+    "arena only": {"resident": []},
+    "one resident": {"resident": ["dp2.tp2+sp"], "order": ["cp2.tp2", "dp2.tp2+sp", "dp4"]},
+    "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 14, "resident": []},
+    "zero3 and zero2": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"}},
+    "chain with zero": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"}, "gradients": "chain"},
+    "one strategy twice": {"strategies": {16: "dp4", 64: "dp4", 512: "tp4"}, "gradients": "chain"},
+    "static": {"strategies": {512: "dp2.cp2"}},
+    "home rules": {"home": {"*norm*": "R", "*.q_proj.weight": "S(1)"}},
+    "hotspa planner": {"planner": "hotspa"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_change_no_result(name):
+    batches = [sequences(seed) for seed in (3, 4)]
+    want = one_device(make_llama(), batches)
+    have = hot(batches, **OPTIONS[name])
+    assert loss_error(have["losses"], want["losses"]) <= 1e-12
+    assert largest_error(have["params"], want["params"]) <= 1e-9
+
+
+@pytest.mark.parametrize("lengths", [(40,), (2,), (9, 300), (100, 120, 130), (16, 17, 64, 65, 512)], ids=str)
+def test_few_sequences_and_empty_groups(lengths):
+    batches = [sequences(11, lengths), sequences(12)]
+    want = one_device(make_llama(), batches)
+    have = hot(batches)
+    assert sum(group.sequences for group in have["reports"][0].groups) == len(lengths)
+    assert loss_error(have["losses"], want["losses"]) <= 1e-12
+    assert largest_error(have["params"], want["params"]) <= 1e-9
+
+
+def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
+    batches = [sequences(5)]
+    free = hot(batches)["memory"]
+    budget = free.total_bytes - free.resident_bytes // 8
+    strategies = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
+    # The three layouts differ so that not everything lies inside the first one's pieces.
+    tight = hot(batches, strategies={16: "dp2.tp2", 512: "tp4"}, memory_budget_bytes=None)["memory"]
+    small = hot(batches, strategies={16: "dp2.tp2", 512: "tp4"}, memory_budget_bytes=tight.total_bytes - 1)
+    assert small["memory"].total_bytes < tight.total_bytes
+    assert small["memory"].arena_bytes > 0
+    assert budget > 0
+
+    def work(rank):
+        with pytest.raises(MemoryBudgetError, match="home weights") as caught:
+            fxpar.parallelize(make_llama(), strategies=strategies, memory_budget_bytes=100_000, monitor=False)
+        return str(caught.value)
+
+    assert "dp4 alone" in run_forked(4, work)[0]
+
+
+def test_gradients_add_up_until_they_are_dropped():
+    one, two = sequences(1), sequences(2)
+    first = one_device(make_llama(), [one], clip=None)["grads"]
+    second = one_device(make_llama(), [two], clip=None)["grads"]
+
+    def work(rank):
+        model = fxpar.parallelize(make_llama(), strategies=STRATEGIES, monitor=False)
+        model.train_step(one)
+        model.train_step(two)
+        both = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        model.zero_grad(set_to_none=False)
+        model.train_step(one)
+        again = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        next(iter(model.parameters())).grad = None
+        model.train_step(two)
+        mixed = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        return both, again, mixed
+
+    both, again, mixed = run_forked(4, work)[0]
+    total = {name: first[name] + second[name] for name in first}
+    assert largest_error(both, total) <= 1e-12
+    assert largest_error(again, first) <= 1e-12
+    dropped = next(iter(first))
+    assert largest_error(mixed, {**total, dropped: second[dropped]}) <= 1e-12
+
+
+def test_weights_are_the_same_before_and_after_any_switches():
+    def work(rank):
+        model = fxpar.parallelize(
+            make_llama(torch.bfloat16), strategies=STRATEGIES, resident=["dp2.tp2+sp"], monitor=False
+        )
+        session = model._session()
+        store, switching = session.store, session.engine.switching
+        before = store.gather()
+        for visits in (["cp2.tp2"], ["dp2.tp2+sp", "dp4", "cp2.tp2"], ["dp4", "cp2.tp2", "dp2.tp2+sp", "dp4"]):
+            visited = []
+            for name in visits:
+                switching.to(name, visited)
+                visited.append(name)
+                for info, stored in zip(
+                    session.programs[name].inputs, session.programs[name].stored_inputs, strict=True
+                ):
+                    if info.kind == "param":
+                        want = stored.dist.take(before[info.fqn].to(stored.meta.dtype), rank)
+                        assert torch.equal(store.compute(name)[info.fqn], want), (name, info.fqn)
+        after = store.gather()
+        assert all(torch.equal(after[fqn], value) for fqn, value in before.items())
+        return {fqn: (value.dtype, store.compute("dp4")[fqn].dtype) for fqn, value in after.items()}
+
+    dtypes = run_forked(4, work)[0]
+    assert set(dtypes.values()) == {(torch.float32, torch.bfloat16)}
+
+
+def test_loss_that_is_no_number():
+    def broken():
+        model = make_llama()
+        with torch.no_grad():
+            model.embedding.weight[7] = float("nan")
+        return model
+
+    good, bad = [torch.arange(20, 40)], [torch.arange(3, 60), torch.arange(5)]
+
+    def work(rank):
+        model = fxpar.parallelize(broken(), strategies=STRATEGIES, monitor=False)
+        model.train_step(good)
+        with pytest.raises(NanLossError, match="step 2"):
+            model.train_step(bad)
+        skipping = fxpar.parallelize(broken(), strategies=STRATEGIES, nan="skip", monitor=False)
+        optimizer = adamw(skipping)
+        before = skipping._session().store.gather()
+        report = skipping.train_step(bad)
+        nn.utils.clip_grad_norm_(skipping.parameters(), 1.0)
+        optimizer.step()
+        after = skipping._session().store.gather()
+        same = all(
+            torch.equal(
+                after[n],
+                v,
+            )
+            or n == "embedding.weight"
+            for n, v in before.items()
+        )
+        return report.skipped, same, skipping.train_step(good).skipped
+
+    assert run_forked(4, work) == [(True, True, False)] * 4
+
+
+def test_ranks_with_different_batches_are_named():
+    def work(rank):
+        model = fxpar.parallelize(make_llama(), strategies=STRATEGIES, monitor=False)
+        batch = sequences(1)
+        if rank == 2:
+            batch[3] = batch[3] + 1
+        with pytest.raises(BatchMismatchError, match="rank 2 differs"):
+            model.train_step(batch)
+        return True
+
+    assert all(run_forked(4, work))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"order": ["dp4", "tp4"]}, OrderError, "'tp4' is none"),
+        ({"order": ["dp4"]}, OrderError, "each strategy"),
+        ({"resident": ["dp3"]}, OrderError, "dp3"),
+    ],
+)
+def test_bad_options(options, error, text):
+    def work(rank):
+        with pytest.raises(error, match=text):
+            fxpar.parallelize(
+                make_llama(), strategies={16: "dp2", 64: "tp2"} if rank < 0 else {16: "dp4", 64: "cp4"}, **options
+            )
+        return True
+
+    assert all(run_forked(4, work))
+
+
+def test_without_a_process_group_the_error_says_how_to_start():
+    with pytest.raises(ParallelizeError, match="torchrun"):
+        fxpar.parallelize(make_llama(), strategies={16: "dp4"})
+
+
+def test_a_failing_rank_is_reported():
+    def work(rank):
+        if rank == 1:
+            raise ValueError("boom")
+        return rank
+
+    with pytest.raises(RankError, match="boom"):
+        run_forked(2, work)

@@ -1,0 +1,131 @@
+"""`passes/share_weights`: views of one storage hold every layout at once, and no more memory than needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.passes.share_weights import ALIGN_BYTES, share_weights
+from fxpar.strategy import Strategy
+from tests.store.programs import program, several_programs
+
+
+def buffers_of(storage):
+    return {key: torch.full((count,), -1.0, dtype=key[1]) for key, count in storage.numel.items()}
+
+
+def whole_tensors(programs):
+    first = next(iter(programs.values()))
+    tensors, start = {}, 1
+    for info in first.inputs:
+        shape = tuple(info.meta.shape)
+        count = torch.Size(shape).numel()
+        tensors[info.fqn] = torch.arange(start, start + count, dtype=torch.float32).reshape(shape)
+        start += count
+    return tensors
+
+
+def pieces(one, rank, whole):
+    return {i.fqn: s.dist.take(whole[i.fqn], rank) for i, s in zip(one.inputs, one.stored_inputs, strict=True)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(several_programs(), st.integers(0, 3), st.data())
+def test_every_resident_layout_keeps_its_values_whatever_is_written(programs, rank, data):
+    resident = data.draw(st.lists(st.sampled_from(list(programs)), unique=True))
+    storage = share_weights(programs, rank, resident)
+    flat, whole = buffers_of(storage), whole_tensors(programs)
+    for name in data.draw(st.permutations(list(programs))):
+        for fqn, piece in pieces(programs[name], rank, whole).items():
+            view = storage.views[name][fqn].of(flat)
+            assert view.shape == piece.shape
+            view.copy_(piece)
+        for fqn, piece in pieces(programs[name], rank, whole).items():
+            assert torch.equal(storage.views[name][fqn].of(flat), piece), "its own tensors overlap"
+    for name in resident:
+        for fqn, piece in pieces(programs[name], rank, whole).items():
+            assert torch.equal(storage.views[name][fqn].of(flat), piece), "a resident layout was overwritten"
+
+
+@settings(max_examples=60, deadline=None)
+@given(several_programs(), st.integers(0, 3))
+def test_sharing_never_takes_more_than_copies(programs, rank):
+    storage = share_weights(programs, rank)
+    alone = sum(share_weights({name: one}, rank).nbytes for name, one in programs.items())
+    largest = max(share_weights({name: one}, rank).nbytes for name, one in programs.items())
+    assert largest <= storage.nbytes <= alone
+    turns = share_weights(programs, rank, ())
+    assert turns.pool_bytes("resident") == 0
+    assert turns.pool_bytes("arena") == largest
+
+
+def config(text: str, *dims: str) -> DistConfig:
+    """`config("dp2.tp2", "tp", "")`: dim 0 cut by tp."""
+    return DistConfig(Strategy.parse(text).mesh, tuple((AxisShard(axis),) if axis else () for axis in dims))
+
+
+def weights(text: str, *dims: str):
+    shape = (64, 32)
+    return program(text, {f"layers.{i}.w": (shape, config(text, *dims)) for i in range(3)})
+
+
+def test_a_shard_is_a_view_of_the_whole_on_every_rank():
+    programs = {"dp4": weights("dp4", "", ""), "rows": weights("dp2.tp2", "tp", ""), "cols": weights("tp4", "", "tp")}
+    for rank in range(4):
+        storage = share_weights(programs, rank)
+        assert storage.nbytes == storage.strategy_bytes("dp4") == 3 * 64 * 32 * 4
+        view = storage.views["cols"]["layers.1.w"]
+        assert view.shape == (64, 8)
+        assert view.stride == (32, 1)
+        assert view.offset == 64 * 32 + 8 * rank
+
+
+def test_a_quarter_shares_with_a_half_only_where_it_lies_inside():
+    programs = {"half": weights("dp2.tp2", "tp", ""), "quarter": weights("tp4", "tp", "")}
+    half, quarter = 3 * 32 * 32 * 4, 3 * 16 * 32 * 4
+    used = [share_weights(programs, rank).nbytes for rank in range(4)]
+    # Rank 1 has rows 16:32 and the half 32:64; rank 2 rows 32:48 and the half 0:32.
+    assert used == [half, half + quarter, half + quarter, half]
+
+
+def test_equal_layers_stand_at_equal_distances_and_aligned():
+    storage = share_weights({"tp4": weights("tp4", "tp", "")}, 1)
+    offsets = [storage.views["tp4"][f"layers.{i}.w"].offset for i in range(3)]
+    assert offsets[1] - offsets[0] == offsets[2] - offsets[1]
+    assert all(offset * 4 % ALIGN_BYTES == 0 for offset in offsets)
+
+
+def test_padding_and_sections_are_not_shared_with_a_wider_piece():
+    shape = (10, 4)  # 10 rows on 4 ranks: pieces of 3, the last one has 1 row and padding
+    fused = DistConfig(Strategy.parse("dp2.tp2").mesh, ((AxisShard("tp", (1, 1)),), ()))
+    programs = {
+        "whole": program("dp4", {"w": (shape, config("dp4", "", "")), "v": ((8, 4), config("dp4", "", ""))}),
+        "cut": program("tp4", {"w": (shape, config("tp4", "tp", "")), "v": ((8, 4), config("tp4", "", ""))}),
+        "fused": program("dp2.tp2", {"w": (shape, config("dp2.tp2", "", "")), "v": ((8, 4), fused)}),
+    }
+    padded, inside = share_weights(programs, 3).views, share_weights(programs, 0).views
+    assert inside["cut"]["w"].offset == inside["whole"]["w"].offset
+    assert padded["cut"]["w"].shape == (3, 4)
+    assert padded["cut"]["w"].offset >= 10 * 4
+    assert inside["fused"]["v"].offset not in (inside["whole"]["v"].offset, inside["cut"]["v"].offset)
+    assert inside["fused"]["w"] == inside["whole"]["w"]
+
+
+def test_dtypes_have_buffers_of_their_own():
+    programs = {
+        "a": weights("dp4", "", ""),
+        "b": program("dp4", {"layers.0.w": ((64, 32), config("dp4", "", ""))}, torch.bfloat16),
+    }
+    storage = share_weights(programs, 0)
+    assert set(storage.numel) == {("resident", torch.float32), ("resident", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("resident", [("dp4",), ()])
+def test_what_does_not_stay_takes_turns(resident):
+    programs = {"dp4": weights("dp4", "", ""), "tp4": weights("tp4", "tp", ""), "tp2": weights("dp2.tp2", "", "tp")}
+    storage = share_weights(programs, 0, resident)
+    assert storage.resident == resident
+    assert storage.pool_bytes("arena") == (0 if resident else 3 * 64 * 32 * 4)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from fxpar import errors
+from fxpar.train.config import config_from_json, parse_config, read_config
+from fxpar.train.demo import DEMO
+
+SMALL = """
+[model]
+name = "llama"
+options = { layers = 1 }
+[data]
+source = "python-stdlib"
+batch_tokens = 1000
+[strategies]
+2048 = "dp2.tp2"
+512 = "dp4"
+"""
+
+
+def parse(text=SMALL, *words):
+    return parse_config(text, "x.toml", "x", words)
+
+
+def message(*words, text=SMALL, error=errors.ConfigError):
+    with pytest.raises(error) as caught:
+        parse(text, *words)
+    return str(caught.value)
+
+
+def test_values_and_defaults():
+    config = parse()
+    assert config.strategies == ((512, "dp4"), (2048, "dp2.tp2"))
+    assert (config.world, config.max_length) == (4, 2048)
+    assert config.model.options == {"layers": 1}
+    assert str(config.folder) == "runs/x"
+    assert str(config.checkpoints) == "runs/x/checkpoints"
+    assert config.optimizer.betas == (0.9, 0.95)
+
+
+def test_assignments_replace_values():
+    words = ["run.steps=7", "run.folder=out/a b", "optimizer.lr=1", "optimizer.betas=[0.5, 1]", "model.options.dim=32"]
+    config = parse(SMALL, *words)
+    assert (config.run.steps, config.run.folder, config.optimizer.lr) == (7, "out/a b", 1.0)
+    assert config.optimizer.betas == (0.5, 1.0)
+    assert config.model.options == {"layers": 1, "dim": 32}
+
+
+def test_static_strategy():
+    text = SMALL.replace('2048 = "dp2.tp2"\n512 = "dp4"', 'static = "cp4"')
+    assert parse(text, "data.max_length=300").strategies == ((300, "cp4"),)
+    assert "needs data.max_length" in message(text=text)
+    assert parse(SMALL, "strategies.static=dp4", "data.max_length=99").strategies == ((99, "dp4"),)
+    assert parse(text, "strategies.64=dp2").strategies == ((64, "dp2"),)
+
+
+def test_json_holds_everything():
+    config = parse(SMALL, "engine.token_budgets={512=600}", "engine.order=['dp4', 'dp2.tp2']", "data.glob=*.py")
+    assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_the_demo_is_valid():
+    assert parse_config(DEMO, "demo", "demo").world == 4
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("run.step=3", "run.step is no key; did you mean 'steps'?"),
+        ("run.zzz=3", "run.zzz is no key; [run] has steps, ranks"),
+        ("optimiser.lr=3", "[optimiser] is no section; did you mean 'optimizer'?"),
+        ("run.steps=many", 'run.steps = "many" must be an integer'),
+        ("run.steps=true", "run.steps = true must be an integer"),
+        ("run.steps=0", "run.steps = 0 must be 1 or more"),
+        ("optimizer.lr=0", "optimizer.lr = 0 must be more than 0"),
+        ("optimizer.lr=nan", "optimizer.lr = nan must be finite"),
+        ("optimizer.betas=[1]", "optimizer.betas = [1] must be a list of 2 numbers"),
+        ("optimizer.name=adamv", "optimizer.name = \"adamv\" must be one of 'adamw', 'adam', 'sgd'"),
+        ("run.tensorboard=1", "run.tensorboard = 1 must be true or false"),
+        ("model.name=3", "model.name = 3 must be a text"),
+        ("model.options=3", "model.options = 3 must be a table"),
+        ("engine.order=[1]", "engine.order = [1] must be a list of texts"),
+        ("strategies.512=dq4", "strategies.512: strategy 'dq4': unknown axis 'dq'"),
+        ("strategies.many=dp4", "strategies.many is no length in tokens"),
+        ("strategies.512=4", "strategies.512 = 4 must be a strategy"),
+        ("data.batch_sequences=3", "needs one of batch_tokens and batch_sequences"),
+        ("run.steps", "--set run.steps: write section.key=value"),
+        ("steps=3", "--set steps=3: write section.key=value"),
+        ("model.name.x=3", "--set model.name.x=3: name is no section"),
+        ("engine.token_budgets={a=1}", "engine.token_budgets.a = 1 must be a length and a number of tokens"),
+        ("schedule.warmup=100", "must be less than run.steps = 100"),
+    ],
+)
+def test_bad_values(word, expected):
+    assert expected in message(word)
+
+
+def test_all_problems_at_once():
+    text = message("run.step=3", "optimizer.lr=fast", "data.sorce=x", "strategies.7=zz1")
+    for part in ("run.step ", "optimizer.lr", "data.sorce", "strategies.7"):
+        assert part in text
+    assert len(text.splitlines()) == 5
+
+
+def test_missing_sections_and_keys():
+    text = message(text="[model]\n[data]\nbatch_tokens = 3\n")
+    for part in ("model.name is missing (a text)", "data.source is missing", "section [strategies] is missing"):
+        assert part in text
+    assert "section [model] is missing" in message(text="[run]")
+    assert "model = 3 must be a section" in message(text=SMALL.replace('[model]\nname = "llama"\noptions = { layers = 1 }', "model = 3"))
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "expected"),
+    [
+        ("strategies.512=dp2", errors.StrategyWorldsError, "'dp2' (up to 512 tokens) takes 2"),
+        ("run.ranks=8", errors.StrategyWorldsError, "must take all 8 ranks"),
+        ("data.max_length=4096", errors.MaxLengthError, "Add a strategy for 4096 tokens"),
+        ("engine.token_budget=100", errors.TokenBudgetError, "token budget 100"),
+        ("engine.token_budgets={100 = 5000}", errors.UnknownBudgetError, "limit 100"),
+    ],
+)
+def test_values_that_do_not_fit_together(word, error, expected):
+    assert expected in message(word, error=error)
+
+
+def test_files(tmp_path):
+    path = tmp_path / "long-name.toml"
+    with pytest.raises(errors.ConfigFileError, match="No such file"):
+        read_config(path)
+    path.write_text("[model\n")
+    with pytest.raises(errors.ConfigFileError, match="is no TOML"):
+        read_config(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(errors.ConfigFileError):
+        read_config(path)
+    path.write_text(SMALL)
+    assert read_config(path).name == "long-name"
+
+
+def test_the_manual_names_every_key():
+    """docs/train.md lists exactly the keys that there are."""
+    from dataclasses import fields
+    from pathlib import Path
+
+    from fxpar.train.config import SECTIONS
+
+    manual = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    for section, cls in SECTIONS.items():
+        (part,) = re.findall(rf"^### \[{section}\]\n(.*?)(?=^##|\Z)", manual, re.MULTILINE | re.DOTALL)
+        named = set(re.findall(r"^\| `(\w+)`", part, re.MULTILINE))
+        assert named == {field.name for field in fields(cls)}, section

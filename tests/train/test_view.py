@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from fxpar.train.records import Totals
+from fxpar.train.summary import show_summary
+from fxpar.train.view import LiveView, PlainView, open_view, step_line
+from tests.train.test_metrics import steps
+
+
+def console(terminal):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=110, highlight=False, soft_wrap=not terminal)
+
+
+def test_one_plain_line_per_step():
+    records, out = steps(3), console(False)
+    with open_view(out, 12, 0, "train") as view:
+        assert isinstance(view, PlainView)
+        for record in records:
+            view.step(record)
+        view.note("checkpoint [a]")
+    lines = out.file.getvalue().splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith(f"step  1/12  loss {records[0].loss:.4f}  ")
+    assert "tok/s  lr 5.00e-02  norm " in lines[0]
+    assert "<=64 cp4: " in lines[0]
+    assert "switch 125 ms 2.0 MB" in lines[0]
+    assert lines[3] == "checkpoint [a]"
+    assert "\x1b" not in out.file.getvalue()
+
+
+def test_line_of_a_skipped_step_and_of_validation():
+    (record,) = steps(1, bad_steps=(1,))
+    assert "loss nan skipped" in step_line(record, 1)
+    assert "validation 1.2500" in step_line(replace(record, validation_loss=1.25), 1)
+
+
+def test_live_view_shows_progress_and_groups():
+    records, out = steps(4), console(True)
+    with open_view(out, 4, 0, "train") as view:
+        assert isinstance(view, LiveView)
+        for record in records:
+            view.step(record)
+        view.note("saved")
+    text = out.file.getvalue()
+    for part in ("4/4", "cp4", "micro-batches", "125 ms", "2.0 MB", "valid tokens/s", "saved"):
+        assert part in text, part
+
+
+def test_summary():
+    records, out = steps(4), console(False)
+    show_summary(out, Totals.of(records))
+    text = out.file.getvalue()
+    assert f"loss     {records[0].loss:.4f} -> {records[-1].loss:.4f}" in text
+    assert "time     compute " in text
+    assert "steps    4, " in text
+    shares = Totals.of(records).shares()
+    assert set(shares) == {"compute", "switch", "reduce", "optimizer", "other"}
+    table = [line for line in text.splitlines() if " cp4 " in line]
+    assert len(table) == 1
+    assert "125 ms" in table[0]

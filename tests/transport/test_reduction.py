@@ -1,0 +1,111 @@
+"""Reductions on real ranks against dense sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxpar.cluster import ClusterSpec
+from fxpar.dist_config import DistConfig
+from fxpar.mesh import Mesh
+from fxpar.runtime.forked import run_forked
+from fxpar.switch import ParamLayout, PlacedParam
+from fxpar.switch.reduction import GradientPlacement, plan_reduction
+from fxpar.transport import Holding, Reduction
+from tests.placements import nestings
+from tests.transport.cases import DEGREES, SHAPES, WORLD, blocks_of, drawn, local_tensors
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Gradients with partial axes, and where their sum goes."""
+
+    sources: dict[str, GradientPlacement]
+    target: ParamLayout
+    cluster: ClusterSpec
+    flat: bool
+    padded: bool
+
+
+@st.composite
+def partials(draw, shape: tuple[int, ...], dtype: torch.dtype) -> GradientPlacement:
+    degrees = draw(st.sampled_from([d for d in DEGREES if d != (1,)]))
+    names = draw(st.permutations(("dp", "cp", "tp")))[: len(degrees)]
+    mesh = Mesh(tuple(zip(names, degrees, strict=True)))
+    free = list(draw(st.permutations(mesh.names)))
+    dims = draw(nestings(mesh, shape, free))
+    chosen = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+    partial = tuple((name, "sum") for name in mesh.names if name in chosen)
+    first = draw(st.integers(0, WORLD - mesh.size))
+    return GradientPlacement(shape, DistConfig(mesh, dims, partial), dtype, first)
+
+
+@st.composite
+def sums(draw) -> Sum:
+    kinds = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=3))
+    repeats = draw(st.integers(1, 3))
+    sources, params = {}, {}
+    for kind, shape in enumerate(kinds):
+        source = draw(partials(shape, draw(st.sampled_from((torch.float32, torch.float64)))))
+        target = PlacedParam(shape, torch.float64, draw(blocks_of(shape)))
+        for layer in range(repeats):
+            sources[f"{layer}.{kind}"], params[f"{layer}.{kind}"] = source, target
+    cluster = draw(st.sampled_from((ClusterSpec(4, 1, 200, 25, 10), ClusterSpec(2, 2, 200, 25, 10))))
+    return Sum(sources, ParamLayout("home", WORLD, params), cluster, draw(st.booleans()), draw(st.booleans()))
+
+
+def term_tensors(case: Sum, seed: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Gradients by rank, and their sums: ranks that hold the same term hold the same numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    by_rank: list[dict[str, Tensor]] = [{} for _ in range(WORLD)]
+    totals = {}
+    for fqn, placed in case.sources.items():
+        axes = ".".join(axis for axis, _ in placed.dist.partial)
+        mesh = placed.dist.mesh
+        count = mesh.degree(axes) if axes else 1
+        terms = [torch.randint(-50, 50, placed.shape, generator=generator).to(placed.dtype) for _ in range(count)]
+        totals[fqn] = torch.stack(terms).double().sum(0)
+        for index in range(mesh.size):
+            term = terms[mesh.index(index, axes) if axes else 0]
+            by_rank[placed.first_rank + index][fqn] = placed.dist.take(term, index)
+    return by_rank, totals
+
+
+def test_random_reductions_are_dense_sums():
+    planned = []
+    for number, case in enumerate(drawn(sums(), 120)):
+        plan = plan_reduction(case.sources, case.target, case.cluster)
+        plan.verify()
+        planned.append((case, plan, term_tensors(case, number), term_tensors(case, number + 1000)))
+
+    def work(rank: int) -> None:
+        for number, (case, plan, first, second) in enumerate(planned):
+            target = Holding(case.target, local_tensors(case.target, None, rank, None, case.flat, case.padded))
+            for tensor in target.tensors.values():
+                tensor.fill_(0)
+            reduction = Reduction(
+                plan,
+                rank,
+                target,
+                staging_bytes=(64 << 20, 256, 2000)[number % 3],
+                checked=number % 4 == 0,
+                merge=number % 5 != 0,
+            )
+            reduction.run(first[0][rank], accumulate=False)
+            check(case, target, first[1], rank)
+            reduction.run(second[0][rank], accumulate=True)
+            check(case, target, {fqn: first[1][fqn] + second[1][fqn] for fqn in first[1]}, rank)
+            strided = {fqn: t.mT.contiguous().mT if t.dim() > 1 else t for fqn, t in first[0][rank].items()}
+            reduction.run(strided, accumulate=False)
+            check(case, target, first[1], rank)
+
+    def check(case: Sum, target: Holding, totals: dict[str, Tensor], rank: int) -> None:
+        expected = local_tensors(case.target, totals, rank, None, False, case.padded)
+        assert expected.keys() == target.tensors.keys()
+        for fqn, tensor in expected.items():
+            assert torch.equal(target.tensors[fqn], tensor), (fqn, case)
+
+    run_forked(WORLD, work)

@@ -1,0 +1,94 @@
+"""Switches on real ranks: every planner and execution, there and back, bit by bit."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fxpar.runtime.forked import run_forked
+from fxpar.switch import plan_switch
+from fxpar.switch.planners import PLANNERS
+from fxpar.transport import Holding, SubGroups, Switch
+from tests.transport.cases import WORLD, Case, cases, drawn, local_tensors, whole_tensors
+
+EXECUTIONS = ("auto", "p2p", "a2a")
+
+
+def holdings(case: Case, rank: int) -> tuple[list[Holding], Holding, dict]:
+    whole = whole_tensors(case.target)
+    sources = [
+        Holding(layout, local_tensors(layout, whole, rank, dtype, flat, padded))
+        for layout, dtype, flat, padded in zip(
+            case.sources, case.source_dtypes, case.flat[1:], case.padded[1:], strict=True
+        )
+    ]
+    target = Holding(case.target, local_tensors(case.target, None, rank, None, case.flat[0], case.padded[0]))
+    expected = local_tensors(case.target, whole, rank, None, False, case.padded[0])
+    return sources, target, expected
+
+
+def assert_equal(found: dict, expected: dict, note: object = "") -> None:
+    assert found.keys() == expected.keys()
+    for fqn, tensor in expected.items():
+        assert torch.equal(found[fqn], tensor), (note, fqn, found[fqn], tensor)
+
+
+def test_random_switches_move_bit_exactly():
+    examples = drawn(cases(), 150)
+    planned = []
+    for number, case in enumerate(examples):
+        planner = ("auto", *PLANNERS)[number % 5]
+        plan = plan_switch(case.sources[0], case.target, case.cluster, planner, case.sources[1:])
+        plan.verify()
+        planned.append((case, plan))
+
+    def work(rank: int) -> list[int]:
+        subgroups = SubGroups()
+        totals = [0] * 3
+        for number, (case, plan) in enumerate(planned):
+            sources, target, expected = holdings(case, rank)
+            switch = Switch(
+                plan,
+                rank,
+                sources,
+                target,
+                execution=EXECUTIONS[number % 3],
+                staging_bytes=(64 << 20, 256, 2000)[number % 7 % 3],
+                checked=number % 4 == 0,
+                merge=number % 5 != 0,
+                subgroups=subgroups,
+            )
+            for _ in range(2):
+                for tensor in target.tensors.values():
+                    tensor.zero_()
+                report = switch.run()
+                assert_equal(dict(target.tensors), expected, (number, switch.options))
+            counts = switch.counts
+            totals[0] += report.sent_bytes
+            totals[1] += counts.pack_copies + counts.unpack_copies
+            totals[2] += counts.direct_messages
+        return totals
+
+    results = run_forked(WORLD, work)
+    sent = sum(int(plan.transfers["nbytes"].sum()) for _, plan in planned)
+    assert sum(result[0] for result in results) == sent
+    for kind in range(3):
+        assert sum(result[kind] for result in results) > 0, kind
+
+
+def test_there_and_back():
+    examples = drawn(cases(holders=False, dtypes=(torch.float32,)), 40)
+
+    def work(rank: int) -> None:
+        dist.barrier()
+        for case in examples:
+            there = plan_switch(case.sources[0], case.target, case.cluster)
+            back = plan_switch(case.target, case.sources[0], case.cluster)
+            source, target, _ = holdings(case, rank)
+            before = local_tensors(case.sources[0], whole_tensors(case.target), rank, None, False, True)
+            again = Holding(case.sources[0], local_tensors(case.sources[0], None, rank, None, False, True))
+            Switch(there, rank, source, target).run()
+            Switch(back, rank, [target], again).run()
+            assert_equal(dict(again.tensors), before)
+
+    run_forked(WORLD, work)
