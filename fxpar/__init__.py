@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxpar.graph import AnnotatedGraph, LogicalGraph
     from fxpar.lowering import lower
     from fxpar.mesh import Mesh
+    from fxpar.runtime.session import compile_strategies
     from fxpar.strategy import Strategy
     from fxpar.tp_plan import overrides_from_tp_plan
     from fxpar.tracer import capture
@@ -42,6 +43,7 @@ _WHERE = {
     "Strategy": "fxpar.strategy",
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
+    "compile_strategies": "fxpar.runtime.session",
     "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",
     "overrides_from_tp_plan": "fxpar.tp_plan",
@@ -66,6 +68,7 @@ __all__ = [
     "__version__",
     "capture",
     "check",
+    "compile_strategies",
     "losses",
     "lower",
     "overrides_from_tp_plan",

@@ -22,7 +22,7 @@ from fxpar.dist_config import DistConfig
 from fxpar.errors import ParallelizeError
 from fxpar.losses import causal_lm
 from fxpar.runtime.report import StepReport
-from fxpar.runtime.session import Options, Session, open_session
+from fxpar.runtime.session import Compiled, Options, Session, open_session
 from fxpar.store import MemoryReport
 from fxpar.strategy import Strategy
 
@@ -55,6 +55,7 @@ def parallelize(
     timeout_s: float | None = None,
     monitor: bool = True,
     plain: str | None = None,
+    compiled: Compiled | None = None,
     seed: int = 0,
 ) -> Any:
     """Make `target` (a module, or as a decorator a module class) train under `strategies`.
@@ -78,6 +79,8 @@ def parallelize(
     - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
       no heartbeats, the error is torch's).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
+    - `compiled`: what `fxpar.compile_strategies` returned for the same model, loss and strategies (made before forking
+      ranks, or loaded), instead of compiling again.
 
     Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
     """
@@ -131,7 +134,7 @@ def _parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         session: Session | None = self.__dict__.get(_STATE)
-        if session is not None and session.is_tracing:
+        if session is not None and session.calls.is_tracing:
             return cls.forward(self, *args, **kwargs)
         return self._session().forward(self, args, kwargs)
 
@@ -175,7 +178,7 @@ class ParallelModule(nn.Module):
 
     def using(self, strategy: str) -> Any:
         """Within `with model.using("dp2.tp2"):` plain calls `model(x)` run under this strategy."""
-        return self._session().using(strategy)
+        return self._session().calls.using(strategy)
 
     def engine_state(self) -> dict[str, Any]:
         """What a resumed run needs beside weights and optimizer; plain data, the same on all ranks."""

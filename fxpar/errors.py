@@ -421,6 +421,16 @@ class BatchMismatchError(FxparError):
         )
 
 
+class ProgramMismatchError(FxparError):
+    """The ranks compiled different programs."""
+
+    def __init__(self, strategy: str, ranks: str) -> None:
+        super().__init__(
+            f"rank {ranks} compiled another program for {strategy!r} than rank 0: the collectives would not match. Build "
+            "the same model with the same options and the same versions on every rank"
+        )
+
+
 class NanLossError(FxparError):
     """The loss is not a finite number."""
 
@@ -910,3 +920,13 @@ class NoConfigError(FxparError):
 
     def __init__(self) -> None:
         super().__init__("give either a configuration file (fxpar train CONFIG.toml) or --demo")
+
+
+class SecondDerivativeError(FxparError):
+    """The backward of a captured forward is to be differentiated itself."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a captured forward has first derivatives only, so create_graph=True cannot go through it. Compute gradient "
+            "penalties with the unwrapped model"
+        )

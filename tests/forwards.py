@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from fxpar.exec_graph import PlainGraph
 from fxpar.graph import ForwardGraph
 from fxpar.lowering import lower_forward
+from fxpar.models import load
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.plain import PlainRunner
 from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
+from fxpar.tracer import capture_forward
 
 Tensors = Mapping[str, Tensor]
 Loss = Callable[[Any, Tensors], Tensor]
@@ -30,7 +33,6 @@ class Outcome:
     values: Any = None
     grads: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 def token_mean(output: Any, batch: Tensors) -> Tensor:
@@ -75,7 +77,8 @@ def run(
         done.values = runner(
             local_params(program, params, rank),
             buffers,
-            [batch[key] for key in keys],
+            (),
+            {key: batch[key] for key in keys},
             seed=seed,
             on_gradients=done.grads.update,
             on_buffers=done.buffers.update,
@@ -110,7 +113,7 @@ def eager(model: nn.Module, batches: Sequence[Tensors], loss: Loss, keys: Sequen
     model.zero_grad()
     outputs = []
     for batch in batches:
-        outputs.append(model(*(batch[key] for key in keys)))
+        outputs.append(model(**{key: batch[key] for key in keys}))
         loss(outputs[-1], batch).backward()
     return outputs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -119,7 +122,9 @@ def error(found: Tensors, truth: Tensors) -> float:
     """Largest relative error of a tensor, by its largest element (at least a thousandth of the largest of all)."""
     assert found.keys() == truth.keys()
     floor = 1e-3 * max(float(t.detach().abs().max()) for t in truth.values())
-    return max(float((found[k] - t).detach().abs().max()) / max(float(t.detach().abs().max()), floor) for k, t in truth.items())
+    return max(
+        float((found[k] - t).detach().abs().max()) / max(float(t.detach().abs().max()), floor) for k, t in truth.items()
+    )
 
 
 def check(
@@ -142,3 +147,47 @@ def check(
         assert error({"": value}, {"": truth[0][replica]}) <= 1e-10
     assert replicas == len(truth[0])
     assert error(gathered(program, outcomes), truth[1]) <= 1e-10
+
+
+KEYS = {"vit": ("pixel_values",), "mlp": ("x",)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in float64, its forward, two batches of different lengths."""
+
+    model: nn.Module
+    graph: ForwardGraph
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    batches: tuple[dict[str, Tensor], ...]
+    keys: tuple[str, ...]
+
+
+@functools.cache
+def case(spec: str, **options: str) -> Case:
+    sizes = (6, 4) if spec in KEYS else (13, 22)
+    loaded = load(spec, dtype=torch.float64, tokens=sizes, options=options)
+    keys = KEYS.get(spec, ("input_ids", "position_ids"))
+    batches = tuple(dict(b) for b in loaded.batches[:2])
+    graph = capture_forward(loaded.model, (), {key: batches[0][key] for key in keys})
+    return Case(loaded.model, graph, loaded.params(), loaded.buffers(), batches, keys)
+
+
+@functools.cache
+def truth(spec: str, count: int, **options: str) -> Any:
+    one = case(spec, **options)
+    return eager(one.model, one.batches[:count], token_mean, one.keys)
+
+
+class Several(nn.Module):
+    """Returns tensors in a dict with a size, a flag, a tensor without gradient, the input, and one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out, self.unused = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, mode: str = "all", extra: list[Tensor] | None = None) -> dict[str, Any]:
+        h = torch.tanh(self.into(x if extra is None else x + extra[0]))
+        y = self.out(h)
+        return {"y": y, "pair": (h, y), "best": y.argmax(-1), "rows": x.shape[0], "mode": mode, "same": x, "none": None}

@@ -1,4 +1,4 @@
-"""Plain Python values as JSON and back, unchanged: tuples stay tuples, int keys stay ints, small tensors stay tensors."""
+"""Plain Python values as JSON and back, unchanged: tuples stay tuples, int keys ints, small tensors tensors."""
 
 from __future__ import annotations
 

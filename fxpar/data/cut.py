@@ -61,7 +61,7 @@ def cut(tokens: Tokens, max_length: int, overlong: str) -> Sequences:
     """Sequences of 2 to `max_length` tokens, each inside one document.
 
     Documents that are longer: "split" makes consecutive pieces and keeps every token (a last piece of a single token
-    would carry no label, so the one before it gives up one of its own; only with max_length 2 it is left out),
+    would carry no label, so the one before it gives up one of its own; only with max_length 2 one token is left out),
     "truncate" keeps the beginning, "error" raises OverlongError. Raises LoaderOptionError, NoSequencesError too.
     """
     if overlong not in OVERLONG:
@@ -101,7 +101,7 @@ def _pieces(tokens: Tokens, max_length: int) -> tuple[np.ndarray, np.ndarray]:
     document = np.repeat(np.arange(len(lengths)), counts)
     first_piece = np.cumsum(counts) - counts
     begins = (np.arange(len(document)) - first_piece[document]) * max_length
-    lone = (lengths % max_length == 1) & (lengths > max_length) & (max_length > SHORTEST)
+    lone = (lengths % max_length == 1) & (lengths > max_length)
     last_piece = first_piece + counts - 1
     begins[last_piece[lone]] -= 1
     ends = np.append(begins[1:], 0)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fxpar.errors import PeerLostError
 from fxpar.monitor.beat import DONE, ENDED, EXPLAIN, FAILED, LEFT, RUN, Beat, host_identity, process_state, where_is
 from fxpar.monitor.link import Link
-from fxpar.monitor.signs import looks_like_peer_loss
+from fxpar.monitor.signs import is_timeout, looks_like_peer_loss
 from fxpar.monitor.verdict import Verdict, Watch, describe
 
 # A heartbeat thread of a busy machine may miss a beat or two; that many intervals without one mean that it is gone.
@@ -125,7 +125,11 @@ class Monitor:
 
     # -------------------------------------------------------------------------------------------- progress
     def phase(self, text: str) -> AbstractContextManager[None]:
-        """Say what this rank does now, from here on or inside a `with`; each call counts as progress. Costs no I/O."""
+        """Say what this rank does now, from here on or inside a `with`; each call counts as progress. Costs no I/O.
+
+        Of ranks that all wait the one with the least progress is blamed: a call right before each transfer tells the
+        rank that never came there from those that wait for it.
+        """
         before, self._phase = self._phase, text
         self._progress += 1
         return _Phase(self, before)
@@ -139,18 +143,20 @@ class Monitor:
         if isinstance(error, PeerLostError):
             return error
         phase, self._status = self._phase, EXPLAIN
-        lost = self._lost(self._search(), phase, error)
+        lost = self._lost(self._search(is_timeout(error)), phase, error)
         lost.__cause__ = error
         self._status = LEFT
         if self._link is not None:
             self._link.ask()
         return lost
 
-    def _search(self) -> Verdict:
+    def _search(self, timed_out: bool) -> Verdict:
         link = self._link
         if link is None:
             return Verdict("unknown")
-        watch = Watch(self.rank, self.world, self.patience_s, lambda beat: process_state(beat, self._own_host))
+        watch = Watch(
+            self.rank, self.world, self.patience_s, lambda beat: process_state(beat, self._own_host), timed_out
+        )
         end_s = self._elapsed_s() + self.patience_s + self.interval_s
         rounds, first = link.rounds, link.rounds + 1  # the round under way may not read the beats yet
         link.ask(watch=True)

@@ -23,3 +23,9 @@ def looks_like_peer_loss(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """True if an operation failed because its time was up, False if because the other side closed the connection."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text

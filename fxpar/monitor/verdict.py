@@ -77,13 +77,14 @@ class Watch:
     """Collects what one rank sees of the others from the moment on at which an operation of it failed.
 
     `state_of(beat)` is `process_state` for ranks of this host; `patience_s` is how long a rank must not change to count
-    as silent or stuck.
+    as silent or stuck; `timed_out` says whether the operation failed after its timeout or at once.
     """
 
     rank: int
     world: int
     patience_s: float
     state_of: Callable[[Beat], str]
+    timed_out: bool = True
     beats: dict[int, Beat] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)
     moving: set[int] = field(default_factory=set)
@@ -131,7 +132,8 @@ class Watch:
         silent = [b for b in self.beats.values() if b.rank not in {*self.alive, self.rank} and b.status not in ENDED]
         if silent:
             return self._verdict("silent", silent, now_s)
-        running = self.others(RUN)
+        # Where a connection broke at once, those that still run may well wait for this very rank.
+        running = self.others(RUN) if self.timed_out else []
         stuck = [beat for beat in running if beat.rank not in self.moving]
         if stuck:
             # Those ahead wait themselves: the least progress is where it began.

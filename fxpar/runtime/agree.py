@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpar.errors import BatchMismatchError
+from fxpar.errors import BatchMismatchError, ProgramMismatchError
+from fxpar.exec_graph import ExecGraph
 
 Sequence_ = Tensor | Mapping[str, Tensor]
 
@@ -36,3 +37,14 @@ def check_same_batch(sequences: Sequence[Sequence_], device: torch.device, group
     different = [str(rank) for rank, value in enumerate(values) if value != values[0]]
     if different:
         raise BatchMismatchError(", ".join(different))
+
+
+def check_same_programs(programs: Mapping[str, ExecGraph], group: Any = None) -> None:
+    """Raise ProgramMismatchError on every rank if one has compiled another program: they would wait for each other."""
+    mine = {name: program.fingerprint() for name, program in programs.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for name in mine:
+        different = [str(rank) for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
+        if different:
+            raise ProgramMismatchError(name, ", ".join(different))

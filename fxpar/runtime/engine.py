@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from fxpar.runtime.report import GroupReport, StepReport
 from fxpar.runtime.switching import Switching
 
 Sequence_ = Tensor | Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 class Watcher(Protocol):
@@ -101,8 +102,12 @@ class Engine:
         Raises NanLossError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher makes of a rank
         that is gone.
         """
+        return self.watched(lambda: self._step(sequences, buffers))
+
+    def watched(self, work: Callable[[], T]) -> T:
+        """`work()`; what fails because a rank is gone raises PeerLostError, which names it."""
         try:
-            return self._step(sequences, buffers)
+            return work()
         except Exception as error:
             lost = isinstance(error, TransferError) or looks_like_peer_loss(error)
             if self.watcher is None or not lost:

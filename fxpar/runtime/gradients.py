@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpar.cluster import ClusterSpec
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import ExecGraph, Program
 from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
@@ -25,7 +25,7 @@ from fxpar.transport import Holding, Reduction, Switch
 Mode = Literal["home", "chain"]
 
 
-def gradient_placements(program: ExecGraph) -> dict[str, GradientPlacement]:
+def gradient_placements(program: Program) -> dict[str, GradientPlacement]:
     """How each gradient leaves the graph, partial axes included."""
     return {
         out.fqn: GradientPlacement(tuple(int(s) for s in stored.meta.shape), stored.dist, stored.meta.dtype)

@@ -10,9 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
-from fxpar.errors import CallMismatchError, PadError, StaleWeightsError
+from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
 from fxpar.exec_graph import Part, PlainGraph, compile_graph, substitute_tokens
 from fxpar.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
 from fxpar.runtime.bound import Backend, token_axes
@@ -107,6 +106,7 @@ class PlainRunner:
         on_gradients: OnTensors,
         on_buffers: OnTensors | None = None,
         weights: Callable[[], Hashable] = lambda: None,
+        roots: Tensors | None = None,
     ) -> Any:
         """Run the forward on this replica's whole arguments; the same on all ranks of the replica.
 
@@ -114,18 +114,20 @@ class PlainRunner:
         returns. When a backward reaches it, `on_gradients` gets the local gradients by FQN, which lie as
         `program.stored_outputs` says; `on_buffers` gets new values of buffers right away, if there are any. `weights()`
         identifies the values of the weights (a count of updates); a backward checks that it is as in its forward.
+        `roots` are tensors by parameter FQN whose gradients autograd gets as well, for programs lowered with `whole`.
 
-        Raises CallMismatchError, PadError; in the backward StaleWeightsError.
+        Raises CallMismatchError, PadError; in the backward StaleWeightsError, SecondDerivativeError.
         """
         batch = call_tensors(self.program.structure, args, kwargs or {})
         lengths = self._lengths(batch)
         device = next((t.device for t in (*params.values(), *batch.values())), torch.device("cpu"))
         inputs = self._inputs(params, buffers, batch, torch.tensor(seed, dtype=torch.int64, device=device))
         call = _Call(inputs, device, lengths, on_gradients, weights, {})
-        wanted = [batch[i.fqn] for i in self.program.inputs if i.kind == "batch" and i.requires_grad]
+        wanted = {("batch", i.fqn): batch[i.fqn] for i in self.program.inputs if i.kind == "batch" and i.requires_grad}
+        wanted |= {("param", fqn): tensor for fqn, tensor in (roots or {}).items()}
         if self._tangents and torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True)  # the parameters are not arguments, yet a backward is due
-            found = _Plain.apply(self, call, anchor, *wanted)
+            found = _Plain.apply(self, call, tuple(wanted), anchor, *wanted.values())
         else:
             with torch.no_grad():
                 found, _ = self.run_forward(call)
@@ -149,8 +151,8 @@ class PlainRunner:
 
     def run_backward(
         self, call: _Call, inputs: Mapping[int, Any], results: Mapping[int, Any], tangents: Sequence[Tensor]
-    ) -> Tensors:
-        """Hand out the gradients of parameters; returns those of the batch, by key.
+    ) -> dict[tuple[str, str], Tensor]:
+        """Hand out the gradients of parameters; returns them and those of the batch by kind and name of the input.
 
         `inputs` and `results` (of the forward) are those that the backward needs, by position; `tangents` are those of
         all values.
@@ -165,14 +167,15 @@ class PlainRunner:
         table = {"input": local, "forward": results}
         with _surroundings(call.device):
             found = self._backward(*(table[source][i] for source, i in self.program.backward.sources))
-        grads, back = {}, {}
+        grads: dict[str, Tensor] = {}
+        back: dict[tuple[str, str], Tensor] = {}
         for (out, stored), grad in zip(self._gradients, found, strict=True):
             if out.kind == "grad":
                 grads[out.fqn] = grad
             else:
-                back[out.fqn] = call.lengths.cut(grad, stored.meta.shape)
+                back[("batch", out.fqn)] = call.lengths.cut(grad, stored.meta.shape)
         call.on_gradients(grads)
-        return back
+        return back | {("param", fqn): grad for fqn, grad in grads.items()}
 
     def kept(self, call: _Call) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Inputs that the backward needs, by position: (tensors of the call, weights and buffers)."""
@@ -181,11 +184,6 @@ class PlainRunner:
             kind, value = self.program.inputs[i].kind, call.inputs[i]
             (own if kind == "batch" else shared)[i] = value.clone() if i in self._copied else value
         return own, shared
-
-    @property
-    def input_gradients(self) -> list[str]:
-        """Keys of the batch tensors that require a gradient, in the order of the inputs."""
-        return [i.fqn for i in self.program.inputs if i.kind == "batch" and i.requires_grad]
 
     @property
     def differentiable(self) -> list[bool]:
@@ -244,7 +242,9 @@ class _Plain(torch.autograd.Function):
     """The node of autograd's graph that stands for one call of a PlainRunner."""
 
     @staticmethod
-    def forward(ctx: Any, runner: PlainRunner, call: _Call, anchor: Tensor, *wanted: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, runner: PlainRunner, call: _Call, names: tuple[tuple[str, str], ...], anchor: Tensor, *wanted: Tensor
+    ) -> tuple[Tensor, ...]:
         values, results = runner.run_forward(call)
         own, ctx.shared = runner.kept(call)
         needed = sorted({i for source, i in runner.program.backward.sources if source == "forward"})
@@ -253,6 +253,7 @@ class _Plain(torch.autograd.Function):
         values = _distinct(values, [t for t in call.inputs if t is not None])
         ctx.save_for_backward(*own.values(), *tensors.values())  # freed by autograd after the backward
         ctx.places = list(own), list(tensors)
+        ctx.names = names
         ctx.runner, ctx.call, ctx.weights = runner, call, call.weights()
         call.inputs = ()
         fixed = [v for v, yes in zip(values, runner.differentiable, strict=True) if not yes]
@@ -260,17 +261,18 @@ class _Plain(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[bad-override]
         saved = iter(ctx.saved_tensors)  # raises torch's own error the second time
         runner: PlainRunner = ctx.runner
+        if torch.is_grad_enabled():  # create_graph=True
+            raise SecondDerivativeError
         if ctx.call.weights() != ctx.weights:
             raise StaleWeightsError
         own, tensors = ctx.places
         inputs = {**ctx.shared, **dict(zip(own, saved, strict=False))}
         results = {**ctx.numbers, **dict(zip(tensors, saved, strict=True))}
         back = runner.run_backward(ctx.call, inputs, results, grad_outputs)
-        return None, None, None, *(back.get(key) for key in runner.input_gradients)
+        return None, None, None, None, *(back.get(name) for name in ctx.names)
 
 
 @contextmanager

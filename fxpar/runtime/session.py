@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from fxpar.batching import BatchPlan, LengthGroup, MicroBatch, length_groups
+from fxpar.batching import LengthGroup, MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.batching.cost import group_cost
 from fxpar.cluster import ClusterSpec
@@ -25,7 +25,9 @@ from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.monitor import Monitor
 from fxpar.passes.share_weights import share_weights
+from fxpar.runtime.agree import check_same_programs
 from fxpar.runtime.bound import Backend, bind
+from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.gradients import Gradients, Mode
 from fxpar.runtime.groups import ProcessGroups
@@ -77,7 +79,34 @@ class Options:
     timeout_s: float | None = None
     monitor: bool = True
     plain: str | None = None
+    compiled: Compiled | None = None
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank."""
+
+    logical: LogicalGraph
+    programs: Mapping[str, ExecGraph]
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+def compile_strategies(
+    module: nn.Module,
+    strategies: Mapping[int, Strategy | str],
+    loss: LossFunction,
+    example: Mapping[str, Tensor] | None = None,
+) -> Compiled:
+    """Capture `module` and lower it for all strategies; no process group. Raises what `capture` and `lower` raise."""
+    begun = time.process_time()
+    logical = capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
+    captured = time.process_time()
+    parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
+    by_name = dict(zip(_names(parsed), parsed, strict=True))
+    programs = {name: lower(logical, strategy, for_store=True) for name, strategy in by_name.items()}
+    timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
+    return Compiled(logical, programs, timings)
 
 
 @dataclass
@@ -90,9 +119,8 @@ class Session:
     engine: Engine
     memory: MemoryReport
     options: Options
-    process_groups: ProcessGroups
+    calls: PlainCalls
     timings: dict[str, float] = field(default_factory=dict)
-    is_tracing: bool = False
 
     def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
@@ -106,8 +134,9 @@ class Session:
                         before[fqn].copy_(value)
         return report
 
-    def plan(self, sequences: Sequence[Any]) -> BatchPlan:
-        return self.engine.plan(sequences)
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """`module(...)` under the plain strategy."""
+        return self.engine.watched(lambda: self.calls.call(module, args, kwargs, self.engine.steps))
 
     def state(self) -> dict[str, Any]:
         return {"steps": self.engine.steps, "seed": self.options.seed}
@@ -131,15 +160,13 @@ def open_session(
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = length_groups(strategies, world=world, token_budget=options.token_budget)
-    names = _names(groups)
+    names = _names([group.strategy for group in groups])
     device = _device(module)
     cluster = options.cluster or default_cluster(world, device)
-    begun = time.process_time()
-    logical = capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
-    captured = time.process_time()
-    by_name = dict(zip(names, (g.strategy for g in groups), strict=True))
-    programs = {name: lower(logical, strategy, for_store=True) for name, strategy in by_name.items()}
-    timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
+    compiled = options.compiled or compile_strategies(module, strategies, loss, example)
+    logical, programs = compiled.logical, compiled.programs
+    if set(programs) != set(names):
+        raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
     order = None if options.order is None else check_order(options.order, list(programs))
     store, schedule, memory = _storage(module, programs, rank, world, device, cluster, options)
     process_groups = ProcessGroups(options.timeout_s)
@@ -181,7 +208,27 @@ def open_session(
         watcher=_watcher(options, world),
         world_group=world_group,
     )
-    return Session(logical, programs, store, engine, memory, options, process_groups, timings)
+    check_same_programs(programs, world_group)
+    plain = _plain_strategy(options, groups, names)
+    calls = PlainCalls(
+        {name: program.strategy for name, program in programs.items()},
+        plain,
+        engine.switching,
+        cluster,
+        process_groups,
+        options.compile,
+        options.seed,
+    )
+    return Session(logical, programs, store, engine, memory, options, calls, dict(compiled.timings))
+
+
+def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequence[str]) -> str:
+    """What `model(x)` runs under unless told otherwise: the strategy that takes the longest sequences."""
+    if options.plain is None:
+        return names[max(range(len(groups)), key=lambda g: groups[g].limit)]
+    if options.plain not in names:
+        raise ParallelizeError(f"plain={options.plain!r} is none of {', '.join(names)}{nearest(options.plain, names)}")
+    return options.plain
 
 
 def _watcher(options: Options, world: int) -> Monitor | None:
@@ -242,14 +289,14 @@ def _storage(
     return store, schedule_of(kept), memory
 
 
-def _names(groups: Sequence[LengthGroup]) -> list[str]:
-    """A name per group: the strategy's text; strategies that differ in overrides only are numbered."""
+def _names(strategies: Sequence[Strategy]) -> list[str]:
+    """A name per strategy: its text; strategies that differ in overrides only are numbered."""
     names: list[str] = []
     known: dict[str, Strategy] = {}
-    for group in groups:
-        name, number = str(group.strategy), 2
-        while known.setdefault(name, group.strategy) != group.strategy:
-            name, number = f"{group.strategy}#{number}", number + 1
+    for strategy in strategies:
+        name, number = str(strategy), 2
+        while known.setdefault(name, strategy) != strategy:
+            name, number = f"{strategy}#{number}", number + 1
         names.append(name)
     return names
 

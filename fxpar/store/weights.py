@@ -9,7 +9,8 @@ Home pieces are views of one flat buffer per dtype as well, without padding, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -124,6 +125,32 @@ class WeightStore:
 
     def _is_replicated(self, fqn: str) -> bool:
         return not self.home.params[fqn].blocks[0].dist.shard_axes
+
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever the home weights are written to (an optimizer's step, a checkpoint)."""
+        return tuple(flat._version for flat in self._home_flat)
+
+    @contextmanager
+    def shown_as_computed(self, module: nn.Module) -> Iterator[None]:
+        """Within the block the module's parameters have no values, and the dtypes that graphs compute with."""
+        dtypes = {spec.fqn: spec.dtype for spec in self.specs}
+        shown = {}
+        for fqn, param in self.params.items():
+            whole = torch.empty(tuple(param.shape), dtype=dtypes[fqn], device="meta")
+            shown[id(param)] = nn.Parameter(whole, requires_grad=param.requires_grad)
+        owners = [
+            (owner, name, param)
+            for owner in module.modules()
+            for name, param in list(owner.named_parameters(recurse=False))
+            if id(param) in shown
+        ]
+        try:
+            for owner, name, param in owners:
+                setattr(owner, name, shown[id(param)])
+            yield
+        finally:
+            for owner, name, param in owners:
+                setattr(owner, name, param)
 
     def attach_gradients(self) -> None:
         """Before a mini-batch: `.grad` of every trained parameter is its home gradient.

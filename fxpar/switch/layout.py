@@ -13,7 +13,7 @@ import torch
 
 from fxpar.dist_config import DistConfig
 from fxpar.errors import LayoutError
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import Program
 from fxpar.graph import AnnotatedGraph, TensorMeta
 from fxpar.passes.zero_shard import shard_over
 
@@ -94,9 +94,9 @@ def _used(dist: DistConfig) -> set[str]:
     return {name for axis in dist.shard_axes for name in axis.split(".")}
 
 
-def layout_of(graph: ExecGraph | AnnotatedGraph, name: str | None = None) -> ParamLayout:
+def layout_of(graph: Program | AnnotatedGraph, name: str | None = None) -> ParamLayout:
     """The layout that a graph stores its parameters in: one block over all ranks."""
-    if isinstance(graph, ExecGraph):
+    if isinstance(graph, Program):
         placed = [(i, s.meta, s.dist) for i, s in zip(graph.inputs, graph.stored_inputs, strict=True)]
     else:
         nodes = zip(graph.inputs, graph.placeholders, strict=True)

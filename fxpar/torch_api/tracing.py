@@ -134,16 +134,17 @@ def retyped_input(value: Tensor, dtype: torch.dtype) -> Tensor:
     return retyped
 
 
-def new_input(shape: Sequence[Any], dtype: torch.dtype, kind: str) -> Tensor:
+def new_input(shape: Sequence[Any], dtype: torch.dtype, kind: str, name: str) -> Tensor:
     """Inside a trace: one more input, of a shape that only the trace has found out.
 
-    Its placeholder, with `meta["kind"]`, stands where the trace is now; see `inputs_first`.
+    Its placeholder (of a `name` that no other has, with `meta["kind"]`) stands where the trace is now; see
+    `inputs_first`.
     """
     mode = proxy_tensor.get_proxy_mode()
     assert mode is not None, "new_input works inside a trace only"
     with proxy_tensor.disable_proxy_modes_tracing():
         value = torch.empty(tuple(shape), dtype=dtype)
-        proxy = mode.tracer.create_proxy("placeholder", kind, (), {})
+        proxy = mode.tracer.create_proxy("placeholder", name, (), {})
         proxy.node.meta["kind"] = kind
         proxy_tensor.track_tensor_tree(value, proxy, constant=None, tracer=mode.tracer)
     return value

@@ -210,7 +210,7 @@ class Forward(Traced):
         return [grad for _, grad in found]
 
     def _tangent(self, fqn: str, value: Tensor) -> Tensor:
-        tangent = tracing.new_input(value.shape, value.dtype, "tangent")
+        tangent = tracing.new_input(value.shape, value.dtype, "tangent", f"tangent_{fqn}")
         shape = tuple(self._expression(size) for size in value.shape)
         found = Input("tangent", fqn, TensorMeta(shape, value.dtype))
         self.signature = self.signature.and_input(found, tangent)

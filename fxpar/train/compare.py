@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from fxpar.cli.console import plain_table
 from fxpar.errors import CompareError
 from fxpar.train.records import StepRecord, Totals
 
@@ -82,21 +80,19 @@ def check_agreement(comparison: Comparison) -> None:
         )
 
 
-def show_comparison(console: Console, comparison: Comparison) -> None:
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
     """Both runs, their ratio, and whether the losses agree."""
     c = comparison
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
-    for title in ("several strategies", f"{c.strategy} alone", "ratio"):
-        table.add_column(title, justify="right")
-    table.add_row("wall time", f"{c.hot_s:.2f} s", f"{c.static_s:.2f} s", f"{c.speedup:.2f}x")
-    tokens = (c.hot_tokens_per_s, c.static_tokens_per_s)
-    table.add_row("valid tokens/s", *(f"{t:,.0f}" for t in tokens), f"{_ratio(*tokens):.2f}x")
-    cpu = (c.hot_cpu_ms, c.static_cpu_ms)
-    table.add_row("CPU time, all ranks", *(f"{ms:,.0f} ms" for ms in cpu), f"{_ratio(cpu[1], cpu[0]):.2f}x")
-    console.print(table)
+    tokens, cpu = (c.hot_tokens_per_s, c.static_tokens_per_s), (c.hot_cpu_ms, c.static_cpu_ms)
+    rows = [
+        ("wall time", f"{c.hot_s:.2f} s", f"{c.static_s:.2f} s", f"{c.speedup:.2f}x"),
+        ("valid tokens/s", *(f"{t:,.0f}" for t in tokens), f"{_ratio(*tokens):.2f}x"),
+        ("CPU time, all ranks", *(f"{ms:,.0f} ms" for ms in cpu), f"{_ratio(cpu[1], cpu[0]):.2f}x"),
+    ]
+    header = ("", "several strategies", f"{c.strategy} alone", "gain")
+    yield from plain_table(header, rows, right=(1, 2, 3)).splitlines()
     verdict = "agree" if c.agrees else "DIFFER"
-    console.print(
+    yield (
         f"losses   {verdict}: largest relative difference {c.loss_diff:.1e}, at step {c.loss_diff_step} "
         f"(bound {c.tolerance:.0e}); times leave the first step out"
     )

@@ -121,7 +121,6 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nan: Literal["error", "skip"] = "error"
     tensorboard: bool = True
-    validate_every: int = field(default=0, metadata={"least": 0})
 
 
 SECTIONS: dict[str, type] = {
@@ -216,8 +215,6 @@ def check_together(config: TrainConfig, source: str) -> None:
         raise MaxLengthError(config.max_length, config.strategies[-1][0])
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
-    if config.run.validate_every and not config.data.validation:
-        problems.append("run.validate_every needs held-out documents: set data.validation to their number")
     if config.schedule.warmup >= config.run.steps > 1:
         problems.append(f"schedule.warmup = {config.schedule.warmup} must be less than run.steps = {config.run.steps}")
     if problems:

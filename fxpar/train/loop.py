@@ -86,8 +86,9 @@ def one_step(training: Training, step: int) -> StepRecord:
             if training.nan == "error":
                 raise GradientNormError(norm, step)
             skipped = True
-    if not skipped:
-        training.optimizer.step()
+    if skipped:
+        training.optimizer.zero_grad()  # without gradients the optimizer leaves weights and its state as they are
+    training.optimizer.step()
     training.scheduler.step()
     training.optimizer.zero_grad()
     ended = time.perf_counter()

@@ -20,7 +20,7 @@ from rich.console import Console
 from fxpar.errors import DeviceCountError, FxparWarning, OutputError, StrategyWorldsError
 from fxpar.monitor import Monitor
 from fxpar.strategy import Strategy
-from fxpar.train.compare import Comparison, check_agreement, show_comparison
+from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps
 from fxpar.train.metrics import EventsFile, MetricsFile, finite
@@ -28,7 +28,7 @@ from fxpar.train.preflight import preflight
 from fxpar.train.records import StepRecord, Totals
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
-from fxpar.train.summary import show_summary
+from fxpar.train.summary import summary_lines
 from fxpar.train.text import Prepared, describe, prepare
 from fxpar.train.view import open_view
 
@@ -139,7 +139,8 @@ def _train(job: Job, place: Place) -> Outcome:
     last = str(saved[-1]) if saved else None
     if place.rank == 0 and records:
         totals = Totals.of(records)
-        show_summary(place.console, totals)
+        for line in summary_lines(totals):
+            place.say(line)
         _write_summary(config.folder, {"run": totals.to_json()})
     if stopped:
         place.say(f"stopped after step {session.step}. " + _how_to_resume(last))
@@ -238,7 +239,8 @@ def _compare(job: Job, session: TrainSession, prepared: Prepared, place: Place, 
         return
     comparison = Comparison.of(records, static, job.compare, config.precision.parameters)
     if place.rank == 0:
-        show_comparison(place.console, comparison)
+        for line in comparison_lines(comparison):
+            place.say(line)
         _write_summary(config.folder, {"run": Totals.of(records).to_json(), "comparison": comparison.to_json()})
     check_agreement(comparison)
 

@@ -86,7 +86,7 @@ def _without_none(hint: Any) -> Any:
 
 def _is_a(value: Any, hint: Any) -> bool:
     if is_optional(hint):
-        return _is_a(value, _without_none(hint))
+        return value is None or _is_a(value, _without_none(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint) and isinstance(value, str)
     if get_origin(hint) is tuple:
@@ -103,7 +103,7 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 def _converted(value: Any, hint: Any) -> Any:
     if is_optional(hint):
-        return _converted(value, _without_none(hint))
+        return None if value is None else _converted(value, _without_none(hint))
     if get_origin(hint) is tuple:
         return tuple(_converted(v, h) for v, h in zip(value, get_args(hint), strict=True))
     return float(value) if hint is float else value

@@ -129,7 +129,7 @@ class Compiler:
         if local.execution == "a2a":
             rooms = [s.nbytes for part in sealed for s in (*part.sends, *part.receives)]
             return ALIGNMENT + sum(aligned(room, CHUNK) for room in rooms)
-        return sum(aligned(t.room * (len(t.ranks) + 1)) for t in local.traffic)
+        return sum(aligned(t.room) + aligned(t.room * len(t.ranks)) for t in local.traffic)
 
     def _on_wire(self, local: Local, sealed: list[Sealed], arena: Arena, wire: Wire, groups: SubGroups) -> PhaseOnWire:
         if local.execution == "p2p":

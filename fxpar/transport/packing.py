@@ -50,11 +50,13 @@ class Letter:
         tasks: list[Task] = []
         for piece, views, sums in self._parts(buffer):
             region = region_of(buffer, piece)
-            for first, view in views:
-                count = view.shape[0]
-                tasks.append(partial(region[first : first + count].copy_, view))
-                if self.checked:
-                    tasks.append(partial(write_sums, sums[first : first + count], view, piece.dtype))
+            if len(views) == 1:
+                tasks.append(partial(region.copy_, views[0].tensor))
+            else:  # one call, and on a GPU one kernel for many tensors
+                tasks.append(partial(torch.cat, [view.tensor for view in views], 0, out=region))
+            if self.checked:
+                for first, view in views:
+                    tasks.append(partial(write_sums, sums[first : first + view.shape[0]], view, piece.dtype))
         return tasks
 
     def unpack(self, buffer: Tensor) -> list[Task]:

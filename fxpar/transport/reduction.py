@@ -80,9 +80,9 @@ class Reduction:
         self._accumulate = True
         self._direct: list[tuple[Parcel, Tensor]] = []  # parcels that may send from gradients, and their own memory
         self._stream = SideStream(device)
-        self._phases = list(self._cut())
+        self._cuts = list(self._cut())
         self._alone = list(self._without_messages())
-        self._wired = self._on_wire(staging if staging is not None else Staging(device))
+        self.phases = self._on_wire(staging if staging is not None else Staging(device))
         self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {self.options}".encode()).digest()[:8]
         self._compared = False
 
@@ -96,7 +96,7 @@ class Reduction:
         self._bind(sources)
         self._accumulate = accumulate
         with self._stream:
-            run_pipeline(self._wired, self._add_alone)
+            run_pipeline(self.phases, self._add_alone)
         self._sources.rebind({})  # gradients may be freed now, wherever they were sent from
         for parcel, room in self._direct:
             parcel.buffer = room
@@ -114,6 +114,7 @@ class Reduction:
                 raise ReductionError(fqn, f"no gradient was given on rank {self.rank}")
             if sources[fqn].dtype != param.dtype:
                 raise ReductionError(fqn, f"the gradient is {sources[fqn].dtype}, but was planned as {param.dtype}")
+            self._sources.tensor(fqn)  # checks the shape, before anything is sent
 
     def _cut(self) -> Iterator[_Phase]:
         problem, table = self.plan.problem, self.plan.transfers
@@ -177,13 +178,13 @@ class Reduction:
 
     def _on_wire(self, staging: Staging) -> list[tuple[bool, PointToPoint]]:
         sizes = []
-        for one in self._phases:
+        for one in self._cuts:
             sent = {message.key: self._room(message) for message, _ in one.sends}
             sizes.append(sum(map(aligned, (*sent.values(), *(letter.nbytes for letter in one.receives)))))
         slots = [staging.slot(k, max(sizes[k::2], default=0)) for k in (0, 1)]
         self.counts.staging_bytes = sum(max(sizes[k::2], default=0) for k in (0, 1))
         wired = []
-        for index, (one, tag) in enumerate(zip(self._phases, self._tags, strict=True)):
+        for index, (one, tag) in enumerate(zip(self._cuts, self._tags, strict=True)):
             wired.append((False, self._point_to_point(one, tag, Arena(slots[index % 2]))))
         return wired
 

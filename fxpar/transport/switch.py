@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fxpar.errors import ExecutionError
 from fxpar.switch.plan import SwitchPlan
 from fxpar.transport.compiled import Compiled, Compiler, Counts, Options
-from fxpar.transport.executions import SubGroups
+from fxpar.transport.executions import SubGroups, resolve
 from fxpar.transport.fingerprint import compare_fingerprints
 from fxpar.transport.holding import Holding, Located
 from fxpar.transport.staging import Staging
@@ -41,7 +41,7 @@ class Switch:
         dtypes of `target`, which are those on the wire. A source in another dtype is cast when it is packed.
     target: its tensors are written; padding is not touched.
     group: process group whose rank r is rank r of the plan; None: the default one.
-    execution: "p2p", "a2a", "all_gather", or "auto": all-gathers where a step is nothing else, else p2p.
+    execution: "p2p", "a2a", "all_gather", or "auto": p2p; on GPUs all-gathers where a step is nothing else.
     staging_bytes: bound on the memory that messages are packed into and received in.
     checked: compare fingerprints in every run, and a checksum of every slice.
     add: what arrives is added to the target; so is what is copied at home. What lies at the same address in source
@@ -74,11 +74,15 @@ class Switch:
     ) -> None:
         if add and plan.steps > 1:
             raise ExecutionError(execution, "a relayed plan cannot add; plan the switch with planner 'hotspa'")
-        options = Options(execution, staging_bytes, checked, add, merge)
+        device = device_of((target, *sources))
+        options = Options(resolve(execution, device, group), staging_bytes, checked, add, merge)
         self.plan, self.rank, self.options = plan, rank, options
         self.name = name or f"switch {plan.problem.source} -> {plan.problem.target}"
-        device = device_of((target, *sources))
         world = dist.get_world_size(group)
+        if plan.problem.world > world:
+            raise ExecutionError(
+                execution, f"the plan is for {plan.problem.world} ranks, the process group has {world}"
+            )
         timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
         self._wire = Wire(self.name, world, group, timeout, grouped=device.type == "cuda")
         located = [Located(holding, rank) for holding in sources]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fxpar.transport.holding import Located, Spot
+from fxpar.transport.holding import Located
 
 
 class View(NamedTuple):
@@ -25,13 +25,11 @@ def slice_views(
     holding: Located, fqns: Sequence[str], start: Sequence[int], shape: Sequence[int], merge: bool = True
 ) -> Iterator[View]:
     """Views that together are the box at local `start` of all tensors `fqns`; as few as possible with `merge`."""
-    spots = [holding.spot(fqn) for fqn in fqns]
+    side = _Side(holding, fqns, start, shape)
     first = 0
     while first < len(fqns):
-        count, distance = _run(spots, first) if merge else (1, 0)
-        spot = spots[first]
-        base = holding.tensor(fqns[first])
-        yield View(first, base.as_strided((count, *shape), (distance, *spot.strides), _address(spot, start)))
+        count = side.run(first, len(fqns)) if merge else 1
+        yield View(first, side.view(first, count))
         first += count
 
 
@@ -39,37 +37,52 @@ def paired_views(
     a: Located, b: Located, fqns: Sequence[str], starts: Sequence[Sequence[int]], shape: Sequence[int], merge: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of the same tensors of two holdings, pair by pair; `starts` are those in `a` and in `b`."""
-    sides = [
-        (holding, [holding.spot(fqn) for fqn in fqns], start) for holding, start in zip((a, b), starts, strict=True)
-    ]
+    one, two = _Side(a, fqns, starts[0], shape), _Side(b, fqns, starts[1], shape)
     first = 0
     while first < len(fqns):
-        runs = [_run(spots, first) if merge else (1, 0) for _, spots, _ in sides]
-        count = min(run[0] for run in runs)
-        pair = []
-        for (holding, spots, start), (_, distance) in zip(sides, runs, strict=True):
-            spot = spots[first]
-            base = holding.tensor(fqns[first])
-            pair.append(base.as_strided((count, *shape), (distance, *spot.strides), _address(spot, start)))
-        yield pair[0], pair[1]
+        count = two.run(first, one.run(first, len(fqns) - first)) if merge else 1
+        yield one.view(first, count), two.view(first, count)
         first += count
 
 
-def _run(spots: Sequence[Spot], first: int) -> tuple[int, int]:
-    """How many spots from `first` on stand at an equal distance, and the distance."""
-    base = spots[first]
-    if first + 1 == len(spots):
-        return 1, 0
-    distance = spots[first + 1].offset - base.offset
-    count = 1
-    while first + count < len(spots):
-        other = spots[first + count]
-        alike = other.storage == base.storage and other.dtype == base.dtype and other.strides == base.strides
-        if not alike or other.offset - base.offset != count * distance:
-            break
-        count += 1
-    # A distance of 0 is the same tensor under two names, one below 0 cannot be expressed.
-    return (count, distance) if count > 1 and distance > 0 else (1, 0)
+class _Side:
+    """The same box of many tensors of one holding."""
+
+    def __init__(self, holding: Located, fqns: Sequence[str], start: Sequence[int], shape: Sequence[int]) -> None:
+        self.holding, self.fqns, self.start, self.shape = holding, fqns, start, shape
+        self.spots = [holding.spot(fqn) for fqn in fqns]
+        self._ahead: tuple[tuple[int, ...], int] | None = None  # strides, and where the box starts with them
+
+    def view(self, first: int, count: int) -> Tensor:
+        """The box of `count` tensors from number `first` on, `[count, *shape]`."""
+        spot = self.spots[first]
+        if self._ahead is None or self._ahead[0] != spot.strides:
+            self._ahead = spot.strides, _distance(self.start, spot.strides)
+        step = self.spots[first + 1].offset - spot.offset if count > 1 else 0
+        base = self.holding.tensor(self.fqns[first])
+        return base.as_strided((count, *self.shape), (step, *spot.strides), spot.offset + self._ahead[1])
+
+    def run(self, first: int, most: int) -> int:
+        """How many tensors from number `first` on, up to `most`, stand at equal distances."""
+        base, spots = self.spots[first], self.spots
+        most = min(most, len(spots) - first)
+        if most < 2:
+            return 1
+        step = spots[first + 1].offset - base.offset
+        if step <= 0:  # the same tensor under two names, or an order that strides cannot express
+            return 1
+        count = 1
+        while count < most:
+            other = spots[first + count]
+            alike = other.storage == base.storage and other.dtype == base.dtype and other.strides == base.strides
+            if not alike or other.offset - base.offset != count * step:
+                break
+            count += 1
+        return count
+
+
+def _distance(start: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(s * stride for s, stride in zip(start, strides, strict=True))
 
 
 def same_memory(a: Located, b: Located, fqn: str, a_start: Sequence[int], b_start: Sequence[int]) -> bool:
@@ -77,11 +90,7 @@ def same_memory(a: Located, b: Located, fqn: str, a_start: Sequence[int], b_star
     one, two = a.spot(fqn), b.spot(fqn)
     if one.storage != two.storage or one.dtype != two.dtype or one.strides != two.strides:
         return False
-    return _address(one, a_start) == _address(two, b_start)
-
-
-def _address(spot: Spot, start: Sequence[int]) -> int:
-    return spot.offset + sum(s * stride for s, stride in zip(start, spot.strides, strict=True))
+    return one.offset + _distance(a_start, one.strides) == two.offset + _distance(b_start, two.strides)
 
 
 def extent(holding: Located, fqn: str) -> tuple[int, int]:

@@ -178,7 +178,7 @@ class AllGather:
             for task in part.pack:
                 task()
             try:
-                work = dist.all_gather_into_tensor(part.received, part.packed, group=part.group, async_op=True)
+                work = dist.all_gather_single(part.received, part.packed, group=part.group, async_op=True)
             except (RuntimeError, ValueError) as error:
                 raise self.wire.failed(part.peers, error) from error
             self._works.append(work)

@@ -119,6 +119,13 @@ def test_sequence_budget():
     assert [len(batch) for batch in loader] == [3, 3, 1]
 
 
+def test_mini_batches_are_copies():
+    tokens = in_memory(numbered([3, 4]))
+    for sequence in next(MiniBatchLoader(tokens, max_length=6, batch_sequences=2)):
+        sequence.fill_(-1)
+    assert tokens.flat.tolist() == list(range(7))
+
+
 def test_epochs_and_seeds_have_their_own_orders():
     tokens = in_memory(numbered([2] * 50))
     loader = MiniBatchLoader(tokens, max_length=6, batch_sequences=50)

@@ -9,10 +9,21 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpar.data import check_vocab, default_cache_dir, in_memory, load, load_tokenizer, open_corpus, prepare, tokenizer
+from fxpar.data import (
+    MiniBatchLoader,
+    check_vocab,
+    default_cache_dir,
+    in_memory,
+    load,
+    load_tokenizer,
+    open_corpus,
+    prepare,
+    tokenizer,
+)
 from fxpar.data import tokens as tokens_module
 from fxpar.data.cache import publish
 from fxpar.data.tokenizer import END_TOKEN, train_tokenizer
@@ -157,6 +168,9 @@ def test_documents_are_slices_of_the_file(corpus, trained, tmp_path):
             assert tokens.document(i).tolist() == trained.encode([corpus.text(i)])[0].tolist()
             assert tokens.lengths[i] == len(tokens.document(i))
         assert tokens.identity == made.identity
+        batch = next(MiniBatchLoader(tokens, batch_sequences=3, max_length=1000, shuffle=False))
+        assert [sequence.tolist() for sequence in batch] == [tokens.document(i).tolist() for i in range(3)]
+        assert {sequence.dtype for sequence in batch} == {torch.int64}
 
 
 def test_large_vocabularies_take_four_bytes(corpus, tmp_path):
@@ -287,6 +301,10 @@ def test_held_out_documents_partition_the_corpus(names, data):
     assert len(validation) == count
     kept = [part.name(i) for part in (training, validation) for i in range(len(part))]
     assert sorted(kept) == sorted(names)
+    # Holding out in two steps comes to the same.
+    first = data.draw(st.integers(0, count))
+    twice = tokens.hold_out(first)[0].hold_out(count - first)[0]
+    assert twice.identity == training.identity
     for part in (training, validation):
         assert all(part.document(i).tolist() == [names.index(part.name(i))] * 2 for i in range(len(part)))
         assert part.documents.tolist() == sorted(part.documents)

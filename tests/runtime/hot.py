@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,27 @@ import fxpar
 from fxpar import losses
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
+from fxpar.runtime.session import Compiled, compile_strategies
 
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 1)
 STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}
+
+
+@functools.cache
+def _compiled(make: Callable[[], nn.Module], strategies: tuple) -> Compiled:
+    return compile_strategies(make(), dict(strategies), losses.causal_lm)
+
+
+def parallel(make: Callable[[], nn.Module], **options: Any) -> Any:
+    """`parallelize(make(), ...)`; call `precompile` with the same arguments in the parent first to save time."""
+    options = {"strategies": STRATEGIES, "merge": False, "monitor": False, **options}
+    compiled = _compiled(make, tuple(options["strategies"].items()))
+    return fxpar.parallelize(make(), compiled=compiled, **options)
+
+
+def precompile(make: Callable[[], nn.Module] | None = None, strategies: dict[int, str] | None = None) -> None:
+    """Compile in this process, so that forked ranks need not."""
+    _compiled(make or make_llama, tuple((strategies or STRATEGIES).items()))
 
 
 def sequences(seed: int, lengths: Sequence[int] = LENGTHS, vocab: int = 131) -> list[Tensor]:
@@ -27,12 +46,14 @@ def make_llama(dtype: torch.dtype = torch.float64, **options: str) -> nn.Module:
 
 
 def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, **kwargs)
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **kwargs})
 
 
-def one_device(model: nn.Module, batches: Sequence[list[Tensor]], clip: float | None = 1.0) -> dict[str, Any]:
-    """Sequence after sequence, the mean over all labels; the truth."""
-    optimizer, found = adamw(model), []
+def one_device(
+    model: nn.Module, batches: Sequence[list[Tensor]], clip: float | None = 1.0, **kwargs: Any
+) -> dict[str, Any]:
+    """Sequence after sequence, the mean over all labels; the truth. `kwargs` are the optimizer's."""
+    optimizer, found = adamw(model, **kwargs), []
     for batch in batches:
         count, total = sum(len(ids) - 1 for ids in batch), 0.0
         for ids in batch:
@@ -61,10 +82,10 @@ def hot(
     **options: Any,
 ) -> dict[str, Any]:
     """The same with several strategies; results of rank 0, after all ranks were found to agree."""
-    options = {"strategies": STRATEGIES, "merge": False, **options}
+    precompile(make, options.get("strategies", STRATEGIES))
 
     def work(rank: int) -> dict[str, Any]:
-        model = fxpar.parallelize(make(), **options)
+        model = parallel(make, **options)
         opt, found, reports = adamw(model, **(optimizer or {})), [], []
         for batch in batches:
             report = model.train_step(batch)

@@ -26,19 +26,28 @@ from tests.runtime.hot import (
     loss_error,
     make_llama,
     one_device,
+    parallel,
+    precompile,
     sequences,
 )
+
+
+def make_float():
+    return make_llama(torch.float32)
+
+
+def make_narrow():
+    return make_llama(torch.bfloat16)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=str)
 def test_twenty_steps_of_three_strategies_equal_one_device(dtype, limit):
     batches = [sequences(seed) for seed in range(20)]
 
-    def make():
-        return make_llama(dtype)
-
-    want = one_device(make(), batches)
-    have = hot(batches, make, optimizer={"fused": True})
+    make = {torch.float64: make_llama, torch.float32: make_float}[dtype]
+    # With fp32 the learning rate matters: Adam turns the rounding of a gradient near zero into a step of this size.
+    want = one_device(make(), batches, lr=3e-4)
+    have = hot(batches, make, optimizer={"fused": True, "lr": 3e-4})
     assert [group.strategy for group in have["reports"][0].groups] == ["dp4", "dp2.tp2+sp", "cp2.tp2"]
     assert loss_error(have["losses"], want["losses"]) <= limit
     assert largest_error(have["params"], want["params"]) <= limit
@@ -48,10 +57,12 @@ def test_every_order_gives_the_same_gradients():
     batch = sequences(7)
     want = one_device(make_llama(), [batch], clip=None)
 
+    precompile()
+
     def work(rank):
         found = {}
         for order in itertools.permutations(STRATEGIES.values()):
-            model = fxpar.parallelize(make_llama(), strategies=STRATEGIES, merge=False, order=order, monitor=False)
+            model = parallel(make_llama, order=order)
             report = model.train_step(batch)
             assert tuple(group.strategy for group in report.groups) == order
             found[order] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -108,7 +119,7 @@ def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
 
     def work(rank):
         with pytest.raises(MemoryBudgetError, match="home weights") as caught:
-            fxpar.parallelize(make_llama(), strategies=strategies, memory_budget_bytes=100_000, monitor=False)
+            parallel(make_llama, strategies=strategies, memory_budget_bytes=100_000)
         return str(caught.value)
 
     assert "dp4 alone" in run_forked(4, work)[0]
@@ -120,7 +131,7 @@ def test_gradients_add_up_until_they_are_dropped():
     second = one_device(make_llama(), [two], clip=None)["grads"]
 
     def work(rank):
-        model = fxpar.parallelize(make_llama(), strategies=STRATEGIES, monitor=False)
+        model = parallel(make_llama)
         model.train_step(one)
         model.train_step(two)
         both = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
@@ -177,11 +188,11 @@ def test_loss_that_is_no_number():
     good, bad = [torch.arange(20, 40)], [torch.arange(3, 60), torch.arange(5)]
 
     def work(rank):
-        model = fxpar.parallelize(broken(), strategies=STRATEGIES, monitor=False)
+        model = parallel(broken)
         model.train_step(good)
         with pytest.raises(NanLossError, match="step 2"):
             model.train_step(bad)
-        skipping = fxpar.parallelize(broken(), strategies=STRATEGIES, nan="skip", monitor=False)
+        skipping = parallel(broken, nan="skip")
         optimizer = adamw(skipping)
         before = skipping._session().store.gather()
         report = skipping.train_step(bad)
@@ -203,7 +214,7 @@ def test_loss_that_is_no_number():
 
 def test_ranks_with_different_batches_are_named():
     def work(rank):
-        model = fxpar.parallelize(make_llama(), strategies=STRATEGIES, monitor=False)
+        model = parallel(make_llama)
         batch = sequences(1)
         if rank == 2:
             batch[3] = batch[3] + 1

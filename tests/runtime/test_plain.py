@@ -4,65 +4,25 @@ from __future__ import annotations
 
 import functools
 import pickle
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from fxpar.errors import CallMismatchError, PadError, StaleWeightsError, UnsupportedOpError
 from fxpar.graph import ForwardGraph
 from fxpar.lowering import lower_forward
-from fxpar.models import load
-from fxpar.runtime.plain import PlainRunner
 from fxpar.tracer import capture_forward
-from fxpar.widen import widen
-from tests.captured import Counter, Norms
-from tests.forwards import STRATEGIES, check, eager, error, gathered, local_params, on_ranks, run, token_mean
-
-KEYS = {"vit": ("pixel_values",), "mlp": ("x",)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model in float64, its forward, two batches of different lengths."""
-
-    model: nn.Module
-    graph: ForwardGraph
-    params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    batches: tuple[dict[str, Tensor], ...]
-    keys: tuple[str, ...]
-
-
-@functools.cache
-def case(spec: str, **options: str) -> Case:
-    sizes = (6, 4) if spec in KEYS else (13, 22)
-    loaded = load(spec, dtype=torch.float64, tokens=sizes, options=options)
-    keys = KEYS.get(spec, ("input_ids", "position_ids"))
-    batches = tuple(dict(b) for b in loaded.batches[:2])
-    graph = capture_forward(loaded.model, [batches[0][key] for key in keys])
-    return Case(loaded.model, graph, loaded.params(), loaded.buffers(), batches, keys)
-
-
-@functools.cache
-def truth(spec: str, count: int, **options: str) -> Any:
-    one = case(spec, **options)
-    return eager(one.model, one.batches[:count], token_mean, one.keys)
+from fxpar.widen import wide_tensor, widen
+from tests.forwards import STRATEGIES, Case, case, check, error, gathered, run, token_mean, truth
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("spec", ["llama", "gpt", "vit", "mlp"])
 def test_like_eager(spec, strategy):
-    """Lengths that do not divide are padded and cut back."""
+    """Token counts that do not divide are padded, and the values cut back; replicas have unequal ones."""
     options = {"dropout": "0.0"} if spec == "gpt" else {}
     one, replicas = case(spec, **options), 2 if strategy.startswith("dp2") else 1
-    if spec in KEYS and strategy in ("tp2+sp", "cp2"):
-        options = dict(options)  # the batch dim divides: nothing says how to pad images or vectors
-    found = truth(spec, replicas, **options)
-    check(one.graph, strategy, one.params, one.buffers, one.batches, found, one.keys)
+    check(one.graph, strategy, one.params, one.buffers, one.batches, truth(spec, replicas, **options), one.keys)
 
 
 def test_tied_weights():
@@ -72,8 +32,80 @@ def test_tied_weights():
 
 
 @functools.cache
-def hugging() -> Any:
+def hugging() -> tuple[Case, Any]:
+    """The widened graph (its norms compute in float32) and what it gives on one device."""
     pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
     one = case("hf:llama")
-    outputs, grads = eager(one.model, one.batches, token_mean, one.keys_by_name if False else one.keys)
-    return one, outputs, grads
+    wide = widen(one.graph)
+    assert isinstance(wide, ForwardGraph)
+    buffers = {name: b.double() if b.is_floating_point() else b for name, b in one.buffers.items()}
+    one = replace(one, graph=wide, buffers=buffers)
+    program = lower_forward(wide, "dp1")
+    found = [run(program, one.params, buffers, [batch], token_mean, one.keys)[0] for batch in one.batches]
+    sums = {fqn: sum(outcome.grads[fqn] for outcome in found) for fqn in found[0].grads}
+    return one, ([outcome.values.logits for outcome in found], found[0].grads, sums)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hugging_face(strategy):
+    one, (logits, first, both) = hugging()
+    expected = (logits, both) if strategy.startswith("dp2") else (logits[:1], first)
+    check(one.graph, strategy, one.params, one.buffers, one.batches, expected, one.keys)
+
+
+def test_hugging_face_like_eager():
+    pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
+    one = case("hf:llama")
+    outputs, grads = truth("hf:llama", 1)
+    (found,) = run(lower_forward(one.graph, "dp1"), one.params, one.buffers, one.batches, token_mean, one.keys)
+    assert type(found.values) is type(outputs[0])
+    assert found.values.past_key_values is None
+    assert error({"": found.values.logits}, {"": outputs[0].logits}) <= 1e-10
+    assert error(found.grads, grads) <= 1e-10
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "dp1"])
+def test_dropout_is_the_same_under_every_strategy(strategy):
+    one = case("gpt", dropout="0.3")
+    seed = 11
+    (single_rank,) = run(
+        lower_forward(one.graph, "dp1"), one.params, one.buffers, one.batches, token_mean, one.keys, seed
+    )
+    (again,) = run(
+        lower_forward(one.graph, "dp1"), one.params, one.buffers, one.batches, token_mean, one.keys, seed + 1
+    )
+    program = lower_forward(one.graph, strategy)
+    outcomes = run(program, one.params, one.buffers, [one.batches[0]] * 2, token_mean, one.keys, seed)
+    assert error({"": again.values}, {"": single_rank.values}) > 1e-3
+    assert all(error({"": o.values}, {"": single_rank.values}) <= 1e-10 for o in outcomes)
+    replicas = program.strategy.degree("dp")
+    whole = {fqn: grad / replicas for fqn, grad in gathered(program, outcomes).items()}
+    assert error(whole, single_rank.grads) <= 1e-10
+
+
+def test_pickle():
+    one = case("llama")
+    program = pickle.loads(pickle.dumps(lower_forward(one.graph, "tp2")))
+    (expected, _), _ = truth("llama", 2)
+    outcomes = run(program, one.params, one.buffers, one.batches, token_mean, one.keys)
+    assert error({"": outcomes[1].values}, {"": expected}) <= 1e-10
+    hash_before = lower_forward(one.graph, "tp2").fingerprint()
+    assert program.fingerprint() == hash_before
+
+
+def test_loss_inside_of_the_model():
+    """Hugging Face models return a loss if they are given labels; padding does not enter it."""
+    pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
+    one = case("hf:llama")
+    batch = {key: one.batches[0][key] for key in ("input_ids", "position_ids", "labels")}
+    wide = widen(capture_forward(one.model, (), batch))
+    assert isinstance(wide, ForwardGraph)
+    program, keys = lower_forward(wide, "cp2.tp2+sp"), tuple(batch)
+    buffers = {name: wide_tensor(b) for name, b in one.buffers.items()}
+    outcomes = run(program, one.params, buffers, [batch], lambda output, _: output.loss, keys)
+    one.model.zero_grad()
+    loss = one.model(**batch).loss
+    loss.backward()
+    assert abs(float(outcomes[0].values.loss) - float(loss)) <= 1e-6 * float(loss)  # eager's norms are float32
+    grads = {name: p.grad for name, p in one.model.named_parameters()}
+    assert error(gathered(program, outcomes), grads) <= 1e-5

@@ -33,7 +33,7 @@ class FakeModel(nn.Module):
             if mine:
                 groups.append(group_report(limit, strategy, mine))
         return SimpleNamespace(
-            loss=math.nan if skipped else float(loss / valid),
+            loss=math.nan if skipped else float(loss.detach() / valid),
             tokens=valid + len(sequences),
             valid_tokens=valid,
             skipped=skipped,

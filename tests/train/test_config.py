@@ -111,7 +111,9 @@ def test_missing_sections_and_keys():
     for part in ("model.name is missing (a text)", "data.source is missing", "section [strategies] is missing"):
         assert part in text
     assert "section [model] is missing" in message(text="[run]")
-    assert "model = 3 must be a section" in message(text=SMALL.replace('[model]\nname = "llama"\noptions = { layers = 1 }', "model = 3"))
+    assert "model = 3 must be a section" in message(
+        text=SMALL.replace('[model]\nname = "llama"\noptions = { layers = 1 }', "model = 3")
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
 
 
 def test_a_folder_that_is_gone(tmp_path):
-    with pytest.raises(OutputError, match="metrics.jsonl"):
+    with pytest.raises(OutputError, match=r"metrics\.jsonl"):
         MetricsFile(tmp_path / "missing")
 
 

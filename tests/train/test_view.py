@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from fxpar.train.records import Totals
-from fxpar.train.summary import show_summary
+from fxpar.train.summary import summary_lines
 from fxpar.train.view import LiveView, PlainView, open_view, step_line
 from tests.train.test_metrics import steps
 
@@ -51,9 +51,8 @@ def test_live_view_shows_progress_and_groups():
 
 
 def test_summary():
-    records, out = steps(4), console(False)
-    show_summary(out, Totals.of(records))
-    text = out.file.getvalue()
+    records = steps(4)
+    text = "\n".join(summary_lines(Totals.of(records)))
     assert f"loss     {records[0].loss:.4f} -> {records[-1].loss:.4f}" in text
     assert "time     compute " in text
     assert "steps    4, " in text

@@ -1,0 +1,205 @@
+"""Two emulated nodes: a relayed plan against Algorithm 1 of HotSPa where the network between nodes is the bottleneck.
+
+    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py [--mib 32] [--runs 3] [--json OUT]
+
+Two network namespaces are joined by a pair of virtual links, each held to 200 Mbit/s by `tc tbf`; two gloo ranks run in
+each. The switch spreads weights that all four ranks share (tp4) to every rank (dp4). Wall time is that of the slowest
+rank, the best of all runs; it is compared with the time that the planner predicts for this network. Needs root, `ip`
+and `tc`; without them it says so and exits with 0. The namespaces are removed in any case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MBIT = 200
+NODES = ("fxpar-node0", "fxpar-node1")
+LINKS = ("fxpar-veth0", "fxpar-veth1")
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+RANKS_PER_NODE = 2
+WORLD = RANKS_PER_NODE * len(NODES)
+PORT = 29611
+INTRA_GB_PER_S = 1.0  # gloo over the loopback device, roughly
+TENSORS = 32
+TARGET_RATIO, TARGET_ERROR = 0.6, 0.25
+PLANNERS = ("hotspa", "relay")
+
+
+def shell(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, check=check, capture_output=True, text=True)
+
+
+def why_not() -> str | None:
+    """Why this machine cannot emulate nodes."""
+    if os.geteuid() != 0:
+        return "it needs root to make network namespaces"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"it needs {' and '.join(missing)} (package iproute2)"
+    return None
+
+
+@contextmanager
+def emulated_nodes() -> Iterator[None]:
+    """Namespaces joined by a slow link; removed afterwards."""
+    remove_nodes()
+    try:
+        for node in NODES:
+            shell("ip", "netns", "add", node)
+        shell("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
+        for node, link, address in zip(NODES, LINKS, ADDRESSES, strict=True):
+            inside = ("ip", "netns", "exec", node)
+            shell("ip", "link", "set", link, "netns", node)
+            shell(*inside, "ip", "addr", "add", f"{address}/24", "dev", link)
+            shell(*inside, "ip", "link", "set", "lo", "up")
+            shell(*inside, "ip", "link", "set", link, "up")
+            limit = ("rate", f"{MBIT}mbit", "burst", "256kb", "latency", "50ms")
+            shell(*inside, "tc", "qdisc", "add", "dev", link, "root", "tbf", *limit)
+        yield
+    finally:
+        remove_nodes()
+
+
+def remove_nodes() -> None:
+    """Deleting a namespace deletes the link in it, and with it the other end."""
+    for node in NODES:
+        shell("ip", "netns", "del", node, check=False)
+    shell("ip", "link", "del", LINKS[0], check=False)
+
+
+def start_ranks(options: argparse.Namespace) -> list[subprocess.Popen[str]]:
+    ranks = []
+    for rank in range(WORLD):
+        node = rank // RANKS_PER_NODE
+        env = {
+            **os.environ,
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": str(PORT),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+            "GLOO_SOCKET_IFNAME": LINKS[node],
+            "OMP_NUM_THREADS": "1",
+        }
+        words = ["ip", "netns", "exec", NODES[node], sys.executable, __file__, "--rank", str(rank)]
+        words += ["--mib", str(options.mib), "--runs", str(options.runs)]
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        ranks.append(subprocess.Popen(words, env=env, stdout=out, text=True))
+    return ranks
+
+
+def measure_rank(rank: int, mib: int, runs: int) -> dict[str, dict[str, float]]:
+    """Runs on every rank; the results are the same on all."""
+    import torch
+    import torch.distributed as dist
+
+    from fxpar.cluster import ClusterSpec
+    from fxpar.dist_config import AxisShard, DistConfig
+    from fxpar.mesh import Mesh
+    from fxpar.switch import Block, ParamLayout, PlacedParam, plan_switch
+    from fxpar.transport import Holding, Switch
+
+    def layout(name: str, axis: str, dims: tuple) -> ParamLayout:
+        rows = mib * (1 << 20) // TENSORS // (256 * 4)
+        param = PlacedParam((rows, 256), torch.float32, (Block(0, DistConfig(Mesh(((axis, WORLD),)), dims)),))
+        return ParamLayout(name, WORLD, {f"w{i}": param for i in range(TENSORS)})
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    speed = MBIT / 8e3
+    cluster = ClusterSpec(len(NODES), RANKS_PER_NODE, INTRA_GB_PER_S, speed, 1000, node_gb_per_s=speed)
+    cut, whole = layout("tp4", "tp", ((AxisShard("tp"),), ())), layout("dp4", "dp", ((), ()))
+    values = {fqn: torch.randn(param.shape, generator=_seeded(i)) for i, (fqn, param) in enumerate(cut.params.items())}
+    source = {fqn: cut.params[fqn].blocks[0].dist.take(value, rank) for fqn, value in values.items()}
+    found: dict[str, dict[str, float]] = {}
+    switches = {}
+    target = {fqn: torch.zeros(param.shape) for fqn, param in whole.params.items()}
+    for planner in PLANNERS:
+        plan = plan_switch(cut, whole, cluster, planner)
+        plan.verify()
+        holdings = [Holding(cut, source)], Holding(whole, target)
+        switches[planner] = Switch(plan, rank, *holdings, execution="p2p")
+        found[planner] = {"predicted_s": plan.predicted_s, "inter_node_bytes": plan.inter_node_bytes, "wall_s": 1e9}
+    for _ in range(runs):
+        for planner, switch in switches.items():
+            for tensor in target.values():
+                tensor.zero_()
+            dist.barrier()
+            begun = time.perf_counter()
+            switch.run()
+            took = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            found[planner]["wall_s"] = min(found[planner]["wall_s"], float(took))
+            assert all(torch.equal(target[fqn], value) for fqn, value in values.items()), planner
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _seeded(seed: int):
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
+def show(found: dict[str, dict[str, float]], mib: int) -> bool:
+    """Print the table; are all targets met?"""
+    print(f"{mib} MiB from tp4 to dp4, 2 nodes x 2 gloo ranks, {MBIT} Mbit/s between the nodes")
+    print(f"{'planner':10}{'MB between nodes':>18}{'predicted s':>13}{'measured s':>12}{'error':>8}")
+    good = True
+    for planner, one in found.items():
+        error = one["predicted_s"] / one["wall_s"] - 1
+        size = one["inter_node_bytes"] / 1e6
+        print(f"{planner:10}{size:18.1f}{one['predicted_s']:13.3f}{one['wall_s']:12.3f}{error:8.1%}")
+        good &= abs(error) <= TARGET_ERROR
+    ratio = found["relay"]["wall_s"] / found["hotspa"]["wall_s"]
+    print(f"relay takes {ratio:.2f} of hotspa's time (target <= {TARGET_RATIO}; prediction within {TARGET_ERROR:.0%})")
+    return good and ratio <= TARGET_RATIO
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=32, help="weights, fp32")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        found = measure_rank(options.rank, options.mib, options.runs)
+        if options.rank == 0:
+            print(json.dumps(found))
+        return
+    reason = why_not()
+    if reason:
+        print(f"two_nodes.py is left out: {reason}")
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
+    with emulated_nodes():
+        ranks = start_ranks(options)
+        try:
+            output, _ = ranks[0].communicate(timeout=600)
+            for process in ranks[1:]:
+                process.wait(60)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+    if ranks[0].returncode:
+        raise SystemExit("rank 0 failed; see its error above")
+    found = json.loads(output.strip().splitlines()[-1])
+    good = show(found, options.mib)
+    if options.json:
+        options.json.write_text(json.dumps({**found, "targets_met": good}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

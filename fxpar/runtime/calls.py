@@ -1,0 +1,166 @@
+"""Plain calls of a parallel module, `model(x)` and `loss.backward()`, under one strategy at a time.
+
+As with FSDP2 every data-parallel replica brings a batch of its own, the ranks of one replica the same, and the gradient
+is the mean over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import ParallelizeError, nearest
+from fxpar.exec_graph import PlainGraph
+from fxpar.lowering import lower_forward
+from fxpar.runtime.bound import Backend
+from fxpar.runtime.gradients import gradient_placements
+from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.plain import PlainRunner
+from fxpar.runtime.switching import Switching
+from fxpar.strategy import Strategy
+from fxpar.switch import ParamLayout, SwitchPlan, layout_of, plan_switch
+from fxpar.switch.reduction import plan_reduction
+from fxpar.tracer.forward import call_key, capture_forward
+from fxpar.transport import Holding, Reduction, Switch
+
+
+@dataclass
+class _Ready:
+    """A forward that can run: its runner, weights in its layout, and the way of its gradients home."""
+
+    runner: PlainRunner
+    weights: dict[str, Tensor]
+    switch: Switch | None
+    reduction: Reduction | None
+
+
+@dataclass
+class PlainCalls:
+    """Captures, lowers and runs forwards; `strategy` is the name of the one that calls run under."""
+
+    strategies: Mapping[str, Strategy]
+    strategy: str
+    switching: Switching
+    cluster: ClusterSpec
+    process_groups: ProcessGroups
+    compile: Backend
+    seed: int
+    is_tracing: bool = False
+    calls: int = 0
+    _ready: dict[Hashable, _Ready] = field(default_factory=dict)
+    _layouts: dict[str, list[tuple[ParamLayout, dict[str, Tensor], Switch | None]]] = field(default_factory=dict)
+    _filled: dict[int, Hashable] = field(default_factory=dict)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Run plain calls in the block under another strategy of the module."""
+        if name not in self.strategies:
+            raise ParallelizeError(
+                f"using({name!r}): the model was parallelized with {', '.join(self.strategies)}"
+                f"{nearest(name, self.strategies)}"
+            )
+        before, self.strategy = self.strategy, name
+        try:
+            yield
+        finally:
+            self.strategy = before
+
+    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], epoch: Hashable) -> Any:
+        """`module(*args, **kwargs)`; `epoch` changes when somebody else has used the compute layouts."""
+        ready = self._get_ready(module, args, kwargs)
+        version = (self.switching.store.version(), epoch)
+        self._fill(ready, version)
+        self.calls += 1
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+
+        def write_back(new: Mapping[str, Tensor]) -> None:
+            with torch.no_grad():
+                for fqn, value in new.items():
+                    buffers[fqn].copy_(value)
+
+        return ready.runner(
+            ready.weights,
+            buffers,
+            args,
+            kwargs,
+            seed=(self.seed * 6364136223846793005 + self.calls) % 2**63,
+            on_gradients=lambda grads: self._take_home(ready, grads),
+            on_buffers=write_back,
+            weights=self.switching.store.version,
+        )
+
+    def _take_home(self, ready: _Ready, grads: Mapping[str, Tensor]) -> None:
+        """Add the mean over replicas to `.grad`."""
+        assert ready.reduction is not None
+        self.switching.store.attach_gradients()
+        replicas = ready.runner.program.strategy.degree("dp")
+        mean = {fqn: grad / replicas for fqn, grad in grads.items()} if replicas > 1 else grads
+        ready.reduction.run(mean, accumulate=True)
+
+    def _get_ready(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ready:
+        gradients = torch.is_grad_enabled()
+        key = (self.strategy, module.training, gradients, call_key(module, args, kwargs))
+        if key not in self._ready:
+            self.is_tracing = True
+            try:
+                with self.switching.store.shown_as_computed(module):
+                    logical = capture_forward(module, args, kwargs, gradients=gradients)
+            finally:
+                self.is_tracing = False
+            program = lower_forward(logical, self.strategies[self.strategy])
+            self._ready[key] = self._prepare(program)
+        return self._ready[key]
+
+    def _prepare(self, program: PlainGraph) -> _Ready:
+        store, options = self.switching.store, self.switching.options
+        tokens = self.process_groups.names(program.strategy.mesh, program.axes())
+        runner = PlainRunner(program, store.rank, tokens, compile=self.compile)
+        weights, switch = self._weights(layout_of(program, self.strategy))
+        reduction = None
+        placements = gradient_placements(program)
+        if placements:
+            home = ParamLayout("home", store.home.world, {fqn: store.home.params[fqn] for fqn in placements})
+            plan = plan_reduction(placements, home, self.cluster, name=f"plain {self.strategy}")
+            plan.verify()
+            target = {fqn: store.home_grads[fqn] for fqn in placements}
+            reduction = Reduction(plan, store.rank, Holding(home, target), **options.shared())
+        return _Ready(runner, weights, switch, reduction)
+
+    def _weights(self, layout: ParamLayout) -> tuple[dict[str, Tensor], Switch | None]:
+        """Tensors of this layout: those of the training graph if it lies alike, else others, made once."""
+        store, schedule = self.switching.store, self.switching.schedule
+        known = self._layouts.setdefault(self.strategy, [])
+        if not known and self.strategy in schedule.resident:
+            trained = schedule.layouts[self.strategy]
+            known.append((trained, store.compute(self.strategy), None))
+        for other, tensors, switch in known:
+            if all(other.params[fqn].blocks == param.blocks for fqn, param in layout.params.items()):
+                return {fqn: tensors[fqn] for fqn in layout.params}, switch or self._add_switch(other, tensors)
+        tensors = {
+            fqn: torch.zeros(p.blocks[0].dist.local_shape(p.shape), dtype=p.dtype, device=store.device)
+            for fqn, p in layout.params.items()
+        }
+        return tensors, self._add_switch(layout, tensors)
+
+    def _add_switch(self, layout: ParamLayout, tensors: dict[str, Tensor]) -> Switch:
+        store, options = self.switching.store, self.switching.options
+        plan: SwitchPlan = plan_switch(store.wire, layout, self.cluster, self.switching.schedule.planner)
+        plan.verify()
+        sources = [Holding(store.wire, store.home_tensors)]
+        switch = Switch(plan, store.rank, sources, Holding(layout, tensors), **options.of_switch())
+        known = self._layouts[self.strategy]
+        known[:] = [entry for entry in known if entry[1] is not tensors]
+        known.append((layout, tensors, switch))
+        return switch
+
+    def _fill(self, ready: _Ready, version: Hashable) -> None:
+        """Bring the weights, unless they are there and nobody has changed any since."""
+        if ready.switch is not None and self._filled.get(id(ready.switch)) != version:
+            ready.switch.run()
+            self._filled[id(ready.switch)] = version

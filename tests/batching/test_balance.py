@@ -1,0 +1,78 @@
+"""Balance of one group against optima found by trying everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpar.batching.balance import deal, lower_bound, makespan, share_out
+from fxpar.batching.packing import Bin, Item, as_bin, longest_first, pack
+
+
+def items_of(*lengths: int) -> list[Item]:
+    """Sequences that cost as much as they are long."""
+    return longest_first(Item(i, n, n) for i, n in enumerate(lengths))
+
+
+def packings(items: Sequence[Item], budget: int, bins: list[list[Item]] | None = None) -> Iterator[list[Bin]]:
+    """All ways to put items into bins."""
+    bins = [] if bins is None else bins
+    if not items:
+        yield [as_bin(b) for b in bins]
+        return
+    first, *rest = items
+    for b in bins:
+        if sum(item.tokens for item in b) + first.tokens <= budget:
+            b.append(first)
+            yield from packings(rest, budget, bins)
+            b.pop()
+    yield from packings(rest, budget, [*bins, [first]])
+
+
+def test_longest_first_alone_is_improved():
+    """3, 3, 2, 2, 2 on two replicas: longest-first ends at 7, the optimum is 6."""
+    shares = share_out(items_of(3, 3, 2, 2, 2), 2, 100, 0, lockstep=False, packed=True)
+    assert makespan(shares, 0, False) == 6
+
+
+def test_few_runs_matter_when_a_run_is_dear():
+    shares = share_out(items_of(6, 6, 4, 4), 2, 10, 1000, lockstep=False, packed=True)
+    assert [len(share) for share in shares] == [1, 1]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 4), st.sampled_from([0, 7, 1000]))
+def test_lock_step_without_packing_is_optimal(lengths, replicas, fixed):
+    shares = share_out(items_of(*lengths), replicas, 50, fixed, lockstep=True, packed=False)
+    best = sum(fixed + cost for cost in sorted(lengths, reverse=True)[::replicas])
+    assert makespan(shares, fixed, True) == best
+    assert lower_bound(items_of(*lengths), replicas, 50, fixed, lockstep=True, packed=False) == best
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 3), st.sampled_from([0, 7, 1000]))
+@settings(max_examples=80, deadline=None)
+def test_lock_step_is_near_the_optimum(lengths, replicas, fixed):
+    items = longest_first(Item(i, n, n + n * n // 10) for i, n in enumerate(lengths))
+    shares = share_out(items, replicas, 60, fixed, lockstep=True, packed=True)
+    found = makespan(shares, fixed, True)
+    best = min(makespan(deal(bins, replicas), fixed, True) for bins in packings(items, 60))
+    assert lower_bound(items, replicas, 60, fixed, lockstep=True, packed=True) <= best
+    assert best <= found <= 1.25 * best
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_deal_pairs_equals(replicas):
+    bins = [as_bin(items_of(n)) for n in (1, 9, 5, 8, 4)]
+    dealt = deal(bins, replicas)
+    assert sorted(b.cost for share in dealt for b in share) == [1, 4, 5, 8, 9]
+    assert makespan(dealt, 0, True) == {1: 27, 2: 15, 3: 13}[replicas]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7))
+@settings(max_examples=60, deadline=None)
+def test_few_bins(lengths):
+    items = items_of(*lengths)
+    fewest = min(map(len, packings(items, 60)))
+    assert len(pack(items, 60)) <= 11 / 9 * fewest + 1

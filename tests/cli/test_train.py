@@ -1,0 +1,309 @@
+"""`fxpar train` on local ranks, as a user runs it. Slow: each run starts processes that import torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import fxpar
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ("weights", "go", "from", "one", "layout", "to", "another", "while", "a", "model", "trains", "on", "text")
+CONFIG = """
+[model]
+name = "llama"
+options = { layers = 1, dim = 32, heads = 4, kv_heads = 2, ffn = 48 }
+[data]
+source = "corpus"
+vocab = 300
+batch_sequences = 8
+cache = "cache"
+[strategies]
+32 = "dp2"
+128 = "tp2+sp"
+[optimizer]
+lr = 1e-2
+[schedule]
+kind = "constant"
+[engine]
+merge = false
+[checkpoint]
+every = 3
+keep = 9
+[run]
+steps = 6
+timeout_s = 100
+folder = "out"
+"""
+
+
+def write_corpus(folder: Path) -> None:
+    folder.mkdir()
+    draw = random.Random(0)
+    for i in range(60):
+        text = " ".join(draw.choice(WORDS) for _ in range(draw.choice([5, 8, 12, 20, 40, 70])))
+        (folder / f"{i:03d}.txt").write_text(text)
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "fxpar", "train", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise
+    return process.returncode, out, err
+
+
+def run(folder: Path, *words: str) -> tuple[int, str, str]:
+    return finish(start(folder, *words))
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a configuration, a corpus, and the results of a whole run with a comparison."""
+    folder = tmp_path_factory.mktemp("train")
+    write_corpus(folder / "corpus")
+    (folder / "tiny.toml").write_text(CONFIG)
+    status, out, err = run(folder, "tiny.toml", "--compare", "static")
+    assert status == 0, out + err
+    return folder, out
+
+
+@pytest.fixture
+def prepared(trained, tmp_path):
+    """A folder of its own with the same corpus and cache, without results."""
+    for name in ("corpus", "cache"):
+        shutil.copytree(trained[0] / name, tmp_path / name)
+    shutil.copy(trained[0] / "tiny.toml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_what_a_run_prints(trained):
+    _, out = trained
+    assert "\x1b" not in out
+    assert "64 sequences, " in out
+    assert "on 2 ranks (cpu)" in out
+    assert len(re.findall(r"^step \d/6  loss \d\.\d{4}  [\d,]+ tok/s  lr 1\.00e-02  norm ", out, re.MULTILINE)) == 12
+    first, last = re.findall(r"^loss     (\S+) -> (\S+)$", out, re.MULTILINE)[0]
+    assert float(last) < float(first) - 0.5
+    assert re.search(r"^ *128 +tp2\+sp +\d+ ", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_what_a_run_writes(trained):
+    folder = trained[0] / "out"
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert sum(g["sequences"] for g in line["groups"]) == line["sequences"] == 8
+        assert sum(g["tokens"] for g in line["groups"]) == line["tokens"] == line["valid_tokens"] + 8
+        assert line["cpu_s"] > 0
+    both = [line for line in lines if len(line["groups"]) == 2]
+    assert both
+    assert all(sum(g["switch_bytes"] for g in line["groups"]) > 0 for line in both)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert list((folder / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_comparison(trained):
+    folder, out = trained
+    assert "the same 6 steps under tp2+sp alone" in out
+    assert "losses   agree" in out
+    found = json.loads((folder / "out" / "summary.json").read_text())["comparison"]
+    assert found["steps"] == 5
+    assert 0 < found["loss_diff"] < 1e-5
+    assert found["speedup"] == pytest.approx(found["static_s"] / found["hot_s"])
+    assert found["hot_cpu_ms"] > 0 < found["static_cpu_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_resumed_equals_uninterrupted(trained, prepared):
+    shutil.copytree(trained[0] / "out/checkpoints/step-00000003", prepared / "out/checkpoints/step-00000003")
+    shutil.copy(trained[0] / "out/metrics.jsonl", prepared / "out")
+    status, out, err = run(prepared, "tiny.toml", "--resume")
+    assert status == 0, out + err
+    assert "resumed from out/checkpoints/step-00000003, after step 3" in out
+    keys = ("step", "loss", "grad_norm", "lr", "tokens")
+    whole, resumed = metrics(trained[0] / "out"), metrics(prepared / "out")
+    assert [[line[k] for k in keys] for line in resumed] == [[line[k] for k in keys] for line in whole]
+    assert [line["wall_s"] for line in resumed][3:] != [line["wall_s"] for line in whole][3:]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_resume_with_another_strategy_on_another_number_of_ranks(trained, prepared):
+    shutil.copytree(trained[0] / "out/checkpoints/step-00000003", prepared / "out/checkpoints/step-00000003")
+    words = ("--set", "strategies.static=dp1", "--set", "data.max_length=128")
+    status, out, err = run(prepared, "tiny.toml", "--resume", *words)
+    assert status == 0, out + err
+    losses = [line["loss"] for line in metrics(trained[0] / "out")]
+    assert [line["loss"] for line in metrics(prepared / "out")] == pytest.approx(losses[3:], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_ctrl_c_saves_and_ends_clean(prepared):
+    process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=0")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step      2/"):
+            break
+    process.send_signal(signal.SIGINT)
+    status, out, err = finish(process)
+    assert status == 130, out + err
+    assert "stopping after this step" in out
+    (step,) = re.findall(
+        r"^stopped after step (\d+)\. Checkpoint out/checkpoints/step-\d+; go on with", out, re.MULTILINE
+    )
+    assert [line["step"] for line in metrics(prepared / "out")] == list(range(1, int(step) + 1))
+    assert [p.name for p in (prepared / "out/checkpoints").iterdir()] == [f"step-{int(step):08d}"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_second_ctrl_c_ends_at_once(prepared):
+    """Before the first step there is nothing to finish, and the ranks are busy for seconds."""
+    process = start(prepared, "tiny.toml", "--set", "strategies.static=dp1", "--set", "data.max_length=64")
+    assert process.stdout is not None
+    begun = time.monotonic()
+    while not list((prepared / "out").glob("logs/*/*/0")):
+        assert time.monotonic() - begun < 60
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline().startswith("stopping after this step")
+    process.send_signal(signal.SIGINT)
+    status, out, err = finish(process)
+    assert status == 130, out + err
+    assert "ended at once" in out
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+def test_the_first_error_of_a_rank_is_shown(prepared):
+    (prepared / "bad.py").write_text(
+        "import torch\n"
+        "from fxpar import losses\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table = torch.nn.Embedding(320, 320)\n"
+        "    def forward(self, input_ids):\n"
+        "        return self.table(input_ids) * float('inf')\n"
+        "def make():\n"
+        "    ids = torch.zeros(1, 9, dtype=torch.int64)\n"
+        "    return Model(), losses.causal_lm, {'input_ids': ids, 'labels': ids}\n"
+    )
+    words = ("--set", "model.name=bad.py:make", "--set", "model.options={}", "--set", "strategies.static=dp1")
+    status, out, err = run(prepared, "tiny.toml", *words, "--set", "data.max_length=128")
+    assert status == 1
+    assert re.fullmatch(r"error: NanLossError on rank 0: the loss of step 1 is nan.*\n", err), err
+    assert not (prepared / "out/metrics.jsonl").read_text()
+    status, out, err = run(prepared, "tiny.toml", *words, "--set", "data.max_length=128", "--set", "run.nan=skip")
+    assert status == 0, out + err
+    assert "loss nan skipped" in out
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("data.source=nowhere", "CorpusPathError on rank 0: "),
+        ("model.options.vocab=100", "VocabularyError on rank 0: "),
+        ("data.overlong=error", "OverlongError on rank 0: "),
+        ("model.name=mlp", "TextModelError on rank 0: "),
+    ],
+)
+def test_bad_input_that_a_rank_finds(prepared, word, expected):
+    words = ("--set", "strategies.static=dp1", "--set", "data.max_length=64", "--set", word)
+    status, _, err = run(prepared, "tiny.toml", *words)
+    assert status == 1
+    assert err.startswith(f"error: {expected}"), err
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A configuration in the current folder; nothing else is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "give either a configuration file"),
+        (["tiny.toml", "--demo"], "give either a configuration file"),
+        (["nowhere.toml"], "config 'nowhere.toml': No such file"),
+        (["tiny.toml", "--set", "run.step=3"], "run.step is no key; did you mean 'steps'?"),
+        (["tiny.toml", "--set", "strategies.512=xp4"], "unknown axis 'xp'"),
+        (["tiny.toml", "--set", "strategies.512=dp4"], "must take all 4 ranks"),
+        (["tiny.toml", "--ranks", "8"], "must take all 8 ranks"),
+        (["tiny.toml", "--set", "data.max_length=4096"], "Add a strategy for 4096 tokens"),
+        (["tiny.toml", "--resume"], "there is no complete checkpoint"),
+        (["tiny.toml", "--compare", "dp4"], "strategy 'dp4' needs 4 ranks"),
+        (["tiny.toml", "--compare", "static", "--resume"], "cannot be combined with --resume"),
+        (["tiny.toml", "--compare", "static", "--steps", "1"], "needs run.steps = 2 or more"),
+        (["tiny.toml", "--set", "run.folder=tiny.toml"], "folder 'tiny.toml' cannot be written"),
+        (["tiny.toml", "--set", "engine.cluster=none.toml"], "cluster 'none.toml': cannot be read"),
+    ],
+)
+def test_bad_input_before_any_rank_starts(config, words, expected):
+    status, out, err = fxpar("train", *words)
+    assert status == 1
+    assert err.startswith("error: ")
+    assert expected in err
+    assert not out
+
+
+def test_ranks_that_do_not_fit_into_the_cluster(config):
+    text = "nodes = 1\ndevices_per_node = 1\nintra_gb_per_s = 1\ninter_gb_per_s = 1\nlatency_us = 1\n"
+    (config / "small.toml").write_text(text)
+    status, _, err = fxpar("train", "tiny.toml", "--set", "engine.cluster=small.toml")
+    assert (status, "is too small for strategies on 2 ranks" in err) == (1, True)
+
+
+def test_a_corrupt_checkpoint(config):
+    folder = config / "out" / "checkpoints" / "step-00000003"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{")
+    status, _, err = fxpar("train", "tiny.toml", "--resume")
+    assert status == 1
+    assert "step-00000003" in err
+    status, _, err = fxpar("train", "tiny.toml")
+    assert status == 1
+    assert "has checkpoints of an earlier run. Add --resume" in err
+
+
+def test_a_folder_that_cannot_be_written(config):
+    (config / "out").write_text("in the way")
+    status, _, err = fxpar("train", "tiny.toml")
+    assert (status, "folder 'out' cannot be written: File exists" in err) == (1, True)

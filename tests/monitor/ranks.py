@@ -1,0 +1,99 @@
+"""Forked gloo ranks of which one is lost; what the others report comes back through files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fxpar.errors import PeerLostError
+from fxpar.monitor import Monitor
+
+TIMEOUT_S = 3.0
+INTERVAL_S = 0.3
+SWITCH = "step 12, switch dp4 -> dp2.tp2"
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(100)
+
+
+def fail() -> None:
+    raise ValueError("the data is bad")
+
+
+def lose_one(folder: Path, world: int, victim: int, how: Callable[[], None], wait_for_victim: bool = False) -> list:
+    """Each rank's report `{error, ranks, kind, text, seconds, cause}` by rank; None for one that wrote nothing.
+
+    All ranks exchange with their neighbours, then reduce; the victim calls `how` when its neighbours have begun to
+    send to it. Fails if a survivor does not end.
+    """
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("fork")
+    arguments = (folder, world, victim, how, port)
+    ranks = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    try:
+        for rank, process in enumerate(ranks):
+            if rank != victim or wait_for_victim:
+                process.join(25)
+                assert not process.is_alive(), f"rank {rank} did not end"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    files = [folder / f"{rank}.json" for rank in range(world)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def _main(rank: int, folder: Path, world: int, victim: int, how: Callable[[], None], port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
+    report: dict = {"error": "none"}
+    began = time.monotonic()
+    try:
+        with Monitor.of_world(interval_s=INTERVAL_S, timeout_s=TIMEOUT_S) as monitor:
+            data = torch.ones(1_000_000)
+            monitor.phase("warm up")
+            dist.all_reduce(data)
+            with monitor.phase(SWITCH):
+                time.sleep(2 * INTERVAL_S)
+                began = time.monotonic()
+                if rank == victim:
+                    time.sleep(0.1)
+                    how()
+                right, left = (rank + 1) % world, (rank - 1) % world
+                pair = [dist.P2POp(dist.isend, data, right), dist.P2POp(dist.irecv, torch.empty_like(data), left)]
+                for work in dist.batch_isend_irecv(pair):
+                    work.wait()
+                dist.all_reduce(data)
+    except PeerLostError as error:
+        cause = type(error.__cause__).__name__
+        report = {"error": "PeerLostError", "ranks": list(error.ranks), "kind": error.kind, "text": str(error)}
+        report["cause"] = cause
+    except BaseException as error:
+        report = {"error": type(error).__name__, "text": str(error)}
+    report["seconds"] = time.monotonic() - began
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    os._exit(0)

@@ -1,0 +1,113 @@
+"""The rules of blame, on made-up heartbeats."""
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from fxpar.monitor import looks_like_peer_loss
+from fxpar.monitor.beat import DONE, EXPLAIN, FAILED, LEFT, RUN, Beat, process_state, where_is
+from fxpar.monitor.signs import is_timeout
+from fxpar.monitor.verdict import Verdict, Watch
+
+WORLD = 4
+
+
+def beat(rank, count=1, progress=5, status=RUN):
+    return Beat(rank, count, 10.0, progress, status, "step 3", "train.py:8 in main", f"node{rank}", 100 + rank)
+
+
+def judge(before, after, state_of=lambda beat: ""):
+    watch = Watch(0, WORLD, 4.0, state_of)
+    watch.update(before, 10.0)
+    watch.update(after, 14.0)
+    return watch.final(14.0)
+
+
+def beats(**changes):
+    """Ranks 0..3 as they beat first, and later; `r2=...` changes rank 2's later beat (None: it does not beat)."""
+    before = {rank: beat(rank) for rank in range(WORLD)}
+    after = {rank: replace(one, count=5, status=EXPLAIN) for rank, one in before.items()}
+    for name, change in changes.items():
+        rank = int(name[1:])
+        after[rank] = before[rank] if change is None else replace(after[rank], **change)
+    return before, after
+
+
+RULES = [
+    ({"r2": None}, "silent", (2,)),
+    ({"r2": None, "r3": None}, "silent", (2, 3)),
+    # Rank 3 ended because of rank 2; rank 1 has failed: that is certain, and comes first.
+    ({"r2": None, "r3": {"status": LEFT, "count": 1}}, "silent", (2,)),
+    ({"r2": None, "r1": {"status": FAILED, "count": 1}}, "failed", (1,)),
+    ({"r2": {"status": RUN}}, "stuck", (2,)),
+    ({"r2": {"status": RUN}, "r3": {"status": RUN, "progress": 6}}, "stuck", (2,)),
+    ({"r1": {"status": RUN}, "r3": {"status": RUN}}, "stuck", (1, 3)),
+    ({"r1": {"status": DONE, "count": 1}}, "done", (1,)),
+    ({"r1": {"status": DONE, "count": 1}, "r3": {"status": RUN}}, "stuck", (3,)),
+    ({"r1": {"status": RUN, "progress": 9}}, "slow", (1,)),
+    ({}, "connection", ()),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "ranks"), RULES)
+def test_rules(changes, kind, ranks):
+    before, after = beats(**changes)
+    if kind == "stuck":  # what is ahead was ahead before
+        before = {rank: replace(one, progress=after[rank].progress) for rank, one in before.items()}
+    verdict = judge(before, after)
+    assert (verdict.kind, verdict.ranks) == (kind, ranks)
+    assert verdict.text
+    assert Verdict.from_text(verdict.to_text()) == verdict
+
+
+@pytest.mark.parametrize(("changes", "kind"), [({"r1": {"status": DONE, "count": 1}}, "done"), ({}, "connection")])
+def test_a_rank_that_waits_for_this_one_is_not_stuck(changes, kind):
+    """The connection to rank 1 broke at once; rank 3 has not noticed and still waits for this rank."""
+    before, after = beats(r3={"status": RUN}, **changes)
+    watch = Watch(0, WORLD, 4.0, lambda beat: "", timed_out=False)
+    watch.update(before, 10.0)
+    watch.update(after, 14.0)
+    assert watch.final(14.0).kind == kind
+
+
+def test_a_rank_without_a_beat():
+    before, after = beats()
+    verdict = judge({0: before[0], 1: before[1]}, {0: after[0], 1: after[1]})
+    assert (verdict.kind, verdict.ranks) == ("unborn", (2, 3))
+
+
+@pytest.mark.parametrize(("state", "kind"), [("gone", "died"), ("stopped", "stopped")])
+def test_what_the_same_host_sees_is_certain_at_once(state, kind):
+    watch = Watch(0, WORLD, 4.0, lambda beat: state if beat.rank == 2 else "running")
+    watch.update(beats()[0], 10.0)
+    verdict = watch.certain(10.0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == (kind, (2,))
+    assert "rank 2 (in phase 'step 3' at train.py:8 in main, process 102 on node2, last heartbeat about 0.0 s ago)" in (
+        verdict.text
+    )
+
+
+def test_many_ranks_are_not_all_listed():
+    before = {rank: beat(rank) for rank in range(100)}
+    watch = Watch(0, 100, 4.0, lambda beat: "")
+    watch.update(before, 0.0)
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more" in watch.final(9.0).text
+
+
+def test_process_state_of_another_host_is_unknown():
+    assert process_state(beat(1), "elsewhere") == ""
+
+
+def test_where_an_unknown_thread_is():
+    assert where_is(-1) == ""
+
+
+def test_signs():
+    assert is_timeout(RuntimeError("gloo: Timed out waiting 3000ms for recv operation to complete"))
+    assert not is_timeout(RuntimeError("Connection closed by peer"))
+    assert looks_like_peer_loss(dist.DistBackendError("x"))
+    assert looks_like_peer_loss(RuntimeError("[x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
+    assert not looks_like_peer_loss(RuntimeError("shape mismatch"))
+    assert not looks_like_peer_loss(ValueError("Broken pipe"))

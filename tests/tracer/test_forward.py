@@ -1,0 +1,82 @@
+"""`capture_forward`: what it captures of a call, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpar.errors import DataDependentError, UnsupportedOpError
+from fxpar.tracer import call_key, capture_forward
+from tests.forwards import Several
+
+
+def test_modes_of_the_modules():
+    """`training` is for all modules; without it each is in its own mode. The model keeps its modes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.5))
+    x = torch.ones(3, 4)
+    model[2].eval()
+
+    def dropouts(**options: Any) -> int:
+        graph = capture_forward(model, (x,), **options)
+        return len(graph.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default))
+
+    forward_only = {"gradients": False}
+    assert dropouts(**forward_only) == 1
+    assert dropouts(training=True, **forward_only) == 2
+    assert dropouts(training=False, **forward_only) == 0
+    assert [m.training for m in model] == [True, True, False]
+
+
+def test_calls_with_other_keys_differ():
+    model, x = Several(), torch.randn(5, 6)
+    key = functools.partial(call_key, model)
+    assert key((x,)) == key((torch.randn(9, 6),))
+    different = [
+        key((x,)),
+        key((), {"x": x}),
+        key((x.double(),)),
+        key((torch.randn(5, 7),)),
+        key((x, "other")),
+        key((x.clone().requires_grad_(),)),
+        key((x,), {"extra": [x]}),
+        key((x,), dynamic=None),
+        key((x[None],)),
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        different.append(key((x,)))
+    assert len(set(different)) == len(different)
+
+
+class Cache:
+    """Not a container that anybody knows."""
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x), Cache()
+
+
+def test_objects_are_refused():
+    with pytest.raises(UnsupportedOpError, match="returns a Cache"):
+        capture_forward(Odd(), (torch.randn(3, 4),))
+
+
+def test_errors_name_the_line():
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (2 if x.sum() > 0 else 1)
+
+    with pytest.raises(DataDependentError, match=r"test_forward\.py:\d+"):
+        capture_forward(Reads(), (torch.randn(3, 4),))
