@@ -192,6 +192,8 @@ class ParallelModule(nn.Module):
         """A copy of weights and buffers without the engine, as averaging wrappers make it."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
+        for param in self.parameters():  # torch cannot deepcopy a DTensor that is a parameter
+            memo[id(param)] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
         kept = {key: value for key, value in self.__dict__.items() if key != _STATE}
         made.__dict__.update(copy.deepcopy(kept, memo))
         return made

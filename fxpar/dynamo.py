@@ -87,8 +87,8 @@ def backend(
     `compile` ("eager" or "inductor", what runs the pieces).
 
     Each graph that Dynamo cuts the model into is captured and lowered when it first runs; one without parameters and
-    random numbers runs as it is, alike on all ranks of a replica. Raises BackendOptionError and WorldSizeError here, and
-    those of `capture_forward`, `lower_forward` and PlainRunner at the first run.
+    random numbers runs as it is, alike on all ranks of a replica. Raises BackendOptionError and WorldSizeError here,
+    and those of `capture_forward`, `lower_forward` and PlainRunner at the first run.
     """
     if mode is not None:
         raise BackendOptionError("mode", "modes are inductor's; there is options={'compile': 'inductor'}")
@@ -176,12 +176,7 @@ def _is_number(node: fx.Node) -> bool:
 def _dim_names(nodes: Sequence[fx.Node]) -> dict[str, str]:
     """Symbols of the graph's dynamic sizes -> names of dims: T is the tokens' dim, which cp and sp cut."""
     shapes = [(_example(n), [str(s) for s in _example(n).shape]) for n in nodes if isinstance(_example(n), Tensor)]
-    symbols = dict.fromkeys(
-        text
-        for value, shape in shapes
-        for size, text in zip(value.shape, shape, strict=True)
-        if not isinstance(size, int)
-    )
+    symbols = dict.fromkeys(text for _, shape in shapes for text in shape if not text.isdigit())
     names = {symbol: f"D{i}" for i, symbol in enumerate(symbols)}
     tokens = next((shape[1] for value, shape in shapes if _has_tokens(value) and shape[1] in symbols), None)
     rows = next((shape[0] for _, shape in shapes if shape and shape[0] in symbols and shape[0] != tokens), None)

@@ -149,7 +149,6 @@ def test_the_nearest_and_least_loaded_holder_sends():
     assert len(plan.transfers) == 4 * 8 * 3  # every rank holds one of four terms of its row
     sent = plan.traffic.sent_between
     assert sent.min() == sent.max()
-    # One dp replica per node of two: its term comes from inside.
     plan = plan_reduction(
         {"w0": partial(axes="dp", mesh="dp2.tp2")}, home(4, cut=False), ClusterSpec(1, 4, 200, 25, 10)
     )

@@ -108,7 +108,8 @@ def test_a_damaged_slice_is_found_in_checked_mode():
                 elif rank == 1:
                     phase.unpack.insert(0, lambda phase=phase: damage(phase.received[sum(phase.receive_splits[:3]) :]))
                 found.append(outcome(switch.run))
-            switch = Switch(gather, rank, [held(rows, rank, numbers(rows))], held(full, rank), checked=checked)
+            source = held(rows, rank, numbers(rows))
+            switch = Switch(gather, rank, [source], held(full, rank), execution="all_gather", checked=checked)
             ((_, phase),) = switch.compiled.phases
             if rank == 1:
                 part = phase.parts[0]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
+from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.mesh import Mesh
 from fxpar.runtime.forked import run_forked
-from fxpar.switch import ParamLayout, PlacedParam
+from fxpar.switch import Block, ParamLayout, PlacedParam
 from fxpar.switch.reduction import GradientPlacement, plan_reduction
 from fxpar.transport import Holding, Reduction
 from tests.placements import nestings
@@ -107,5 +107,56 @@ def test_random_reductions_are_dense_sums():
         assert expected.keys() == target.tensors.keys()
         for fqn, tensor in expected.items():
             assert torch.equal(target.tensors[fqn], tensor), (fqn, case)
+
+    run_forked(WORLD, work)
+
+
+def test_terms_are_added_in_their_order_on_every_rank():
+    """Floats whose sum depends on the order: all copies of a target are equal bit by bit, and so in every run."""
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(64, generator=generator) * 10.0 ** (3 * term) for term in range(4)]
+    both = GradientPlacement((64,), DistConfig(mesh, ((),), (("dp", "sum"), ("tp", "sum"))), torch.float32)
+    whole = ParamLayout("home", WORLD, {"w": PlacedParam((64,), torch.float32, (whole_block(),))})
+    plan = plan_reduction({"w": both}, whole, ClusterSpec(2, 2, 200, 25, 10))
+    expected = values[0] + values[1] + values[2] + values[3]
+    assert not torch.equal(expected, values[3] + values[2] + values[1] + values[0])
+
+    def work(rank: int) -> None:
+        target = Holding(whole, {"w": torch.zeros(64)})
+        reduction = Reduction(plan, rank, target, staging_bytes=200)
+        for _ in range(2):
+            reduction.run({"w": values[rank]}, accumulate=False)
+            assert torch.equal(target.tensors["w"], expected)
+
+    run_forked(WORLD, work)
+
+
+def whole_block() -> Block:
+    return Block(0, DistConfig(Mesh((("dp", 4),)), ((),)))
+
+
+def test_gradients_are_let_go():
+    """After a run nothing refers to the gradients, though they were sent from where they lay."""
+    mesh = Mesh((("dp", 4),))
+    partial = GradientPlacement((8, 4), DistConfig(mesh, ((), ()), (("dp", "sum"),)), torch.float32)
+    cut = DistConfig(mesh, ((AxisShard("dp"),), ()))
+    home = ParamLayout("home", WORLD, {"w": PlacedParam((8, 4), torch.float32, (Block(0, cut),))})
+    plan = plan_reduction({"w": partial}, home, ClusterSpec(1, 4, 200, 25, 10))
+
+    def work(rank: int) -> None:
+        target = Holding(home, {"w": torch.zeros(2, 4)})
+        reduction = Reduction(plan, rank, target)
+        gradient = torch.ones(8, 4)
+        memory = weakref.ref(gradient.untyped_storage())
+        gone = weakref.ref(gradient)
+        reduction.run({"w": gradient})
+        assert torch.equal(target.tensors["w"], torch.full((2, 4), 4.0))
+        del gradient
+        gc.collect()
+        assert gone() is None
+        assert memory() is None
+        held = [p.buffer for _, phase in reduction.phases for p in (*phase.sends, *phase.receives)]
+        assert all(buffer.untyped_storage().nbytes() <= reduction.counts.staging_bytes for buffer in held)
 
     run_forked(WORLD, work)

@@ -1,0 +1,272 @@
+"""`fxpar.parallelize` as users meet it: decorator, DTensors outside, plain calls, copies, meta device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fxpar
+from fxpar import losses
+from fxpar.errors import FxparWarning, ParallelizeError
+from fxpar.losses import next_token_labels
+from fxpar.models import load
+from fxpar.runtime.forked import run_forked
+from tests.runtime.hot import (
+    adamw,
+    largest_error,
+    make_llama,
+    one_device,
+    parallel,
+    precompile,
+    sequences,
+)
+
+POSITIONS = torch.arange(40)[None]
+
+
+def row(replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5 + replica)
+    return tuple(torch.randint(0, 131, (1, 40), generator=generator) for _ in range(2))
+
+
+def plain_loss(model: nn.Module, replica: int) -> torch.Tensor:
+    ids, labels = row(replica)
+    return F.cross_entropy(model(ids, POSITIONS).view(-1, 131), labels.view(-1))
+
+
+def test_the_model_looks_like_a_sharded_one_from_outside():
+    precompile()
+    shapes = {name: tuple(p.shape) for name, p in make_llama().named_parameters()}
+
+    def work(rank):
+        model = parallel(make_llama)
+        plain = type(make_llama())
+        assert isinstance(model, plain)
+        assert isinstance(model, fxpar.ParallelModule)
+        for name, param in model.named_parameters():
+            assert isinstance(param, nn.Parameter)
+            assert isinstance(param.data, DTensor)
+            assert tuple(param.shape) == shapes[name]
+            assert param.placements == (Shard(0),)
+            assert param.to_local().shape[0] <= -(-shapes[name][0] // 4)
+        model.train_step(sequences(1))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
+        state = model.state_dict()
+        assert list(state) == list(make_llama().state_dict())
+        for kind in ("fused", "foreach"):
+            optimizer = adamw(model, **{kind: True})
+            optimizer.step()
+        model.load_state_dict(state)
+        return float(norm.full_tensor())
+
+    want = one_device(make_llama(), [sequences(1)], clip=None)["grads"]
+    norm = float(torch.stack([g.norm() for g in want.values()]).norm())
+    assert all(abs(found - norm) < 1e-12 * norm for found in run_forked(4, work))
+
+
+def test_an_average_of_the_weights_can_be_kept():
+    precompile()
+
+    def work(rank):
+        model = parallel(make_llama)
+        optimizer = adamw(model)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        kept = copy.deepcopy(model)
+        for seed in range(2):
+            model.train_step(sequences(seed))
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update_parameters(model)
+        with pytest.raises(ParallelizeError, match="this is a copy"):
+            kept.train_step(sequences(1))
+        average = {name: p.detach().full_tensor() for name, p in ema.module.named_parameters()}
+        first = {name: p.detach().full_tensor() for name, p in kept.named_parameters()}
+        return average, first, {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+    average, first, last = run_forked(4, work)[0]
+    assert largest_error(first, dict(make_llama().named_parameters())) == 0
+    name = "layers.0.ffn.up_proj.weight"
+    assert not torch.equal(average[name], last[name])
+    low, high = torch.minimum(first[name], last[name]), torch.maximum(first[name], last[name])
+    assert ((average[name] >= low - 0.02) & (average[name] <= high + 0.02)).all()
+
+
+def test_the_decorator_makes_a_class_whose_instances_train():
+    @fxpar.parallelize(strategies={32: "dp2", 128: "tp2"}, loss=losses.causal_lm, merge=False, monitor=False)
+    class Tiny(nn.Module):
+        """A bag of two layers."""
+
+        def __init__(self, width: int = 16) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(131, width)
+            self.head = nn.Linear(width, 131)
+
+        def forward(self, input_ids):
+            return self.head(torch.tanh(self.embed(input_ids)))
+
+    class Further(Tiny):
+        pass
+
+    assert Tiny.__name__ == "Tiny"
+    assert Tiny.__doc__ == "A bag of two layers."
+
+    def work(rank):
+        torch.manual_seed(3)
+        model = Tiny(width=24)
+        reference = nn.Module.__new__(nn.Module)
+        assert isinstance(model, Tiny)
+        assert model.embed.embedding_dim == 24
+        batch = sequences(2, (20, 100, 7))
+        assert not model._session().engine.options.packed  # a model without attention may mix tokens in other ways
+        report = model.train_step(batch)
+        plain = Further()
+        assert not isinstance(plain, fxpar.ParallelModule)
+        del reference
+        return report.loss, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+    found = run_forked(2, work)
+    torch.manual_seed(3)
+    embed, head = nn.Embedding(131, 24), nn.Linear(24, 131)
+    batch, total = sequences(2, (20, 100, 7)), 0
+    for ids in batch:
+        logits = head(torch.tanh(embed(ids)))
+        total = total + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / 124
+    total.backward()
+    assert abs(found[0][0] - total.item()) < 1e-5
+    assert torch.allclose(found[1][1]["embed.weight"], embed.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_plain_calls_train_under_a_chosen_strategy():
+    model, want_losses = make_llama(), []
+    for replica in range(2):
+        loss = plain_loss(model, replica)
+        (loss / 2).backward()
+        want_losses.append(loss.item())
+    want = {name: p.grad for name, p in model.named_parameters()}
+    precompile()
+
+    def work(rank):
+        model = parallel(make_llama)
+        with model.using("dp2.tp2+sp"):
+            loss = plain_loss(model, rank // 2)
+            loss.backward()
+        grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        adamw(model).step()
+        model.zero_grad()
+        stepped = plain_loss(model, 0)  # under the strategy of the longest sequences, with the new weights
+        model.train_step(sequences(1))  # leaves other weights in the arena; the calls after it must not mind
+        model.eval()
+        with torch.no_grad():
+            again = plain_loss(model, 0)
+        return loss.item(), grads, stepped.item(), again.item()
+
+    results = run_forked(4, work)
+    assert [abs(r[0] - want_losses[i // 2]) < 1e-12 for i, r in enumerate(results)] == [True] * 4
+    assert largest_error(results[0][1], want) <= 1e-12
+    for param, grad in zip(model.parameters(), want.values(), strict=True):
+        param.grad = grad
+    adamw(model).step()
+    assert abs(results[0][2] - plain_loss(model, 0).item()) < 1e-10
+    assert results[0][2] == results[0][3]
+
+
+def test_the_loss_functions_see_the_arguments_of_the_model():
+    """`losses.causal_lm` reads the signature of the forward; a parallel model must show the one of its class."""
+    precompile()
+    ids = sequences(1, (40,))[0][None]
+    batch = {"input_ids": ids, "labels": next_token_labels(ids), "position_ids": POSITIONS, "unknown": ids}
+
+    def work(rank):
+        return losses.causal_lm(parallel(make_llama), batch).item()
+
+    want = losses.causal_lm(make_llama(), batch).item()
+    assert all(abs(found - want) < 1e-9 for found in run_forked(4, work))
+
+
+class Meta(nn.Module):
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(131, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 131)
+        if own:
+            self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, input_ids):
+        hidden = self.norm(self.embed(input_ids))
+        return self.head(hidden * self.scale if hasattr(self, "scale") else hidden)
+
+
+def test_a_model_on_the_meta_device_gets_the_weights_of_a_real_one():
+    def work(rank):
+        with torch.device("meta"):
+            model, own = Meta(), Meta(own=True)
+        torch.manual_seed(11)
+        fxpar.parallelize(model, strategies={64: "tp2"}, monitor=False)
+        with pytest.warns(FxparWarning, match="no reset_parameters fills scale"):
+            fxpar.parallelize(own, strategies={64: "tp2"}, monitor=False)
+        model.train_step([torch.arange(30)])
+        return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+    found = run_forked(2, work)[0]
+    torch.manual_seed(11)
+    want = dict(Meta().named_parameters())
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+
+
+def test_tied_weights_stay_tied():
+    def make():
+        return load("gpt", dtype=torch.float64, seed=2, options={"tied": "true", "dropout": "0.0"}).model
+
+    model = make()
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if len(names) == len(dict(model.named_parameters())):
+        pytest.fail("the example has no tied weight")
+    want = one_device_gpt(model)
+
+    def work(rank):
+        model = fxpar.parallelize(make(), strategies={32: "dp2", 128: "tp2"}, merge=False, monitor=False)
+        report = model.train_step(sequences(2, (20, 100)))
+        return report.loss, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+    loss, grads = run_forked(2, work)[0]
+    assert abs(loss - want[0]) < 1e-12
+    assert largest_error(grads, want[1]) <= 1e-12
+
+
+def one_device_gpt(model):
+    batch, total = sequences(2, (20, 100)), 0.0
+    for ids in batch:
+        positions = torch.arange(len(ids))[None]
+        data = {"input_ids": ids[None], "labels": next_token_labels(ids[None]), "position_ids": positions}
+        loss = losses.causal_lm(model, data) / 118
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda: fxpar.parallelize(3, strategies={8: "dp2"}), "neither an nn.Module"),
+        (lambda: fxpar.parallelize(parallel(make_llama), strategies={8: "dp4"}), "parallel already"),
+        (lambda: parallel(make_llama, plain="tp2"), "plain='tp2' is none"),
+        (lambda: parallel(make_llama).using("dp2.tp2").__enter__(), "did you mean"),
+    ],
+    ids=["no module", "twice", "plain", "using"],
+)
+def test_misuse_is_one_clear_error(act, text):
+    precompile()
+
+    def work(rank):
+        with pytest.raises(ParallelizeError, match=text):
+            act()
+        return True
+
+    assert all(run_forked(4, work))

@@ -1,0 +1,292 @@
+"""The Dynamo backend: an untouched training loop on every rank gives the losses and weights of one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch._dynamo  # isort: skip
+from fxpar.dynamo import Options, backend
+from fxpar.errors import BackendOptionError, FxparWarning, StrategySyntaxError, WorldSizeError
+from fxpar.models.llama import Llama, LlamaOptions
+from fxpar.runtime.forked import run_forked
+from fxpar.strategy import Strategy
+from tests.captured import Norms
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: Any, strategy: str = "dp1", *, dynamic: bool | None = True, **options: Any) -> Any:
+    return torch.compile(model, backend=backend, options={"strategy": strategy, **options}, dynamic=dynamic)
+
+
+class Net(nn.Module):
+    """Rows in, classes out; widths that divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(6, 11), nn.LayerNorm(11), nn.Linear(11, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(F.gelu(self.into(x))))
+
+
+# -------------------------------------------------------------------------------------------------- a training loop
+def llama() -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaOptions(layers=1, dim=16, heads=4, kv_heads=2, ffn=24, vocab=31, tied=True)).double()
+
+
+def batch(step: int, replica: int) -> dict[str, Tensor]:
+    """Another length in every step and for every replica."""
+    length = 7 + 3 * step + 2 * replica
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    ids = torch.randint(31, (2, length), generator=generator)
+    positions = torch.arange(length).expand(2, length).clone()
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.roll(-1, 1)}
+
+
+def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["input_ids"], batch["position_ids"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def train(strategy: str, rank: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The loop as written for one device."""
+    replica = Strategy.parse(strategy).mesh.coordinate(rank).get("dp", 0)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    parallel, losses = compiled(model, strategy), []
+    for step in range(steps):
+        loss = loss_of(parallel, batch(step, replica))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def reference(replicas: int, steps: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(steps):
+        found = [loss_of(model, batch(step, replica)) for replica in range(replicas)]
+        (sum(found) / replicas).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([float(loss.detach()) for loss in found])
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp2", "tp2+sp", "cp2", "dp2.tp2"])
+def test_training_loop(strategy):
+    parsed = Strategy.parse(strategy)
+    losses, weights = reference(parsed.degree("dp"), 4)
+    for rank, (found, ends) in enumerate(run_forked(parsed.world, lambda rank: train(strategy, rank, 4))):
+        replica = parsed.mesh.coordinate(rank).get("dp", 0)
+        for have, want in zip(found, losses, strict=True):
+            assert abs(have - want[replica]) <= 1e-10 * want[replica]
+        for name, end in ends.items():
+            assert float((end - weights[name]).abs().max() / weights[name].abs().max()) <= 1e-10
+
+
+# ----------------------------------------------------------------------------------- what Dynamo makes of a program
+def same_as_eager(model: nn.Module, program: Any, *inputs: Tensor, strategy: str = "dp1") -> None:
+    """Output and gradients of `program` compiled equal those of itself on a copy of the model."""
+    other = copy.deepcopy(model)
+    expected = program(other, *inputs)
+    expected.sum().backward()
+    found = compiled(lambda *args: program(model, *args), strategy)(*inputs)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def count_compilations(model: nn.Module, *inputs: Tensor, dynamic: bool | None) -> int:
+    graphs = []
+
+    def counting(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        graphs.append(gm)
+        return backend(gm, example_inputs, **kwargs)
+
+    parallel = torch.compile(model, backend=counting, options={"strategy": "dp1"}, dynamic=dynamic)
+    for x in inputs:
+        torch.testing.assert_close(parallel(x), model(x), rtol=1e-10, atol=1e-12)
+    return len(graphs)
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 6, dtype=torch.float64)
+
+
+def test_lengths():
+    """By default a second length is a second graph and a third one none; with dynamic=True one graph is enough."""
+    assert count_compilations(Net().double(), rows(5), rows(9), rows(13), dynamic=None) == 2
+    torch.compiler.reset()
+    assert count_compilations(Net().double(), rows(5), rows(9), rows(13), dynamic=True) == 1
+
+
+def test_sizes_in_the_program():
+    """Integers of the program that are sizes of tensors follow these; others are fixed in the graph."""
+
+    def program(model: nn.Module, x: Tensor, other: Tensor, factor: int = 3) -> Tensor:
+        return model(x) * x.shape[0] + other[: x.shape[0]].sum() * factor / other.shape[0]
+
+    model = Net().double()
+    same_as_eager(model, program, rows(5), rows(7))
+    parallel = compiled(lambda *args: program(model, *args))
+    for n, factor in ((5, 3), (8, 4), (9, 5)):
+        x, other = rows(n), rows(n + 2)
+        torch.testing.assert_close(parallel(x, other, factor), program(model, x, other, factor), rtol=1e-10, atol=1e-12)
+
+
+def test_graph_breaks():
+    """The second graph gets activations that require a gradient; one in between has no parameters."""
+
+    def program(model: nn.Module, x: Tensor) -> Tensor:
+        h = model.norm(model.into(x))
+        torch._dynamo.graph_break()
+        h = h.sin() + h.cos()
+        torch._dynamo.graph_break()
+        return model.out(h)
+
+    same_as_eager(Net().double(), program, rows(5))
+
+
+def test_numbers_that_change():
+    """A float of the program is not the one of the first call for ever."""
+    model = Net().double()
+    parallel = compiled(lambda x, scale: model(x) * scale)
+    for scale in (0.5, 0.25, 0.125):
+        x = rows(4)
+        torch.testing.assert_close(parallel(x, scale), model(x) * scale, rtol=1e-10, atol=1e-12)
+
+
+def test_no_grad_and_eval():
+    model = nn.Sequential(Net(), nn.Dropout(0.5)).double()
+    parallel, x = compiled(model), rows(5)
+    assert parallel(x).requires_grad
+    with torch.no_grad():
+        assert not parallel(x).requires_grad
+    model.eval()
+    torch.testing.assert_close(parallel(x), model(x), rtol=1e-10, atol=1e-12)
+
+
+def test_dropout():
+    """New masks in every call, the same again for the same seed, whatever torch's generator does."""
+    model = nn.Sequential(Net(), nn.Dropout(0.5)).double()
+    x = rows(5)
+    with torch.no_grad():
+        first = [compiled(model, seed=seed) for seed in (1, 1, 2)]
+        found = []
+        for parallel in first:
+            torch.compiler.reset()
+            torch.manual_seed(len(found))
+            found.append([parallel(x), parallel(x)])
+    assert not torch.equal(found[0][0], found[0][1])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+def test_running_statistics():
+    model = Norms().double()
+    same_as_eager(model, lambda model, x: model(x), rows(5))
+    other = Norms().double()
+    other.load_state_dict(model.state_dict())
+    x = rows(6)
+    compiled(model)(x)
+    other(x)
+    for (name, found), expected in zip(model.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
+
+
+def test_weights_that_changed_before_the_backward():
+    model = Net().double()
+    loss = compiled(model)(rows(5)).sum()
+    with torch.no_grad():
+        model.out.weight.add_(1.0)
+    with pytest.raises(Exception, match="weights have changed"):
+        loss.backward()
+
+
+def test_overrides_by_name():
+    """Parameters keep their names."""
+    text = {"out.weight": "R@tp", "into.*": "S(0)@tp"}
+    model = Net().double()
+    parallel = compiled(model, overrides=text)
+    parallel(rows(4))
+    parallel = compiled(Net().double(), overrides={"nothing.*": "R@tp"})
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="matches no parameter"):
+        parallel(rows(4))
+
+
+# ------------------------------------------------------------------------------------------------- options and errors
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (None, BackendOptionError, "'strategy': it is missing"),
+        ({"strategie": "dp2"}, BackendOptionError, "did you mean 'strategy'"),
+        ({"strategy": 2}, BackendOptionError, "is a int"),
+        ({"strategy": "dp2.xp2"}, StrategySyntaxError, "xp2"),
+        ({"strategy": "dp2+zero3"}, BackendOptionError, "nothing for ZeRO"),
+        ({"strategy": "dp1", "seed": "a"}, BackendOptionError, "not an integer"),
+        ({"strategy": "dp1", "compile": "fast"}, BackendOptionError, "'fast', not one of eager, inductor"),
+    ],
+)
+def test_options(options, error, words):
+    with pytest.raises(error, match=words):
+        Options.parse(options)
+
+
+def test_no_process_group():
+    with pytest.raises(Exception, match="init_process_group") as caught:
+        compiled(Net(), "dp2")(torch.randn(4, 6))
+    assert "BackendOptionError" in str(caught.value)
+
+
+def wrong_world(rank: int) -> str:
+    try:
+        compiled(Net(), "dp4")(torch.randn(4, 6))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_wrong_world():
+    for found in run_forked(2, wrong_world):
+        assert WorldSizeError.__name__ in found
+        assert "needs 4 ranks" in found
+
+
+def test_modes_are_refused():
+    with pytest.raises(BackendOptionError, match="modes are inductor's"):
+        backend(torch.fx.symbolic_trace(Net()), [], options={"strategy": "dp1"}, mode="max-autotune")
+
+
+def fixed_sizes(rank: int) -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        compiled(Net(), "cp2", dynamic=False)(torch.randn(4, 6))
+    return [str(w.message) for w in seen if issubclass(w.category, FxparWarning)]
+
+
+def test_fixed_sizes_leave_nothing_to_cut():
+    for found in run_forked(2, fixed_sizes):
+        assert any("dynamic=True" in text for text in found)
