@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from fxpar.errors import BackendOptionError, nearest, warn
+from fxpar.errors import BackendOptionError, SpecializedShapeError, nearest, warn
 from fxpar.exec_graph import PlainGraph
 from fxpar.lowering import lower_forward
 from fxpar.runtime.bound import Backend
@@ -297,7 +297,9 @@ def _groups(strategy: Strategy, axes: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass(eq=False)
 class _Compiled:
-    """What Dynamo calls in place of one graph."""
+    """What Dynamo calls in place of one graph. `fixed`: it holds for one set of sizes only, and is captured anew for
+    others.
+    """
 
     gm: fx.GraphModule
     slots: tuple[_Slot, ...]
@@ -305,6 +307,7 @@ class _Compiled:
     programs: dict[Hashable, PlainGraph] = field(default_factory=dict)
     runners: dict[Hashable, PlainRunner] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # by rank
+    fixed: bool = False
 
     def __call__(self, *values: Any) -> Any:
         _check_world(self.options.strategy)
@@ -313,8 +316,7 @@ class _Compiled:
             kind: {s.name: v for s, v in zip(self.slots, values, strict=True) if s.kind == kind}
             for kind in ("param", "buffer", "batch")
         }
-        key = self._key(values)
-        runner = self._runner(rank, key, values, named["batch"])
+        runner = self._runner(rank, values, named["batch"])
         program, params = runner.program, named["param"]
         local = {
             info.fqn: stored.dist.take(params[info.fqn].detach(), rank)
@@ -342,31 +344,43 @@ class _Compiled:
             if s.kind == "number"
         )
         grads = tuple(v.requires_grad for v in values if isinstance(v, Tensor))
-        return torch.is_grad_enabled(), numbers, grads
+        sizes = tuple(tuple(v.shape) if isinstance(v, Tensor) else v for v in values) if self.fixed else ()
+        return torch.is_grad_enabled(), numbers, grads, sizes
 
-    def _runner(self, rank: int, key: Hashable, values: Sequence[Any], batch: Mapping[str, Tensor]) -> PlainRunner:
+    def _runner(self, rank: int, values: Sequence[Any], batch: Mapping[str, Tensor]) -> PlainRunner:
+        key = self._key(values)
         if (rank, key) not in self.runners:
             with _CAPTURING:
-                if key not in self.programs:
-                    self.programs[key] = self._lower(values, batch)
-            program = self.programs[key]
+                program = self._program(values, batch)
+            key = self._key(values)  # the sizes may have turned out to be fixed
             groups = _groups(program.strategy, program.axes())
             self.runners[(rank, key)] = PlainRunner(program, rank, groups, compile=self.options.compile)
         return self.runners[(rank, key)]
 
-    def _lower(self, values: Sequence[Any], batch: Mapping[str, Tensor]) -> PlainGraph:
-        strategy = self.options.strategy
+    def _program(self, values: Sequence[Any], batch: Mapping[str, Tensor]) -> PlainGraph:
+        """The program for these inputs: found, or captured and lowered."""
         dims = {s.name: dict(s.dims) for s in self.slots if s.kind == "batch" and s.dims}
-        if not dims and (strategy.degree("cp") > 1 or strategy.sp):
-            warn(
-                f"all sizes of this graph are fixed, so '{strategy}' has no token dim to cut over cp or sp: every rank "
-                "computes all tokens. Pass dynamic=True to torch.compile, or mark the dim with mark_dynamic"
-            )
+        if dims and not self.fixed and self._key(values) not in self.programs:
+            try:
+                self.programs[self._key(values)] = self._lower(values, batch, dims)
+            except SpecializedShapeError as error:
+                warn(f"each new size of its inputs is captured anew: {error}")
+                self.fixed = True
+        key = self._key(values)
+        if key not in self.programs:
+            strategy = self.options.strategy
+            if strategy.degree("cp") > 1 or strategy.sp:
+                warn(
+                    f"all sizes of this graph are fixed, so '{strategy}' has no token dim to cut over cp or sp: every "
+                    "rank computes all tokens. Pass dynamic=True to torch.compile, or mark the dim with mark_dynamic"
+                )
+            self.programs[key] = self._lower(values, batch, None)
+        return self.programs[key]
+
+    def _lower(self, values: Sequence[Any], batch: Mapping[str, Tensor], dims: Any) -> PlainGraph:
         model = _GraphModel(self.gm, self.slots, values)
-        graph = capture_forward(
-            model, (), dict(batch), dynamic=dims or None, gradients=torch.is_grad_enabled(), name="graph"
-        )
-        return lower_forward(graph, strategy, whole=True)
+        graph = capture_forward(model, (), dict(batch), dynamic=dims, gradients=torch.is_grad_enabled(), name="graph")
+        return lower_forward(graph, self.options.strategy, whole=True)
 
     def _seed(self, rank: int) -> int:
         """Another one for each call and replica, the same on all ranks of a replica."""

@@ -927,6 +927,6 @@ class SecondDerivativeError(FxparError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a captured forward has first derivatives only, so create_graph=True cannot go through it. Compute gradient "
-            "penalties with the unwrapped model"
+            "a captured forward has first derivatives only, so create_graph=True cannot go through it. Compute "
+            "gradient penalties with the unwrapped model"
         )

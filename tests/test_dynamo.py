@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,16 +144,25 @@ def test_lengths():
     assert count_compilations(Net().double(), rows(5), rows(9), rows(13), dynamic=True) == 1
 
 
-def test_sizes_in_the_program():
-    """Integers of the program that are sizes of tensors follow these; others are fixed in the graph."""
+@pytest.mark.parametrize("related", [False, True])
+def test_sizes_in_the_program(related):
+    """Integers of the program that are sizes of tensors follow these; others are fixed in what is captured.
+
+    A program that holds only for some sizes is captured for each.
+    """
 
     def program(model: nn.Module, x: Tensor, other: Tensor, factor: int = 3) -> Tensor:
-        return model(x) * x.shape[0] + other[: x.shape[0]].sum() * factor / other.shape[0]
+        part = other[: x.shape[0]] if related else other
+        return model(x) * x.shape[0] + part.sum() * factor / other.shape[0]
 
     model = Net().double()
-    same_as_eager(model, program, rows(5), rows(7))
+    if not related:
+        same_as_eager(model, program, rows(5), rows(7))
     parallel = compiled(lambda *args: program(model, *args))
-    for n, factor in ((5, 3), (8, 4), (9, 5)):
+    if related:
+        with pytest.warns(FxparWarning, match="captured anew"):
+            parallel(rows(5), rows(7), 3)
+    for n, factor in ((5, 3), (8, 4), (9, 5), (5, 3)):
         x, other = rows(n), rows(n + 2)
         torch.testing.assert_close(parallel(x, other, factor), program(model, x, other, factor), rtol=1e-10, atol=1e-12)
 
@@ -290,3 +304,25 @@ def fixed_sizes(rank: int) -> list[str]:
 def test_fixed_sizes_leave_nothing_to_cut():
     for found in run_forked(2, fixed_sizes):
         assert any("dynamic=True" in text for text in found)
+
+
+def test_found_by_name(tmp_path):
+    """torch finds the backend through the entry point that pyproject.toml declares."""
+    root = Path(__file__).resolve().parent.parent
+    with open(root / "pyproject.toml", "rb") as file:
+        points = tomllib.load(file)["project"]["entry-points"]["torch_dynamo_backends"]
+    installed = tmp_path / "fxpar-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fxpar\nVersion: 0\n")
+    lines = "".join(f"{name} = {target}\n" for name, target in points.items())
+    (installed / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{lines}")
+    program = """
+import torch
+model = torch.nn.Linear(4, 3)
+parallel = torch.compile(model, backend="fxpar", options={"strategy": "dp1"})
+x = torch.randn(2, 4)
+assert torch.equal(parallel(x), model(x))
+assert "Plain" in type(parallel(x).grad_fn).__name__
+"""
+    path = os.pathsep.join([str(tmp_path), str(root)])
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from fxpar.transport.holding import Located
 from fxpar.transport.messages import messages
 from fxpar.transport.options import Counts, Options, Traffic
 from fxpar.transport.packing import Packer, Sealed
-from fxpar.transport.phases import Phase, cut_phases
+from fxpar.transport.phases import Phase, cut_phases, part_of
 from fxpar.transport.reads import Reader
 from fxpar.transport.staging import ALIGNMENT, Arena, Staging, aligned
 from fxpar.transport.views import paired_views
@@ -114,13 +115,23 @@ class Compiler:
         room = 0
         if ranks:
             sent = sent[:1]  # all others get the same
-            rows = self.table["src"][phase.rows]
-            room = sent[0].nbytes + self._trailer(int(np.bincount(rows).max()))
+            room = self._room(phase)
         reads = [(m, [self.reader.segments(piece, phase.step > 0) for piece in m.pieces]) for m in sent]
         return Traffic(reads, received, ranks, aligned(room, CHUNK))
 
-    def _trailer(self, rows: int) -> int:
-        return 8 * rows + 8 if self.options.checked else 0
+    def _room(self, phase: Phase) -> int:
+        """Bytes of the largest contribution to an all-gather; parts of slices need not be equally large."""
+        rows = self.table[phase.rows]
+        rows = rows[rows["dst"] == np.where(rows["src"] == rows["src"].min(), rows["src"].max(), rows["src"].min())]
+        sizes = np.zeros(self.problem.world, np.int64)
+        kinds = self.problem.class_of[rows["tensor"]]
+        for number, piece, src in zip(kinds.tolist(), rows["slice"].tolist(), rows["src"].tolist(), strict=True):
+            cls = self.problem.classes[number]
+            ends = cls.boxes[piece].tolist()
+            box = part_of(tuple((start, stop) for start, stop in ends), phase.part, phase.parts)
+            sizes[src] += cls.itemsize * math.prod(stop - start for start, stop in box)
+        trailer = 8 * int(np.bincount(rows["src"]).max()) + 8 if self.options.checked else 0
+        return int(sizes.max()) + trailer
 
     def _size(self, local: Local, sealed: list[Sealed]) -> int:
         """Bytes of staging that a phase needs."""
@@ -142,7 +153,7 @@ class Compiler:
             received = arena.take(traffic.room * len(traffic.ranks))
             rows = received.view(len(traffic.ranks), traffic.room)
             unpack = [task for s in part.receives for task in s.unpack(rows[traffic.ranks.index(s.peer)])]
-            pack = part.sends[0].pack(packed)
+            pack = part.sends[0].pack(packed) if part.sends else []
             parts.append(Gathered(groups.get(traffic.ranks), list(traffic.ranks), packed, received, pack, unpack))
         return AllGather(wire, parts)
 

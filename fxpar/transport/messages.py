@@ -94,12 +94,14 @@ def _by_peer(
         _, _, number, piece, term = groups[begin].tolist()
         box = tuple((start, stop) for start, stop in problem.classes[number].boxes[piece].tolist())
         fqns = tuple(problem.tensors[tensor] for tensor in tensors)
-        box = part_of(box, phase.part, phase.parts)
-        pieces.append(Piece(fqns, box, dtypes[tensors[0]], offset, number, piece, term))
+        one = Piece(fqns, part_of(box, phase.part, phase.parts), dtypes[tensors[0]], offset, number, piece, term)
+        if one.numel:
+            pieces.append(one)
         if end == len(rows) or groups[end, 0] != groups[begin, 0]:
             src, dst = int(rows["src"][begin]), int(rows["dst"][begin])
             key = np.stack([rows["tensor"], rows["slice"], terms[order]])[:, first:end].tobytes()
-            found.append(Message(src, dst, pieces[-1].offset + pieces[-1].nbytes, tuple(pieces), key))
+            if pieces:
+                found.append(Message(src, dst, pieces[-1].offset + pieces[-1].nbytes, tuple(pieces), key))
             pieces, first = [], end
     return found
 

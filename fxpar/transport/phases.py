@@ -23,7 +23,7 @@ RELAY_BUCKET_BYTES = MIB  # ... if that leaves at least so much in each
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """Rows of a plan that travel together; of every slice only part `part` of `parts`."""
+    """Rows of a plan that travel together; of every slice only part `part` of `parts`, which may be empty."""
 
     step: int
     bucket: int
@@ -78,7 +78,10 @@ def _limit(problem: SwitchProblem, table: np.ndarray, staging_bytes: int) -> int
 
 
 def _buckets(problem: SwitchProblem, table: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, int, int]]:
-    """(rows, part, parts): tensors in order as long as they fit; one that does not fit is cut."""
+    """(rows, part, parts): tensors in order as long as they fit; one that does not fit comes in parts.
+
+    A part has a piece of every slice, so that all senders stay busy; slice after slice they would wait in turn.
+    """
     tensors = np.unique(table["tensor"])
     which = np.searchsorted(tensors, table["tensor"])
     loads = _loads(table, which, len(tensors), problem.world)
@@ -92,7 +95,8 @@ def _buckets(problem: SwitchProblem, table: np.ndarray, limit: int) -> Iterator[
             first, total = number, np.zeros(loads.shape[1:])
         if alone:
             rows = np.sort(by_tensor[ends[number] : ends[number + 1]])
-            yield from _cut_tensor(problem, table, rows, limit)
+            parts = _parts(problem, table[rows], limit)
+            yield from ((rows, part, parts) for part in range(parts))
             first = number + 1
         else:
             total = total + load
@@ -100,27 +104,17 @@ def _buckets(problem: SwitchProblem, table: np.ndarray, limit: int) -> Iterator[
         yield np.sort(by_tensor[ends[first] :]), 0, 1
 
 
-def _cut_tensor(
-    problem: SwitchProblem, table: np.ndarray, rows: np.ndarray, limit: int
-) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Slices of one tensor as long as they fit; a slice that does not fit is cut into parts."""
-    slices, which = np.unique(table["slice"][rows], return_inverse=True)
-    loads = _loads(table[rows], which, len(slices), problem.world)
-    first, total = 0, np.zeros(loads.shape[1:])
-    for number, load in enumerate(loads):
-        alone = load.max() > limit
-        if first < number and (alone or (total + load).max() > limit):
-            yield rows[(first <= which) & (which < number)], 0, 1
-            first, total = number, np.zeros(loads.shape[1:])
-        if alone:
-            mine = rows[which == number]
-            box = problem.classes[problem.class_of[table["tensor"][mine[0]]]].boxes[slices[number]]
-            longest = int((box[:, 1] - box[:, 0]).max(initial=1))
-            fitting = max(1, int(limit * longest // load.max()))  # indices of that dim in one part
-            parts = -(-longest // fitting)
-            yield from ((mine, part, parts) for part in range(parts))
-            first = number + 1
-        else:
-            total = total + load
-    if first < len(slices):
-        yield rows[which >= first], 0, 1
+def _parts(problem: SwitchProblem, rows: np.ndarray, limit: int) -> int:
+    """Into how many parts the slices of one tensor must be cut, so that the largest part of all together fits."""
+    cls = problem.classes[problem.class_of[rows["tensor"][0]]]
+    slices, which = np.unique(rows["slice"], return_inverse=True)
+    loads = _loads(rows, which, len(slices), problem.world)
+    ends = cls.boxes[slices]
+    longest = (ends[:, :, 1] - ends[:, :, 0]).max(1, initial=1)
+    parts = -(-int(loads.sum(0).max()) // max(limit, 1))
+    while parts < longest.max():
+        largest = -(-longest // parts) / longest  # share of a slice
+        if np.einsum("s,sxr->xr", largest, loads).max() <= limit:
+            break
+        parts += 1
+    return int(min(parts, longest.max()))

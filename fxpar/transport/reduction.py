@@ -162,7 +162,8 @@ class Reduction:
                 term = int(terms.term_of[self.rank])
                 one = Piece(fqns, box, self._dtypes[members[0]], 0, number, piece, term)
                 self.counts.copied_bytes += one.nbytes
-                yield one, self._sources.required(fqns[0], box)
+                if one.numel:
+                    yield one, self._sources.required(fqns[0], box)
 
     def _without_messages(self) -> Iterator[tuple[Piece, tuple[int, ...]]]:
         """Own terms of slices that no other rank has a term of (or none that is not held here)."""
