@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fxpar.graph import AnnotatedGraph, LogicalGraph
     from fxpar.lowering import lower
     from fxpar.mesh import Mesh
-    from fxpar.runtime.session import compile_strategies
+    from fxpar.runtime.options import compile_strategies
     from fxpar.strategy import Strategy
     from fxpar.tp_plan import overrides_from_tp_plan
     from fxpar.tracer import capture
@@ -43,7 +43,7 @@ _WHERE = {
     "Strategy": "fxpar.strategy",
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
-    "compile_strategies": "fxpar.runtime.session",
+    "compile_strategies": "fxpar.runtime.options",
     "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",
     "overrides_from_tp_plan": "fxpar.tp_plan",

@@ -21,12 +21,12 @@ from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
 from fxpar.errors import ParallelizeError
 from fxpar.losses import causal_lm
+from fxpar.runtime.options import Compiled, LossFunction, Options
 from fxpar.runtime.report import StepReport
-from fxpar.runtime.session import Compiled, Options, Session, open_session
+from fxpar.runtime.session import Session, open_session
 from fxpar.store import MemoryReport
 from fxpar.strategy import Strategy
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
 _STATE = "_fxpar_session"
 
 

@@ -412,11 +412,11 @@ class ParallelizeError(FxparError):
 
 
 class BatchMismatchError(FxparError):
-    """The ranks were given different mini-batches."""
+    """The ranks were given different mini-batches, or planned them differently."""
 
-    def __init__(self, ranks: str) -> None:
+    def __init__(self, ranks: str, what: str = "mini-batch") -> None:
         super().__init__(
-            f"the mini-batch on rank {ranks} differs from rank 0's. Every rank must pass the same sequences in the "
+            f"the {what} on rank {ranks} differs from rank 0's. Every rank must pass the same sequences in the "
             "same order to train_step; draw them from the same seed"
         )
 

@@ -201,14 +201,6 @@ class PlainGraph(Program):
     def parts(self) -> dict[str, Part]:
         return {"forward": self.forward, "backward": self.backward}
 
-    @property
-    def saved_bytes_per_rank(self) -> int:
-        """Bytes that the forward leaves for the backward at the example's sizes; inputs and values not counted."""
-        dims = {d.symbol: d.example for d in self.dims}
-        returned = sum(out.kind in ("value", "buffer") for out in self.outputs)
-        metas = [node.meta.get("local") for node in self.forward.results[returned:]]
-        return sum(m.numel(dims) * m.dtype.itemsize for m in metas if isinstance(m, TensorMeta))
-
 
 def compile_graph(graph: fx.Graph) -> fx.GraphModule:
     """A module that runs the graph as generated Python; values are freed after their last use."""

@@ -21,11 +21,11 @@ import torch
 from torch import fx
 
 from fxpar.dist_config import DistConfig, short_dtype
-from fxpar.exec_graph import ExecGraph, collective_kind
-from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.exec_graph import PlainGraph, Program, collective_kind
+from fxpar.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta
 from fxpar.serialize import OpOverload
 
-AnyGraph = LogicalGraph | AnnotatedGraph | ExecGraph
+AnyGraph = LogicalGraph | AnnotatedGraph | Program
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -45,15 +45,24 @@ def format_graph(graph: AnyGraph, *, fold: bool = True, nodes: bool = True) -> s
         sections.append([f"{part.name}:", *(f"  {line}" for line in format_part(part, fold=fold))])
     if isinstance(graph, AnnotatedGraph):
         sections.append(reshard_table(graph))
-    if isinstance(graph, ExecGraph):
+    if isinstance(graph, Program):
         sections += [[] if nodes else collective_list(graph), collective_table(graph)]
     return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
+
+
+_STAGES = {
+    ForwardGraph: "forward",
+    LogicalGraph: "logical",
+    AnnotatedGraph: "annotated",
+    PlainGraph: "plain",
+    Program: "exec",
+}
 
 
 # --------------------------------------------------------------------------------------------------------- header
 def header(graph: AnyGraph) -> list[str]:
     """Model, strategy, mesh, dynamic dims with their divisors, notes."""
-    stage = {LogicalGraph: "logical", AnnotatedGraph: "annotated", ExecGraph: "exec"}[type(graph)]
+    stage = next(name for kind, name in _STAGES.items() if isinstance(graph, kind))
     lines = [f"fxpar {stage} graph of {graph.name}"]
     divisors: dict[str, int] = {}
     if not isinstance(graph, LogicalGraph):
@@ -80,7 +89,7 @@ def parameters(graph: AnyGraph) -> list[str]:
         if info.kind != "param":
             continue
         text = str(info.meta)
-        if isinstance(graph, ExecGraph):
+        if isinstance(graph, Program):
             stored = graph.stored_inputs[i]
             text = f"{stored.dist.describe(stored.meta.shape)}"
             if stored.local != stored.meta:
@@ -124,13 +133,13 @@ class PrintedPart:
 def parts(graph: AnyGraph) -> list[PrintedPart]:
     """The graphs to print, in order; an inputs' name is its FQN or batch key, or the name it has in an earlier part."""
     infos = graph.inputs
-    if not isinstance(graph, ExecGraph):
+    if not isinstance(graph, Program):
         step = graph.gm.graph if isinstance(graph, LogicalGraph) else graph.graph
-        known = {n: i.fqn for n, i in zip(graph.placeholders, infos, strict=True)}
+        known = {n: _input_name(i) for n, i in zip(graph.placeholders, infos, strict=True)}
         loose = tuple(n for n, i in zip(graph.placeholders, infos, strict=True) if i.kind != "param" and n.users)
         return [PrintedPart("step", step, stable_names(step, known), loose)]
     found: list[PrintedPart] = []
-    results: dict[str, list[str]] = {"input": [info.fqn for info in infos]}
+    results: dict[str, list[str]] = {"input": [_input_name(info) for info in infos]}
     stored = {info.fqn for info in infos if info.kind == "param"}
     for title, part in graph.parts.items():
         places = list(part.graph.find_nodes(op="placeholder"))
@@ -141,6 +150,10 @@ def parts(graph: AnyGraph) -> list[PrintedPart]:
         if not part.is_empty:
             found.append(PrintedPart(title, part.graph, names, loose))
     return found
+
+
+def _input_name(info: Input) -> str:
+    return f"tangent_{info.fqn}" if info.kind == "tangent" else info.fqn
 
 
 def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None) -> list[str]:
@@ -310,7 +323,7 @@ def _tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 # ------------------------------------------------------------------------------------------------------ the tables
-def collective_list(graph: ExecGraph) -> list[str]:
+def collective_list(graph: Program) -> list[str]:
     """Collectives in program order; those of repeated blocks share a line."""
     rows: dict[tuple[str, ...], int] = Counter()
     for c in graph.communications():
@@ -321,7 +334,7 @@ def collective_list(graph: ExecGraph) -> list[str]:
     return ["collectives in order, with what a rank puts in:", *columns(cells)] if cells else []
 
 
-def collective_table(graph: ExecGraph) -> list[str]:
+def collective_table(graph: Program) -> list[str]:
     """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends."""
     dims = {d.symbol: d.example for d in graph.dims}
     rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])

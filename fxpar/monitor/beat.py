@@ -34,6 +34,7 @@ class Beat:
     where: str
     host: str
     pid: int
+    timed_out: bool = False  # an operation of this rank failed after its timeout, not because a peer closed
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

@@ -57,7 +57,7 @@ class Monitor:
         self._link: Link | None = None
         self._phase, self._progress, self._status = "start", 0, RUN
         self._thread_id, self._own_host, self._pid = 0, "", 0
-        self._zero_s = 0.0
+        self._zero_s, self._timed_out = 0.0, False
 
     @classmethod
     def of_world(cls, *, interval_s: float = 1.0, timeout_s: float = 60.0) -> Monitor:
@@ -78,7 +78,7 @@ class Monitor:
         # The verdict of an earlier monitor on the same store must not count: each start has keys of its own.
         store = dist.PrefixStore(str(store.add(f"starts/{self.rank}", 1)), store)
         self._thread_id, self._own_host, self._pid = threading.get_ident(), host_identity(), os.getpid()
-        self._status, self._zero_s = RUN, time.monotonic()
+        self._status, self._timed_out, self._zero_s = RUN, False, time.monotonic()
         if self.rank != 0:
             self._zero_s -= self._elapsed_of_rank_0(store)
         self._link = Link(store, self.world, self.interval_s, self._beat, self.host)
@@ -142,20 +142,20 @@ class Monitor:
         """
         if isinstance(error, PeerLostError):
             return error
-        phase, self._status = self._phase, EXPLAIN
-        lost = self._lost(self._search(is_timeout(error)), phase, error)
+        phase, self._timed_out, self._status = self._phase, is_timeout(error), EXPLAIN
+        lost = self._lost(self._search(), phase, error)
         lost.__cause__ = error
         self._status = LEFT
         if self._link is not None:
             self._link.ask()
         return lost
 
-    def _search(self, timed_out: bool) -> Verdict:
+    def _search(self) -> Verdict:
         link = self._link
         if link is None:
             return Verdict("unknown")
         watch = Watch(
-            self.rank, self.world, self.patience_s, lambda beat: process_state(beat, self._own_host), timed_out
+            self.rank, self.world, self.patience_s, lambda beat: process_state(beat, self._own_host), self._timed_out
         )
         end_s = self._elapsed_s() + self.patience_s + self.interval_s
         rounds, first = link.rounds, link.rounds + 1  # the round under way may not read the beats yet
@@ -213,7 +213,7 @@ class Monitor:
 
     def _beat(self, count: int) -> Beat:
         where = where_is(self._thread_id) if self._status == RUN else ""
-        state = (self._progress, self._status, self._phase, where, self._own_host, self._pid)
+        state = (self._progress, self._status, self._phase, where, self._own_host, self._pid, self._timed_out)
         return Beat(self.rank, count, round(self._elapsed_s(), 3), *state)
 
     def _elapsed_of_rank_0(self, store: dist.Store) -> float:

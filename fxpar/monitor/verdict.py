@@ -77,7 +77,7 @@ class Watch:
     """Collects what one rank sees of the others from the moment on at which an operation of it failed.
 
     `state_of(beat)` is `process_state` for ranks of this host; `patience_s` is how long a rank must not change to count
-    as silent or stuck; `timed_out` says whether the operation failed after its timeout or at once.
+    as silent or stuck; `timed_out` says whether this rank's operation failed after its timeout or at once.
     """
 
     rank: int
@@ -132,8 +132,10 @@ class Watch:
         silent = [b for b in self.beats.values() if b.rank not in {*self.alive, self.rank} and b.status not in ENDED]
         if silent:
             return self._verdict("silent", silent, now_s)
-        # Where a connection broke at once, those that still run may well wait for this very rank.
-        running = self.others(RUN) if self.timed_out else []
+        # Where connections broke at once, those that still run may well wait for this very rank. But gloo also closes
+        # the connections of a rank that timed out, so one timeout anywhere means that somebody is late.
+        late = self.timed_out or any(beat.timed_out for beat in self.beats.values())
+        running = self.others(RUN) if late else []
         stuck = [beat for beat in running if beat.rank not in self.moving]
         if stuck:
             # Those ahead wait themselves: the least progress is where it began.

@@ -27,16 +27,21 @@ def digest(sequences: Sequence[Sequence_]) -> int:
     return int.from_bytes(found.digest(), "big") >> 1
 
 
-def check_same_batch(sequences: Sequence[Sequence_], device: torch.device, group: Any = None) -> None:
-    """Raise BatchMismatchError on every rank if one was given another mini-batch."""
-    mine = torch.tensor([digest(sequences)], dtype=torch.int64, device=device)
+def check_same_batch(sequences: Sequence[Sequence_], plan: str, device: torch.device, group: Any = None) -> None:
+    """Raise BatchMismatchError on every rank if one was given another mini-batch, or made another plan of it.
+
+    `plan` is the fingerprint of what this rank is going to run.
+    """
+    planned = int.from_bytes(hashlib.blake2b(plan.encode(), digest_size=8).digest(), "big") >> 1
+    mine = torch.tensor([digest(sequences), planned], dtype=torch.int64, device=device)
     world = dist.get_world_size()
-    everyone = torch.empty(world, dtype=torch.int64, device=device)
+    everyone = torch.empty(world * 2, dtype=torch.int64, device=device)
     dist.all_gather_single(everyone, mine, group=group)
-    values = everyone.tolist()
-    different = [str(rank) for rank, value in enumerate(values) if value != values[0]]
-    if different:
-        raise BatchMismatchError(", ".join(different))
+    values = everyone.view(world, 2).tolist()
+    for column, what in enumerate(("mini-batch", "plan of the mini-batch")):
+        different = [str(rank) for rank, row in enumerate(values) if row[column] != values[0][column]]
+        if different:
+            raise BatchMismatchError(", ".join(different), what)
 
 
 def check_same_programs(programs: Mapping[str, ExecGraph], group: Any = None) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
 from fxpar.batching.collate import check_sequences, collate, valid_tokens
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import NanLossError, TransferError
+from fxpar.errors import FxparError, NanLossError, TransferError
 from fxpar.monitor import looks_like_peer_loss
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.bound import BoundGraph
@@ -116,11 +116,7 @@ class Engine:
 
     def _step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
         begun = time.perf_counter()
-        valid = valid_tokens(sequences)
-        if self.options.check_batches and self.switching.world > 1:
-            with self._phase("compare mini-batches"):
-                check_same_batch(sequences, self.device, self.world_group)
-        plan = self.plan(sequences)
+        plan, valid = self._agreed_plan(sequences)
         planned = time.perf_counter()
         self.gradients.begin()
         order = self._order_of_strategies([g.group for g in plan.groups])
@@ -146,6 +142,22 @@ class Engine:
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
             skipped=skipped,
         )
+
+    def _agreed_plan(self, sequences: Sequence[Sequence_]) -> tuple[BatchPlan, int]:
+        """The plan and the number of valid tokens, once all ranks have found the same: an error is every rank's."""
+        plan, valid, problem = None, 0, None
+        try:
+            plan, valid = self.plan(sequences), valid_tokens(sequences)
+        except FxparError as error:
+            problem = error
+        if self.options.check_batches and self.switching.world > 1:
+            with self._phase("compare mini-batches"):
+                mine = plan.fingerprint() if plan is not None else str(problem)
+                check_same_batch(sequences, mine, self.device, self.world_group)
+        if plan is None:
+            assert problem is not None
+            raise problem
+        return plan, valid
 
     def _run_group(
         self,

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from fxpar.batching import LengthGroup, MicroBatch, length_groups
-from fxpar.batching.collate import collate
+from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
+from fxpar.batching.documents import keeps_documents_apart
 from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
 from fxpar.errors import OrderError, ParallelizeError, nearest
 from fxpar.exec_graph import ExecGraph
-from fxpar.graph import LogicalGraph
-from fxpar.lowering import lower
 from fxpar.monitor import Monitor
 from fxpar.passes.share_weights import share_weights
 from fxpar.runtime.agree import check_same_programs
-from fxpar.runtime.bound import Backend, bind
+from fxpar.runtime.bound import bind
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
-from fxpar.runtime.gradients import Gradients, Mode
+from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.options import (
+    Compiled,
+    LossFunction,
+    Options,
+    compile_strategies,
+    default_cluster,
+    figures,
+    strategy_names,
+)
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import (
@@ -47,80 +51,23 @@ from fxpar.store import (
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.strategy import Strategy
 from fxpar.switch import layout_of
-from fxpar.tracer import capture
 from fxpar.transport import Staging, SubGroups
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
-
-# (nodes, GB/s inside, GB/s between, latency in us, TFLOP/s of a device) where the user describes no cluster.
-_DEFAULT_CLUSTER = {"cpu": (2.0, 1.0, 200.0, 0.03), "cuda": (200.0, 25.0, 20.0, 300.0)}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keyword arguments of `fxpar.parallelize`, see there."""
-
-    token_budget: int | Mapping[int, int] | None = None
-    packed: bool | None = None
-    order: Sequence[str] | None = None
-    merge: bool = True
-    home: Mapping[str, str | DistConfig] | None = None
-    resident: Sequence[str] | None = None
-    memory_budget_bytes: int | None = None
-    gradients: Mode = "home"
-    cluster: ClusterSpec | None = None
-    device_tflops: float | None = None
-    planner: str = "auto"
-    execution: str = "auto"
-    staging_bytes: int = 64 << 20
-    checked: bool = False
-    nan: Literal["error", "skip"] = "error"
-    compile: Backend = "eager"
-    timeout_s: float | None = None
-    monitor: bool = True
-    plain: str | None = None
-    compiled: Compiled | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank."""
-
-    logical: LogicalGraph
-    programs: Mapping[str, ExecGraph]
-    timings: Mapping[str, float] = field(default_factory=dict)
-
-
-def compile_strategies(
-    module: nn.Module,
-    strategies: Mapping[int, Strategy | str],
-    loss: LossFunction,
-    example: Mapping[str, Tensor] | None = None,
-) -> Compiled:
-    """Capture `module` and lower it for all strategies; no process group. Raises what `capture` and `lower` raise."""
-    begun = time.process_time()
-    logical = capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
-    captured = time.process_time()
-    parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
-    by_name = dict(zip(_names(parsed), parsed, strict=True))
-    programs = {name: lower(logical, strategy, for_store=True) for name, strategy in by_name.items()}
-    timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
-    return Compiled(logical, programs, timings)
 
 
 @dataclass
 class Session:
     """The state of a parallel module on this rank."""
 
-    logical: LogicalGraph
-    programs: Mapping[str, ExecGraph]
+    compiled: Compiled
     store: WeightStore
     engine: Engine
     memory: MemoryReport
     options: Options
     calls: PlainCalls
-    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> Mapping[str, ExecGraph]:
+        return self.compiled.programs
 
     def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
@@ -160,46 +107,35 @@ def open_session(
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = length_groups(strategies, world=world, token_budget=options.token_budget)
-    names = _names([group.strategy for group in groups])
+    names = strategy_names([group.strategy for group in groups])
     device = _device(module)
     cluster = options.cluster or default_cluster(world, device)
     compiled = options.compiled or compile_strategies(module, strategies, loss, example)
-    logical, programs = compiled.logical, compiled.programs
+    programs = compiled.programs
     if set(programs) != set(names):
         raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
     order = None if options.order is None else check_order(options.order, list(programs))
-    store, schedule, memory = _storage(module, programs, rank, world, device, cluster, options)
+    plain = _plain_strategy(options, groups, names)
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
-    transport = TransportOptions(
-        options.execution,
-        options.staging_bytes,
-        options.checked,
-        world_group,
-        options.timeout_s,
-        Staging(device),
-        SubGroups(world_group),
-    )
+    check_same_programs(programs, world_group)
     bound = {}
     for name, program in programs.items():
         tokens = process_groups.names(program.strategy.mesh, program.axes())
         bound[name] = bind(program, rank, tokens, compile=options.compile)
+    store, schedule, memory = _storage(module, programs, rank, world, device, cluster, options)
+    transport = _transport(options, world_group, device)
     engine = Engine(
         groups=groups,
         names=names,
-        bound={
-            name: bind(
-                program, rank, process_groups.names(program.strategy.mesh, program.axes()), compile=options.compile
-            )
-            for name, program in programs.items()
-        },
-        costs=[group_cost(programs[name], cluster, _tflops(options, device)) for name in names],
+        bound=bound,
+        costs=_costs([programs[name] for name in names], cluster, device, options),
         switching=Switching(store, schedule, transport),
         gradients=Gradients(store, programs, cluster, options.gradients, transport),
         cluster=cluster,
         device=device,
         options=EngineOptions(
-            packed=_can_pack(logical) if options.packed is None else options.packed,
+            packed=_can_pack(programs) if options.packed is None else options.packed,
             merge=options.merge,
             order=order,
             nan=options.nan,
@@ -208,18 +144,21 @@ def open_session(
         watcher=_watcher(options, world),
         world_group=world_group,
     )
-    check_same_programs(programs, world_group)
-    plain = _plain_strategy(options, groups, names)
-    calls = PlainCalls(
-        {name: program.strategy for name, program in programs.items()},
-        plain,
-        engine.switching,
-        cluster,
-        process_groups,
-        options.compile,
-        options.seed,
+    known = {name: program.strategy for name, program in programs.items()}
+    calls = PlainCalls(known, plain, engine.switching, cluster, process_groups, options.compile, options.seed)
+    return Session(compiled, store, engine, memory, options, calls)
+
+
+def _transport(options: Options, world_group: Any, device: torch.device) -> TransportOptions:
+    return TransportOptions(
+        options.execution,
+        options.staging_bytes,
+        options.checked,
+        world_group,
+        options.timeout_s,
+        Staging(device),
+        SubGroups(world_group),
     )
-    return Session(logical, programs, store, engine, memory, options, calls, dict(compiled.timings))
 
 
 def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequence[str]) -> str:
@@ -289,18 +228,6 @@ def _storage(
     return store, schedule_of(kept), memory
 
 
-def _names(strategies: Sequence[Strategy]) -> list[str]:
-    """A name per strategy: its text; strategies that differ in overrides only are numbered."""
-    names: list[str] = []
-    known: dict[str, Strategy] = {}
-    for strategy in strategies:
-        name, number = str(strategy), 2
-        while known.setdefault(name, strategy) != strategy:
-            name, number = f"{strategy}#{number}", number + 1
-        names.append(name)
-    return names
-
-
 def _device(module: nn.Module) -> torch.device:
     types = {t.device.type for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"}
     if len(types) > 1:
@@ -309,31 +236,17 @@ def _device(module: nn.Module) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def default_cluster(world: int, device: torch.device) -> ClusterSpec:
-    """All ranks on nodes of equal size (a node is what the launcher calls one), with usual figures of the device."""
-    inside, between, latency, _ = _DEFAULT_CLUSTER.get(device.type, _DEFAULT_CLUSTER["cuda"])
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # set by torchrun
-    local = local if 0 < local <= world else world
-    return ClusterSpec(-(-world // local), local, inside, between, latency)
+def _costs(
+    programs: Sequence[ExecGraph], cluster: ClusterSpec, device: torch.device, options: Options
+) -> list[GroupCost]:
+    """What a micro-batch costs under each program, by usual figures of the device: the same on all ranks."""
+    known = figures(device)
+    tflops = options.device_tflops or known.tflops
+    return [
+        group_cost(program, cluster, tflops, memory_gb_per_s=known.memory_gb_per_s, launch_us=known.launch_us)
+        for program in programs
+    ]
 
 
-def _tflops(options: Options, device: torch.device) -> float:
-    if options.device_tflops is not None:
-        return options.device_tflops
-    return _DEFAULT_CLUSTER.get(device.type, _DEFAULT_CLUSTER["cuda"])[3]
-
-
-def example_batch() -> dict[str, Tensor]:
-    """Two packed sequences; only shapes and dtypes are read."""
-    return collate(
-        [torch.zeros(37, dtype=torch.int64), torch.zeros(24, dtype=torch.int64)], MicroBatch((0, 1), 61), _KEYS
-    )
-
-
-_KEYS = ("input_ids", "labels", "position_ids")
-
-
-def _can_pack(logical: LogicalGraph) -> bool:
-    """Whether all attention of the model keeps documents apart; a model without attention may mix tokens otherwise."""
-    calls = [n for n in logical.gm.graph.nodes if str(n.target).startswith("fxpar.attention.")]
-    return bool(calls) and all(isinstance(n.args[3], fx.Node) for n in calls)
+def _can_pack(programs: Mapping[str, ExecGraph]) -> bool:
+    return all(keeps_documents_apart(program) for program in programs.values())

@@ -78,9 +78,10 @@ def _positional(model: nn.Module, count: int) -> list[str]:
 def call_key(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: Dynamic = "auto"
 ) -> Hashable:
-    """What a captured forward depends on besides the model, its mode and `gradients`: equal keys, one graph.
+    """What a captured forward depends on besides the model and `gradients`: equal keys, one graph.
 
-    Structure, dtypes, static sizes and names of dynamic dims, who requires a gradient, what is no tensor, autocast.
+    Structure, dtypes, static sizes and names of dynamic dims, who requires a gradient (arguments and parameters), what
+    is no tensor, modes of the modules, autocast.
     """
     call = take_call(model, args, kwargs or {})
     dims = resolve_dynamic(dynamic, call.tensors)
@@ -90,7 +91,9 @@ def call_key(
     constants = tuple((type(c).__qualname__, repr(c)) for c in call.constants)
     device = model_device(model).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return str(call.structure), call.names, tensors, constants, autocast
+    modes = tuple(module.training for module in model.modules())
+    trained = tuple(p.requires_grad for p in model.parameters())
+    return str(call.structure), call.names, tensors, constants, autocast, modes, trained
 
 
 def capture_forward(

@@ -15,7 +15,7 @@ from fxpar.transport.checksum import Where, compare_copy
 from fxpar.transport.executions import SubGroups, choose
 from fxpar.transport.holding import Located
 from fxpar.transport.messages import messages
-from fxpar.transport.options import Counts, Options, Traffic
+from fxpar.transport.options import ALONE_BYTES, Counts, Options, Traffic
 from fxpar.transport.packing import Packer, Sealed
 from fxpar.transport.phases import Phase, cut_phases, part_of
 from fxpar.transport.reads import Reader
@@ -102,14 +102,14 @@ class Compiler:
                         part = Phase(phase.step, phase.bucket, rows, phase.part, phase.parts)
                         traffic.append(self._traffic(part, one.ranks))
             else:
-                traffic = [self._traffic(phase)]
+                traffic = [self._traffic(phase, alone_bytes=ALONE_BYTES if execution == "p2p" else None)]
             if execution == "a2a" or any(t.sends or t.receives for t in traffic):
                 found.append(Local(phase, execution, tag, traffic))
                 self.counts.executions.append(execution)
         return found
 
-    def _traffic(self, phase: Phase, ranks: tuple[int, ...] = ()) -> Traffic:
-        sent, received = messages(self.problem, self.table, phase, self.rank, self.dtypes)
+    def _traffic(self, phase: Phase, ranks: tuple[int, ...] = (), alone_bytes: int | None = None) -> Traffic:
+        sent, received = messages(self.problem, self.table, phase, self.rank, self.dtypes, alone_bytes)
         self.counts.sent_bytes += sum(message.nbytes for message in sent)
         self.counts.received_bytes += sum(message.nbytes for message in received)
         room = 0

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from fxpar.transport.messages import Message
 from fxpar.transport.reads import Segment
 
+# A slice of so many bytes is a message of its own. Messages of one slice are mostly sent from, and received in, the
+# tensors themselves, which saves two copies; a message costs as much as copying some hundred KB.
+ALONE_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Options:

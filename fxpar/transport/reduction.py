@@ -20,11 +20,11 @@ from fxpar.switch.reduction import ReductionPlan
 from fxpar.transport.fingerprint import compare_fingerprints
 from fxpar.transport.holding import Holding, Located
 from fxpar.transport.messages import Message, Piece, messages
-from fxpar.transport.options import Counts, Options
+from fxpar.transport.options import ALONE_BYTES, Counts, Options
 from fxpar.transport.packing import Letter, Packer, memory_of
 from fxpar.transport.phases import Phase, cut_phases, part_of
 from fxpar.transport.reads import Segment
-from fxpar.transport.staging import Arena, Staging, aligned
+from fxpar.transport.staging import Arena, Staging, aligned, staging_on
 from fxpar.transport.switch import SideStream, SwitchReport, device_of
 from fxpar.transport.views import paired_views
 from fxpar.transport.wire import Parcel, PointToPoint, Wire, run_pipeline
@@ -64,13 +64,14 @@ class Reduction:
         merge: bool = True,
         timeout_s: float | None = None,
         staging: Staging | None = None,
+        device: torch.device | str | None = None,
         name: str = "",
     ) -> None:
         self.plan, self.rank = plan, rank
         self.options = Options("p2p", staging_bytes, checked, add=True, merge=merge)
         self.name = name or f"reduction {plan.problem.source} -> {plan.problem.target}"
         self.counts = Counts()
-        device = device_of((target,))
+        device = torch.device(device) if device is not None else device_of((target,))
         timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
         self._wire = Wire(self.name, dist.get_world_size(group), group, timeout, grouped=device.type == "cuda")
         self._sources = Located(Holding(plan.sources, _Everything()), rank)
@@ -82,7 +83,7 @@ class Reduction:
         self._stream = SideStream(device)
         self._cuts = list(self._cut())
         self._alone = list(self._without_messages())
-        self.phases = self._on_wire(staging if staging is not None else Staging(device))
+        self.phases = self._on_wire(staging_on(device, staging))
         self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {self.options}".encode()).digest()[:8]
         self._compared = False
 
@@ -120,7 +121,7 @@ class Reduction:
         problem, table = self.plan.problem, self.plan.transfers
         self._tags = []
         for tag, phase in enumerate(cut_phases(problem, table, self.options.staging_bytes)):
-            sent, received = messages(problem, table, phase, self.rank, self._dtypes)
+            sent, received = messages(problem, table, phase, self.rank, self._dtypes, ALONE_BYTES)
             if not sent and not received:
                 continue
             self._tags.append(tag)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fxpar.errors import ExecutionError
+
 ALIGNMENT = 64  # bytes; every message starts at a multiple of it
 
 
@@ -53,3 +55,12 @@ class Staging:
     def nbytes(self) -> int:
         """Bytes of both slots."""
         return sum(slot.numel() for slot in self.slots)
+
+
+def staging_on(device: torch.device, given: Staging | None) -> Staging:
+    """`given`, or staging of one's own. Raises ExecutionError if it lies elsewhere than the tensors."""
+    if given is None:
+        return Staging(device)
+    if torch.device(given.device).type != device.type:
+        raise ExecutionError("any", f"staging lies on {given.device}, the tensors on {device}")
+    return given

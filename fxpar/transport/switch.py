@@ -19,7 +19,7 @@ from fxpar.transport.compiled import Compiled, Compiler, Counts, Options
 from fxpar.transport.executions import SubGroups, resolve
 from fxpar.transport.fingerprint import compare_fingerprints
 from fxpar.transport.holding import Holding, Located
-from fxpar.transport.staging import Staging
+from fxpar.transport.staging import Staging, staging_on
 from fxpar.transport.wire import Wire, run_pipeline
 
 
@@ -49,6 +49,9 @@ class Switch:
     merge: one copy for equal slices of tensors at equal distances.
     staging: memory shared with other switches that never run at the same time.
     subgroups: process groups shared with other switches.
+    timeout_s: how long to wait for a transfer (None: as the process group does); on a GPU the host then waits, too.
+    device: where the tensors lie; needed on GPUs if some ranks hold nothing.
+    name: how errors call it; else "switch A -> B".
 
     Construct and run the same switches in the same order on all ranks of `group`.
     Raises HoldingError, ExecutionError; `run` raises FingerprintError, TransferError, ChecksumError.
@@ -70,11 +73,12 @@ class Switch:
         timeout_s: float | None = None,
         staging: Staging | None = None,
         subgroups: SubGroups | None = None,
+        device: torch.device | str | None = None,
         name: str = "",
     ) -> None:
         if add and plan.steps > 1:
             raise ExecutionError(execution, "a relayed plan cannot add; plan the switch with planner 'hotspa'")
-        device = device_of((target, *sources))
+        device = torch.device(device) if device is not None else device_of((target, *sources))
         options = Options(resolve(execution, device, group), staging_bytes, checked, add, merge)
         self.plan, self.rank, self.options = plan, rank, options
         self.name = name or f"switch {plan.problem.source} -> {plan.problem.target}"
@@ -87,7 +91,7 @@ class Switch:
         self._wire = Wire(self.name, world, group, timeout, grouped=device.type == "cuda")
         located = [Located(holding, rank) for holding in sources]
         compiler = Compiler(plan.problem, plan.transfers, located, Located(target, rank), options, self.name)
-        staging = staging if staging is not None else Staging(device)
+        staging = staging_on(device, staging)
         self.compiled: Compiled = compiler.compile(self._wire, subgroups or SubGroups(group), staging)
         self._stream = SideStream(device)
         self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {options}".encode()).digest()[:8]

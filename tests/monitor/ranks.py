@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 from fxpar.errors import PeerLostError
 from fxpar.monitor import Monitor
 
-TIMEOUT_S = 3.0
-INTERVAL_S = 0.3
+TIMEOUT_S = 2.0
+INTERVAL_S = 0.25
 SWITCH = "step 12, switch dp4 -> dp2.tp2"
 
 

@@ -71,6 +71,14 @@ def test_a_rank_that_waits_for_this_one_is_not_stuck(changes, kind):
     assert watch.final(14.0).kind == kind
 
 
+def test_a_closed_connection_may_come_from_a_peer_that_timed_out():
+    before, after = beats(r3={"status": RUN}, r1={"timed_out": True})
+    watch = Watch(0, WORLD, 4.0, lambda beat: "", timed_out=False)
+    watch.update(before, 10.0)
+    watch.update(after, 14.0)
+    assert (watch.final(14.0).kind, watch.final(14.0).ranks) == ("stuck", (3,))
+
+
 def test_a_rank_without_a_beat():
     before, after = beats()
     verdict = judge({0: before[0], 1: before[1]}, {0: after[0], 1: after[1]})

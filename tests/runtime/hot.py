@@ -13,7 +13,7 @@ import fxpar
 from fxpar import losses
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.session import Compiled, compile_strategies
+from fxpar.runtime.options import Compiled, compile_strategies
 
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 1)
 STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}

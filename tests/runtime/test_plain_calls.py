@@ -58,6 +58,26 @@ def test_structure_of_the_result():
     assert error(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}) <= 1e-12
 
 
+def test_one_value_with_and_without_gradient():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.layer(x)
+            return y, y.detach()
+
+    model, x = Both(), torch.randn(5, 6)
+    runner, params, buffers = single(model, x)
+    found: dict[str, Tensor] = {}
+    y, fixed = runner(params, buffers, (x,), seed=0, on_gradients=found.update)
+    assert y.requires_grad
+    assert not fixed.requires_grad
+    y.sum().backward()
+    assert found["layer.bias"].tolist() == [5.0] * 4
+
+
 def test_a_value_without_a_gradient_of_the_loss():
     """Values that the loss does not use have tangents of zeros."""
     model = Several().double()
@@ -243,6 +263,37 @@ def test_buffers(build, strategy):
     assert error(gathered(program, outcomes), expected) <= 1e-10
 
 
+class Gain(nn.Module):
+    """The backward reads a buffer that the forward has set anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("gain", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * self.gain
+        self.gain = self.gain * 3.0
+        return y
+
+
+def test_the_backward_reads_the_old_buffer():
+    model, x = Gain(), torch.randn(5, 6)
+    runner, params, buffers = single(model, x)
+    found: dict[str, Tensor] = {}
+    y = runner(
+        params,
+        buffers,
+        (x,),
+        seed=0,
+        on_gradients=found.update,
+        on_buffers=lambda new: buffers["gain"].copy_(new["gain"]),
+    )
+    assert buffers["gain"].tolist() == [6.0] * 4
+    y.sum().backward()
+    assert found["layer.bias"].tolist() == [10.0] * 4
+
+
 def test_autocast_is_part_of_the_graph():
     """Run inside autocast, the graph does not cast again; captured inside, it casts as eager does."""
     model, x = Several(), torch.randn(5, 6)
@@ -252,7 +303,8 @@ def test_autocast_is_part_of_the_graph():
         torch.testing.assert_close(runner(params, buffers, (x,), **arguments)["y"], model(x)["y"])
     runner, params, buffers = single(model, x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert runner(params, buffers, (x,), **arguments)["y"].dtype == torch.float32
+        found = runner(params, buffers, (x,), **arguments)["y"]
+    torch.testing.assert_close(found, model(x)["y"])
 
 
 @pytest.mark.slow

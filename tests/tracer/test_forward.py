@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import DataDependentError, UnsupportedOpError
+from fxpar.graph import TensorMeta
+from fxpar.lowering import lower_forward
+from fxpar.printer import format_graph
 from fxpar.tracer import call_key, capture_forward
 from tests.forwards import Several
 
@@ -48,7 +51,32 @@ def test_calls_with_other_keys_differ():
     ]
     with torch.autocast("cpu", torch.bfloat16):
         different.append(key((x,)))
+    model.out.eval()
+    different.append(key((x,)))
+    model.unused.weight.requires_grad_(False)
+    different.append(key((x,)))
     assert len(set(different)) == len(different)
+
+
+def test_printed():
+    """The tangent enters the backward, which reads results of the forward."""
+    graph = capture_forward(Several(), (torch.randn(5, 6),))
+    assert format_graph(graph).startswith("fxpar forward graph of Several\n")
+    text = format_graph(lower_forward(graph, "tp2"))
+    forward, backward = text.split("backward:\n")
+    assert text.startswith("fxpar plain graph of Several\n")
+    assert "tangent" not in forward
+    assert "%tangent_0" in backward
+    assert "%forward.tanh" in backward
+
+
+def test_the_backward_is_given_tensors_and_sizes():
+    """Of an op with several results only those are kept that the backward needs."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))
+    program = lower_forward(capture_forward(model, (torch.randn(5, 6),)), "dp1")
+    saved = program.forward.results[1:]
+    assert saved
+    assert all("sym" in node.meta or isinstance(node.meta["tensor"], TensorMeta) for node in saved)
 
 
 class Cache:

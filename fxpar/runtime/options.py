@@ -1,0 +1,132 @@
+"""What `fxpar.parallelize` is told, and what it compiles before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.batching import MicroBatch
+from fxpar.batching.collate import collate
+from fxpar.cluster import ClusterSpec
+from fxpar.dist_config import DistConfig
+from fxpar.exec_graph import ExecGraph
+from fxpar.graph import LogicalGraph
+from fxpar.lowering import lower
+from fxpar.runtime.bound import Backend
+from fxpar.runtime.gradients import Mode
+from fxpar.strategy import Strategy
+from fxpar.tracer import capture
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Usual figures of a device and its links, for predictions where the user describes no cluster."""
+
+    intra_gb_per_s: float
+    inter_gb_per_s: float
+    latency_us: float
+    tflops: float
+    memory_gb_per_s: float
+    launch_us: float
+
+
+_FIGURES = {
+    "cpu": Figures(2.0, 1.0, 200.0, 0.03, 5.0, 10.0),
+    "cuda": Figures(200.0, 25.0, 20.0, 300.0, 2000.0, 4.0),
+}
+
+
+def figures(device: torch.device) -> Figures:
+    """The figures of this kind of device."""
+    return _FIGURES.get(device.type, _FIGURES["cuda"])
+
+
+def default_cluster(world: int, device: torch.device) -> ClusterSpec:
+    """All ranks on nodes of equal size (a node is what the launcher calls one), with usual figures of the device."""
+    known = figures(device)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # set by torchrun
+    local = local if 0 < local <= world else world
+    return ClusterSpec(-(-world // local), local, known.intra_gb_per_s, known.inter_gb_per_s, known.latency_us)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `fxpar.parallelize`, see there."""
+
+    token_budget: int | Mapping[int, int] | None = None
+    packed: bool | None = None
+    order: Sequence[str] | None = None
+    merge: bool = True
+    home: Mapping[str, str | DistConfig] | None = None
+    resident: Sequence[str] | None = None
+    memory_budget_bytes: int | None = None
+    gradients: Mode = "home"
+    cluster: ClusterSpec | None = None
+    device_tflops: float | None = None
+    planner: str = "auto"
+    execution: str = "auto"
+    staging_bytes: int = 64 << 20
+    checked: bool = False
+    nan: Literal["error", "skip"] = "error"
+    compile: Backend = "eager"
+    timeout_s: float | None = None
+    monitor: bool = True
+    plain: str | None = None
+    compiled: Compiled | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank."""
+
+    logical: LogicalGraph
+    programs: Mapping[str, ExecGraph]
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+def compile_strategies(
+    module: nn.Module,
+    strategies: Mapping[int, Strategy | str],
+    loss: LossFunction,
+    example: Mapping[str, Tensor] | None = None,
+) -> Compiled:
+    """Capture `module` and lower it for all strategies; no process group. Raises what `capture` and `lower` raise."""
+    begun = time.process_time()
+    logical = capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
+    captured = time.process_time()
+    parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
+    by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
+    programs = {name: lower(logical, strategy, for_store=True) for name, strategy in by_name.items()}
+    timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
+    return Compiled(logical, programs, timings)
+
+
+def strategy_names(strategies: Sequence[Strategy]) -> list[str]:
+    """A name per strategy: its text; strategies that differ in overrides only are numbered."""
+    names: list[str] = []
+    known: dict[str, Strategy] = {}
+    for strategy in strategies:
+        name, number = str(strategy), 2
+        while known.setdefault(name, strategy) != strategy:
+            name, number = f"{strategy}#{number}", number + 1
+        names.append(name)
+    return names
+
+
+def example_batch() -> dict[str, Tensor]:
+    """Two packed sequences; only shapes and dtypes are read."""
+    return collate(
+        [torch.zeros(37, dtype=torch.int64), torch.zeros(24, dtype=torch.int64)], MicroBatch((0, 1), 61), _KEYS
+    )
+
+
+_KEYS = ("input_ids", "labels", "position_ids")
