@@ -157,7 +157,7 @@ class CallStructure:
 class ForwardGraph(LogicalGraph):
     """Forward of one replica, and the gradients of sum(value * tangent) over the values that have a tangent.
 
-    The inputs end with the tangents; there is no loss and no scale. Without tangents there are no gradients.
+    Tangents come behind the seed; there is no loss and no scale. Without tangents there are no gradients.
     """
 
     structure: CallStructure = field(kw_only=True)

@@ -79,7 +79,6 @@ class PlainRunner:
         indices = {axis: mesh.index(rank, axis) for axis in token_axes(program)}  # type: ignore[arg-type]
         self._forward = _compile(program.forward, dict(groups), indices, compile)
         self._backward = _compile(program.backward, dict(groups), indices, compile)
-        self._symbols = {d.name: d.symbol for d in program.dims}
         self._position = {(info.kind, info.fqn): i for i, info in enumerate(program.inputs)}
         found = list(zip(program.outputs, program.stored_outputs, strict=True))
         self._returned = [(o, s) for o, s in found if o.kind in ("value", "buffer")]

@@ -16,14 +16,12 @@ from fxpar.transport.executions import SubGroups, choose
 from fxpar.transport.holding import Located
 from fxpar.transport.messages import messages
 from fxpar.transport.options import ALONE_BYTES, Counts, Options, Traffic
-from fxpar.transport.packing import Packer, Sealed
+from fxpar.transport.packing import Packer, Sealed, all_to_all, all_to_all_bytes
 from fxpar.transport.phases import Phase, cut_phases, part_of
 from fxpar.transport.reads import Reader
-from fxpar.transport.staging import ALIGNMENT, Arena, Staging, aligned
+from fxpar.transport.staging import CHUNK, Arena, Staging, aligned
 from fxpar.transport.views import paired_views
-from fxpar.transport.wire import AllGather, AllToAll, Gathered, Parcel, PhaseOnWire, PointToPoint, Task, Wire
-
-CHUNK = 16  # bytes: parts of a shared buffer start at multiples, so that every dtype may stand there
+from fxpar.transport.wire import AllGather, Gathered, Parcel, PhaseOnWire, PointToPoint, Task, Wire
 
 
 @dataclass(eq=False)
@@ -138,15 +136,16 @@ class Compiler:
         if local.execution == "p2p":
             return sum(aligned(s.nbytes) for part in sealed for s in part.buffers())
         if local.execution == "a2a":
-            rooms = [s.nbytes for part in sealed for s in (*part.sends, *part.receives)]
-            return ALIGNMENT + sum(aligned(room, CHUNK) for room in rooms)
+            return all_to_all_bytes(s.nbytes for part in sealed for s in (*part.sends, *part.receives))
         return sum(aligned(t.room) + aligned(t.room * len(t.ranks)) for t in local.traffic)
 
     def _on_wire(self, local: Local, sealed: list[Sealed], arena: Arena, wire: Wire, groups: SubGroups) -> PhaseOnWire:
         if local.execution == "p2p":
             return self._point_to_point(local, sealed[0], arena, wire)
         if local.execution == "a2a":
-            return self._all_to_all(sealed[0], arena, wire)
+            sends = [(one.peer, one.nbytes, one.pack) for one in sealed[0].sends]
+            receives = [(one.peer, one.nbytes, one.unpack) for one in sealed[0].receives]
+            return all_to_all(wire, sends, receives, arena)
         parts = []
         for traffic, part in zip(local.traffic, sealed, strict=True):
             packed = arena.take(traffic.room)
@@ -172,20 +171,6 @@ class Compiler:
             tasks = one.unpack(buffer) if one.direct is None else []
             receives.append(Parcel(one.peer, buffer, tasks))
         return PointToPoint(wire, local.tag, sends, receives)
-
-    def _all_to_all(self, sealed: Sealed, arena: Arena, wire: Wire) -> AllToAll:
-        splits: list[list[int]] = []
-        buffers, tasks = [], []
-        for sending, parts in ((True, sealed.sends), (False, sealed.receives)):
-            sizes = [0] * wire.world
-            for one in parts:
-                sizes[one.peer] = aligned(one.nbytes, CHUNK)
-            whole = arena.take(sum(sizes))
-            by_peer = whole.split(sizes)
-            tasks.append([t for one in parts for t in (one.pack if sending else one.unpack)(by_peer[one.peer])])
-            splits.append(sizes)
-            buffers.append(whole)
-        return AllToAll(wire, buffers[0], buffers[1], splits[0], splits[1], tasks[0], tasks[1])
 
     def _copies(self, copied: list) -> list[Task]:
         """Copies of slices that the rank holds and needs at different places."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,9 +14,9 @@ from fxpar.transport.holding import Located
 from fxpar.transport.messages import Message, Piece
 from fxpar.transport.options import Counts, Options, Traffic
 from fxpar.transport.reads import Segment
-from fxpar.transport.staging import aligned
+from fxpar.transport.staging import ALIGNMENT, CHUNK, Arena, aligned
 from fxpar.transport.views import View, slice_views
-from fxpar.transport.wire import Task
+from fxpar.transport.wire import AllToAll, Task, Wire
 
 
 @dataclass(eq=False)
@@ -186,3 +186,30 @@ def memory_of(message: Message, views: list[list[View]]) -> Tensor | None:
     if tensor.dtype != message.pieces[0].dtype or not tensor.is_contiguous():
         return None
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+Maker = Callable[[Tensor], list[Task]]  # what to do with a part of a buffer
+
+
+def all_to_all(
+    wire: Wire, sends: Iterable[tuple[int, int, Maker]], receives: Iterable[tuple[int, int, Maker]], arena: Arena
+) -> AllToAll:
+    """One all-to-all of messages given as (peer, bytes, what packs or unpacks them), one per peer at most."""
+    splits: list[list[int]] = []
+    buffers: list[Tensor] = []
+    tasks: list[list[Task]] = []
+    for parts in (list(sends), list(receives)):
+        sizes = [0] * wire.world
+        for peer, nbytes, _ in parts:
+            sizes[peer] = aligned(nbytes, CHUNK)
+        whole = arena.take(sum(sizes))
+        by_peer = whole.split(sizes)
+        tasks.append([task for peer, _, make in parts for task in make(by_peer[peer])])
+        splits.append(sizes)
+        buffers.append(whole)
+    return AllToAll(wire, *buffers, *splits, *tasks)
+
+
+def all_to_all_bytes(sizes: Iterable[int]) -> int:
+    """Staging that messages of these sizes need, both ways together."""
+    return ALIGNMENT + sum(aligned(nbytes, CHUNK) for nbytes in sizes)

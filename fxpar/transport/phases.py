@@ -18,7 +18,7 @@ from fxpar.switch.problem import SwitchProblem
 
 MIB = 1 << 20
 RELAY_BUCKETS = 8  # hops of a relayed plan overlap but for one bucket in this many
-RELAY_BUCKET_BYTES = MIB  # ... if that leaves at least so much in each
+RELAY_BUCKET_BYTES = 2 * MIB  # ... if that leaves at least so much in each
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fxpar.errors import ExecutionError
 
 ALIGNMENT = 64  # bytes; every message starts at a multiple of it
+CHUNK = 16  # bytes; within a buffer of a collective parts start at multiples, so that every dtype may stand there
 
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:

@@ -123,6 +123,7 @@ class AllToAll:
     receive_splits: list[int]
     pack: list[Task]
     unpack: list[Task]
+    after: list[Task] = field(default_factory=list)
     _work: Any = None
 
     def post(self) -> None:
@@ -143,7 +144,7 @@ class AllToAll:
     def complete(self) -> None:
         self.wire.wait(self._work, self.peers)
         self._work = None
-        for task in self.unpack:
+        for task in (*self.unpack, *self.after):
             task()
 
     @property

@@ -15,6 +15,9 @@ from fxpar.models import load
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import Compiled, compile_strategies
 
+# Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
+torch.compiler.list_backends()
+
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 1)
 STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}
 
