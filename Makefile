@@ -9,6 +9,7 @@ RUN := OMP_NUM_THREADS=1 $(PY)
 WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+DEMO_ARGS ?=
 BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
 # The first of these that runs and is new enough makes the virtual environment.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -31,7 +32,7 @@ install:
 	@cp pyproject.toml $(STAMP)
 
 demo: setup
-	$(RUN) examples/demo.py
+	$(RUN) -m fxpar train --demo --compare static $(DEMO_ARGS)
 
 test: setup
 	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)

@@ -163,12 +163,19 @@ class Program:
         digest = hashlib.sha256(str(self.strategy).encode())
         for part in self.parts.values():
             for node in part.graph.nodes:
-                digest.update(f"{node.op} {node.target} {node.name} {node.args} {node.kwargs}\n".encode())
+                digest.update(f"{node.op} {_target_name(node)} {node.name} {node.args} {node.kwargs}\n".encode())
         return digest.hexdigest()[:16]
 
     def axes(self) -> tuple[str, ...]:
         """Process-group tokens that the graphs use (axes joined by '.'), sorted."""
         return tuple(sorted({c.axis for c in self.communications()}))
+
+
+def _target_name(node: fx.Node) -> str:
+    """The same in every process: a function's text has its address."""
+    target: Any = node.target
+    name = getattr(target, "__qualname__", None)
+    return f"{target.__module__}.{name}" if isinstance(name, str) and name else str(target)
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import fx
@@ -138,3 +143,19 @@ def test_constants_travel_with_the_program():
     program = lower(odd("counter").graph, "dp2")
     assert set(program.constants) == {i.fqn for i in program.inputs if i.kind == "constant"}
     assert program.constants
+
+
+def test_the_fingerprint_is_the_same_in_every_process():
+    """Ranks that are not forked have other addresses and another hash seed."""
+    code = (
+        "import fxpar; from fxpar.models import load; m = load('llama');"
+        "g = fxpar.capture(m.model, m.loss_fn, m.example_batch);"
+        "print([fxpar.lower(g, s).fingerprint() for s in ('dp2.tp2+sp', 'cp2.tp2', 'dp4+zero3')])"
+    )
+    root = str(Path(__file__).resolve().parent.parent)
+    found = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1

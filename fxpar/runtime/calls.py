@@ -6,7 +6,7 @@ is the mean over replicas.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,7 @@ class PlainCalls:
     process_groups: ProcessGroups
     compile: Backend
     seed: int
+    epoch: Callable[[], Hashable]
     is_tracing: bool = False
     calls: int = 0
     _ready: dict[Hashable, _Ready] = field(default_factory=dict)
@@ -71,12 +72,13 @@ class PlainCalls:
         finally:
             self.strategy = before
 
-    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], epoch: Hashable) -> Any:
-        """`module(*args, **kwargs)`; `epoch` changes when somebody else has used the compute layouts."""
+    def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`module(*args, **kwargs)` under the strategy."""
         ready = self._get_ready(module, args, kwargs)
-        version = (self.switching.store.version(), epoch)
-        self._fill(ready, version)
+        self._fill(ready, self._version())
         self.calls += 1
+        program = ready.runner.program
+        replica = program.strategy.mesh.coordinate(ready.runner.rank).get("dp", 0)
         buffers = dict(module.named_buffers(remove_duplicate=False))
 
         def write_back(new: Mapping[str, Tensor]) -> None:
@@ -89,11 +91,16 @@ class PlainCalls:
             buffers,
             args,
             kwargs,
-            seed=(self.seed * 6364136223846793005 + self.calls) % 2**63,
+            # Replicas draw other dropout masks, the ranks of one replica the same.
+            seed=((self.seed * 6364136223846793005 + self.calls) * 65_537 + replica) % 2**63,
             on_gradients=lambda grads: self._take_home(ready, grads),
             on_buffers=write_back,
-            weights=self.switching.store.version,
+            weights=self._version,
         )
+
+    def _version(self) -> Hashable:
+        """Changes with the weights, and when a mini-batch of the engine may have overwritten compute layouts."""
+        return self.switching.store.version(), self.epoch()
 
     def _take_home(self, ready: _Ready, grads: Mapping[str, Tensor]) -> None:
         """Add the mean over replicas to `.grad`."""

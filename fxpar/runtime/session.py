@@ -83,7 +83,7 @@ class Session:
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
-        return self.engine.watched(lambda: self.calls.call(module, args, kwargs, self.engine.steps))
+        return self.engine.watched(lambda: self.calls.call(module, args, kwargs))
 
     def state(self) -> dict[str, Any]:
         return {"steps": self.engine.steps, "seed": self.options.seed}
@@ -145,7 +145,16 @@ def open_session(
         world_group=world_group,
     )
     known = {name: program.strategy for name, program in programs.items()}
-    calls = PlainCalls(known, plain, engine.switching, cluster, process_groups, options.compile, options.seed)
+    calls = PlainCalls(
+        known,
+        plain,
+        engine.switching,
+        cluster,
+        process_groups,
+        options.compile,
+        options.seed,
+        epoch=lambda: engine.steps,
+    )
     return Session(compiled, store, engine, memory, options, calls)
 
 

@@ -215,8 +215,6 @@ def check_together(config: TrainConfig, source: str) -> None:
         raise MaxLengthError(config.max_length, config.strategies[-1][0])
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
-    if config.schedule.warmup >= config.run.steps > 1:
-        problems.append(f"schedule.warmup = {config.schedule.warmup} must be less than run.steps = {config.run.steps}")
     if problems:
         raise ConfigError(source, problems)
 

@@ -207,7 +207,7 @@ def all_to_all(
         tasks.append([task for peer, _, make in parts for task in make(by_peer[peer])])
         splits.append(sizes)
         buffers.append(whole)
-    return AllToAll(wire, *buffers, *splits, *tasks)
+    return AllToAll(wire, buffers[0], buffers[1], splits[0], splits[1], tasks[0], tasks[1])
 
 
 def all_to_all_bytes(sizes: Iterable[int]) -> int:

@@ -17,17 +17,18 @@ from torch import Tensor
 
 from fxpar.errors import ReductionError
 from fxpar.switch.reduction import ReductionPlan
+from fxpar.transport.executions import resolve
 from fxpar.transport.fingerprint import compare_fingerprints
 from fxpar.transport.holding import Holding, Located
 from fxpar.transport.messages import Message, Piece, messages
 from fxpar.transport.options import ALONE_BYTES, Counts, Options
-from fxpar.transport.packing import Letter, Packer, memory_of
+from fxpar.transport.packing import Letter, Packer, all_to_all, all_to_all_bytes, memory_of
 from fxpar.transport.phases import Phase, cut_phases, part_of
 from fxpar.transport.reads import Segment
 from fxpar.transport.staging import Arena, Staging, aligned, staging_on
 from fxpar.transport.switch import SideStream, SwitchReport, device_of
 from fxpar.transport.views import paired_views
-from fxpar.transport.wire import Parcel, PointToPoint, Wire, run_pipeline
+from fxpar.transport.wire import AllToAll, Parcel, PhaseOnWire, PointToPoint, Task, Wire, run_pipeline
 
 
 @dataclass(eq=False)
@@ -68,10 +69,11 @@ class Reduction:
         name: str = "",
     ) -> None:
         self.plan, self.rank = plan, rank
-        self.options = Options("p2p", staging_bytes, checked, add=True, merge=merge)
+        device = torch.device(device) if device is not None else device_of((target,))
+        way = resolve("p2p" if device.type != "cpu" else "auto", device, group)
+        self.options = Options(way, staging_bytes, checked, add=True, merge=merge)
         self.name = name or f"reduction {plan.problem.source} -> {plan.problem.target}"
         self.counts = Counts()
-        device = torch.device(device) if device is not None else device_of((target,))
         timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
         self._wire = Wire(self.name, dist.get_world_size(group), group, timeout, grouped=device.type == "cuda")
         self._sources = Located(Holding(plan.sources, _Everything()), rank)
@@ -121,8 +123,10 @@ class Reduction:
         problem, table = self.plan.problem, self.plan.transfers
         self._tags = []
         for tag, phase in enumerate(cut_phases(problem, table, self.options.staging_bytes)):
-            sent, received = messages(problem, table, phase, self.rank, self._dtypes, ALONE_BYTES)
-            if not sent and not received:
+            together = self.options.execution == "a2a"  # all ranks take part in all phases, with a message per peer
+            alone_bytes = None if together else ALONE_BYTES
+            sent, received = messages(problem, table, phase, self.rank, self._dtypes, alone_bytes)
+            if not sent and not received and not together:
                 continue
             self._tags.append(tag)
             self.counts.sent_bytes += sum(message.nbytes for message in sent)
@@ -178,17 +182,24 @@ class Reduction:
             member, piece = np.nonzero(needed & ~arriving)
             yield from self._own(terms.cls.members[member], piece, 0, 1)
 
-    def _on_wire(self, staging: Staging) -> list[tuple[bool, PointToPoint]]:
-        sizes = []
-        for one in self._cuts:
-            sent = {message.key: self._room(message) for message, _ in one.sends}
-            sizes.append(sum(map(aligned, (*sent.values(), *(letter.nbytes for letter in one.receives)))))
+    def _on_wire(self, staging: Staging) -> list[tuple[bool, PhaseOnWire]]:
+        sizes = [self._size(one) for one in self._cuts]
         slots = [staging.slot(k, max(sizes[k::2], default=0)) for k in (0, 1)]
         self.counts.staging_bytes = sum(max(sizes[k::2], default=0) for k in (0, 1))
-        wired = []
+        wired: list[tuple[bool, PhaseOnWire]] = []
         for index, (one, tag) in enumerate(zip(self._cuts, self._tags, strict=True)):
-            wired.append((False, self._point_to_point(one, tag, Arena(slots[index % 2]))))
+            arena = Arena(slots[index % 2])
+            together = self.options.execution == "a2a"
+            wired.append((False, self._all_to_all(one, arena) if together else self._point_to_point(one, tag, arena)))
         return wired
+
+    def _size(self, one: _Phase) -> int:
+        """Bytes of staging that a phase needs."""
+        received = [letter.nbytes for letter in one.receives]
+        if self.options.execution == "a2a":
+            return all_to_all_bytes([*(self._room(message) for message, _ in one.sends), *received])
+        sent = {message.key: self._room(message) for message, _ in one.sends}
+        return sum(map(aligned, (*sent.values(), *received)))
 
     def _room(self, message: Message) -> int:
         return self._letter(message, [[] for _ in message.pieces]).nbytes
@@ -212,20 +223,40 @@ class Reduction:
             sends.append(parcel)
             self._direct.append((parcel, room))
         for letter in one.receives:
-            buffer, tasks = arena.take(letter.nbytes), []
-            for piece, view, arrived, sums in letter.arrivals(buffer):
-                one.arrived.append((piece.term, view, arrived))
-                if self.options.checked:
-                    tasks.append(letter.check(piece, sums, arrived))
-            receives.append(Parcel(letter.peer, buffer, tasks))
+            buffer = arena.take(letter.nbytes)
+            receives.append(Parcel(letter.peer, buffer, self._arrive(one, letter, buffer)))
         return PointToPoint(self._wire, tag, sends, receives, [partial(self._add, one)])
 
-    def _pack(self, message: Message, segments: list[list[Segment]], parcel: Parcel, room: Tensor) -> None:
-        """Put this run's gradients into a message, or send them from where they are."""
+    def _all_to_all(self, one: _Phase, arena: Arena) -> AllToAll:
+        """Only for process groups that know nothing else; nothing is sent from where it lies."""
+        sends = [
+            (message.dst, self._room(message), partial(self._packing, message, segments))
+            for message, segments in one.sends
+        ]
+        receives = [(letter.peer, letter.nbytes, partial(self._arrive, one, letter)) for letter in one.receives]
+        phase = all_to_all(self._wire, sends, receives, arena)
+        phase.after.append(partial(self._add, one))
+        return phase
+
+    def _packing(self, message: Message, segments: list[list[Segment]], room: Tensor) -> list[Task]:
+        return [partial(self._pack, message, segments, None, room)]
+
+    def _arrive(self, one: _Phase, letter: Letter, buffer: Tensor) -> list[Task]:
+        """Note the terms that come with a message; the tasks are its checks."""
+        tasks: list[Task] = []
+        for piece, view, arrived, sums in letter.arrivals(buffer):
+            one.arrived.append((piece.term, view, arrived))
+            if self.options.checked:
+                tasks.append(letter.check(piece, sums, arrived))
+        return tasks
+
+    def _pack(self, message: Message, segments: list[list[Segment]], parcel: Parcel | None, room: Tensor) -> None:
+        """Put this run's gradients into a message; a parcel may also send them from where they are."""
         pieces = zip(message.pieces, segments, strict=True)
         views = [self._packer.views(piece, parts) for piece, parts in pieces]
-        memory = None if self.options.checked else memory_of(message, views)
-        parcel.buffer = room if memory is None else memory
+        memory = memory_of(message, views) if parcel is not None and not self.options.checked else None
+        if parcel is not None:
+            parcel.buffer = room if memory is None else memory
         if memory is None:
             for task in self._letter(message, views).pack(room):
                 task()

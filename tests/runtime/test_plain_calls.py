@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -168,30 +169,34 @@ def test_writing_into_a_value():
         h.sum().backward()
 
 
+class Box:
+    """What autograd keeps of a saved tensor, to see when it lets go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def test_saved_values_are_freed():
     one = case("llama")
     runner = PlainRunner(lower_forward(one.graph, "dp1"), 0, {})
-    batch = one.batches[0]
-    gc.collect()
-    before = live_bytes()
-    result = runner(
-        one.params, one.buffers, (), {k: batch[k] for k in one.keys}, seed=0, on_gradients=lambda grads: None
-    )
-    held = live_bytes() - before
-    loss = result.sum()
-    loss.backward()
-    gc.collect()
-    assert held > 10 * (left := live_bytes() - before - result.nbytes), (held, left)
+    boxes: list[weakref.ref[Box]] = []
 
+    def pack(tensor: Tensor) -> Box:
+        box = Box(tensor)
+        boxes.append(weakref.ref(box))
+        return box
 
-def live_bytes() -> int:
-    """Bytes of the tensors that Python can reach."""
-    found = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and thing.layout is torch.strided and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    batch = {k: one.batches[0][k] for k in one.keys}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        result = runner(one.params, one.buffers, (), batch, seed=0, on_gradients=lambda grads: None)
+    kept = [box() for box in boxes]
+    assert len(kept) > 20
+    assert all(kept)
+    del kept
+    result.sum().backward()
+    gc.collect()
+    assert not any(box() for box in boxes)
+    assert result.grad_fn is not None
 
 
 def test_without_gradient():

@@ -123,15 +123,6 @@ def test_a_damaged_slice_is_found_in_checked_mode():
             found.append(outcome(lambda reduction=reduction, gradients=gradients: reduction.run(gradients)))
         return found
 
-    def outcome(run) -> str:
-        try:
-            run()
-        except ChecksumError as error:
-            return str(error)
-        finally:
-            dist.barrier()
-        return ""
-
     results = run_forked(WORLD, work)
     assert results[0] == results[2] == results[3] == [""] * 10
     found = results[1]
@@ -140,6 +131,16 @@ def test_a_damaged_slice_is_found_in_checked_mode():
     assert found[5:8] == [switched] * 3
     assert found[8] == "switch tp4@0 -> dp4: w0[12:16, 0:8] from rank 3 differs on rank 1 from what was sent"
     assert "gradients -> tp4@0: w0[4:8, 0:8] from rank 3 differs on rank 1" in found[9]
+
+
+def outcome(run) -> str:
+    try:
+        run()
+    except ChecksumError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
 
 
 def test_checksums_see_bits_and_places():

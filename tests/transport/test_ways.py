@@ -14,8 +14,9 @@ from fxpar.errors import ExecutionError
 from fxpar.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import Block, ParamLayout, PlacedParam, plan_switch
+from fxpar.switch.reduction import GradientPlacement, plan_reduction
 from fxpar.torch_api.threaded import run_threads
-from fxpar.transport import Holding, Staging, Switch
+from fxpar.transport import Holding, Reduction, Staging, Switch
 from fxpar.transport.executions import choose, resolve
 from fxpar.transport.phases import cut_phases
 from tests.transport.cases import Case, cases, drawn, in_one_buffer, local_tensors, whole_tensors
@@ -173,6 +174,35 @@ def test_whole_messages_are_sent_from_the_tensors():
         return switch.counts.direct_messages, switch.counts.pack_copies, switch.counts.staging_bytes
 
     assert run_forked(WORLD, work) == [(6, 0, 0)] * WORLD
+
+
+def test_large_slices_are_messages_of_their_own():
+    """Two tensors of 4 MB and three small ones: the large ones need no staging; also as terms of a sum."""
+    shapes = {"w0": (2048, 512), "w1": (16, 8), "w2": (2048, 512), "w3": (16, 8), "w4": (16, 8)}
+    cut, full = (
+        ParamLayout(name, WORLD, {fqn: layout(name, shape).params["w0"] for fqn, shape in shapes.items()})
+        for name in ("tp4@0", "dp4")
+    )
+    plan = plan_switch(cut, full, FLAT)
+    whole = numbers(full)
+    terms = DistConfig(Mesh((("dp", 4),)), ((), ()), (("dp", "sum"),))
+    placed = {fqn: GradientPlacement(shape, terms, torch.float32) for fqn, shape in shapes.items()}
+    sums = plan_reduction(placed, cut, FLAT)
+
+    def work(rank: int) -> tuple[int, int]:
+        target = held(full, rank)
+        switch = Switch(plan, rank, [held(cut, rank, whole)], target)
+        switch.run()
+        assert_right(target, rank, whole)
+        target = held(cut, rank)
+        reduction = Reduction(sums, rank, target)
+        reduction.run(whole)
+        assert_right(target, rank, {fqn: 4 * value for fqn, value in whole.items()})
+        return switch.counts.direct_messages, switch.counts.staging_bytes
+
+    for direct, staged in run_forked(WORLD, work):
+        assert direct == 2 * (3 + 3)
+        assert staged < 1 << 16
 
 
 def test_staging_stays_under_its_bound():
