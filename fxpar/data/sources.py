@@ -35,7 +35,8 @@ KINDS: dict[str, Kind] = {
     STDLIB: Kind(stdlib_source, at_path=False),
 }
 _SUFFIX_KINDS = {suffix: kind for kind, of in (("jsonl", jsonl), ("parquet", parquet)) for suffix in of.SUFFIXES}
-_OPTION_TYPES: dict[str, type] = {"field": str, "column": str, "split": str, "tests": bool}
+_OPTION_TYPES: dict[str, type] = {"field": str, "column": str, "split": str, "tests": bool, "unit": str}
+_UNITS = ("file", "definition")
 
 
 def open_corpus(source: str | Path, *, kind: str | None = None, **options: Any) -> Corpus:
@@ -47,7 +48,8 @@ def open_corpus(source: str | Path, *, kind: str | None = None, **options: Any) 
     - jsonl: a file or a folder of them. `field` ("text"), `glob`.
     - parquet: a file or a folder of them. `column` ("text"), `glob`.
     - dataset: a folder that `datasets` saved. `column` ("text"), `split`.
-    - python-stdlib: the source files of the running Python. `glob`, `tests` (False).
+    - python-stdlib: the source files of the running Python. `glob`, `tests` (False), `unit` ("file", or "definition":
+      each function and class is a document).
 
     Without `kind` it is told from the path: by suffix, by the files that mark a dataset, and a folder whose files are
     all JSONL or all parquet is of that kind; anything else is text.
@@ -91,4 +93,6 @@ def _checked(kind: str, option: str, value: Any) -> Any:
     wanted = _OPTION_TYPES[option]
     if not isinstance(value, wanted):
         raise CorpusOptionError(kind, option, known, f"{value!r} is no {wanted.__name__}")
+    if option == "unit" and value not in _UNITS:
+        raise CorpusOptionError(kind, option, known, f"{value!r} is none of {', '.join(_UNITS)}")
     return value

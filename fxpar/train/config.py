@@ -31,7 +31,8 @@ class ModelConfig:
 class DataConfig:
     """Text, tokenizer, and how much of it makes a mini-batch.
 
-    `text` is the field (JSONL) or column (parquet, dataset) that holds the text. A corpus without `tokenizer` (a file)
+    `text` is the field (JSONL) or column (parquet, dataset) that holds the text; `unit` is what of `python-stdlib` is a
+    document: a "file", or a "definition" (function or class). A corpus without `tokenizer` (a file)
     gets a byte-pair tokenizer of `vocab` tokens. `validation` documents are held out.
     """
 
@@ -39,6 +40,7 @@ class DataConfig:
     kind: Literal["auto", "text", "jsonl", "parquet", "dataset", "python-stdlib"] = "auto"
     glob: str | None = None
     text: str | None = None
+    unit: Literal["file", "definition"] | None = None
     tokenizer: str | None = None
     end_token: str | None = None
     vocab: int = field(default=4096, metadata={"least": 257})

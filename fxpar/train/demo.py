@@ -5,26 +5,29 @@ from __future__ import annotations
 DEMO = """
 [model]
 name = "llama"
-options = { layers = 4, dim = 256, heads = 8, kv_heads = 4, ffn = 704 }
+options = { layers = 3, dim = 128, heads = 4, kv_heads = 2, ffn = 352 }
 
 [data]
 source = "python-stdlib"
+unit = "definition"
 vocab = 4096
-max_length = 4096
-overlong = "split"
-batch_tokens = 24576
+max_length = 2048
+overlong = "truncate"
+batch_tokens = 8192
 
 [strategies]
 256 = "dp4"
 1024 = "dp2.tp2+sp"
-4096 = "cp4"
+2048 = "cp4"
+
+[engine]
+merge = false
 
 [optimizer]
-lr = 1e-3
+lr = 3e-3
 
 [schedule]
-kind = "cosine"
-warmup = 5
+warmup = 3
 
 [checkpoint]
 enabled = false

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import fxpar
 from fxpar import errors
-from fxpar.errors import LaunchError, RankFailedError
+from fxpar.errors import LaunchError, LauncherSignalError, RankFailedError
 from fxpar.train.preflight import make_writable
 from fxpar.train.rank import Job, Outcome
 from fxpar.train.worker import JOB, OUTCOME, STOP
@@ -33,7 +33,8 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
     """Run the job on local ranks, one process each, until they end. No restarts.
 
     The first Ctrl-C lets the ranks finish their step and save; a second one ends them at once (KeyboardInterrupt).
-    Raises RankFailedError with the first error of a rank, LaunchError for one that died without.
+    Raises RankFailedError with the first error of a rank, LaunchError for one that died without, LauncherSignalError if
+    this process was told to end (the ranks have been ended then).
     """
     logs = job.config.folder / "logs"
     make_writable(logs)
@@ -64,6 +65,8 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
         except ChildFailedError as error:
             rank, failure = first_failure(error.failures)
             raise describe_failure(rank, failure, str(logs)) from None
+        except SignalException as error:
+            raise LauncherSignalError(signal.Signals(error.sigval).name) from None
         return Outcome(**json.loads((folder / OUTCOME).read_text()))
 
 
@@ -119,13 +122,12 @@ def _importable() -> Iterator[None]:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """The launcher's own log lines say less than the error that is shown."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
 @contextmanager

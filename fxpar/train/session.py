@@ -117,6 +117,7 @@ def open_session(config: TrainConfig, prepared: Prepared, device: torch.device) 
         checked=engine.checked,
         device_tflops=engine.device_tflops,
         nan=config.run.nan,
+        timeout_s=config.run.timeout_s,
         seed=config.run.seed,
     )
     optimizer = make_optimizer(model.parameters(), config.optimizer)

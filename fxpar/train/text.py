@@ -54,7 +54,7 @@ def prepare(config: DataConfig, progress: Callable[[str], object]) -> Prepared:
 def open_corpus(config: DataConfig) -> data.Corpus:
     """Raises the errors of `fxpar.data.open_corpus`."""
     kind = None if config.kind == "auto" else config.kind
-    options: dict[str, Any] = {"glob": config.glob}
+    options: dict[str, Any] = {"glob": config.glob, "unit": config.unit}
     if config.text is not None:
         guessed = kind or kind_of(Path(config.source).expanduser())
         options["field" if guessed == "jsonl" else "column"] = config.text

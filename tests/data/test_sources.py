@@ -11,6 +11,7 @@ import pytest
 from fxpar.data import Corpus, open_corpus
 from fxpar.data.files import list_files
 from fxpar.data.report import BAD_JSON, EMPTY, NOT_TEXT, UNDECODABLE, UNREADABLE
+from fxpar.data.text_files import definitions
 from fxpar.errors import (
     CorpusChangedError,
     CorpusFormatError,
@@ -321,3 +322,28 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind, package):
     with pytest.raises(MissingDataPackageError, match=r'pip install "fxpar\[data\]"') as caught:
         open_corpus(tmp_path, kind=kind)
     assert isinstance(caught.value, MissingPackageError)
+
+
+def test_stdlib_by_definition_loses_nothing():
+    whole = open_corpus("python-stdlib", glob="json/*.py")
+    parts = open_corpus("python-stdlib", glob="json/*.py", unit="definition")
+    assert len(parts) > 2 * len(whole)
+    by_file: dict[str, str] = {}
+    for index in range(len(parts)):
+        file = parts.name(index).partition(":")[0]
+        by_file[file] = by_file.get(file, "") + parts.text(index)
+    for index in range(len(whole)):
+        assert by_file[whole.name(index)].split() == whole.text(index).split()
+    starts = {parts.text(index).split()[0] for index in range(len(parts))}
+    assert {"def", "class"} <= starts
+    with pytest.raises(CorpusOptionError, match="'lines' is none of file, definition"):
+        open_corpus("python-stdlib", unit="lines")
+
+
+def test_decorators_stay_with_their_definition():
+    text = 'import a\n\n@cache\n@other(\n    1,\n)\ndef f():\n    @inner\n    def g(): pass\n\nclass C: pass\nx = "@"\n'
+    assert [text[start:stop].split("\n")[0] for start, stop in definitions(text)] == [
+        "import a",
+        "@cache",
+        "class C: pass",
+    ]
