@@ -21,6 +21,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
 from fxpar.errors import ParallelizeError
 from fxpar.losses import causal_lm
+from fxpar.monitor import Monitor
 from fxpar.runtime.options import Compiled, LossFunction, Options
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.session import Session, open_session
@@ -53,7 +54,7 @@ def parallelize(
     nan: Literal["error", "skip"] = "error",
     compile: Literal["eager", "inductor"] = "eager",
     timeout_s: float | None = None,
-    monitor: bool = True,
+    monitor: bool | Monitor = True,
     plain: str | None = None,
     compiled: Compiled | None = None,
     seed: int = 0,
@@ -77,7 +78,7 @@ def parallelize(
     - `cluster`, `device_tflops`: what costs are predicted with. `planner`, `execution`, `staging_bytes`, `checked`:
       see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
     - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
-      no heartbeats, the error is torch's).
+      no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
     - `compiled`: what `fxpar.compile_strategies` returned for the same model, loss and strategies (made before forking
       ranks, or loaded), instead of compiling again.
@@ -161,6 +162,12 @@ class ParallelModule(nn.Module):
         `labels`. Gradients of the mean over valid tokens are added to `.grad` of the parameters.
         """
         return self._session().train_step(self, sequences)
+
+    def evaluate(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> float:
+        """Mean loss over the valid tokens of held-out sequences: evaluation mode, no gradients, each length group under
+        its own strategy. The same on every rank, which all pass the same sequences.
+        """
+        return self._session().evaluate(self, sequences)
 
     def plan(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> BatchPlan:
         """What `train_step` would run, without running it."""

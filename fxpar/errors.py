@@ -930,3 +930,118 @@ class SecondDerivativeError(FxparError):
             "a captured forward has first derivatives only, so create_graph=True cannot go through it. Compute "
             "gradient penalties with the unwrapped model"
         )
+
+
+# ---------------------------------------------------------------------------------------------- pipeline schedules
+class ScheduleOptionError(FxparError):
+    """A schedule of an unknown kind, or with counts that make no schedule."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"schedule: {what}. {advice}")
+
+
+class MicroBatchCountError(FxparError):
+    """A schedule does not work with this number of micro-batches."""
+
+    def __init__(self, kind: str, micro_batches: int, stages: int) -> None:
+        near = max(1, round(micro_batches / stages)) * stages
+        super().__init__(
+            f"schedule {kind!r} with {stages} pipeline ranks needs a multiple of {stages} micro-batches, got "
+            f"{micro_batches}. Cut the mini-batch into {near} micro-batches, or use '1f1b', which takes any number"
+        )
+
+
+class ScheduleInvalidError(FxparError):
+    """A schedule leaves out, repeats or misplaces an action."""
+
+    def __init__(self, schedule: str, problem: str) -> None:
+        super().__init__(f"schedule {schedule} is not valid: {problem}")
+
+
+class ScheduleDeadlockError(ScheduleInvalidError):
+    """Ranks of a schedule wait for each other, so that none goes on."""
+
+
+class ScheduleMemoryError(FxparError):
+    """A schedule keeps more micro-batches for their backward than it may."""
+
+    def __init__(self, schedule: str, rank: int, peak: int, limit: int) -> None:
+        super().__init__(
+            f"schedule {schedule} keeps up to {peak} micro-batches on pipeline rank {rank}, the limit is {limit}. Use "
+            "'1f1b', fewer micro-batches, more recomputation, or raise the limit"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- pipeline stages
+class StageCutError(FxparError):
+    """A captured graph cannot be cut into these pipeline stages."""
+
+    def __init__(self, model: str, why: str, advice: str) -> None:
+        super().__init__(f"model {model!r} cannot be cut into pipeline stages: {why}. {advice}")
+
+
+class StageCountError(StageCutError):
+    """More pipeline stages than repeated layers, or not as many cuts as there are boundaries."""
+
+
+class UnknownCutError(StageCutError):
+    """A cut names a module that the forward does not run, or nothing runs before it."""
+
+
+class NotAChainError(StageCutError):
+    """Values would have to go from a later stage to an earlier one; the message names them."""
+
+
+# ------------------------------------------------------------------------------------------------- recomputation
+class RematGlobError(FxparError):
+    """A glob in remat(...) that matches no module."""
+
+    def __init__(self, glob: str, modules: Iterable[str]) -> None:
+        known = sorted(modules)
+        ends = {f"*.{name.rpartition('.')[2]}" for name in known if "." in name}
+        hint = (
+            nearest(glob, [*known, *sorted(ends)])
+            or f". Modules are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
+        )
+        super().__init__(f"remat({glob}): {glob!r} matches no module of the model{hint}")
+
+
+class RematBudgetError(FxparError):
+    """A budget for saved activations that recomputation cannot meet."""
+
+    def __init__(self, budget_bytes: int, least_bytes: int, sizes: Mapping[str, int]) -> None:
+        self.least_bytes = least_bytes
+        where = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        super().__init__(
+            f"remat: the backward needs at least {least_bytes / 1e6:,.3f} MB of saved activations per rank"
+            f"{f' at {where}' if where else ''}, and the budget is {budget_bytes / 1e6:,.3f} MB. Raise the budget, cut "
+            "the model or its tokens over more ranks, or use shorter micro-batches"
+        )
+
+
+class LauncherSignalError(FxparError):
+    """The launcher of local ranks was told to end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"ended by {name}; all ranks were ended too, without a checkpoint (Ctrl-C saves one)")
+
+
+class DimNameError(FxparError):
+    """A size for something that is no dynamic dim of the model."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(
+            f"{name!r} is no dynamic dim of this model{nearest(name, names) or '.'} "
+            + (f"They are {', '.join(names)}" if names else "It has none: its sizes are those of the example batch")
+        )
+
+
+class PackedCallError(FxparError):
+    """A plain call of a parallel module inside a `packed` block with several documents."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "model(...) was called inside fxpar.tracer.documents.packed with several documents. A plain call does not "
+            "see that block: pass one sequence per row, or use train_step, whose loss is part of the graph"
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.reduce_gradients import ReduceGradients
+from fxpar.passes.rematerialize import Rematerialize
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives
 from fxpar.passes.reuse_buffers import SAME_STORAGE, ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
@@ -39,7 +40,9 @@ OnPass = Callable[[str, AnnotatedGraph], None]
 PHASES = ("prologue", "body", "epilogue")
 
 
-def default_passes(storage: torch.dtype | None = None, *, for_store: bool = False) -> list[GraphPass]:
+def default_passes(
+    storage: torch.dtype | None = None, *, for_store: bool = False, sizes: Mapping[str, int] | None = None
+) -> list[GraphPass]:
     """The ladder, in order."""
     return [
         InsertReshards(),
@@ -51,6 +54,7 @@ def default_passes(storage: torch.dtype | None = None, *, for_store: bool = Fals
         Cleanup(),
         GlobalToLocal(),
         LowerCollectives(),
+        Rematerialize(tuple((sizes or {}).items())),
         BucketCollectives(),
         ReuseBuffers(),
         SinkWaits(),
@@ -63,6 +67,7 @@ def lower(
     *,
     storage: torch.dtype | None = None,
     for_store: bool = False,
+    sizes: Mapping[str, int] | None = None,
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
 ) -> ExecGraph:
@@ -71,12 +76,14 @@ def lower(
     `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in. With
     `for_store` a `fxpar.store.WeightStore` keeps them: they come in as the body computes with them, without casts and
     gathers of their own (ZeRO-3 still gathers layer by layer), and gradients leave in fp32 at least, as partial sums.
-    `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the first
-    and after every pass.
+    `sizes` are the dynamic dims of a micro-batch by name, by default the example's; a budget of `remat(200MB)` is meant
+    at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the
+    first and after every pass.
 
-    Raises StrategySyntaxError, NotYetError, OverrideError; VerifyError for a bug in a pass.
+    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError; VerifyError for a bug in a
+    pass.
     """
-    ladder = default_passes(storage, for_store=for_store) if passes is None else passes
+    ladder = default_passes(storage, for_store=for_store, sizes=sizes) if passes is None else passes
     graph, report, started = _run_passes(logical, strategy, ladder, on_pass)
     result = split_phases(graph)
     result.timings["lower_cpu_s"] = time.process_time() - started

@@ -34,6 +34,7 @@ BUILTIN: dict[str, str] = {
     "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
     "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
     "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
+    "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
     "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
     "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
     "sink_waits": "fxpar.passes.sink_waits:SinkWaits",

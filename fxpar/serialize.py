@@ -16,7 +16,21 @@ from torch import fx
 from fxpar.errors import GraphFormatError
 
 OpOverload = type(torch.ops.aten.mm.default)  # torch has no public name for it
-_META = ("tensor", "local", "dist", "sym", "fqn", "source", "backward", "phase", "comm", "fused", "kind", "buffer")
+_META = (
+    "tensor",
+    "local",
+    "dist",
+    "sym",
+    "fqn",
+    "source",
+    "backward",
+    "phase",
+    "comm",
+    "fused",
+    "kind",
+    "buffer",
+    "again",
+)
 
 
 class NodeRef:

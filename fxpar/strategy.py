@@ -5,7 +5,8 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
     dp2.tp4+sp+zero1     2 replicas of a 4-way tensor-parallel model, sequence parallel, ZeRO-1
 
 Axes: dp (data), pp (pipeline), cp (context: tokens), tp (tensor), ep (expert). Flags: sp (Megatron sequence parallel on
-the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp and cp).
+the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp and cp), remat or
+remat(...) (recomputation, see `Remat`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,55 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
 
 from fxpar.dist_config import Placement, R, Shard
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError, nearest
 from fxpar.mesh import Mesh
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
-FLAGS = ("sp", "zero1", "zero2", "zero3")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat")
 _AXIS = re.compile(r"([a-z]+)(\d+)")
+_REMAT = re.compile(r"remat(?:\((.*)\))?", re.DOTALL)
+_GLOB = re.compile(r"[\w.*?\[\]!-]+", re.ASCII)
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
+
+
+RematMode = Literal["full", "selective", "modules", "budget"]
+_COLLECTIVES = {"keep_comm": "keep", "redo_comm": "redo"}
+
+
+@dataclass(frozen=True)
+class Remat:
+    """What the backward computes again, instead of reading what the forward saved. Written as a flag:
+
+        remat                       all of each repeated block; only what goes into a block is saved
+        remat(selective)            what is cheap (pointwise, norms), where that saves bytes
+        remat(*.ffn|*.attention)    everything inside of the modules that match, by FQN
+        remat(200MB)                as little as possible, with at most so many bytes saved per micro-batch and rank
+
+    `collectives`: "redo" runs those on the way again, "keep" saves their results instead; "auto" redoes them in whole
+    blocks and modules, keeps them under `selective`, weighs them under a budget. Written `|keep_comm`, `|redo_comm`.
+    """
+
+    mode: RematMode
+    globs: tuple[str, ...] = ()
+    budget_bytes: int = 0
+    collectives: Literal["auto", "keep", "redo"] = "auto"
+
+    def __str__(self) -> str:
+        unit = max((u for u, size in _UNITS.items() if self.budget_bytes % size == 0), key=lambda u: _UNITS[u])
+        words = {
+            "full": ["full"],
+            "selective": ["selective"],
+            "modules": list(self.globs),
+            "budget": [f"{self.budget_bytes // _UNITS[unit]}{unit}"],
+        }[self.mode]
+        words += [word for word, choice in _COLLECTIVES.items() if choice == self.collectives]
+        return "remat" if words == ["full"] else f"remat({'|'.join(words)})"
 
 
 @dataclass(frozen=True)
@@ -37,6 +78,7 @@ class Strategy:
     sp: bool = False
     zero: int = 0
     overrides: tuple[tuple[str, str], ...] = ()
+    remat: Remat | None = None
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -59,8 +101,8 @@ class Strategy:
             if degree < 1:
                 raise StrategySyntaxError(text, part, "a degree is at least 1")
             axes.append((name, degree))
-        zero, sp = _parse_flags(text, flags)
-        strategy = cls(tuple(axes), sp, zero, tuple((overrides or {}).items()))
+        zero, sp, remat = _parse_flags(text, flags)
+        strategy = cls(tuple(axes), sp, zero, tuple((overrides or {}).items()), remat)
         for pattern, placement in strategy.overrides:
             parse_override(pattern, placement)
         if world is not None:
@@ -92,6 +134,7 @@ class Strategy:
 
     def __str__(self) -> str:
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
+        flags += [str(self.remat)] if self.remat else []
         return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags])
 
     def to_json(self) -> dict:
@@ -107,21 +150,66 @@ class Strategy:
         return cls.parse(data["strategy"], overrides=data.get("overrides"))
 
 
-def _parse_flags(text: str, flags: list[str]) -> tuple[int, bool]:
+def _parse_flags(text: str, flags: list[str]) -> tuple[int, bool, Remat | None]:
     zero, sp = 0, False
+    remats: list[Remat | None] = []
     for flag in flags:
-        if flag not in FLAGS:
-            why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
-            raise StrategySyntaxError(text, flag, why)
-        if flag == "sp":
-            if sp:
-                raise StrategySyntaxError(text, flag, "flag 'sp' is given twice")
-            sp = True
-        else:
+        if flag in ("zero1", "zero2", "zero3"):
             if zero:
                 raise StrategySyntaxError(text, flag, "one ZeRO level at a time")
             zero = int(flag[-1])
-    return zero, sp
+        elif flag == "sp":
+            if sp:
+                raise StrategySyntaxError(text, flag, "flag 'sp' is given twice")
+            sp = True
+        elif match := _REMAT.fullmatch(flag):
+            if remats:
+                raise StrategySyntaxError(text, flag, "flag 'remat' is given twice")
+            remats.append(_parse_remat(text, flag, match[1]))
+        else:
+            why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
+            raise StrategySyntaxError(text, flag, why)
+    return zero, sp, remats[0] if remats else None
+
+
+def _parse_remat(text: str, flag: str, inside: str | None) -> Remat | None:
+    """What stands between the parentheses of `remat(...)`; None is `remat` alone."""
+    words = ["full"] if inside is None else [word.strip() for word in inside.split("|")]
+    choices = [_COLLECTIVES[word] for word in words if word in _COLLECTIVES]
+    words = [word for word in words if word not in _COLLECTIVES]
+    if len(choices) > 1:
+        raise StrategySyntaxError(text, flag, "keep_comm or redo_comm, once")
+    how = choices[0] if choices else "auto"
+    if not words:
+        words = ["full"]
+    modes = ("none", "full", "selective")
+    if len(words) == 1 and words[0] in modes:
+        if words[0] == "none" and choices:
+            raise StrategySyntaxError(text, flag, f"{inside!r} says twice what to do")
+        return None if words[0] == "none" else Remat(words[0], collectives=how)  # type: ignore[arg-type]
+    if len(words) == 1 and words[0][:1].isdigit():
+        return Remat("budget", budget_bytes=_parse_bytes(text, flag, words[0]), collectives=how)  # type: ignore[arg-type]
+    for word in words:
+        mistyped = nearest(word, (*modes, *_COLLECTIVES)) if word.isidentifier() else ""
+        if word in modes or word[:1].isdigit():
+            raise StrategySyntaxError(text, flag, f"{word!r} stands alone in remat(...)")
+        if mistyped or not _GLOB.fullmatch(word):
+            why = f"{word!r} says nothing about recomputation{mistyped or '.'} Write full, selective, a size such as"
+            raise StrategySyntaxError(text, flag, why + " 200MB, or globs of modules such as *.ffn|*.attention")
+    if len(set(words)) < len(words):
+        raise StrategySyntaxError(text, flag, "a glob is given twice")
+    return Remat("modules", tuple(words), collectives=how)  # type: ignore[arg-type]
+
+
+def _parse_bytes(text: str, flag: str, word: str) -> int:
+    match = _BYTES.fullmatch(word)
+    unit = next((u for u in _UNITS if match and match[2].lower() == u.lower()), None)
+    if match is None or unit is None:
+        raise StrategySyntaxError(text, flag, f"{word!r} is no size; units are {', '.join(_UNITS)}, such as 200MB")
+    size = Fraction(match[1]) * _UNITS[unit]
+    if size < 1:
+        raise StrategySyntaxError(text, flag, "a budget is at least 1 byte")
+    return int(size)
 
 
 def parse_override(pattern: str, placement: str) -> Placement:

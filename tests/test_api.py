@@ -13,10 +13,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxpar
 from fxpar import losses
-from fxpar.errors import FxparWarning, ParallelizeError
+from fxpar.errors import FxparWarning, PackedCallError, ParallelizeError
 from fxpar.losses import next_token_labels
 from fxpar.models import load
+from fxpar.models.builtin import packed_lm_loss
 from fxpar.runtime.forked import run_forked
+from fxpar.tracer.documents import packed
 from tests.runtime.hot import (
     adamw,
     largest_error,
@@ -187,6 +189,31 @@ def test_the_loss_functions_see_the_arguments_of_the_model():
 
     want = losses.causal_lm(make_llama(), batch).item()
     assert all(abs(found - want) < 1e-9 for found in run_forked(4, work))
+
+
+def test_held_out_loss_is_that_of_one_device_under_any_strategies():
+    held_out = sequences(5)
+    count, total = sum(len(ids) - 1 for ids in held_out), 0.0
+    model = make_llama()
+    for ids in held_out:
+        positions = torch.arange(len(ids))[None]
+        row = {"input_ids": ids[None], "labels": next_token_labels(ids[None]), "position_ids": positions}
+        total += packed_lm_loss(model, row).item() if len(ids) > 1 else 0.0
+    precompile()
+
+    def work(rank):
+        model = parallel(make_llama)
+        packing = fxpar.parallelize(make_llama(), strategies={512: "dp2.tp2"}, loss=packed_lm_loss, monitor=False)
+        assert packing._session().engine.options.packed
+        found = [model.evaluate(held_out), packing.evaluate(held_out)]
+        assert model.training
+        ids = torch.arange(20)[None]
+        with packed(torch.tensor([[1] * 12 + [2] * 8])), pytest.raises(PackedCallError):
+            packing(ids, torch.arange(20)[None])
+        return found
+
+    for found in run_forked(4, work):
+        assert all(abs(value - total / count) < 1e-12 * total / count for value in found)
 
 
 class Meta(nn.Module):

@@ -23,6 +23,7 @@ LADDER = [
     "cleanup",
     "global_to_local",
     "lower_collectives",
+    "rematerialize",
     "bucket_collectives",
 ]
 

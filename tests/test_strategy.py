@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 
 from fxpar.dist_config import R, Shard
 from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSizeError
-from fxpar.strategy import AXES, Strategy, parse_override
+from fxpar.strategy import AXES, Remat, Strategy, parse_override
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
+
+
+@st.composite
+def remats(draw) -> Remat | None:
+    mode = draw(st.sampled_from([None, "full", "selective", "modules", "budget"]))
+    if mode is None:
+        return None
+    names = st.text(string.ascii_lowercase, min_size=1).map(lambda name: f"*.{name}")
+    globs = tuple(draw(st.lists(names, unique=True, min_size=1))) if mode == "modules" else ()
+    budget = draw(st.integers(1, 10**13)) if mode == "budget" else 0
+    return Remat(mode, globs, budget, draw(st.sampled_from(["auto", "keep", "redo"])))
 
 
 @st.composite
@@ -22,7 +33,7 @@ def strategies(draw) -> Strategy:
     names = draw(st.lists(st.sampled_from(AXES), unique=True, min_size=1))
     axes = tuple((name, draw(st.integers(1, 64))) for name in names)
     globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
-    return Strategy(axes, draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()))
+    return Strategy(axes, draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats()))
 
 
 @given(strategies())
@@ -73,6 +84,28 @@ def test_order_of_flags_does_not_matter():
     assert str(Strategy.parse("tp2+zero3+sp")) == "tp2+sp+zero3"
 
 
+REMATS = [
+    ("remat", Remat("full"), "remat"),
+    ("remat(full)", Remat("full"), "remat"),
+    ("remat(none)", None, None),
+    ("remat(selective)", Remat("selective"), "remat(selective)"),
+    ("remat(200MB)", Remat("budget", budget_bytes=200_000_000), "remat(200MB)"),
+    ("remat( 1.5 gb )", Remat("budget", budget_bytes=1_500_000_000), "remat(1500MB)"),
+    ("remat(1001B)", Remat("budget", budget_bytes=1001), "remat(1001B)"),
+    ("remat(layers.*.ffn)", Remat("modules", ("layers.*.ffn",)), "remat(layers.*.ffn)"),
+    ("remat(*.ffn | *.o_proj)", Remat("modules", ("*.ffn", "*.o_proj")), "remat(*.ffn|*.o_proj)"),
+    ("remat(keep_comm)", Remat("full", collectives="keep"), "remat(full|keep_comm)"),
+    ("remat(selective|redo_comm)", Remat("selective", collectives="redo"), "remat(selective|redo_comm)"),
+]
+
+
+@pytest.mark.parametrize(("flag", "remat", "printed"), REMATS, ids=[flag for flag, _, _ in REMATS])
+def test_recomputation(flag, remat, printed):
+    strategy = Strategy.parse(f"dp2.tp2+{flag}+sp")
+    assert strategy == Strategy((("dp", 2), ("tp", 2)), sp=True, remat=remat)
+    assert str(strategy) == "dp2.tp2+sp" + (f"+{printed}" if printed else "")
+
+
 def test_axes_of_degree_one_hold_no_data():
     assert Strategy.parse("dp1.cp1.tp2").data_axes == ()
     assert Strategy.parse("cp2.dp1").data_axes == ("cp",)
@@ -105,6 +138,21 @@ SYNTAX = [
     ("tp2+zero1+zero2", "'zero2'", "one ZeRO level at a time"),
     ("tp2+zero1+zero1", "'zero1'", "one ZeRO level at a time"),
     ("sp+tp2", "'sp'", "an axis is a name and a degree"),
+    ("tp2+remt", "'remt'", "unknown flag 'remt'; did you mean 'remat'?"),
+    ("tp2+remat+remat(full)", "'remat(full)'", "flag 'remat' is given twice"),
+    ("tp2+remat(", "'remat('", "unknown flag 'remat('; did you mean 'remat'?"),
+    ("tp2+remat()", "'remat()'", "'' says nothing about recomputation. Write full, selective, a size such as 200MB"),
+    ("tp2+remat(selectiv)", "'remat(selectiv)'", "did you mean 'selective'?"),
+    ("tp2+remat(keep_com)", "'remat(keep_com)'", "did you mean 'keep_comm'?"),
+    ("tp2+remat(full|selective)", "'remat(full|selective)'", "'full' stands alone in remat(...)"),
+    ("tp2+remat(*.ffn|20MB)", "'remat(*.ffn|20MB)'", "'20MB' stands alone in remat(...)"),
+    ("tp2+remat(*.ffn|*.ffn)", "'remat(*.ffn|*.ffn)'", "a glob is given twice"),
+    ("tp2+remat(full|keep_comm|redo_comm)", "'remat(full|keep_comm|redo_comm)'", "keep_comm or redo_comm, once"),
+    ("tp2+remat(none|keep_comm)", "'remat(none|keep_comm)'", "says twice what to do"),
+    ("tp2+remat(200)", "'remat(200)'", "'200' is no size; units are B, kB, MB, GB, TB, such as 200MB"),
+    ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is no size"),
+    ("tp2+remat(0MB)", "'remat(0MB)'", "a budget is at least 1 byte"),
+    ("tp2+remat(a b)", "'remat(a b)'", "'a b' says nothing about recomputation"),
 ]
 
 

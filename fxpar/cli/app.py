@@ -255,6 +255,34 @@ def order_command(
     run_order(request)
 
 
+@app.command(name="memory")
+@reporting
+def memory_command(
+    model: Model,
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="Strategy, such as 'dp2.tp4+sp+remat'.")],
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens of one replica's micro-batch.", show_default=False)
+    ] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False)
+    ] = None,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="Micro-batches of a mini-batch; from 2 on gradients are accumulated.")
+    ] = 2,
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters in the graph; masters are fp32.")] = "float32",
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the numbers as JSON; - is stdout.")] = None,
+    set_: Set = [],  # noqa: B006
+    override: Override = [],  # noqa: B006
+    world: World = None,
+    debug: Debug = False,
+) -> None:
+    """Predict what a strategy takes on the fullest rank. Nothing runs, weights are never allocated."""
+    from fxpar.cli.memory import MemoryRequest, run_memory
+
+    options, overrides = tuple(set_), tuple(override)
+    run_memory(MemoryRequest(model, strategy, tokens, longest, micro_batches, dtype, json, options, overrides, world))
+
+
 @app.command(name="train")
 @reporting
 def train_command(

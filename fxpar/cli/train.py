@@ -87,7 +87,8 @@ def _as_rank(job: Job) -> bool:
     from fxpar.train.rank import run_rank
     from fxpar.train.stop import StopRequest
 
-    outcome = record(run_rank)(job, StopRequest())
+    with StopRequest() as stop:
+        outcome = record(run_rank)(job, stop)
     return outcome is not None and outcome.status == "interrupted"
 
 

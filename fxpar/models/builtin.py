@@ -77,6 +77,7 @@ def load_example(
     device: str,
     seed: int,
     tokens: Sequence[int] | None,
+    noise: bool = True,
 ) -> LoadedModel:
     """Build the example `name` with options as texts. Raises ModelOptionError."""
     example = EXAMPLES[name]
@@ -84,7 +85,7 @@ def load_example(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         model = example.module(options).to(dtype)
-    if device != "meta":
+    if noise and device != "meta":
         perturb(model, seed)
     batches = example.batches(options, tuple(tokens or example.sizes), dtype, seed)
     return LoadedModel(name, model, example.loss_fn, batches[0], batches)

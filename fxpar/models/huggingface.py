@@ -49,6 +49,7 @@ def load_hf(
     device: str,
     seed: int,
     tokens: Sequence[int] | None,
+    noise: bool = True,
 ) -> LoadedModel:
     """Build the model that `name` (`llama`, `llama@8b`) stands for, with options as texts.
 
@@ -57,7 +58,7 @@ def load_hf(
     model_type, at, size = name.partition("@")
     defaults = default_config(model_type)
     config = make_config(model_type, defaults, size if at else None, given)
-    model = build(model_type, config, dtype, device, seed)
+    model = build(model_type, config, dtype, device, seed, noise=noise)
     vocab = config.get_text_config().vocab_size
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     # A published configuration is looked at rather than run, at a length that fits its size.
@@ -143,7 +144,7 @@ def refuse_experts(model_type: str, values: Mapping[str, Any]) -> None:
                 raise ModelTypeError(model_type, why)
 
 
-def build(model_type: str, config: Any, dtype: torch.dtype, device: str, seed: int) -> nn.Module:
+def build(model_type: str, config: Any, dtype: torch.dtype, device: str, seed: int, *, noise: bool = True) -> nn.Module:
     """The model in training mode, with random weights (none at all on "meta").
 
     Raises MissingPackageError, ModelConfigError.
@@ -159,7 +160,7 @@ def build(model_type: str, config: Any, dtype: torch.dtype, device: str, seed: i
     except Exception as error:
         raise ModelConfigError(model_type, error) from error
     model = model.to(dtype).train()
-    if device != "meta":
+    if noise and device != "meta":
         perturb(model, seed)
     return model
 

@@ -23,13 +23,15 @@ def load(
     device: str = "cpu",
     seed: int = 0,
     tokens: Sequence[int] | None = None,
+    noise: bool = True,
 ) -> LoadedModel:
     """Load a model by its name on the command line.
 
     `spec` is `hf:TYPE` (a tiny random decoder of transformers), `hf:TYPE@SIZE` (a published configuration, see
     `presets`, or `@default`), `pkg.module:function`, `file.py:function`, or a built-in example (`llama`, `gpt`, `vit`,
     `mlp`). `options` are texts by name. On device "meta" no weight is allocated. `tokens` are the lengths of the
-    micro-batches (row counts for models without tokens); a user's function brings its own.
+    micro-batches (row counts for models without tokens); a user's function brings its own. `noise` makes errors of a
+    check show (see `perturb`); a model that is to be trained wants none.
 
     Raises UnknownModelError, DtypeError and what the loaders raise.
     """
@@ -37,13 +39,13 @@ def load(
     given = dict(options or {})
     if spec.startswith("hf:"):
         name = spec.removeprefix("hf:")
-        return load_hf(name, given, dtype=dtype, device=device, seed=seed, tokens=tokens)
+        return load_hf(name, given, dtype=dtype, device=device, seed=seed, tokens=tokens, noise=noise)
     if ":" in spec:
         if tokens is not None:
             raise ModelOptionError("tokens", "is for hf: and built-in models; return 'batches' from your function")
         return load_function(spec, given, dtype=dtype, device=device, seed=seed)
     if spec in EXAMPLES:
-        return load_example(spec, given, dtype=dtype, device=device, seed=seed, tokens=tokens)
+        return load_example(spec, given, dtype=dtype, device=device, seed=seed, tokens=tokens, noise=noise)
     raise UnknownModelError(spec, EXAMPLES, nearest(spec, [*EXAMPLES, *(f"hf:{name}" for name in EXAMPLES)]))
 
 

@@ -26,6 +26,7 @@ from fxpar.runtime.switching import Switching
 from fxpar.strategy import Strategy
 from fxpar.switch import ParamLayout, SwitchPlan, layout_of, plan_switch
 from fxpar.switch.reduction import plan_reduction
+from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward
 from fxpar.transport import Holding, Reduction, Switch
 
@@ -73,8 +74,9 @@ class PlainCalls:
             self.strategy = before
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`module(*args, **kwargs)` under the strategy."""
-        ready = self._get_ready(module, args, kwargs)
+        """`module(*args, **kwargs)` under the strategy. Raises PackedCallError and the errors of capture and lower."""
+        with without_documents():
+            ready = self._get_ready(module, args, kwargs)
         self._fill(ready, self._version())
         self.calls += 1
         program = ready.runner.program

@@ -74,13 +74,12 @@ class Engine:
     steps: int = 0
     _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
-        """What `step` would run. Raises the errors of `fxpar.batching`."""
+    def plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
+        """What `step` would run (`packed`: instead of what the options say). Raises the errors of `fxpar.batching`."""
         lengths = check_sequences(sequences)
         options = self.options
-        return plan_batch(
-            lengths, self.groups, self.costs, self.switch_seconds, packed=options.packed, merge=options.merge
-        )
+        packed = options.packed if packed is None else packed
+        return plan_batch(lengths, self.groups, self.costs, self.switch_seconds, packed=packed, merge=options.merge)
 
     def switch_seconds(self, groups: tuple[int, ...]) -> float:
         """Predicted seconds of all switches and reductions of a mini-batch with these groups."""
@@ -134,7 +133,7 @@ class Engine:
             step=self.steps,
             loss=math.fsum(losses),
             sequences=len(sequences),
-            tokens=sum(_length(s) for s in sequences),
+            tokens=sum(sequence_length(s) for s in sequences),
             valid_tokens=valid,
             wall_s=time.perf_counter() - begun,
             plan_s=planned - begun,
@@ -184,7 +183,7 @@ class Engine:
             reduced_bytes = self.gradients.add(name, result["grads"])
         done = time.perf_counter()
         mine = group.sequences
-        lengths = [_length(sequences[i]) for i in mine]
+        lengths = [sequence_length(sequences[i]) for i in mine]
         report = GroupReport(
             limit=spec.limit,
             strategy=name,
@@ -218,8 +217,10 @@ class Engine:
         idle = group.slots - len(mine) if lockstep else 0
         if idle:
             # Any small batch will do: it counts nothing.
-            shortest = min(group.sequences, key=lambda i: _length(sequences[i]))
-            batch = self._local(bound, collate(sequences, MicroBatch((shortest,), _length(sequences[shortest])), keys))
+            shortest = min(group.sequences, key=lambda i: sequence_length(sequences[i]))
+            batch = self._local(
+                bound, collate(sequences, MicroBatch((shortest,), sequence_length(sequences[shortest])), keys)
+            )
             for _ in range(idle):
                 bound.run(batch, scale, idle=True)
 
@@ -254,5 +255,6 @@ class Engine:
         return nullcontext() if self.watcher is None else self.watcher.phase(f"step {self.steps + 1}, {text}")
 
 
-def _length(sequence: Sequence_) -> int:
+def sequence_length(sequence: Sequence_) -> int:
+    """Tokens of a sequence."""
     return len(sequence["input_ids"] if isinstance(sequence, Mapping) else sequence)

@@ -18,6 +18,7 @@ from fxpar.dist_config import DistConfig
 from fxpar.exec_graph import ExecGraph
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
+from fxpar.monitor import Monitor
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import Mode
 from fxpar.strategy import Strategy
@@ -78,7 +79,7 @@ class Options:
     nan: Literal["error", "skip"] = "error"
     compile: Backend = "eager"
     timeout_s: float | None = None
-    monitor: bool = True
+    monitor: bool | Monitor = True
     plain: str | None = None
     compiled: Compiled | None = None
     seed: int = 0

@@ -24,6 +24,7 @@ from fxpar.runtime.agree import check_same_programs
 from fxpar.runtime.bound import bind
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
+from fxpar.runtime.evaluate import evaluate
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.options import (
@@ -64,6 +65,7 @@ class Session:
     memory: MemoryReport
     options: Options
     calls: PlainCalls
+    loss: LossFunction
 
     @property
     def programs(self) -> Mapping[str, ExecGraph]:
@@ -84,6 +86,10 @@ class Session:
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
         return self.engine.watched(lambda: self.calls.call(module, args, kwargs))
+
+    def evaluate(self, module: nn.Module, sequences: Sequence[Any]) -> float:
+        """Mean loss of sequences without training on them."""
+        return self.engine.watched(lambda: evaluate(module, self.loss, sequences, self.engine, self.calls))
 
     def state(self) -> dict[str, Any]:
         return {"steps": self.engine.steps, "seed": self.options.seed}
@@ -155,7 +161,7 @@ def open_session(
         options.seed,
         epoch=lambda: engine.steps,
     )
-    return Session(compiled, store, engine, memory, options, calls)
+    return Session(compiled, store, engine, memory, options, calls, loss)
 
 
 def _transport(options: Options, world_group: Any, device: torch.device) -> TransportOptions:
@@ -181,6 +187,8 @@ def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequ
 
 def _watcher(options: Options, world: int) -> Monitor | None:
     """Beats until this process ends; an error that ends it is told to the other ranks."""
+    if isinstance(options.monitor, Monitor):
+        return options.monitor
     if world == 1 or not options.monitor:
         return None
     monitor = Monitor.of_world(timeout_s=options.timeout_s or 60.0).start()

@@ -27,4 +27,4 @@ def plan_switch(
     begun = time.process_time()
     problem = switch_problem(source, target, cluster, extra_holders)
     chosen, transfers = run_planner(problem, planner)
-    return SwitchPlan(planner, problem, transfers, time.process_time() - begun, chosen)
+    return SwitchPlan(planner, time.process_time() - begun, chosen, problem=problem, transfers=transfers)

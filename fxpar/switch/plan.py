@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from fxpar.switch.bound import lower_bounds
-from fxpar.switch.predict import Traffic, seconds, traffic
-from fxpar.switch.problem import SwitchProblem
+from fxpar.switch.predict import Planned
 
 Box = tuple[tuple[int, int], ...]
 
@@ -30,41 +29,15 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class SwitchPlan:
+class SwitchPlan(Planned):
     """`transfers` is a record array (see `transfers.TRANSFER`) in the order (step, tensor, slice, destination).
 
     What a rank both holds and needs is not among them: see `copies`.
     """
 
     planner: str  # as asked for
-    problem: SwitchProblem
-    transfers: np.ndarray
     plan_cpu_s: float = 0.0
     chosen: str = ""  # what `auto` took; else like `planner`
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """Bytes per rank and link, all steps together."""
-        return traffic(self.problem, self.transfers)
-
-    @cached_property
-    def predicted_s(self) -> float:
-        """Seconds on the cluster of the problem."""
-        return seconds(self.problem, self.transfers)
-
-    @property
-    def intra_node_bytes(self) -> int:
-        return self.traffic.inside
-
-    @property
-    def inter_node_bytes(self) -> int:
-        return self.traffic.between
-
-    @property
-    def max_send_bytes(self) -> int:
-        """The fullest outgoing link of a device: the larger of its maxima inside nodes and between nodes."""
-        load = self.traffic
-        return int(max(load.sent_inside.max(), load.sent_between.max()))
 
     @cached_property
     def lower_bounds(self) -> tuple[float, float]:

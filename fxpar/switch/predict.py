@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -64,3 +65,35 @@ def _step_seconds(problem: SwitchProblem, load: Traffic) -> float:
         crossing = load.by_node - np.diag(np.diag(load.by_node))
         worst = max(worst, max(crossing.sum(0).max(), crossing.sum(1).max()) / (cluster.node_gb_per_s * 1e9))
     return float(worst) + cluster.latency_us * 1e-6
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Planned:
+    """What is known of any list of transfers on a cluster; a plan has `problem` and `transfers`."""
+
+    problem: SwitchProblem
+    transfers: np.ndarray
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes per rank and link, all steps together."""
+        return traffic(self.problem, self.transfers)
+
+    @cached_property
+    def predicted_s(self) -> float:
+        """Seconds on the cluster of the problem."""
+        return seconds(self.problem, self.transfers)
+
+    @property
+    def intra_node_bytes(self) -> int:
+        return self.traffic.inside
+
+    @property
+    def inter_node_bytes(self) -> int:
+        return self.traffic.between
+
+    @property
+    def max_send_bytes(self) -> int:
+        """The fullest outgoing link of a device: the larger of its maxima inside nodes and between nodes."""
+        load = self.traffic
+        return int(max(load.sent_inside.max(), load.sent_between.max()))

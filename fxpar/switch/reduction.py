@@ -25,7 +25,7 @@ from fxpar.errors import ReductionError, SwitchPlanError, nearest
 from fxpar.switch.boxes import refine
 from fxpar.switch.layout import Block, ParamLayout, PlacedParam
 from fxpar.switch.planners.groups import local_groups, remote_groups
-from fxpar.switch.predict import Traffic, seconds, traffic
+from fxpar.switch.predict import Planned
 from fxpar.switch.problem import SwitchProblem, TensorClass
 from fxpar.switch.transfers import TRANSFER, joined, rows
 from fxpar.switch.waterfill import pick
@@ -63,37 +63,12 @@ class TermClass:
 
 
 @dataclass(frozen=True, eq=False)
-class ReductionPlan:
+class ReductionPlan(Planned):
     """`transfers` (see TERM_TRANSFER) are in the order (tensor, slice, destination, term); own terms are not in it."""
 
-    problem: SwitchProblem
     terms: tuple[TermClass, ...]
-    transfers: np.ndarray
     sources: ParamLayout  # partial axes left out
     target: ParamLayout
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """Bytes per rank and link."""
-        return traffic(self.problem, self.transfers)
-
-    @cached_property
-    def predicted_s(self) -> float:
-        """Seconds on the cluster of the problem."""
-        return seconds(self.problem, self.transfers)
-
-    @property
-    def intra_node_bytes(self) -> int:
-        return self.traffic.inside
-
-    @property
-    def inter_node_bytes(self) -> int:
-        return self.traffic.between
-
-    @property
-    def max_send_bytes(self) -> int:
-        """The fullest outgoing link of a device."""
-        return int(max(self.traffic.sent_inside.max(), self.traffic.sent_between.max()))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -151,7 +126,7 @@ def plan_reduction(
         alike.setdefault(key, []).append(number)
     terms = tuple(_term_class(members, placed, after, world) for (placed, after), members in alike.items())
     problem = SwitchProblem(cluster, name, target.name, world, tuple(placements), tuple(t.cls for t in terms))
-    return ReductionPlan(problem, terms, _transfers(problem, terms), layout, target)
+    return ReductionPlan(terms, layout, target, problem=problem, transfers=_transfers(problem, terms))
 
 
 def _known(fqn: str, sources: Placements) -> bool:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fxpar.errors import PackedCallError
 from fxpar.torch_api.symbolic import known_equal
 from fxpar.tracer.attention import scaled_dot_product_attention
 from fxpar.tracer.context import CaptureContext, MaskRule, current
@@ -81,6 +82,22 @@ def packed(document_ids: Tensor) -> Iterator[None]:
         else:
             with _PackedMode():
                 yield
+    finally:
+        _PACKED.reset(token)
+
+
+@contextmanager
+def without_documents() -> Iterator[None]:
+    """Inside the block no surrounding `packed` holds, for a forward that is captured on its own.
+
+    Raises PackedCallError if that block names several documents: the forward could not keep them apart.
+    """
+    ids = _PACKED.get()
+    if ids is not None and ids.numel() and bool((ids != ids.flatten()[0]).any()):
+        raise PackedCallError
+    token = _PACKED.set(None)
+    try:
+        yield
     finally:
         _PACKED.reset(token)
 

@@ -33,7 +33,8 @@ class DataConfig:
 
     `text` is the field (JSONL) or column (parquet, dataset) that holds the text; `unit` is what of `python-stdlib` is a
     document: a "file", or a "definition" (function or class). A corpus without `tokenizer` (a file)
-    gets a byte-pair tokenizer of `vocab` tokens. `validation` documents are held out.
+    gets a byte-pair tokenizer of `vocab` tokens. `validation` documents are held out; their
+    loss is measured each `validate_every` steps (0: never) and after the last one.
     """
 
     source: str
@@ -49,6 +50,7 @@ class DataConfig:
     batch_tokens: int | None = field(default=None, metadata=_POSITIVE)
     batch_sequences: int | None = field(default=None, metadata=_POSITIVE)
     validation: int = field(default=0, metadata={"least": 0})
+    validate_every: int = field(default=0, metadata={"least": 0})
     shuffle: bool = True
     cache: str | None = None
 

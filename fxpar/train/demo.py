@@ -14,6 +14,7 @@ vocab = 4096
 max_length = 2048
 overlong = "truncate"
 batch_tokens = 8192
+validation = 60
 
 [strategies]
 256 = "dp4"

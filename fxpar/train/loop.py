@@ -40,8 +40,9 @@ class Hooks:
     """What happens around a step.
 
     `sync(cpu_s)` is called before the first step and after each with this rank's CPU seconds; it returns whether to
-    stop, alike on all ranks, and the CPU seconds of all ranks. `phase` says what is about to happen (for the other
-    ranks' error messages); `validate(step)` may return a loss.
+    stop, alike on all ranks, and the CPU seconds of all ranks. `validate(step)` returns the loss of held-out sequences,
+    or None if it is not due. `phase` says what is about to happen (for the other
+    ranks' error messages).
     """
 
     done: Callable[[StepRecord], None]

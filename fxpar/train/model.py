@@ -58,7 +58,7 @@ def model_vocab(model: nn.Module) -> int | None:
 
 
 def _load(config: TrainConfig, options: dict[str, str], automatic: dict[str, str]) -> LoadedModel:
-    settings: dict[str, Any] = {"dtype": config.precision.parameters, "seed": config.run.seed}
+    settings: dict[str, Any] = {"dtype": config.precision.parameters, "seed": config.run.seed, "noise": False}
     try:
         return load(config.model.name, options={**automatic, **options}, **settings)
     except ModelOptionError:

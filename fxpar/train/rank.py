@@ -127,7 +127,7 @@ def _train(job: Job, place: Place) -> Outcome:
     prepared = _prepare(config, place)
     place.monitor.phase("build the model")
     with _noted_warnings(place):
-        session = open_session(config, prepared, place.device)
+        session = open_session(config, prepared, place.device, place.monitor)
     _introduce(session, prepared, place)
     if config.checkpoint.resume:
         place.monitor.phase("load the checkpoint")
@@ -202,6 +202,7 @@ def _run(
             sync=lambda cpu_s: agree(place.stop.asked, cpu_s, place.device),
             save=save,
             phase=place.monitor.phase,
+            validate=session.validate,
         )
         try:
             return run_steps(session.training, session.step, config.run.steps, every, hooks)
@@ -231,7 +232,7 @@ def _compare(job: Job, session: TrainSession, prepared: Prepared, place: Place, 
     place.monitor.phase(f"build the model for {job.compare}")
     session.release()
     with _noted_warnings(place):
-        other = open_session(config, prepared, place.device)
+        other = open_session(config, prepared, place.device, place.monitor)
     static: list[StepRecord] = []
     stopped = _run(other, place, static, [], files=False)
     if stopped or len(static) < 2:

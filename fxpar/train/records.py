@@ -67,7 +67,7 @@ class StepRecord:
     engine_s: float
     optimizer_s: float
     groups: tuple[GroupRecord, ...]
-    validation_loss: float | None = None
+    validation_loss: float | None = None  # where it was measured, after the step
 
     @property
     def tokens_per_s(self) -> float:
@@ -112,6 +112,7 @@ class Totals:
     groups: tuple[GroupTotal, ...]
     first_loss: float
     last_loss: float
+    validation_loss: float | None
     skipped: int
 
     @classmethod
@@ -134,6 +135,7 @@ class Totals:
             groups=tuple(_group_total(parts[key]) for key in sorted(parts)),
             first_loss=records[0].loss,
             last_loss=records[-1].loss,
+            validation_loss=records[-1].validation_loss,
             skipped=sum(r.skipped for r in records),
         )
 

@@ -15,11 +15,12 @@ from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fxpar.cluster import ClusterSpec
 from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
+from fxpar.monitor import Monitor
 from fxpar.train.config import TrainConfig, token_budget
 from fxpar.train.loop import Training
 from fxpar.train.model import build_model
 from fxpar.train.optimize import make_optimizer, make_schedule
-from fxpar.train.text import Prepared, make_loader, open_tokens
+from fxpar.train.text import Prepared, held_out_sequences, make_loader, open_tokens
 
 
 @dataclass
@@ -32,6 +33,7 @@ class TrainSession:
     loader: MiniBatchLoader
     parameters: int
     setup_s: float
+    held_out: list[torch.Tensor]
     step: int = 0
 
     def save(self, step: int) -> Path:
@@ -48,6 +50,12 @@ class TrainSession:
         }
         folder, keep = self.config.checkpoints, self.config.checkpoint.keep
         return save_checkpoint(folder, step, self.model, self.training.optimizer, extra, keep=keep)
+
+    def validate(self, step: int) -> float | None:
+        """Loss of the held-out documents if it is due after this step. All ranks call it."""
+        every = self.config.data.validate_every
+        due = step == self.config.run.steps or (every > 0 and step % every == 0)
+        return self.model.evaluate(self.held_out) if due and self.held_out else None
 
     def release(self) -> None:
         """Give up model, gradients and optimizer states: another session needs the memory."""
@@ -91,14 +99,16 @@ def scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str
     return {key: state[key] for key in ("last_epoch", "_step_count", "base_lrs") if key in state}
 
 
-def open_session(config: TrainConfig, prepared: Prepared, device: torch.device) -> TrainSession:
+def open_session(
+    config: TrainConfig, prepared: Prepared, device: torch.device, monitor: Monitor | None = None
+) -> TrainSession:
     """Build everything from its seeds. All ranks call it alike.
 
     Raises what the loaders of models and data and `fxpar.parallelize` raise.
     """
     begun = time.perf_counter()
     torch.manual_seed(config.run.seed)
-    tokens, _ = open_tokens(prepared, config.data.validation)
+    tokens, held_out = open_tokens(prepared, config.data.validation)
     loader = make_loader(tokens, config)
     loaded = build_model(config, prepared.vocab_size, prepared.tokenizer)
     count = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -118,12 +128,15 @@ def open_session(config: TrainConfig, prepared: Prepared, device: torch.device) 
         device_tflops=engine.device_tflops,
         nan=config.run.nan,
         timeout_s=config.run.timeout_s,
+        monitor=monitor if monitor is not None else False,
         seed=config.run.seed,
     )
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
     training = Training(model, loader, optimizer, scheduler, config.optimizer.clip, config.run.nan)
-    return TrainSession(config, training, model, loader, count, time.perf_counter() - begun)
+    return TrainSession(
+        config, training, model, loader, count, time.perf_counter() - begun, held_out_sequences(held_out, config)
+    )
 
 
 def static_config(config: TrainConfig, strategy: str) -> TrainConfig:

@@ -6,13 +6,14 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 class StopRequest:
-    """Whether this rank was asked to end; a second SIGINT ends it at once.
+    """Within its `with`: whether this rank was asked to end; a second SIGINT ends it at once.
 
     `file`: when it exists, that counts as being asked (local ranks are out of the terminal's reach: their launcher
     hears Ctrl-C). Signals are handled on the main thread only.
@@ -20,8 +21,16 @@ class StopRequest:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file, self._asked = file, False
+        self._before: Any = None
+
+    def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._hear)
+            self._before = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
 
     @property
     def asked(self) -> bool:

@@ -8,7 +8,7 @@ from fxpar.cli.console import plain_table
 from fxpar.train.records import GroupTotal, Totals
 from fxpar.train.view import megabytes
 
-_TITLES = ("up to", "strategy", "sequences", "tokens", "of all", "time", "of all", "switch", "moved", "reduce")
+_TITLES = ("up to", "strategy", "seqs", "tokens", "of all", "time", "of all", "switch", "moved", "reduce")
 
 
 def summary_lines(totals: Totals) -> Iterator[str]:
@@ -23,7 +23,8 @@ def summary_lines(totals: Totals) -> Iterator[str]:
         f"tokens   {totals.tokens:,} in {totals.sequences:,} sequences, {totals.valid_tokens:,} with a label; "
         f"{totals.tokens_per_s:,.0f} of them per second"
     )
-    yield f"loss     {totals.first_loss:.4f} -> {totals.last_loss:.4f}"
+    held_out = "" if totals.validation_loss is None else f"; on held-out documents {totals.validation_loss:.4f}"
+    yield f"loss     {totals.first_loss:.4f} -> {totals.last_loss:.4f}{held_out}"
 
 
 def _row(group: GroupTotal, totals: Totals) -> tuple[str, ...]:

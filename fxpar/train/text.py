@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fxpar import data
 from fxpar.data import LengthHistogram, MiniBatchLoader, Tokens
 from fxpar.data.sources import kind_of
@@ -83,3 +85,19 @@ def describe(loader: MiniBatchLoader) -> Iterator[str]:
     """What became of long documents, and how long the sequences are."""
     yield from loader.report.lines()
     yield from LengthHistogram.of(loader.lengths).lines()
+
+
+def held_out_sequences(tokens: Tokens, config: TrainConfig) -> list[torch.Tensor]:
+    """All sequences of the validation documents, cut as those of training are."""
+    if not config.data.validation:
+        return []
+    loader = MiniBatchLoader(
+        tokens,
+        max_length=config.max_length,
+        batch_sequences=1,
+        overlong=config.data.overlong,
+        seed=config.run.seed,
+        shuffle=False,
+        epochs=1,
+    )
+    return [sequence for batch in loader for sequence in batch]

@@ -122,8 +122,6 @@ def figures(record: StepRecord) -> Table:
     ]
     if record.grad_norm is not None:
         cells.append(f"gradient norm {record.grad_norm:.2f}")
-    if record.validation_loss is not None:
-        cells.append(f"validation {record.validation_loss:.4f}")
     table.add_row(*cells)
     return table
 

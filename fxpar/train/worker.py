@@ -26,7 +26,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     end_with_parent()
     job = Job.from_json(json.loads((folder / JOB).read_text()))
-    outcome = run_rank(job, StopRequest(folder / STOP))
+    with StopRequest(folder / STOP) as stop:
+        outcome = run_rank(job, stop)
     if os.environ["RANK"] == "0":
         (folder / OUTCOME).write_text(json.dumps(outcome.to_json()))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxpar
 from fxpar import losses
 from fxpar.models import load
+from fxpar.models.builtin import packed_lm_loss
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import Compiled, compile_strategies
 
@@ -24,14 +25,14 @@ STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}
 
 @functools.cache
 def _compiled(make: Callable[[], nn.Module], strategies: tuple) -> Compiled:
-    return compile_strategies(make(), dict(strategies), losses.causal_lm)
+    return compile_strategies(make(), dict(strategies), packed_lm_loss)
 
 
 def parallel(make: Callable[[], nn.Module], **options: Any) -> Any:
     """`parallelize(make(), ...)`; call `precompile` with the same arguments in the parent first to save time."""
     options = {"strategies": STRATEGIES, "merge": False, "monitor": False, **options}
     compiled = _compiled(make, tuple(options["strategies"].items()))
-    return fxpar.parallelize(make(), compiled=compiled, **options)
+    return fxpar.parallelize(make(), compiled=compiled, loss=packed_lm_loss, **options)
 
 
 def precompile(make: Callable[[], nn.Module] | None = None, strategies: dict[int, str] | None = None) -> None:

@@ -155,3 +155,10 @@ def test_the_manual_names_every_key():
         (part,) = re.findall(rf"^### \[{section}\]\n(.*?)(?=^##|\Z)", manual, re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"^\| `(\w+)`", part, re.MULTILINE))
         assert named == {field.name for field in fields(cls)}, section
+
+
+def test_the_examples_are_valid():
+    from pathlib import Path
+
+    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+    assert [read_config(path).name for path in examples] == ["long_tail", "static"]

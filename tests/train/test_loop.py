@@ -51,12 +51,6 @@ def test_stop(ask_after, done, saves):
     assert stopped == (done < 7)
 
 
-def test_validation_is_recorded():
-    records = []
-    run_steps(training(2), 0, 2, 0, Hooks(done=records.append, validate=lambda step: 1.5 if step == 2 else None))
-    assert [r.validation_loss for r in records] == [None, 1.5]
-
-
 def test_a_skipped_step_changes_nothing_but_the_schedule():
     one = training(4, bad_steps=(1,))
     before = one.model.logits.weight.clone()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -32,10 +31,9 @@ def test_one_plain_line_per_step():
     assert "\x1b" not in out.file.getvalue()
 
 
-def test_line_of_a_skipped_step_and_of_validation():
+def test_line_of_a_skipped_step():
     (record,) = steps(1, bad_steps=(1,))
     assert "loss nan skipped" in step_line(record, 1)
-    assert "validation 1.2500" in step_line(replace(record, validation_loss=1.25), 1)
 
 
 def test_live_view_shows_progress_and_groups():

@@ -1,0 +1,88 @@
+"""`fxpar memory`: what a strategy takes on a rank, from shapes only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
+from fxpar.cli.request import (
+    capture_model,
+    check_output,
+    collected_warnings,
+    load_model,
+    parse_strategies,
+    to_json,
+    write_output,
+)
+from fxpar.lowering import lower
+from fxpar.memory import Conditions, MemoryPrediction, predict_memory
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """The words of the command line; `tokens`: of a replica's micro-batch; `longest`: of its longest document."""
+
+    model: str
+    strategy: str
+    tokens: str | None = None
+    longest: int | None = None
+    micro_batches: int = 2
+    dtype: str = "float32"
+    json: str | None = None
+    options: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    world: int | None = None
+
+
+def run_memory(request: MemoryRequest) -> None:
+    """Do it. Raises FxparError."""
+    begun = time.process_time()
+    (strategy,) = parse_strategies((request.strategy,), request.overrides, request.world)
+    if request.json is not None:
+        check_output(request.json)
+    notes: list[str] = []
+    with stderr_console().status("") as status, collected_warnings(notes):
+        status.update(f"capturing {request.model}")
+        model = load_model(request.model, request.options, request.dtype, request.tokens, device="meta")
+        logical = capture_model(model)
+        status.update(f"lowering to {strategy}")
+        program = lower(logical, strategy, for_store=True)
+        found = predict_memory(
+            program, micro_batches=request.micro_batches, conditions=Conditions(longest=request.longest)
+        )
+    document = {"model": request.model, "world": strategy.world, **found.to_json()}
+    document["cpu_s"] = time.process_time() - begun
+    if request.json is not None:
+        write_output(request.json, to_json(document))
+    if request.json != "-":
+        _show(request.model, strategy.world, found, [*notes, *program.notes])
+
+
+def _show(model: str, world: int, found: MemoryPrediction, notes: list[str]) -> None:
+    console = stdout_console()
+    sizes = ", ".join(f"{name} = {size}" for name, size in found.sizes.items())
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    console.print(f"{model} under {found.strategy}, {ranks}{f', {sizes}' if sizes else ''}", markup=False)
+    console.print(plain_table(("", "per rank", ""), _rows(found), right=(1,)), markup=False)
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _rows(found: MemoryPrediction) -> list[tuple[str, str, str]]:
+    body = found.body
+    saved = f"{human_bytes(body.saved_bytes)} of it saved for the backward"
+    adds = found.micro_batches > 1
+    rows = [
+        ("master weights", found.master_bytes, "cut over all ranks"),
+        ("optimizer", found.optimizer_bytes, "AdamW, two fp32 moments"),
+        ("weights", found.weight_bytes, "as the graph computes with them"),
+        ("gradients", found.home_gradient_bytes, "as the optimizer sees them"),
+        ("accumulators", found.gradient_bytes, "added to by later micro-batches" if adds else "after the micro-batch"),
+        ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node}); {saved}"),
+        ("backward", body.backward_bytes + body.result_bytes, "at the peak, new gradients included"),
+        ("workspace", body.workspace_bytes, "of the kernel at the peak"),
+        ("staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"),
+        ("peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
+    ]
+    return [(name, human_bytes(size), why) for name, size, why in rows]

@@ -1,0 +1,144 @@
+"""Memory that a CPU kernel allocates for itself while it runs, beside its operands and results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
+from fxpar.graph import TensorMeta
+
+own, aten = torch.ops.fxpar, torch.ops.aten
+Shape = tuple[int, ...]
+Sizes = Callable[[Any], Shape]
+
+_LOGITS_BLOCK = 1 << 18  # elements per thread that `fxpar::cross_entropy` works on at once
+_DROPOUT_BLOCK = 1 << 17  # and `fxpar::dropout`
+_SCORES_BLOCK = 1 << 20  # scores of one block of attention with a mask, window or soft cap,
+_BLOCK_ROWS, _LEAST_ROWS = 64, 32  # of this many queries at most, and at least with all heads that share keys
+_FLASH_KEYS = 512  # keys per block of ATen's CPU flash attention
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which kernels run: threads of a rank, and tokens of the longest document if that is shorter than a row."""
+
+    threads: int = 1
+    longest: int | None = None
+
+
+def workspace_bytes(node: fx.Node, dims: Mapping[sympy.Symbol, int], conditions: Conditions) -> int:
+    """Bytes at most at one time; 0 for an op that is not known to need any."""
+    rule = _RULES.get(node.target)  # type: ignore[call-overload]
+    if rule is None:
+        return 0
+
+    def shape(value: Any) -> tuple[int, ...]:
+        meta = _meta(value)
+        return tuple(s if isinstance(s, int) else int(s.subs(dims)) for s in meta.shape)  # type: ignore[arg-type]
+
+    return int(rule(node, shape, conditions))
+
+
+def _meta(value: Any) -> TensorMeta:
+    meta = value.meta.get("local", value.meta.get("tensor"))
+    return meta[0] if isinstance(meta, tuple) else meta
+
+
+def _wide(dtype: torch.dtype) -> int:
+    """Bytes of an element in the dtype that own kernels compute in."""
+    return 8 if dtype == torch.float64 else 4
+
+
+def _cross_entropy(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The exponentials of one block of logits, and one integer per token."""
+    logits: Any = node.args[0]
+    rows, columns = shape(logits)
+    wide = _wide(_meta(logits).dtype)
+    block = min(rows, max(1, _LOGITS_BLOCK * given.threads // max(1, columns))) * columns
+    copies = 1 if _meta(logits).dtype.itemsize == wide else 2
+    return copies * block * wide + 8 * rows
+
+
+def _cross_entropy_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    logits: Any = node.args[2]
+    rows, columns = shape(logits)
+    wide = _wide(_meta(logits).dtype)
+    block = min(rows, max(1, _LOGITS_BLOCK * given.threads // max(1, columns))) * columns
+    return 8 * rows + (0 if _meta(logits).dtype.itemsize == wide else block * wide)
+
+
+def _dropout(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """Three int64 temporaries and a mask, of one block."""
+    return min(math.prod(shape(node)), _DROPOUT_BLOCK * given.threads) * 25
+
+
+def _attention(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    return _attention_bytes(node, shape, given, first=0)
+
+
+def _attention_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    return _attention_bytes(node, shape, given, first=1)
+
+
+def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int) -> int:
+    """`first`: where q stands among the operands: 1 in the backward, behind the gradient."""
+    args: Any = node.args
+    q, k, v = (shape(a) for a in args[first : first + 3])
+    dtype, wide = _meta(args[first]).dtype, _wide(_meta(args[first]).dtype)
+    ids, mask, _, window, _, softcap = args[-6:]
+    backward = first == 1
+    whole, pieces = q[2], 0
+    if ids is not None and given.longest is not None and given.longest < whole:
+        # One document at a time, the results in tensors of their own.
+        q, k, v = ((*x[:2], given.longest, x[3]) for x in (q, k, v))
+        pieces = math.prod(q) + (math.prod(k) + math.prod(v) if backward else 0)
+    if mask is not None or softcap or 0 < window < k[2]:
+        own_bytes = _block_elements(q, k, v, window, bool(softcap), backward) * wide
+    else:
+        own_bytes = _flash_elements(q, k, v, given.threads, backward) * wide
+        if dtype.itemsize != wide:
+            own_bytes += ((3 if backward else 1) * math.prod(q) + (2 if backward else 1) * _both(k, v)) * wide
+    return own_bytes + pieces * dtype.itemsize
+
+
+def _both(k: Shape, v: Shape) -> int:
+    return math.prod(k) + math.prod(v)
+
+
+def _flash_elements(q: Shape, k: Shape, v: Shape, threads: int, backward: bool) -> int:
+    """ATen's CPU flash: per thread a block of scores (two in the backward) and of results; two numbers per row."""
+    rows = min(q[2], 256 if q[2] >= 768 else 64 if q[2] >= 192 else 32)
+    columns = min(k[2], _FLASH_KEYS)
+    return threads * rows * (columns * (2 if backward else 1) + q[3] + 2) + 2 * math.prod(q[:3])
+
+
+def _block_elements(q: Shape, k: Shape, v: Shape, window: int, softcap: bool, backward: bool) -> int:
+    """`forward_blocks` and `backward_blocks`: copies of the operands for some of the heads, and one block of scores."""
+    group = q[1] // k[1]
+    rows = min(q[2], _BLOCK_ROWS)
+    columns = min(k[2], 2 * window + rows) if window else k[2]
+    rows = min(rows, max(_SCORES_BLOCK // (group * columns), -(-_LEAST_ROWS // group)))
+    at_once = min(q[0] * k[1], max(1, _SCORES_BLOCK // (group * rows * columns)))  # pairs of batch row and key head
+    share = at_once / (q[0] * k[1])
+    scores = at_once * group * rows * columns
+    heads, keys = round(math.prod(q) * share), round(_both(k, v) * share)
+    if not backward:
+        return heads + keys + scores + 3 * rows * columns
+    # First the product of two copies of results, then scores, their gradients, and the slope of a soft cap.
+    return 2 * heads + 2 * keys + max(2 * heads, (3 if softcap else 2) * scores + 3 * rows * columns)
+
+
+_RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
+    own.cross_entropy.default: _cross_entropy,
+    own.cross_entropy_backward.default: _cross_entropy_backward,
+    own.dropout.default: _dropout,
+    own.attention.default: _attention,
+    own.attention_backward.default: _attention_backward,
+}

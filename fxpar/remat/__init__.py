@@ -1,0 +1,7 @@
+"""Recomputation: which forward values the backward reads from memory, and which it computes again."""
+
+from fxpar.remat.choose import choose
+from fxpar.remat.forward import ForwardValues, forward_values
+from fxpar.remat.storages import Storages, saved_bytes, trace_storages
+
+__all__ = ["ForwardValues", "Storages", "choose", "forward_values", "saved_bytes", "trace_storages"]

@@ -1,0 +1,99 @@
+"""Which forward values are computed again in the backward, for each way to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+from torch import fx
+
+from fxpar.batching.work import attention_flops, product_flops, touched_bytes
+from fxpar.errors import RematBudgetError, RematGlobError
+from fxpar.graph import AnnotatedGraph, TensorMeta
+from fxpar.remat.cut import Cut, least_bytes, least_flops
+from fxpar.remat.forward import ForwardValues, forward_values, is_communication, is_view
+from fxpar.remat.storages import trace_storages
+from fxpar.strategy import Remat
+
+# What an accelerator could compute while it moves a byte (300 TFLOP/s against 2000 and 200 GB/s), so that work of all
+# kinds has one unit.
+_FLOPS_PER_BYTE = 150
+_FLOPS_PER_WIRE_BYTE = 1500
+
+
+def choose(graph: AnnotatedGraph, remat: Remat, dims: Mapping[sympy.Symbol, int]) -> frozenset[fx.Node]:
+    """Forward nodes to run again where the backward needs their values; all others are saved if they are needed.
+
+    `graph` stands between `lower_collectives` and `bucket_collectives`; bytes are those with the dynamic dims at
+    `dims`. What one block hands to the next is always saved, so no more than one block is recomputed at a time.
+
+    Raises RematGlobError, RematBudgetError.
+    """
+    values = forward_values(graph)
+    if remat.mode == "full":
+        return _inside(values, values.blocks(), remat)
+    if remat.mode == "modules":
+        region, unused = values.modules(remat.globs)
+        if unused:
+            raise RematGlobError(unused[0], values.module_names())
+        return _inside(values, region, remat)
+    return _cheapest(graph, values, remat, dims)
+
+
+def _inside(values: ForwardValues, region: dict[fx.Node, str], remat: Remat) -> frozenset[fx.Node]:
+    """Everything in a region but what leaves it."""
+    keep = remat.collectives == "keep"
+    return frozenset(
+        node
+        for node in region
+        if node not in values.fixed
+        and not values.leaves_region(node, region)
+        and not (keep and is_communication(node) and node not in values.gathered)
+    )
+
+
+def _cheapest(
+    graph: AnnotatedGraph, values: ForwardValues, remat: Remat, dims: Mapping[sympy.Symbol, int]
+) -> frozenset[fx.Node]:
+    storages = trace_storages(graph.graph, dims)
+    region = {node: "" for node in values.nodes} | values.blocks()
+    allowed = {n for n in values.nodes if n not in values.fixed and not values.leaves_region(n, region)}
+    if remat.collectives == "keep" or (remat.mode == "selective" and remat.collectives == "auto"):
+        allowed -= {n for n in allowed if is_communication(n)}
+    flops = {node: _flops(node, dims) for node in allowed}
+    returned = frozenset(s for node in graph.results for s in storages.of[node])
+    if remat.mode == "selective":
+        allowed = {n for n in allowed if not _is_product(n, dims)}
+        return least_bytes(Cut(values, storages, frozenset(allowed), flops, returned)).recomputed
+    cut = Cut(values, storages, frozenset(allowed), flops, returned)
+    least = least_bytes(cut)
+    if least.saved_bytes > remat.budget_bytes:
+        raise RematBudgetError(remat.budget_bytes, least.saved_bytes, {str(k): v for k, v in dims.items()})
+    return least_flops(cut, remat.budget_bytes, least).recomputed
+
+
+def _is_product(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> bool:
+    shape = _Shapes(dims)
+    return product_flops(node, shape) > 0 or attention_flops(node, shape) > 0
+
+
+def _flops(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> float:
+    """Work of one node in floating-point operations of equal time."""
+    if "comm" in node.meta:
+        sent: TensorMeta = node.meta["comm"][1]
+        return float(sent.numel(dims) * sent.dtype.itemsize * _FLOPS_PER_WIRE_BYTE)
+    if is_communication(node) or is_view(node):
+        return 1.0
+    shape = _Shapes(dims)
+    arithmetic = product_flops(node, shape) + attention_flops(node, shape)
+    return float(arithmetic or touched_bytes(node, shape) * _FLOPS_PER_BYTE) + 1.0
+
+
+class _Shapes:
+    """Sizes of a TensorMeta with the dynamic dims at `dims`."""
+
+    def __init__(self, dims: Mapping[sympy.Symbol, int]) -> None:
+        self.dims = dims
+
+    def __call__(self, meta: TensorMeta) -> tuple[int, ...]:
+        return tuple(s if isinstance(s, int) else int(s.subs(self.dims)) for s in meta.shape)  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""What can be recomputed: the forward of a lowered graph as seen by its backward."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.exec_graph import collective_kind
+from fxpar.graph import AnnotatedGraph
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")  # up to the first number
+
+
+@dataclass(frozen=True)
+class ForwardValues:
+    """Of a graph between `lower_collectives` and `bucket_collectives`.
+
+    `nodes`: tensor-valued calls of the forward's body, in order. `needed`: those that the backward reads. `fixed`:
+    those that must not run twice: in-place, random in another way each time, or a parameter that ZeRO-3 gathers once
+    for forward and backward. `gathered`: part of a gather for the forward -> its equal of a gather for the backward.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    needed: frozenset[fx.Node]
+    fixed: frozenset[fx.Node]
+    gathered: dict[fx.Node, fx.Node]
+
+    def blocks(self) -> dict[fx.Node, str]:
+        """The repeated block (`layers.3`) of each node in one."""
+        return {node: match[0] for node in self.nodes if (match := _BLOCK.match(node.meta.get("fqn", "")))}
+
+    def modules(self, globs: Collection[str]) -> tuple[dict[fx.Node, str], list[str]]:
+        """The outermost module that a glob matches, of each node inside one; and the globs that match no module."""
+        chosen: dict[str, str | None] = {}
+        unused = set(globs)
+        for node in self.nodes:
+            fqn = node.meta.get("fqn", "")
+            if fqn not in chosen:
+                chosen[fqn] = None
+                for module in prefixes(fqn):
+                    hits = {g for g in globs if fnmatch.fnmatchcase(module, g)}
+                    unused -= hits
+                    if hits and chosen[fqn] is None:
+                        chosen[fqn] = module
+        found = {n: m for n in self.nodes if (m := chosen[n.meta.get("fqn", "")]) is not None}
+        return found, [g for g in globs if g in unused]
+
+    def module_names(self) -> list[str]:
+        """FQNs of all modules that compute something."""
+        return sorted({p for node in self.nodes for p in prefixes(node.meta.get("fqn", ""))})
+
+    def leaves_region(self, node: fx.Node, region: dict[fx.Node, str]) -> bool:
+        """Whether the forward reads the node outside of its region, or the graph returns it."""
+        mine = region[node]
+        return any(
+            user.op == "output"
+            or (not user.meta.get("backward") and "sym" not in user.meta and region.get(user) != mine)
+            for user in node.users
+        )
+
+
+def prefixes(fqn: str) -> Iterator[str]:
+    """`a`, `a.b`, `a.b.c` for `a.b.c`; nothing for the root."""
+    parts = fqn.split(".") if fqn else []
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def forward_values(graph: AnnotatedGraph) -> ForwardValues:
+    """Look at a graph."""
+    body = [
+        n
+        for n in graph.graph.nodes
+        if n.op == "call_function" and n.meta.get("phase", "body") == "body" and "sym" not in n.meta
+    ]
+    forward = [n for n in body if not n.meta.get("backward")]
+    needed = {n for n in forward if any(u.meta.get("backward") for u in n.users)}
+    twins, held = _gathers(graph, body)
+    return ForwardValues(tuple(forward), frozenset(needed), frozenset(_fixed(body, forward)) | held, twins)
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is _WAIT
+
+
+def is_communication(node: fx.Node) -> bool:
+    """A collective, or the wait for one."""
+    return is_wait(node) or collective_kind(node) is not None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node computes nothing on the device (a reshape may copy, which is cheap enough)."""
+    return bool(getattr(node.target, "is_view", False)) or node.target in _FREE
+
+
+_FREE = {
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+}
+
+
+def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:
+    # What an in-place op has written to is another value from then on, so its operands are not read again either.
+    written = {o for n in body if _schema_is(n, mutable=True) for o in n.all_input_nodes}
+    for node in forward:
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        touched = node in written or any(o in written for o in node.all_input_nodes)
+        if random or touched or _schema_is(node, mutable=True):
+            yield node
+
+
+def _schema_is(node: fx.Node, *, mutable: bool) -> bool:
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable == mutable
+
+
+def _gathers(graph: AnnotatedGraph, body: list[fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
+    """Chains that start at parameters alone and contain a collective: forward node -> its equal in the backward, and
+    the forward nodes of chains that run once.
+    """
+    numbers: dict[Any, int] = {}
+    value: dict[fx.Node, int] = {}
+    for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+        if info.kind == "param":
+            value[node] = numbers.setdefault(node, len(numbers))
+    for node in graph.graph.nodes:  # casts of the prologue too
+        operands = node.all_input_nodes
+        if node.op == "call_function" and operands and all(o in value for o in operands):
+            key = (node.target, _hashable(fx.node.map_arg((node.args, node.kwargs), value.__getitem__)))
+            value[node] = numbers.setdefault(key, len(numbers))
+    gathers: dict[fx.Node, None] = {}
+    for node in body:
+        if node in value and (collective_kind(node) or any(o in gathers for o in node.all_input_nodes)):
+            gathers[node] = None
+    backward = {value[n]: n for n in gathers if n.meta.get("backward")}
+    twins: dict[fx.Node, fx.Node] = {}
+    once: set[fx.Node] = set()
+    for node in gathers:
+        if node.meta.get("backward"):
+            continue
+        if value[node] in backward:
+            twins[node] = backward[value[node]]
+        elif collective_kind(node) or any(o in once for o in node.all_input_nodes):
+            once.add(node)  # not so a view of what has a twin: it is made anew of the twin
+    return twins, once
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v)) for k, v in value.items())
+    return value

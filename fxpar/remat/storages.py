@@ -1,0 +1,121 @@
+"""Which memory the values of a graph live in: the graph is run on the meta device, where tensors have sizes, strides
+and storages but no data. Views share a storage as they do on a real device, and a reshape copies where it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from fxpar.graph import TensorMeta
+
+c10d = torch.ops._c10d_functional
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Storages:
+    """`of[node]`: numbers of the storages of the node's tensors (none for an integer). `nbytes[i]`: size of storage i.
+
+    `borrowed` are storages of placeholders: the caller keeps them.
+    """
+
+    of: Mapping[fx.Node, tuple[int, ...]]
+    nbytes: tuple[int, ...]
+    borrowed: frozenset[int]
+
+
+def trace_storages(
+    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], coordinates: Mapping[str, int] | None = None
+) -> Storages:
+    """Run a lowered graph on the meta device, with the dynamic dims of the whole micro-batch at `dims`.
+
+    `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
+    divide.
+    """
+    places = coordinates or {}
+    values: dict[fx.Node, Any] = {}
+    numbers: dict[int, int] = {}
+    kept: list[Any] = []  # a storage that is freed could give its id to the next one
+    of: dict[fx.Node, tuple[int, ...]] = {}
+    borrowed: set[int] = set()
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            values[node] = _place(node, dims) if node.op == "placeholder" else _call(node, values, places)
+            found = []
+            for tensor in _tensors(values[node]):
+                storage = tensor.untyped_storage()
+                if id(storage) not in numbers:
+                    numbers[id(storage)] = len(kept)
+                    kept.append(storage)
+                found.append(numbers[id(storage)])
+            of[node] = tuple(dict.fromkeys(found))
+            if node.op == "placeholder":
+                borrowed.update(found)
+    return Storages(of, tuple(storage.nbytes() for storage in kept), frozenset(borrowed))
+
+
+def saved_bytes(graph: fx.Graph, storages: Storages) -> int:
+    """Bytes of forward values that the backward reads: what lives from the forward to the backward."""
+    (output,) = graph.find_nodes(op="output")
+    returned = {s for node in output.all_input_nodes for s in storages.of[node]}
+    saved: set[int] = set()
+    for node in graph.nodes:
+        if node.meta.get("backward") and node.op == "call_function":
+            for operand in node.all_input_nodes:
+                if not operand.meta.get("backward"):
+                    saved.update(storages.of[operand])
+    return sum(storages.nbytes[s] for s in saved - storages.borrowed - returned)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    return (v for v in value if isinstance(v, Tensor)) if isinstance(value, tuple | list) else ()
+
+
+def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
+    meta: TensorMeta | None = node.meta.get("local", node.meta.get("tensor"))
+    if meta is None:
+        return int(node.meta["sym"].subs(dims))
+    shape = [size if isinstance(size, int) else int(size.subs(dims)) for size in meta.shape]  # type: ignore[arg-type]
+    return torch.empty(shape, dtype=meta.dtype, device=_META)
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any], places: Mapping[str, int]) -> Any:
+    args = fx.node.map_arg(node.args, values.__getitem__)
+    kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
+    if node.target in _COLLECTIVES:
+        return _COLLECTIVES[node.target](*args)
+    args = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in args)  # type: ignore[union-attr]
+    target: Any = node.target
+    if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
+        args = (*args[:3], [args[0].shape[1]], *args[4:])
+    schema = getattr(target, "_schema", None)
+    if schema is not None and any(a.name == "device" for a in schema.arguments):
+        makes = not any(True for arg in args for _ in _tensors(arg))
+        if makes or kwargs.get("device") is not None:
+            kwargs["device"] = _META
+    return target(*args, **kwargs)
+
+
+def _rows(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+# Shapes alone: on the meta device torch would look up the process group, and a program knows tokens only.
+_COLLECTIVES: dict[Any, Callable[..., Tensor]] = {
+    c10d.all_reduce.default: lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    c10d.all_reduce_.default: lambda x, *_: x,
+    c10d.all_gather_into_tensor.default: lambda x, degree, _: _rows(x, x.shape[0] * degree),
+    c10d.reduce_scatter_tensor.default: lambda x, _op, degree, _: _rows(x, x.shape[0] // degree),
+    c10d.all_to_all_single.default: lambda x, got, _sent, _: _rows(x, sum(got)),
+    c10d.wait_tensor.default: lambda x: x,
+}

@@ -1,0 +1,151 @@
+"""`simulate(schedule, costs)`: run a schedule on paper. What it accepts does not deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fxpar.errors import ScheduleDeadlockError, ScheduleMemoryError
+from fxpar.schedule.actions import Action, Schedule
+from fxpar.schedule.transfers import Transfer, needed_by
+
+Cost = float | Callable[[Action], float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """ms of the parts, each one number or a function of the action (so that stages and micro-batches may differ).
+
+    `input_ms` and `weight_ms` are the halves of the backward; by default half of `backward_ms` each. `transfer_ms` is
+    from the end of the sender's action until the receiver has the value; it keeps no rank busy.
+    """
+
+    forward_ms: Cost = 1.0
+    backward_ms: Cost = 2.0
+    input_ms: Cost | None = None
+    weight_ms: Cost | None = None
+    transfer_ms: float | Callable[[Transfer], float] = 0.0
+
+    def of(self, action: Action) -> float:
+        """ms of one action."""
+        half = {"I": self.input_ms, "W": self.weight_ms}.get(action.part)
+        if action.part in ("I", "W") and half is None:
+            return _value(self.backward_ms, action) / 2
+        return _value({"F": self.forward_ms, "B": self.backward_ms}.get(action.part, half), action)
+
+    def of_transfer(self, transfer: Transfer) -> float:
+        """ms of one transfer between ranks."""
+        return self.transfer_ms(transfer) if callable(self.transfer_ms) else self.transfer_ms
+
+
+def _value(cost: Cost | None, action: Action) -> float:
+    assert cost is not None
+    return cost(action) if callable(cost) else cost
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an action runs."""
+
+    action: Action
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated run. A saved micro-batch is one whose forward has run on a stage and whose backward (both halves of
+    it) has not ended; `peak_saved` is the most per stage, `peak_saved_on_rank` over all stages of a rank.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]  # by rank
+    makespan_ms: float
+    peak_saved: tuple[int, ...]
+    peak_saved_on_rank: tuple[int, ...]
+    busy_ms: tuple[float, ...] = field(default=())
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all ranks' time."""
+        whole = self.makespan_ms * len(self.spans)
+        return (whole - sum(self.busy_ms)) / whole if whole else 0.0
+
+
+def simulate(plan: Schedule, costs: Costs | None = None, *, limit: int | Sequence[int] | None = None) -> Timeline:
+    """Run every rank's actions in order, each as soon as what it needs is there.
+
+    `limit` is the most saved micro-batches on a rank (one number, or one per rank).
+
+    Raises ScheduleInvalidError unless each micro-batch runs once per stage, ScheduleDeadlockError if ranks wait for
+    each other, ScheduleMemoryError if the limit is passed.
+    """
+    costs = costs or Costs()
+    plan.check()
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in plan.actions]
+    position = [0] * plan.ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(plan.actions):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                ready = _ready(plan, action, ends, costs)
+                if ready is None:
+                    break
+                start = max(ready, spans[rank][-1].end_ms if spans[rank] else 0.0)
+                spans[rank].append(Span(action, start, start + costs.of(action)))
+                ends[action] = spans[rank][-1].end_ms
+                position[rank] += 1
+                progress = True
+    if any(p < len(a) for p, a in zip(position, plan.actions, strict=True)):
+        raise ScheduleDeadlockError(str(plan), _blocked(plan, position, ends))
+    return _timeline(plan, spans, limit)
+
+
+def _ready(plan: Schedule, action: Action, ends: Mapping[Action, float], costs: Costs) -> float | None:
+    """When what the action needs is there; None if that has not run yet."""
+    needs = plan.needs(action)
+    if any(need not in ends for need in needs):
+        return None
+    incoming = needed_by(plan, action)
+    times = [
+        ends[need] + (costs.of_transfer(incoming) if incoming is not None and need.stage != action.stage else 0.0)
+        for need in needs
+    ]
+    return max(times, default=0.0)
+
+
+def _blocked(plan: Schedule, position: Sequence[int], ends: Mapping[Action, float]) -> str:
+    waits = []
+    for rank, actions in enumerate(plan.actions):
+        if position[rank] < len(actions):
+            action = actions[position[rank]]
+            missing = next(need for need in plan.needs(action) if need not in ends)
+            waits.append(f"rank {rank} waits at {action} for {missing}")
+    return "deadlock: " + "; ".join(waits)
+
+
+def _timeline(plan: Schedule, spans: list[list[Span]], limit: int | Sequence[int] | None) -> Timeline:
+    peak_saved = [0] * plan.stages
+    on_rank = []
+    for rank, done in enumerate(spans):
+        saved, most = [0] * plan.stages, 0
+        for span in done:
+            stage = span.action.stage
+            saved[stage] += {"F": 1, "B": -1, "W": -1}.get(span.action.part, 0)
+            peak_saved[stage] = max(peak_saved[stage], saved[stage])
+            most = max(most, sum(saved))
+        on_rank.append(most)
+        allowed = limit if limit is None or isinstance(limit, int) else limit[rank]
+        if allowed is not None and most > allowed:
+            raise ScheduleMemoryError(str(plan), rank, most, allowed)
+    return Timeline(
+        plan,
+        tuple(map(tuple, spans)),
+        max((span.end_ms for done in spans for span in done), default=0.0),
+        tuple(peak_saved),
+        tuple(on_rank),
+        tuple(sum(span.end_ms - span.start_ms for span in done) for done in spans),
+    )

@@ -1,0 +1,111 @@
+"""Where a graph may be cut: its repeated layers, what each costs, and the cuts that balance stages."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
+
+from fxpar.errors import StageCountError
+from fxpar.stages.nodes import Nodes, flops
+
+# A list of modules counts as layers if it does at least this share of the forward's work.
+_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A repeated module. It is cut off from what runs before its first op, number `start` of the forward; `flops` are
+    those of its forward up to the next layer (the first layer's with what comes before it).
+    """
+
+    fqn: str
+    start: int
+    flops: int
+
+
+def find_layers(nodes: Nodes) -> list[Layer]:
+    """The repeated modules (`layers.0`, `layers.1`, ...; of nested ones the outermost) in the order in which they run.
+
+    A module that runs again after a later one, or whose parameters do, cannot begin a stage: it counts to the layer
+    before.
+    """
+    bound = nodes.bound
+    starts: dict[str, int] = {}
+    work: dict[str, int] = defaultdict(int)
+    costs = [flops(node, nodes.dims) for node in bound]
+    for i, node in enumerate(bound):
+        fqn = _outermost_block(node.meta.get("fqn", ""))
+        if fqn and not node.meta.get("backward"):
+            starts.setdefault(fqn, i)
+            work[_parent(fqn)] += costs[i]
+    enough = _SHARE * sum(work.values())
+    counted = [(i, fqn) for fqn, i in starts.items() if work[_parent(fqn)] >= enough]
+    usable = [(i, fqn) for i, fqn in sorted(counted) if not rerun(nodes, [(i, fqn)])]
+    begins = [0, *(i for i, _ in usable[1:])][: len(usable)]
+    ends = [*begins[1:], len(bound)]
+    return [
+        Layer(fqn, i, sum(costs[begin:end]))
+        for (i, fqn), begin, end in zip(usable, begins, ends[: len(usable)], strict=True)
+    ]
+
+
+def _outermost_block(fqn: str) -> str:
+    """`model.layers.3` for `model.layers.3.experts.1.up`; nothing outside of numbered modules."""
+    parts = fqn.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
+
+
+def rerun(nodes: Nodes, cuts: list[tuple[int, str]]) -> dict[str, list[int]]:
+    """Modules with parameters that run on values of a later stage than their first one, with their stages; `cuts` are
+    (first op, FQN).
+
+    Modules around a cut are in several stages by nature, a parameter that two modules share is none of theirs, and a
+    second look-up of tokens in a table needs no values: the table is then on several stages, like one that is tied.
+    """
+    around = {fqn[:end] for _, fqn in cuts for end in _dots(fqn)}
+    stages: dict[str, set[int]] = defaultdict(set)
+    on_values: dict[str, int] = defaultdict(int)
+    for i, fqn, reads_values in nodes.reads_params:
+        if fqn not in around:
+            stage = sum(start <= i for start, _ in cuts)
+            stages[fqn].add(stage)
+            on_values[fqn] = max(on_values[fqn], stage if reads_values else 0)
+    return {fqn: sorted(found) for fqn, found in stages.items() if on_values[fqn] > min(found)}
+
+
+def _dots(fqn: str) -> list[int]:
+    return [0, *(i for i, c in enumerate(fqn) if c == ".")]
+
+
+def balanced_cuts(layers: list[Layer], stages: int, model: str) -> list[str]:
+    """The layers with which stages 1, 2, ... begin, such that the dearest stage is as cheap as can be; of several such
+    cuts the one of least spread, and then the one whose first stages are larger. Raises StageCountError.
+    """
+    if stages > len(layers):
+        raise StageCountError(
+            model, f"{stages} stages need {stages} layers, there are {len(layers)}", "Use fewer stages (a smaller pp)"
+        )
+    total = [0]
+    for layer in layers:
+        total.append(total[-1] + layer.flops)
+
+    @functools.cache
+    def best(begin: int, left: int) -> tuple[int, int, tuple[int, ...]]:
+        """(dearest stage, sum of squares, negated ends) of layers[begin:] in `left` stages."""
+        if left == 1:
+            cost = total[-1] - total[begin]
+            return cost, cost * cost, ()
+        found = []
+        for end in range(begin + 1, len(layers) - left + 2):
+            cost = total[end] - total[begin]
+            dearest, spread, ends = best(end, left - 1)
+            found.append((max(cost, dearest), spread + cost * cost, (-end, *ends)))
+        return min(found)
+
+    return [layers[-end].fqn for end in best(0, stages)[2]]

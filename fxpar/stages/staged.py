@@ -1,0 +1,91 @@
+"""`StagedGraph`: the stages of a model and what goes from one to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxpar.graph import CallStructure, ForwardGraph, LogicalGraph, Output, TensorMeta
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage sends to its neighbour, by its name in the graph that was cut (whole, one replica's)."""
+
+    name: str
+    meta: TensorMeta
+
+    def __str__(self) -> str:
+        return f"%{self.name} {self.meta}"
+
+
+@dataclass
+class StageGraph(LogicalGraph):
+    """Forward and backward of one stage as one graph.
+
+    In the words of `LogicalGraph`, an activation that it receives is a batch input, one that it sends is a value, a
+    gradient that it receives is a tangent, one that it sends is an input_grad; each by the name of its `Crossing`. The
+    same value may be received and sent: it is passed along. Only what the stage needs is among its inputs; a size that
+    no batch tensor of the stage has is read from an activation. The loss is on the last stage.
+    """
+
+    index: int = field(kw_only=True)
+    received: tuple[Crossing, ...] = field(kw_only=True)
+    sent: tuple[Crossing, ...] = field(kw_only=True)
+    gradients_received: tuple[Crossing, ...] = field(kw_only=True)
+    gradients_sent: tuple[Crossing, ...] = field(kw_only=True)
+
+    def as_forward(self) -> ForwardGraph:
+        """The same graph as one whose loss is outside (`fxpar.lowering.lower_forward`); the loss becomes a value."""
+        outputs = tuple(Output("value", o.fqn) if o.kind == "loss" else o for o in self.outputs)
+        nothing = CallStructure(None, (), (), None, ())
+        return ForwardGraph(self.gm, self.inputs, outputs, self.dims, self.name, self.constants, structure=nothing)
+
+
+@dataclass(frozen=True)
+class SharedParam:
+    """A parameter on several stages, such as a tied embedding.
+
+    Its gradient is the sum of one term each of the stages `terms`. Added up in this order it has the bits of the graph
+    that was cut, unless a stage other than the first of `terms` reads the parameter more than once.
+    """
+
+    fqn: str
+    stages: tuple[int, ...]
+    terms: tuple[int, ...]
+
+
+@dataclass
+class StagedGraph:
+    """The stages in order; stage i + 1 begins with module `cuts[i]`. `flops` are what each stage's forward costs."""
+
+    stages: tuple[StageGraph, ...]
+    cuts: tuple[str, ...]
+    shared: tuple[SharedParam, ...]
+    flops: tuple[int, ...]
+    name: str = "model"
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def params(self, stage: int) -> tuple[str, ...]:
+        """FQNs of the parameters of a stage."""
+        return tuple(info.fqn for info in self.stages[stage].params())
+
+    def activations(self, boundary: int) -> tuple[Crossing, ...]:
+        """What goes from stage `boundary` to stage `boundary + 1`."""
+        return self.stages[boundary].sent
+
+    def gradients(self, boundary: int) -> tuple[Crossing, ...]:
+        """What goes from stage `boundary + 1` to stage `boundary`."""
+        return self.stages[boundary].gradients_received
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} in {len(self.stages)} stages"]
+        total = sum(self.flops) or 1
+        for stage, flops in zip(self.stages, self.flops, strict=True):
+            start = f" from {self.cuts[stage.index - 1]}" if stage.index else ""
+            params = len(self.params(stage.index))
+            lines.append(f"  stage {stage.index}{start}: {params} parameters, {flops / total:.0%} of the FLOPs")
+            if stage.sent:
+                lines.append(f"    -> {', '.join(map(str, stage.sent))}")
+                lines.append(f"    <- {', '.join(map(str, stage.gradients_received)) or 'nothing'}")
+        lines += [f"  {p.fqn} is on stages {', '.join(map(str, p.stages))}" for p in self.shared]
+        return "\n".join(lines)

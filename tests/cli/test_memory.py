@@ -1,0 +1,64 @@
+"""`fxpar memory`: a table, JSON, and clear mistakes."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cli.helpers import fxpar
+
+
+def test_table():
+    status, out, err = fxpar("memory", "llama", "-s", "dp2.tp2+sp+remat", "--tokens", "512", "--world", "4")
+    assert status == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "llama under dp2.tp2+sp+remat, 4 ranks, T = 512"
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        "master weights",
+        "optimizer",
+        "weights",
+        "gradients",
+        "accumulators",
+        "activations",
+        "backward",
+        "workspace",
+        "staging",
+        "peak",
+    ]
+
+
+def test_json(tmp_path):
+    plain, full = tmp_path / "plain.json", tmp_path / "full.json"
+    for path, strategy in ((plain, "tp2"), (full, "tp2+remat")):
+        status, _, err = fxpar("memory", "llama", "-s", strategy, "--tokens", "512", "--json", path)
+        assert status == 0, err
+    none, remat = json.loads(plain.read_text()), json.loads(full.read_text())
+    assert (none["model"], none["world"], none["sizes"]) == ("llama", 2, {"T": 512})
+    assert remat["body"]["saved_bytes"] < 0.3 * none["body"]["saved_bytes"]
+    assert remat["peak_bytes"] < none["peak_bytes"]
+    status, out, _ = fxpar("memory", "mlp", "-s", "dp1", "--json", "-")
+    assert status == 0
+    assert json.loads(out)["strategy"] == "dp1"
+
+
+def test_budget_is_meant_at_the_tokens():
+    status, out, err = fxpar("memory", "llama", "-s", "dp1+remat(1MB)", "--tokens", "512")
+    assert status == 0, err
+    assert "note: remat(1MB): " in out
+    assert "MB per rank are saved for the backward at T = 512" in out
+    status, _, err = fxpar("memory", "llama", "-s", "dp1+remat(1MB)", "--tokens", "8192")
+    assert status == 1
+    assert "the backward needs at least" in err
+    assert "T = 8192" in err
+
+
+def test_mistakes():
+    for words, message in [
+        (("-s", "tp2+remt"), "unknown flag 'remt'; did you mean 'remat'?"),
+        (("-s", "tp2+remat(*.fnn)"), "did you mean '*.ffn'?"),
+        (("-s", "tp2", "--world", "4"), "needs 2 ranks"),
+        (("-s", "tp2", "--tokens", "many"), "many"),
+        (("-s", "tp2", "--json", "/nowhere/x.json"), "/nowhere"),
+    ]:
+        status, _, err = fxpar("memory", "llama", *words)
+        assert status == 1, words
+        assert message in err

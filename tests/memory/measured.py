@@ -1,0 +1,81 @@
+"""The true peak of a program's body: every allocation of the process, those inside of kernels too."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fxpar.checking import local_batch
+from fxpar.exec_graph import ExecGraph
+from fxpar.models import load
+from fxpar.runtime import ProcessGroups, bind
+from fxpar.runtime.padding import pad
+from fxpar.tracer import capture
+from tests.captured import Captured
+
+
+@functools.cache
+def model(spec: str, tokens: int, dtype: str = "float32", **options: str) -> Captured:
+    """One of the loader's models, captured with a batch of `tokens`."""
+    loaded = load(spec, dtype=dtype, options=options, tokens=(tokens,))
+    graph = capture(loaded.model, loaded.loss_fn, loaded.example_batch, name=spec)
+    return Captured(graph, loaded.params(), loaded.buffers(), loaded.batches)
+
+
+def body_bytes(captured: Captured, program: ExecGraph, micro_batches: int = 1) -> int:
+    """Bytes above the level before the last micro-batch at its peak, on the first rank. The other ranks are not there:
+    collectives allocate their results and leave them as they are, as they do where a network card moves the data.
+    """
+    strategy = program.strategy
+    params = {
+        info.fqn: stored.dist.take(captured.params[info.fqn], 0)
+        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+        if info.kind == "param"
+    }
+    batch = local_batch(program, pad(program, captured.batches[0]), 0)
+    dist.init_process_group("fake", rank=0, world_size=strategy.world)
+    try:
+        bound = bind(program, 0, ProcessGroups().names(strategy.mesh, program.axes()))
+        _run(bound, params, captured, batch, micro_batches)  # kernels allocate scratch that they keep, the first time
+        return _run(bound, params, captured, batch, micro_batches)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(
+    bound, params: Mapping[str, Tensor], captured: Captured, batch: Mapping[str, Tensor], micro_batches: int
+) -> int:
+    bound.prepare(params, captured.buffers)
+    for _ in range(micro_batches - 1):
+        bound.run(batch, 1.0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        bound.run(batch, 1.0)
+    return peak_bytes(profiler)
+
+
+def peak_bytes(profiler: profile) -> int:
+    """From the recorded allocations, of which the public trace has the running total."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    start = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
+    return max(e["args"]["Total Allocated"] for e in memory) - start
+
+
+def allocated_bytes(count: int) -> int:
+    """What the measurement says of one tensor of `count` bytes and a second one after it is gone."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        first = torch.empty(count, dtype=torch.uint8)
+        del first
+        torch.empty(count // 2, dtype=torch.uint8)
+    return peak_bytes(profiler)
