@@ -107,17 +107,21 @@ _FREE = {
 
 def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:
     # What an in-place op has written to is another value from then on, so its operands are not read again either.
-    written = {o for n in body if _schema_is(n, mutable=True) for o in n.all_input_nodes}
+    written = {operand for node in body for operand in _written(node)}
     for node in forward:
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         touched = node in written or any(o in written for o in node.all_input_nodes)
-        if random or touched or _schema_is(node, mutable=True):
+        if random or touched or any(True for _ in _written(node)):
             yield node
 
 
-def _schema_is(node: fx.Node, *, mutable: bool) -> bool:
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """Operands that the node writes into."""
     schema: Any = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable == mutable
+    if schema is not None and schema.is_mutable:
+        for place, value in zip(schema.arguments, node.args, strict=False):
+            if place.alias_info is not None and place.alias_info.is_write:
+                yield from (value,) if isinstance(value, fx.Node) else value
 
 
 def _gathers(graph: AnnotatedGraph, body: list[fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:

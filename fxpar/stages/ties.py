@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -15,27 +17,19 @@ def terms(gradient: fx.Node) -> list[fx.Node]:
     gives the same bits.
     """
     found: list[fx.Node] = []
-    node = gradient
-    while (
-        len(gradient.users) == 1
-        and node.target is _ADD
-        and not node.kwargs
-        and all(isinstance(a, fx.Node) for a in node.args)
-    ):
+    node: Any = gradient
+    while len(node.users) == 1 and node.target is _ADD and not node.kwargs:
         left, right = node.args
-        if not _same(node, left) or not _same(node, right):  # type: ignore[arg-type]
+        if not (_same(node, left) and _same(node, right)):
             break
-        first = left if _earlier(left, right) else right  # type: ignore[arg-type]
-        found.append(right if first is left else left)  # type: ignore[arg-type]
-        if len(first.users) != 1:  # type: ignore[union-attr]
-            node = first  # type: ignore[assignment]
-            break
-        node = first  # type: ignore[assignment]
+        first, second = (left, right) if _earlier(left, right) else (right, left)
+        found.append(second)
+        node = first
     return [node, *reversed(found)]
 
 
-def _same(node: fx.Node, term: fx.Node) -> bool:
-    return term.meta.get("tensor") == node.meta["tensor"]
+def _same(node: fx.Node, term: Any) -> bool:
+    return isinstance(term, fx.Node) and term.meta.get("tensor") == node.meta["tensor"]
 
 
 def _earlier(left: fx.Node, right: fx.Node) -> bool:

@@ -16,6 +16,9 @@ from fxpar.errors import (
     OrderError,
     ParallelizeError,
     RankError,
+    SequenceTooLongError,
+    StrategyWorldsError,
+    TokenBudgetError,
 )
 from fxpar.runtime.forked import run_forked
 from tests.runtime.hot import (
@@ -106,23 +109,24 @@ def test_few_sequences_and_empty_groups(lengths):
 
 
 def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
-    batches = [sequences(5)]
-    free = hot(batches)["memory"]
-    budget = free.total_bytes - free.resident_bytes // 8
-    strategies = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
-    # The three layouts differ so that not everything lies inside the first one's pieces.
-    tight = hot(batches, strategies={16: "dp2.tp2", 512: "tp4"}, memory_budget_bytes=None)["memory"]
-    small = hot(batches, strategies={16: "dp2.tp2", 512: "tp4"}, memory_budget_bytes=tight.total_bytes - 1)
-    assert small["memory"].total_bytes < tight.total_bytes
-    assert small["memory"].arena_bytes > 0
-    assert budget > 0
+    # On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
+    strategies = {16: "dp2.tp2", 512: "tp4"}
+    precompile(strategies=strategies)
 
     def work(rank):
+        free = parallel(make_llama, strategies=strategies).memory
+        model = parallel(make_llama, strategies=strategies, memory_budget_bytes=free.total_bytes - 1)
+        report = model.train_step(sequences(5))
         with pytest.raises(MemoryBudgetError, match="home weights") as caught:
             parallel(make_llama, strategies=strategies, memory_budget_bytes=100_000)
-        return str(caught.value)
+        return free, model.memory, report.loss, str(caught.value)
 
-    assert "dp4 alone" in run_forked(4, work)[0]
+    want = one_device(make_llama(), [sequences(5)])["losses"]
+    for free, tight, loss, message in run_forked(4, work):
+        assert tight.total_bytes < free.total_bytes
+        assert tight.arena_bytes > 0 == free.arena_bytes
+        assert loss_error([loss], want) <= 1e-12
+        assert "tp4 alone" in message
 
 
 def test_gradients_add_up_until_they_are_dropped():
@@ -225,20 +229,23 @@ def test_ranks_with_different_batches_are_named():
     assert all(run_forked(4, work))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
+def test_bad_options():
+    precompile()
+    cases = [
         ({"order": ["dp4", "tp4"]}, OrderError, "'tp4' is none"),
         ({"order": ["dp4"]}, OrderError, "each strategy"),
         ({"resident": ["dp3"]}, OrderError, "dp3"),
-    ],
-)
-def test_bad_options(options, error, text):
+        ({"strategies": {16: "dp4", 64: "dp2"}}, StrategyWorldsError, "dp2"),
+        ({"token_budget": 100}, TokenBudgetError, "512"),
+    ]
+
     def work(rank):
-        with pytest.raises(error, match=text):
-            fxpar.parallelize(
-                make_llama(), strategies={16: "dp2", 64: "tp2"} if rank < 0 else {16: "dp4", 64: "cp4"}, **options
-            )
+        for options, error, text in cases:
+            with pytest.raises(error, match=text):
+                parallel(make_llama, **options)
+        model = parallel(make_llama)
+        with pytest.raises(SequenceTooLongError, match="600"):
+            model.train_step([torch.arange(10), torch.arange(600) % 131])
         return True
 
     assert all(run_forked(4, work))
