@@ -32,8 +32,8 @@ def test_my_model():
 
 
 @pytest.mark.slow
-def test_demo():
-    result = run("examples/demo.py")
+def test_tour():
+    result = run("examples/tour.py")
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout
     layer = re.search(r"dp2\.tp2\+sp +4 reduce_scatter on tp.*\n +4 all_gather on tp", result.stdout)
@@ -42,11 +42,25 @@ def test_demo():
     assert result.stdout.count(" ok ") == 3
 
 
-def test_program_of_the_readme():
+MINE = """
+import torch
+from fxpar.models import load
+MyModel = lambda: load("llama", noise=False, seed=1).model
+loader = [[torch.arange(n) % 131 for n in (9, 700, 40)] for _ in range(2)]
+"""
+
+
+@pytest.mark.slow
+def test_program_of_the_readme(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    result = run("-c", program)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "train.py").write_text(program + "print(report.loss, [g.strategy for g in report.groups])\n")
+    result = run("-m", "torch.distributed.run", "--nproc-per-node", "4", str(tmp_path / "train.py"))
     assert result.returncode == 0, result.stderr
-    assert re.search(r"\{'all_gather': \d+.*\} \d+", result.stdout)
+    lines = [line for line in result.stdout.splitlines() if "dp" in line]
+    assert len(lines) == 4
+    assert len(set(lines)) == 1  # all ranks report the same
+    assert 3 < float(lines[0].split()[0]) < 6
 
 
 def test_commands_of_the_documentation_are_understood():

@@ -102,6 +102,7 @@ def test_tokens_and_micro_batches():
     several = predict_memory(program, {dim.name: 64}, micro_batches=3)
     assert several.step_bytes == several.body.total_bytes + several.gradient_bytes
     assert several.peak_bytes > small.peak_bytes
+    assert small.body.result_bytes > 0 == several.body.result_bytes  # added to what is there, and freed
     with pytest.raises(DimNameError, match="'tokens' is no dynamic dim of this model"):
         predict_memory(program, {"tokens": 64})
 

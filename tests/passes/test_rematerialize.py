@@ -18,6 +18,7 @@ from fxpar.remat import saved_bytes, trace_storages
 from fxpar.tracer import capture_forward
 from fxpar.verify import verify
 from tests.captured import Captured, gpt, llama, odd
+from tests.forwards import case, check, truth
 from tests.passes.sketch import Sketch
 
 MODES = ("remat", "remat(selective)", "remat(*.ffn)", "remat(60kB)")
@@ -237,3 +238,10 @@ def test_no_repeated_blocks_is_said():
     program = lower(odd("shared").graph, "dp1+remat")
     assert not again(program)
     assert any("no repeated blocks" in note for note in program.notes)
+
+
+def test_a_forward_with_its_loss_outside_equals_the_model():
+    one = case("llama")
+    for strategy in ("dp1+remat", "tp2+sp+remat", "dp2+remat(selective)"):
+        expected = truth("llama", 2 if strategy.startswith("dp2") else 1)
+        check(one.graph, strategy, one.params, one.buffers, one.batches, expected, one.keys)

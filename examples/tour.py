@@ -1,4 +1,4 @@
-"""What fxpar does, on a laptop: capture a Llama once, lower it to three strategies, check them (`make demo`)."""
+"""What fxpar does, on a laptop: capture a Llama once, lower it to three strategies, check them."""
 
 from __future__ import annotations
 
