@@ -93,9 +93,9 @@ class _Program:
         self.rows = _Rows()
         self._constrain()
         of = {column: storage for storage, column in self.storage_column.items()}
-        free = cut.storages.borrowed | cut.returned
+        self.free = cut.storages.borrowed | cut.storages.weights | cut.returned
         self.owned = [of[len(self.nodes) + i] for i in range(len(of))]
-        self.nbytes = np.array([0 if s in free else cut.storages.nbytes[s] for s in self.owned], dtype=float)
+        self.nbytes = np.array([0 if s in self.free else cut.storages.nbytes[s] for s in self.owned], dtype=float)
         self.work = np.array([cut.flops[n] for n in self.nodes], dtype=float)
 
     def _relevant(self) -> list[fx.Node]:
@@ -145,7 +145,7 @@ class _Program:
                 todo += node.all_input_nodes
             else:
                 saved.update(self.cut.storages.of[node])
-        saved -= self.cut.storages.borrowed | self.cut.returned
+        saved -= self.free
         again = frozenset(seen & recomputed)
         nbytes = sum(self.cut.storages.nbytes[s] for s in saved)
         return Solution(again, nbytes, sum(self.cut.flops[n] for n in again))

@@ -111,17 +111,19 @@ def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:
     for node in forward:
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         touched = node in written or any(o in written for o in node.all_input_nodes)
-        if random or touched or any(True for _ in _written(node)):
+        if random or touched or _written(node):
             yield node
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
+def _written(node: fx.Node) -> list[fx.Node]:
     """Operands that the node writes into."""
     schema: Any = getattr(node.target, "_schema", None)
+    found: list[fx.Node] = []
     if schema is not None and schema.is_mutable:
         for place, value in zip(schema.arguments, node.args, strict=False):
             if place.alias_info is not None and place.alias_info.is_write:
-                yield from (value,) if isinstance(value, fx.Node) else value
+                fx.node.map_arg(value, found.append)
+    return found
 
 
 def _gathers(graph: AnnotatedGraph, body: list[fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:

@@ -22,12 +22,14 @@ _META = torch.device("meta")
 class Storages:
     """`of[node]`: numbers of the storages of the node's tensors (none for an integer). `nbytes[i]`: size of storage i.
 
-    `borrowed` are storages of placeholders: the caller keeps them.
+    `borrowed` are storages of placeholders: the caller keeps them. `weights` hold what is made of parameters alone,
+    such as one that ZeRO-3 has gathered.
     """
 
     of: Mapping[fx.Node, tuple[int, ...]]
     nbytes: tuple[int, ...]
     borrowed: frozenset[int]
+    weights: frozenset[int] = frozenset()
 
 
 def trace_storages(
@@ -44,6 +46,7 @@ def trace_storages(
     kept: list[Any] = []  # a storage that is freed could give its id to the next one
     of: dict[fx.Node, tuple[int, ...]] = {}
     borrowed: set[int] = set()
+    of_weights: dict[fx.Node, bool] = {}
     with torch.no_grad():
         for node in graph.nodes:
             if node.op == "output":
@@ -57,13 +60,16 @@ def trace_storages(
                     kept.append(storage)
                 found.append(numbers[id(storage)])
             of[node] = tuple(dict.fromkeys(found))
+            of_weights[node] = _is_weight(node, of_weights)
             if node.op == "placeholder":
                 borrowed.update(found)
-    return Storages(of, tuple(storage.nbytes() for storage in kept), frozenset(borrowed))
+    others = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
+    weights = frozenset(range(len(kept))) - others
+    return Storages(of, tuple(storage.nbytes() for storage in kept), frozenset(borrowed), weights)
 
 
 def saved_bytes(graph: fx.Graph, storages: Storages) -> int:
-    """Bytes of forward values that the backward reads: what lives from the forward to the backward."""
+    """Bytes of forward values that the backward reads: the activations that live from the forward to the backward."""
     (output,) = graph.find_nodes(op="output")
     returned = {s for node in output.all_input_nodes for s in storages.of[node]}
     saved: set[int] = set()
@@ -72,13 +78,20 @@ def saved_bytes(graph: fx.Graph, storages: Storages) -> int:
             for operand in node.all_input_nodes:
                 if not operand.meta.get("backward"):
                     saved.update(storages.of[operand])
-    return sum(storages.nbytes[s] for s in saved - storages.borrowed - returned)
+    return sum(storages.nbytes[s] for s in saved - storages.borrowed - storages.weights - returned)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         return (value,)
     return (v for v in value if isinstance(v, Tensor)) if isinstance(value, tuple | list) else ()
+
+
+def _is_weight(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
+    if node.op == "placeholder":
+        return node.meta.get("kind") == "param"
+    operands = [o for o in node.all_input_nodes if "sym" not in o.meta]
+    return bool(operands) and all(known[o] for o in operands)
 
 
 def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
@@ -90,11 +103,11 @@ def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any], places: Mapping[str, int]) -> Any:
-    args = fx.node.map_arg(node.args, values.__getitem__)
+    given: Any = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
     if node.target in _COLLECTIVES:
-        return _COLLECTIVES[node.target](*args)
-    args = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in args)  # type: ignore[union-attr]
+        return _COLLECTIVES[node.target](*given)
+    args: Any = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in given)
     target: Any = node.target
     if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
         args = (*args[:3], [args[0].shape[1]], *args[4:])

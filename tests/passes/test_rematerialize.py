@@ -151,6 +151,14 @@ def test_zero3_reads_what_the_backward_gathers():
                 assert operand.meta.get("backward") or "layers.0" not in operand.meta.get("bucket", "")
 
 
+def test_gathered_parameters_are_no_activations():
+    """They do not count against a budget: ZeRO-3 saves what plain data parallelism saves."""
+    for flag in ("", "+remat", "+remat(selective)", "+remat(60kB)"):
+        assert saved(lower(llama(layers=3).graph, f"dp2+zero3{flag}")) == saved(
+            lower(llama(layers=3).graph, f"dp2{flag}")
+        )
+
+
 # -------------------------------------------------------------------------------------------------------- structure
 @pytest.mark.parametrize("strategy", ["dp1", "dp2.tp2+sp+zero3"])
 def test_copies_stand_right_before_their_first_use(strategy):

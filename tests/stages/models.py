@@ -168,6 +168,30 @@ class Seq2Seq(nn.Module):
         return x @ self.embedding.weight.t()
 
 
+class Mean(nn.Module):
+    """[B, 8] -> [B, 8], through one number per row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(-1, keepdim=True) * self.weight
+
+
+class Means(nn.Module):
+    """The gradient that a layer sends back is one number per row, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 8), Mean(), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 class Step(nn.Module):
     """One layer of a random model as a module."""
 
@@ -192,7 +216,14 @@ class Random(nn.Module):
         return self.inner(input_ids)
 
 
-_ON_VECTORS = {"skips": Skips, "norms": Norms, "counted": Counted, "counted late": lambda: Counted(2), "twice": Twice}
+_ON_VECTORS = {
+    "skips": Skips,
+    "norms": Norms,
+    "counted": Counted,
+    "counted late": lambda: Counted(2),
+    "twice": Twice,
+    "means": Means,
+}
 _ON_TOKENS = {"recomputed": Recomputed, "seq2seq": Seq2Seq}
 
 

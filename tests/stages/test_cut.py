@@ -123,13 +123,23 @@ def test_encoder_and_decoder():
     """The encoder's result goes to all layers of the decoder; the table is read on several stages."""
     model = odd("seq2seq")
     staged = cut_stages(model.graph, 3, cuts=["encoder.1", "decoder.2"])
-    assert len(staged.activations(1)) == 2  # not what the layer puts together from the two
+    # What goes to the last layer, not what that puts together from the two.
+    assert [str(c.meta) for c in staged.activations(1)] == ["f64[2, T, 16]"] * 2
     (table,) = staged.shared
     assert table.stages == (0, 1, 2)
     tables = model.tables(0)
     truth, found = whole(model.graph, tables), pipeline(staged, runners_of(staged), tables)
     assert set(same(found, truth)) <= {table.fqn}
     torch.testing.assert_close(found.grads[table.fqn], truth.grads[table.fqn], rtol=1e-13, atol=1e-13)
+
+
+def test_gradients_cross_where_they_are_smallest():
+    """One number per row, although the layer behind the cut sends each of them eight times."""
+    model = odd("means")
+    staged = cut_stages(model.graph, 2, cuts=["layers.1"])
+    (value,), (gradient,) = staged.activations(0), staged.gradients(0)
+    assert (str(value.meta), str(gradient.meta)) == ("f64[B, 8]", "f64[B, 1]")
+    check(model, staged)
 
 
 def test_a_cut_inside_a_layer():
