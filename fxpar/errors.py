@@ -426,8 +426,8 @@ class ProgramMismatchError(FxparError):
 
     def __init__(self, strategy: str, ranks: str) -> None:
         super().__init__(
-            f"rank {ranks} compiled another program for {strategy!r} than rank 0: the collectives would not match. Build "
-            "the same model with the same options and the same versions on every rank"
+            f"rank {ranks} compiled another program for {strategy!r} than rank 0: the collectives would not match. "
+            "Build the same model with the same options and the same versions on every rank"
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterable
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import fx
 
@@ -106,3 +107,10 @@ def block_of(fqn: str) -> str:
     """`model.layers.3` for a parameter of layer 3; its own module for one outside of repeated blocks."""
     match = _BLOCK.match(fqn)
     return match[1] if match else fqn.rpartition(".")[0]
+
+
+def right_behind(graph: fx.Graph, node: fx.Node) -> AbstractContextManager[Any]:
+    """Insert behind a node that is a result; behind all inputs if it is one of them."""
+    if node.op == "placeholder":
+        return graph.inserting_before(next(iter(graph.find_nodes(op="output"))))
+    return graph.inserting_after(node)

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier, set_results
+from fxpar.pass_base import Tier, right_behind, set_results
 
 _ADD = torch.ops.aten.add_.Tensor
 
@@ -32,7 +32,6 @@ class AccumulateGradients:
     def __call__(self, graph: AnnotatedGraph) -> None:
         results = list(graph.results)
         places = graph.placeholders
-        (output,) = graph.graph.find_nodes(op="output")
         cursor = places[-1] if places else next(iter(graph.graph.nodes))
         for i, node in enumerate(results):
             if i in self.keep:
@@ -41,7 +40,8 @@ class AccumulateGradients:
                 accumulator = graph.graph.placeholder(f"acc_{i}")
             accumulator.meta.update({k: node.meta[k] for k in ("tensor", "dist", "local") if k in node.meta})
             cursor = accumulator
-            with graph.graph.inserting_before(output):
+            # Right behind the gradient, which is free then, instead of all of them at the end.
+            with right_behind(graph.graph, node):
                 total = graph.graph.call_function(_ADD, (accumulator, node))
             total.meta.update(node.meta)
             results[i] = total

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar.graph import AnnotatedGraph, Input, TensorMeta
-from fxpar.pass_base import Phase, Tier, insert, set_results
+from fxpar.pass_base import Phase, Tier, insert, right_behind, set_results
 
 _TO = torch.ops.aten._to_copy.default
 
@@ -68,7 +68,7 @@ def _cast_gradients(graph: AnnotatedGraph, dtypes: dict[str, torch.dtype]) -> No
     results = []
     for node, out in zip(graph.results, graph.outputs, strict=True):
         if out.kind == "grad" and out.fqn in dtypes:
-            with graph.graph.inserting_before(output):
+            with right_behind(graph.graph, node):
                 node = _cast(graph.graph, node, dtypes[out.fqn], "body", node)
         results.append(node)
     set_results(graph.graph, results)

@@ -149,8 +149,8 @@ class BoundGraph:
             memory = value.untyped_storage()
             if i in kept:
                 continue
-            # A gradient may be a view (of another one, transposed) or an expanded scalar.
-            if memory.data_ptr() in taken or memory.nbytes() < value.numel() * value.element_size():
+            # A gradient may be a view (of another one, transposed, of a bucket that would stay) or an expanded scalar.
+            if memory.data_ptr() in taken or memory.nbytes() != value.numel() * value.element_size():
                 self._sums[i] = value.clone(memory_format=torch.contiguous_format)
             taken.add(self._sums[i].untyped_storage().data_ptr())
         return [value for i, value in enumerate(self._sums) if i not in kept]

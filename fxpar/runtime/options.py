@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fxpar.batching import MicroBatch
+from fxpar.batching import MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
@@ -99,14 +99,24 @@ def compile_strategies(
     strategies: Mapping[int, Strategy | str],
     loss: LossFunction,
     example: Mapping[str, Tensor] | None = None,
+    token_budget: int | Mapping[int, int] | None = None,
 ) -> Compiled:
-    """Capture `module` and lower it for all strategies; no process group. Raises what `capture` and `lower` raise."""
+    """Capture `module` and lower it for all strategies; no process group. Raises what `capture` and `lower` raise.
+
+    A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`, as in `parallelize`.
+    """
     begun = time.process_time()
     logical = capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
     captured = time.process_time()
     parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
     by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
-    programs = {name: lower(logical, strategy, for_store=True) for name, strategy in by_name.items()}
+    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
+    tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
+    sizes = {dim.name for dim in logical.dims} & {"T"}
+    programs = {
+        name: lower(logical, strategy, for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]))
+        for name, strategy in by_name.items()
+    }
     timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
     return Compiled(logical, programs, timings)
 

@@ -116,7 +116,7 @@ def open_session(
     names = strategy_names([group.strategy for group in groups])
     device = _device(module)
     cluster = options.cluster or default_cluster(world, device)
-    compiled = options.compiled or compile_strategies(module, strategies, loss, example)
+    compiled = options.compiled or compile_strategies(module, strategies, loss, example, options.token_budget)
     programs = compiled.programs
     if set(programs) != set(names):
         raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
