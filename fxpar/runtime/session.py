@@ -21,7 +21,7 @@ from fxpar.exec_graph import ExecGraph
 from fxpar.monitor import Monitor
 from fxpar.passes.share_weights import share_weights
 from fxpar.runtime.agree import check_same_programs
-from fxpar.runtime.bound import bind
+from fxpar.runtime.bound import BoundGraph, bind
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import evaluate
@@ -125,16 +125,12 @@ def open_session(
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
     check_same_programs(programs, world_group)
-    bound = {}
-    for name, program in programs.items():
-        tokens = process_groups.names(program.strategy.mesh, program.axes())
-        bound[name] = bind(program, rank, tokens, compile=options.compile)
     store, schedule, memory = _storage(module, programs, rank, world, device, cluster, options)
     transport = _transport(options, world_group, device)
     engine = Engine(
         groups=groups,
         names=names,
-        bound=bound,
+        bound=_bind_all(programs, rank, process_groups, options),
         costs=_costs([programs[name] for name in names], cluster, device, options),
         switching=Switching(store, schedule, transport),
         gradients=Gradients(store, programs, cluster, options.gradients, transport),
@@ -150,9 +146,8 @@ def open_session(
         watcher=_watcher(options, world),
         world_group=world_group,
     )
-    known = {name: program.strategy for name, program in programs.items()}
     calls = PlainCalls(
-        known,
+        {name: program.strategy for name, program in programs.items()},
         plain,
         engine.switching,
         cluster,
@@ -162,6 +157,17 @@ def open_session(
         epoch=lambda: engine.steps,
     )
     return Session(compiled, store, engine, memory, options, calls, loss)
+
+
+def _bind_all(
+    programs: Mapping[str, ExecGraph], rank: int, process_groups: ProcessGroups, options: Options
+) -> dict[str, BoundGraph]:
+    """This rank's programs; makes process groups, in the same order on all ranks."""
+    bound = {}
+    for name, program in programs.items():
+        tokens = process_groups.names(program.strategy.mesh, program.axes())
+        bound[name] = bind(program, rank, tokens, compile=options.compile)
+    return bound
 
 
 def _transport(options: Options, world_group: Any, device: torch.device) -> TransportOptions:

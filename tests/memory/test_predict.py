@@ -101,7 +101,7 @@ def test_tokens_and_micro_batches():
     assert large.body.saved_bytes == pytest.approx(2 * small.body.saved_bytes, rel=0.05)
     several = predict_memory(program, {dim.name: 64}, micro_batches=3)
     assert several.step_bytes == several.body.total_bytes + several.gradient_bytes
-    assert several.peak_bytes > small.peak_bytes
+    assert several.peak_bytes == pytest.approx(small.peak_bytes, rel=0.02)  # no gradient is held twice
     assert small.body.result_bytes > 0 == several.body.result_bytes  # added to what is there, and freed
     with pytest.raises(DimNameError, match="'tokens' is no dynamic dim of this model"):
         predict_memory(program, {"tokens": 64})
