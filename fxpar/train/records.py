@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fxpar.runtime.report import GroupReport
+
 # Fields of a step's group record that are the report's under the same names.
 GROUP_FIELDS = (
     "limit",
@@ -23,23 +25,11 @@ GROUP_FIELDS = (
 
 
 @dataclass(frozen=True)
-class GroupRecord:
+class GroupRecord(GroupReport):
     """One length group of one mini-batch; seconds are rank 0's, bytes those of all ranks.
 
     `wall_s` includes `switch_s` and `reduce_s`.
     """
-
-    limit: int
-    strategy: str
-    sequences: int
-    tokens: int
-    longest: int
-    micro_batches: int
-    wall_s: float
-    switch_s: float
-    switch_bytes: int
-    reduce_s: float
-    reduce_bytes: int
 
     @classmethod
     def of(cls, report: Any) -> GroupRecord:
