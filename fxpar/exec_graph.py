@@ -13,6 +13,7 @@ Programs are the same object on every rank: process groups and this rank's coord
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -101,7 +102,7 @@ def collective_kind(node: fx.Node) -> str | None:
 
 
 @dataclass(kw_only=True)
-class Program:
+class Program(ABC):
     """What every rank runs under one strategy, whatever its parts."""
 
     strategy: Strategy
@@ -119,9 +120,9 @@ class Program:
     passes: tuple[dict[str, Any], ...] = ()
 
     @property
+    @abstractmethod
     def parts(self) -> dict[str, Part]:
         """The graphs by name, in the order in which they run."""
-        raise NotImplementedError
 
     @property
     def node_count(self) -> int:

@@ -20,8 +20,9 @@ from torch import fx
 
 from fxpar.graph import AnnotatedGraph, Input, TensorMeta
 from fxpar.pass_base import Phase, Tier, insert, right_behind, set_results
+from fxpar.torch_api import kernels
 
-_TO = torch.ops.aten._to_copy.default
+_TO = kernels.to_copy
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fxpar.torch_api import kernels
+
 _CPU_BLOCK_SCORES = 1 << 20  # scores held at once: 4 MiB in fp32, about an L2 cache
 _GPU_BLOCK_SCORES = 1 << 27
 _CPU_BLOCK_ROWS = 64
@@ -201,9 +203,7 @@ def _narrow(x: Tensor, like: Tensor) -> Tensor:
 def _forward_piece(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     if not _flash_fits(q, k, v, rule):
         return forward_blocks(q, k, v, rule)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *_wide(q, k, v), 0.0, rule.causal, scale=rule.scale
-    )
+    out, lse = kernels.flash_attention_cpu(*_wide(q, k, v), 0.0, rule.causal, scale=rule.scale)
     return bshe(_narrow(out, q)), lse.contiguous()
 
 
@@ -212,7 +212,7 @@ def _backward_piece(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _flash_fits(q, k, v, rule):
         return backward_blocks(dout, q, k, v, out, lse, rule)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+    dq, dk, dv = kernels.flash_attention_cpu_backward(
         *_wide(dout, q, k, v, out), lse, 0.0, rule.causal, scale=rule.scale
     )
     return bshe(_narrow(dq, q)), bshe(_narrow(dk, q)), bshe(_narrow(dv, q))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpar.ops.attention_cpu import Rule, backward_blocks, bshe, forward_blocks
+from fxpar.torch_api import kernels
 
 _MAX_FLASH_HEAD = 256
 
@@ -114,7 +115,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
         return forward_blocks(q, k, v, rule)
     packed = rule.ids is not None
     left, right = _window(rule)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+    out, lse, *_ = kernels.flash_attention_cuda(
         *(_rows(x, packed) for x in (q, k, v)),
         *_lengths(q, k, rule),
         0.0,
@@ -140,7 +141,7 @@ def backward(
     left, right = _window(rule)
     if packed:
         lse = lse.transpose(0, 1).reshape(q.shape[1], -1)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
+    dq, dk, dv = kernels.flash_attention_cuda_backward(
         *(_rows(x, packed) for x in (dout, q, k, v, out)),
         lse.contiguous(),
         *_lengths(q, k, rule),

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxpar.exec_graph import collective_kind
 from fxpar.graph import AnnotatedGraph
+from fxpar.torch_api import kernels
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")  # up to the first number
@@ -101,7 +102,7 @@ def is_view(node: fx.Node) -> bool:
 
 _FREE = {
     torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
+    kernels.unsafe_view,
 }
 
 

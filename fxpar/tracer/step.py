@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(kw_only=True)
-class Traced:
+class Traced(ABC):
     """Runs something of the model on the values of `signature.inputs`: what, a subclass says in `results`."""
 
     model: nn.Module
@@ -81,9 +82,9 @@ class Traced:
     unused: tuple[str, ...] = ()
     differentiate: bool = True
 
+    @abstractmethod
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The results of the graph; also sets `outputs`, and `signature` where the graph has further inputs."""
-        raise NotImplementedError
 
     def trace(self) -> RawTrace:
         """Trace it. Raises the errors of `fxpar.capture`; the model is left as it was."""
