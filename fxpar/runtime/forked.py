@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fxpar.errors import RankError
+from fxpar.torch_api.fork import forget_compile_threads
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
 
 def _main(rank: int, world: int, port: int, work: Callable[[int], Any], results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    forget_compile_threads()
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world)
         buffer = io.BytesIO()
