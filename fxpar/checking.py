@@ -7,21 +7,28 @@ data-parallel replica gets micro-batches of its own, of a different length where
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxpar.dist_config import DistConfig
 from fxpar.eager import NOISE, relative_error
 from fxpar.errors import FxparError
-from fxpar.exec_graph import ExecGraph, compile_graph
+from fxpar.exec_graph import compile_graph
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
-from fxpar.runtime.bound import Backend, bind
+from fxpar.pipeline_graph import TrainGraph
+from fxpar.runtime.binding import bind_here
+from fxpar.runtime.bound import Backend
+from fxpar.runtime.channels import ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
@@ -174,7 +181,7 @@ def _check_one(
 
 
 def run_world(
-    program: ExecGraph,
+    program: TrainGraph,
     params: Batch,
     buffers: Batch,
     batches: Sequence[Batch],
@@ -185,23 +192,22 @@ def run_world(
     """All ranks of a program as threads; `plan[replica]` lists its micro-batches. Results by rank (local tensors)."""
     strategy = program.strategy
     fingerprint = program.fingerprint()
+    threads = None if compile == "inductor" else ThreadWorld()
 
     def work(rank: int) -> dict[str, Any]:
-        groups = ProcessGroups().names(strategy.mesh, program.axes())
-        bound = bind(program, rank, groups, compile=compile)
-        local = {
-            info.fqn: stored.dist.take(params[info.fqn], rank)
-            for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
-            if info.kind == "param"
-        }
-        bound.prepare(local, buffers)
-        mine = plan[strategy.mesh.coordinate(rank).get("dp", 0)]
+        channels = None if threads is None else ThreadChannels(threads, rank)
+        bound = bind_here(program, ProcessGroups(), compile=compile, channels=channels)
+        bound.prepare(local_params(program, params, rank), buffers)
+        mine = plan[replica_of(program, rank)]
         # ZeRO-2 and 3 talk to the other replicas inside the body, so all run the same number of micro-batches: a
         # replica that has none left repeats one at scale 0, which adds exact zeros.
         idle = max(map(len, plan)) - len(mine) if strategy.zero >= 2 else 0
-        for turn, index in enumerate(mine + mine[:1] * idle):
-            whole = pad(program, batches[index % len(batches)])
-            bound.run(local_batch(program, whole, rank), scale, seed=index, idle=turn >= len(mine))
+        bound.run_all(
+            [
+                MicroRun(partial(pad, program, batches[index % len(batches)]), scale, index, turn >= len(mine))
+                for turn, index in enumerate(mine + mine[:1] * idle)
+            ]
+        )
         return {**bound.finish(), "fingerprint": fingerprint}
 
     if compile == "inductor":
@@ -209,12 +215,14 @@ def run_world(
     return run_threads(strategy.world, work)
 
 
-def local_batch(program: ExecGraph, batch: Batch, rank: int) -> dict[str, Tensor]:
-    """This rank's piece of a replica's (padded) batch."""
+def local_params(program: TrainGraph, params: Batch, rank: int) -> dict[str, Tensor]:
+    """What a rank stores of whole parameters."""
     return {
-        info.fqn: stored.dist.take(batch[info.fqn], rank)
-        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
-        if info.kind == "batch"
+        info.fqn: stored.dist.take(params[info.fqn], rank - first)
+        for first, part in program.placed
+        if first <= rank < first + part.strategy.world
+        for info, stored in zip(part.inputs, part.stored_inputs, strict=True)
+        if info.kind == "param"
     }
 
 
@@ -231,23 +239,40 @@ def _sum(results: list[list[Tensor]], logical: LogicalGraph) -> dict[tuple[str, 
 
 
 def _compare(
-    program: ExecGraph, ranks: list[dict[str, Any]], expected: dict[tuple[str, str], Tensor]
+    program: TrainGraph, ranks: list[dict[str, Any]], expected: dict[tuple[str, str], Tensor]
 ) -> tuple[float, dict[str, float]]:
     """Relative error of the loss, and of each gradient put together from all ranks' pieces."""
     truth = expected[("loss", "loss")]
     loss_error = max(relative_error(result["loss"], truth) for result in ranks)
-    errors: dict[str, float] = {}
     # A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size.
     floor = NOISE * max(
         (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
     )
-    for info, stored in zip(program.outputs, program.stored_outputs, strict=True):
-        if info.kind != "grad":
+    places: dict[str, list[tuple[int, DistConfig]]] = defaultdict(list)
+    for first, part in program.placed:
+        for info, stored in zip(part.outputs, part.stored_outputs, strict=True):
+            if info.kind == "grad":
+                places[info.fqn].append((first, stored.dist))
+    errors: dict[str, float] = {}
+    for fqn, parts in places.items():
+        truth = expected[("grad", fqn)]
+        if len(parts) > 1:
+            errors[fqn] = relative_error(_whole(fqn, parts, ranks, truth), truth, truth, floor)
             continue
-        truth = expected[("grad", info.fqn)]
-        worst = 0.0
-        for rank, result in enumerate(ranks):
-            piece = stored.dist.take(truth, rank)  # padding included: it must be zero
-            worst = max(worst, relative_error(result["grads"][info.fqn], piece, truth, floor))
-        errors[info.fqn] = worst
+        (first, config), worst = parts[0], 0.0
+        for rank in range(config.mesh.size):
+            piece = config.take(truth, rank)  # padding included: it must be zero
+            worst = max(worst, relative_error(ranks[first + rank]["grads"][fqn], piece, truth, floor))
+        errors[fqn] = worst
     return loss_error, errors
+
+
+def _whole(fqn: str, parts: list[tuple[int, DistConfig]], ranks: list[dict[str, Any]], like: Tensor) -> Tensor:
+    """The sum of the terms that several pipeline stages give."""
+    total = torch.zeros_like(like)
+    for first, config in parts:
+        term = torch.zeros_like(like)
+        for rank in range(config.mesh.size):
+            config.put(term, ranks[first + rank]["grads"][fqn], rank)
+        total += term
+    return total

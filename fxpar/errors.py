@@ -1045,3 +1045,55 @@ class PackedCallError(FxparError):
             "model(...) was called inside fxpar.tracer.documents.packed with several documents. A plain call does not "
             "see that block: pass one sequence per row, or use train_step, whose loss is part of the graph"
         )
+
+
+# ----------------------------------------------------------------------------------------------- mixed precision
+class PrecisionSyntaxError(FxparError):
+    """A precision string does not parse."""
+
+    def __init__(self, text: str, part: str, why: str) -> None:
+        super().__init__(
+            f"precision {text!r}: {why} (at {part!r}). A precision is a dtype, then flags joined by '+', for example "
+            "'bf16+reduce=bf16+fp32(*.router|lm_head)'."
+        )
+
+
+class PrecisionDtypeError(FxparError):
+    """A dtype that cannot serve where a precision names it."""
+
+    @classmethod
+    def unusable(cls, field: str, dtype: str, known: Iterable[str]) -> PrecisionDtypeError:
+        """A dtype that no field of a precision takes."""
+        hint = ", since fp16 gradients vanish without loss scaling, which fxpar does not do" * ("16" in dtype)
+        return cls(f"precision: {dtype} cannot be the {field}{hint}. Use one of {', '.join(known)}")
+
+    @classmethod
+    def wider(cls, dtype: str, captured: str) -> PrecisionDtypeError:
+        """A parameter dtype that is wider than the model was captured in."""
+        return cls(
+            f"precision: parameters cannot be {dtype} in a graph whose model was captured in {captured}. Capture the "
+            f"model in {dtype} (model.to(...)), or use a param_dtype that is not wider than {captured}"
+        )
+
+
+class PrecisionGlobError(FxparError):
+    """A glob in fp32(...) of a precision that matches no module."""
+
+    def __init__(self, glob: str, modules: Iterable[str]) -> None:
+        known = sorted(modules)
+        ends = {f"*.{name.rpartition('.')[2]}" for name in known if "." in name}
+        hint = (
+            nearest(glob, [*known, *sorted(ends)])
+            or f". Modules are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
+        )
+        super().__init__(f"precision fp32({glob}): {glob!r} matches no module of the model{hint}")
+
+
+class StageParamError(FxparError):
+    """Two pipeline stages of one rank want a shared parameter in two layouts."""
+
+    def __init__(self, fqn: str, rank: int) -> None:
+        super().__init__(
+            f"parameter {fqn!r} is on two pipeline stages of rank {rank}, which place it differently. Use a schedule "
+            "with one stage per rank, or fix its placement with an override"
+        )

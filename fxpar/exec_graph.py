@@ -25,7 +25,7 @@ from fxpar.graph import CallStructure, Dim, Input, Output, TensorMeta
 from fxpar.serialize import graph_from_data, graph_to_data
 from fxpar.strategy import Strategy
 
-Source = tuple[Literal["input", "prologue", "body", "forward"], int]
+Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part"], int]
 
 
 @dataclass
@@ -123,6 +123,20 @@ class Program(ABC):
     @abstractmethod
     def parts(self) -> dict[str, Part]:
         """The graphs by name, in the order in which they run."""
+
+    @property
+    def placed(self) -> tuple[tuple[int, Program], ...]:
+        """(first rank, program) of each part of the model that has a mesh of its own: here all of it, from rank 0."""
+        return ((0, self),)
+
+    def params(self) -> list[tuple[Input, Stored]]:
+        """The parameters in the order of the model, as (the first part that has each) stores them."""
+        found: dict[str, Stored] = {}
+        for _, program in self.placed:
+            for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
+                if info.kind == "param":
+                    found.setdefault(info.fqn, stored)
+        return [(info, found[info.fqn]) for info in self.inputs if info.kind == "param"]
 
     @property
     def node_count(self) -> int:

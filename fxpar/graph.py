@@ -24,8 +24,8 @@ from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.strategy import Strategy
 
 Size = int | sympy.Expr
-InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent"]
-OutputKind = Literal["loss", "grad", "buffer", "value", "input_grad"]
+InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
+OutputKind = Literal["loss", "grad", "buffer", "value", "input_grad", "sent", "sent_grad"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def dim_symbol(name: str) -> sympy.Symbol:
 class Input:
     """One placeholder. `fqn` is a parameter's or buffer's FQN, a constant's name, a batch key, "scale" or "seed".
 
-    A tangent, the gradient of the loss with respect to a value, has the `fqn` of that value.
+    A tangent, the gradient of the loss with respect to a value, has the `fqn` of that value. On a pipeline stage
+    "received" is an activation of the stage before, "received_grad" the gradient of one that was sent.
     """
 
     kind: InputKind
@@ -84,7 +85,8 @@ class Output:
     """One result: the loss, the gradient of parameter `fqn`, or the new value of buffer `fqn`.
 
     Where the loss is outside of the graph: a value that the model returns ("0", "1", ...), the gradient with respect to
-    the batch tensor `fqn` ("input_grad").
+    the batch tensor `fqn` ("input_grad"). On a pipeline stage: an activation for the next stage ("sent"), the gradient
+    of one that was received ("sent_grad").
     """
 
     kind: OutputKind

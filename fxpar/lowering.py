@@ -1,64 +1,32 @@
-"""`lower(logical, strategy)`: the ladder of passes from a logical graph to an `ExecGraph`, readable as one list.
+"""`lower(logical, strategy)`: from a logical graph to what the ranks run.
 
-`lower_forward` does the same for a forward whose loss is outside.
+The ladder of passes is in `fxpar.ladder`, pipeline stages in `fxpar.pipeline`. `lower_forward` is for a forward whose
+loss is outside.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.annotate import annotate
-from fxpar.dist_config import DistConfig
-from fxpar.errors import VerifyError
-from fxpar.exec_graph import ExecGraph, Part, PlainGraph, Source, Stored, collective_kind
-from fxpar.graph import AnnotatedGraph, ForwardGraph, LogicalGraph, Output
+from fxpar.errors import NotYetError, VerifyError
+from fxpar.exec_graph import ExecGraph, Part, PlainGraph, Source
+from fxpar.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
+from fxpar.ladder import OnPass, common_fields, default_passes, run_passes
 from fxpar.pass_base import GraphPass
-from fxpar.passes.bucket_collectives import BucketCollectives
-from fxpar.passes.casts import Casts
-from fxpar.passes.cleanup import Cleanup
-from fxpar.passes.global_to_local import GlobalToLocal
-from fxpar.passes.insert_reshards import InsertReshards
-from fxpar.passes.lower_collectives import LowerCollectives
-from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.reduce_gradients import ReduceGradients
-from fxpar.passes.rematerialize import Rematerialize
-from fxpar.passes.reshard_to_collectives import ReshardToCollectives
-from fxpar.passes.reuse_buffers import SAME_STORAGE, ReuseBuffers
-from fxpar.passes.sink_waits import SinkWaits
+from fxpar.passes.reuse_buffers import SAME_STORAGE
 from fxpar.passes.zero_shard import ZeroShard
+from fxpar.pipeline import lower_pipeline
+from fxpar.pipeline_graph import TrainGraph
 from fxpar.strategy import Strategy
-from fxpar.verify import verify, verify_placements
 
-OnPass = Callable[[str, AnnotatedGraph], None]
 PHASES = ("prologue", "body", "epilogue")
-
-
-def default_passes(
-    storage: torch.dtype | None = None, *, for_store: bool = False, sizes: Mapping[str, int] | None = None
-) -> list[GraphPass]:
-    """The ladder, in order."""
-    return [
-        InsertReshards(),
-        ZeroShard(params_from=3 if for_store else 1),
-        Casts(None, gradients=torch.float32) if for_store else Casts(storage),
-        ReduceGradients(deferred=for_store),
-        ReshardToCollectives(),
-        MaskPadding(),
-        Cleanup(),
-        GlobalToLocal(),
-        LowerCollectives(),
-        Rematerialize(tuple((sizes or {}).items())),
-        BucketCollectives(),
-        ReuseBuffers(),
-        SinkWaits(),
-    ]
 
 
 def lower(
@@ -70,7 +38,7 @@ def lower(
     sizes: Mapping[str, int] | None = None,
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
-) -> ExecGraph:
+) -> TrainGraph:
     """Annotate and lower `logical` for `strategy`; no process group, no device, no weights.
 
     `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in. With
@@ -80,11 +48,16 @@ def lower(
     at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the
     first and after every pass.
 
-    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError; VerifyError for a bug in a
-    pass.
+    A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
+
+    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, the errors of
+    `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
+    strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     ladder = default_passes(storage, for_store=for_store, sizes=sizes) if passes is None else passes
-    graph, report, started = _run_passes(logical, strategy, ladder, on_pass)
+    if strategy.degree("pp") > 1:
+        return lower_pipeline(logical, strategy, ladder, on_pass)
+    graph, report, started = run_passes(logical, strategy, ladder, on_pass)
     result = split_phases(graph)
     result.timings["lower_cpu_s"] = time.process_time() - started
     result.passes = report
@@ -104,12 +77,15 @@ def lower_forward(
     `for_store`), or with `whole` as data parallelism has them: whole on every rank, the mean over replicas. Values
     leave whole on every rank of their replica; tangents come in whole.
 
-    Raises as `lower` does.
+    Raises as `lower` does, and NotYetError for pipeline stages.
     """
+    strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    if strategy.degree("pp") > 1:
+        raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
     ladder = default_passes(for_store=not whole)
     if whole:
         ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]
-    graph, report, started = _run_passes(logical, strategy, ladder, on_pass)
+    graph, report, started = run_passes(logical, strategy, ladder, on_pass)
     result = split_forward(graph, logical)
     result.timings["lower_cpu_s"] = time.process_time() - started
     result.passes = report
@@ -121,36 +97,6 @@ _WITHOUT_STORE: dict[str, GraphPass] = {
     ZeroShard.name: ZeroShard(params_from=4),
     ReduceGradients.name: ReduceGradients(whole=True),
 }
-
-
-def _run_passes(
-    logical: LogicalGraph, strategy: Strategy | str, ladder: list[GraphPass], on_pass: OnPass | None
-) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...], float]:
-    """The graph after all passes, a report on each of them, and the process time at which the first one started."""
-    if isinstance(strategy, str):
-        strategy = Strategy.parse(strategy)
-    graph = annotate(logical, strategy)
-    started = time.process_time()
-    verify(graph, "annotate")
-    verify_placements(graph, "annotate", resharded=False)
-    if on_pass:
-        on_pass("annotate", graph)
-    report = []
-    for step in ladder:
-        begun = time.process_time()
-        step(graph)
-        verify(graph, step.name)
-        if isinstance(step, InsertReshards):
-            verify_placements(graph, step.name, resharded=True)
-        report.append(_report(step.name, graph, time.process_time() - begun))
-        if on_pass:
-            on_pass(step.name, graph)
-    return graph, tuple(report), started
-
-
-def _report(name: str, graph: AnnotatedGraph, cpu_s: float) -> dict[str, Any]:
-    kinds = Counter(kind for node in graph.graph.nodes if (kind := collective_kind(node)))
-    return {"name": name, "cpu_s": cpu_s, "nodes": len(graph.graph.nodes), "collectives": dict(kinds)}
 
 
 def split_phases(graph: AnnotatedGraph) -> ExecGraph:
@@ -173,25 +119,7 @@ def split_phases(graph: AnnotatedGraph) -> ExecGraph:
         members = [n for n, p in phase.items() if p == name]
         parts[name] = _part(members, results, position, slots)
         slots[name] = {node: i for i, node in enumerate(results)}
-    return ExecGraph(**_common(graph), prologue=parts["prologue"], body=parts["body"], epilogue=parts["epilogue"])
-
-
-def _common(graph: AnnotatedGraph) -> dict[str, Any]:
-    """The fields of every program."""
-    return {
-        "strategy": graph.strategy,
-        "inputs": graph.inputs,
-        "outputs": graph.outputs,
-        "stored_inputs": tuple(Stored(n.meta["tensor"], n.meta["dist"]) for n in graph.placeholders),
-        "stored_outputs": tuple(_stored(n, o, graph) for n, o in zip(graph.results, graph.outputs, strict=True)),
-        "dims": graph.dims,
-        "divisors": graph.divisors,
-        "padding_hazard": graph.padding_hazard,
-        "name": graph.name,
-        "constants": graph.constants,
-        "notes": tuple(graph.notes),
-        "timings": graph.timings,
-    }
+    return ExecGraph(**common_fields(graph), prologue=parts["prologue"], body=parts["body"], epilogue=parts["epilogue"])
 
 
 def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
@@ -221,7 +149,7 @@ def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
     forward = _part(first, [*returned, *saved], position, {})
     slots = {"forward": {node: i for i, node in reversed(list(enumerate([*returned, *saved])))}}
     backward = _part(second, gradients, position, slots)
-    return PlainGraph(**_common(graph), forward=forward, backward=backward, structure=logical.structure)
+    return PlainGraph(**common_fields(graph), forward=forward, backward=backward, structure=logical.structure)
 
 
 def _needed_by(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -243,11 +171,6 @@ def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
     while value not in early and value.target in SAME_STORAGE:
         value = value.args[0]
     return value in early or value.op == "placeholder"
-
-
-def _stored(node: fx.Node, out: Output, graph: AnnotatedGraph) -> Stored:
-    dist: DistConfig = graph.deferred.get(out.fqn, node.meta["dist"]) if out.kind == "grad" else node.meta["dist"]
-    return Stored(node.meta["tensor"], dist)
 
 
 def _part(
@@ -273,3 +196,6 @@ def _part(
         copied[node] = graph.node_copy(node, copied.__getitem__)
     graph.output(tuple(copied[r] for r in results))
     return Part(graph, tuple(sources))
+
+
+__all__ = ["PHASES", "OnPass", "default_passes", "lower", "lower_forward", "split_forward", "split_phases"]

@@ -6,7 +6,8 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 
 Axes: dp (data), pp (pipeline), cp (context: tokens), tp (tensor), ep (expert). Flags: sp (Megatron sequence parallel on
 the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp and cp), remat or
-remat(...) (recomputation, see `Remat`).
+remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
+`Pipeline`), cut(layers.3|layers.6) (where stages begin).
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from fxpar.dist_config import Placement, R, Shard
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError, nearest
 from fxpar.mesh import Mesh
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut")
 _AXIS = re.compile(r"([a-z]+)(\d+)")
+_SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
+_CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _REMAT = re.compile(r"remat(?:\((.*)\))?", re.DOTALL)
 _GLOB = re.compile(r"[\w.*?\[\]!-]+", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FQN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
 _OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
 
 
@@ -67,6 +72,23 @@ class Remat:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """How the stages of a pp axis run. `virtual` stages per rank (interleaved_1f1b only); stage i + 1 begins with
+    module `cuts[i]`, by default stages are balanced.
+    """
+
+    schedule: str = "1f1b"
+    virtual: int = 1
+    cuts: tuple[str, ...] = ()
+
+    def flags(self) -> list[str]:
+        """As flags of a strategy; what is the default is left out."""
+        found = [] if self.schedule == "1f1b" else [self.schedule]
+        found = [f"{self.schedule}({self.virtual})"] if self.virtual > 1 else found
+        return found + ([f"cut({'|'.join(self.cuts)})"] if self.cuts else [])
+
+
+@dataclass(frozen=True)
 class Strategy:
     """Mesh axes with degrees (outermost first), flags, and placement overrides by FQN glob.
 
@@ -79,6 +101,7 @@ class Strategy:
     zero: int = 0
     overrides: tuple[tuple[str, str], ...] = ()
     remat: Remat | None = None
+    pipeline: Pipeline = Pipeline()
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -101,8 +124,9 @@ class Strategy:
             if degree < 1:
                 raise StrategySyntaxError(text, part, "a degree is at least 1")
             axes.append((name, degree))
-        zero, sp, remat = _parse_flags(text, flags)
-        strategy = cls(tuple(axes), sp, zero, tuple((overrides or {}).items()), remat)
+        found = _parse_flags(text, flags)
+        strategy = cls(tuple(axes), **found, overrides=tuple((overrides or {}).items()))
+        _check_pipeline(text, strategy)
         for pattern, placement in strategy.overrides:
             parse_override(pattern, placement)
         if world is not None:
@@ -128,13 +152,23 @@ class Strategy:
         return dict(self.axes).get(axis, 1)
 
     @property
+    def stages(self) -> int:
+        """Pipeline stages of the model: pp, times the stages per rank."""
+        return self.degree("pp") * self.pipeline.virtual
+
+    def of_stage(self) -> Strategy:
+        """What each pipeline stage runs under, on its own ranks."""
+        axes = tuple(axis for axis in self.axes if axis[0] != "pp") or (("dp", 1),)
+        return replace(self, axes=axes, pipeline=Pipeline())
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes over which parameters are replicated and gradients are summed (dp and cp), degree > 1 only."""
         return tuple(name for name, size in self.axes if name in ("dp", "cp") and size > 1)
 
     def __str__(self) -> str:
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
-        flags += [str(self.remat)] if self.remat else []
+        flags += [*([str(self.remat)] if self.remat else []), *self.pipeline.flags()]
         return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags])
 
     def to_json(self) -> dict:
@@ -150,9 +184,12 @@ class Strategy:
         return cls.parse(data["strategy"], overrides=data.get("overrides"))
 
 
-def _parse_flags(text: str, flags: list[str]) -> tuple[int, bool, Remat | None]:
+def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
+    """The fields of a strategy that flags say."""
     zero, sp = 0, False
     remats: list[Remat | None] = []
+    schedules: list[Pipeline] = []
+    cuts: list[tuple[str, ...]] = []
     for flag in flags:
         if flag in ("zero1", "zero2", "zero3"):
             if zero:
@@ -166,10 +203,43 @@ def _parse_flags(text: str, flags: list[str]) -> tuple[int, bool, Remat | None]:
             if remats:
                 raise StrategySyntaxError(text, flag, "flag 'remat' is given twice")
             remats.append(_parse_remat(text, flag, match[1]))
+        elif match := _SCHEDULE.fullmatch(flag):
+            schedules.append(_parse_schedule(text, flag, match[1], match[2]))
+        elif match := _CUT.fullmatch(flag):
+            cuts.append(tuple(word.strip() for word in match[1].split("|")))
         else:
             why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
             raise StrategySyntaxError(text, flag, why)
-    return zero, sp, remats[0] if remats else None
+    for name, given in (("a schedule", schedules), ("flag 'cut'", cuts)):
+        if len(given) > 1:
+            raise StrategySyntaxError(text, text, f"{name} is given twice")
+    pipeline = replace(schedules[0] if schedules else Pipeline(), cuts=cuts[0] if cuts else ())
+    return {"zero": zero, "sp": sp, "remat": remats[0] if remats else None, "pipeline": pipeline}
+
+
+def _parse_schedule(text: str, flag: str, kind: str, count: str | None) -> Pipeline:
+    if kind != "interleaved_1f1b":
+        if count is not None:
+            raise StrategySyntaxError(text, flag, "only interleaved_1f1b(2) has several stages per rank")
+        return Pipeline(kind)
+    virtual = 2 if count is None else int(count)
+    if virtual < 2:
+        raise StrategySyntaxError(text, flag, "interleaved_1f1b needs 2 or more stages per rank; else write 1f1b")
+    return Pipeline(kind, virtual)
+
+
+def _check_pipeline(text: str, strategy: Strategy) -> None:
+    """Schedules and cuts need stages, and cuts one per boundary."""
+    flags = strategy.pipeline.flags()
+    if flags and strategy.degree("pp") == 1:
+        raise StrategySyntaxError(text, flags[0], "it needs a pp axis, such as pp2")
+    cuts = strategy.pipeline.cuts
+    for cut in cuts:
+        if not _FQN.fullmatch(cut):
+            raise StrategySyntaxError(text, flags[-1], f"{cut!r} is no module; write cut(layers.3|layers.6)")
+    if cuts and len(cuts) != strategy.stages - 1:
+        why = f"{strategy.stages} stages have {strategy.stages - 1} cuts, not {len(cuts)}"
+        raise StrategySyntaxError(text, flags[-1], why)
 
 
 def _parse_remat(text: str, flag: str, inside: str | None) -> Remat | None:

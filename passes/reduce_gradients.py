@@ -49,7 +49,7 @@ class ReduceGradients:
         }
         results: list[fx.Node] = []
         for node, out in zip(graph.results, graph.outputs, strict=True):
-            if out.kind in ("value", "input_grad"):
+            if out.kind in ("value", "input_grad", "sent", "sent_grad"):
                 results.append(node)
                 continue
             if out.kind == "buffer":

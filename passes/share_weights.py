@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fxpar.dist_config import DistConfig
-from fxpar.exec_graph import ExecGraph
+from fxpar.errors import StageParamError
+from fxpar.exec_graph import Program
 
 Pool = Literal["resident", "arena"]
 Runs = tuple[tuple[int, int, int], ...]  # (local start, global start, length)
@@ -102,9 +103,7 @@ class _Piece:
         return torch.Size(self.shape).numel()
 
 
-def share_weights(
-    programs: Mapping[str, ExecGraph], rank: int, resident: Collection[str] | None = None
-) -> SharedStorage:
+def share_weights(programs: Mapping[str, Program], rank: int, resident: Collection[str] | None = None) -> SharedStorage:
     """Lay out the parameters of all programs on `rank`; `resident` (all by default) names those that stay.
 
     Offsets are multiples of 256 bytes. Parameters stand in the order of the first program, so that those of equal
@@ -136,12 +135,18 @@ def share_weights(
     return SharedStorage(numel, views, keep)
 
 
-def _pieces(program: ExecGraph, rank: int) -> dict[str, tuple[_Piece, torch.dtype]]:
-    found = {}
-    for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
-        if info.kind == "param":
-            shape = tuple(int(size) for size in stored.meta.shape)
-            found[info.fqn] = (_piece(stored.dist, shape, rank), stored.meta.dtype)
+def _pieces(program: Program, rank: int) -> dict[str, tuple[_Piece, torch.dtype]]:
+    """What the rank computes with; of several pipeline stages, what all of its stages do."""
+    found: dict[str, tuple[_Piece, torch.dtype]] = {}
+    for first, part in program.placed:
+        if not first <= rank < first + part.strategy.world:
+            continue
+        for info, stored in zip(part.inputs, part.stored_inputs, strict=True):
+            if info.kind == "param":
+                shape = tuple(int(size) for size in stored.meta.shape)
+                piece = (_piece(stored.dist, shape, rank - first), stored.meta.dtype)
+                if found.setdefault(info.fqn, piece) != piece:
+                    raise StageParamError(info.fqn, rank)
     return found
 
 

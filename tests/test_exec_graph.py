@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import fx
 
-from fxpar.checking import local_batch
 from fxpar.exec_graph import Communication, collective_kind, substitute_tokens
 from fxpar.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
+from fxpar.runtime.micro import local_batch
 from fxpar.runtime.padding import pad_batch
 from tests.captured import llama, odd
 

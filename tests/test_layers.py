@@ -22,11 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYER_TABLE: dict[int, str] = {
     0: "errors mesh",
     1: "dist_config strategy cluster",
-    2: "graph collectives markers serialize exec_graph pass_base graph_module printer",
+    2: "graph collectives markers serialize exec_graph pass_base graph_module printer pipeline_graph",
     3: "torch_api rules ops pass_registry losses data",
-    4: "verify tracer annotate cost eager widen padding_hazard tp_plan batching monitor schedule stages remat",
+    4: "verify tracer annotate cost eager widen padding_hazard tp_plan batching monitor schedule stages remat "
+    "precision",
     5: "passes",
-    6: "lowering compile search",
+    6: "ladder lowering pipeline compile search",
     7: "store switch transport memory",
     8: "runtime checkpoint",
     9: "api checking dynamo __init__",

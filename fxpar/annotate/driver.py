@@ -8,7 +8,14 @@ from collections import defaultdict
 import sympy
 from torch import fx
 
-from fxpar.annotate.policy import ATTENTION, ContextAxis, TensorAxis, grad_cost, resolve_overrides
+from fxpar.annotate.policy import (
+    ATTENTION,
+    ContextAxis,
+    TensorAxis,
+    boundary_placement,
+    grad_cost,
+    resolve_overrides,
+)
 from fxpar.annotate.problem import AxisProblem, Sizes, build, is_op, normalize_fqn, resolve, tensor_metas
 from fxpar.annotate.solve import Demand, solve
 from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
@@ -21,6 +28,7 @@ from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
 from fxpar.strategy import Strategy
 
 Choice = dict[fx.Node, Option]
+SENT = ("sent", "sent_grad")
 
 
 def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
@@ -29,9 +37,10 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     Raises NotYetError for axes that the lowering does not know, OverrideError for an override that fits nothing.
     """
     started = time.process_time()
-    for axis in ("pp", "ep"):
-        if strategy.degree(axis) > 1:
-            raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, cp and tp.")
+    if strategy.degree("pp") > 1:
+        raise NotYetError(f"a graph of one mesh for '{strategy}'", "Cut it into stages: fxpar.pipeline.lower_pipeline.")
+    if strategy.degree("ep") > 1:
+        raise NotYetError(f"axis 'ep' of strategy '{strategy}'", "Use dp, pp, cp and tp.")
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(logical.gm.graph, copied))
@@ -47,15 +56,19 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     _label_variants(result, named)
     tp: Choice = {}
     if tensor > 1:
-        axis = TensorAxis(tensor, strategy.sp, named)
+        axis = TensorAxis(tensor, strategy.sp, named, token)
         problem = build(graph, sizes, tensor, None, 1, axis, token)
-        chosen = solve(problem, lambda c, o: axis.node_cost(problem, c, o), _demands(result, problem, True))
+        chosen = solve(
+            problem, lambda c, o: axis.node_cost(problem, c, o), _demands(result, problem, token, strategy.sp)
+        )
         tp = _spread(problem, chosen)
     cp: Choice = {}
     if context > 1:
-        across = ContextAxis(context)
+        across = ContextAxis(context, token)
         problem_cp = build(graph, sizes, context, tp, tensor, across, token)
-        chosen = solve(problem_cp, lambda c, o: across.node_cost(problem_cp, c, o), _demands(result, problem_cp, False))
+        chosen = solve(
+            problem_cp, lambda c, o: across.node_cost(problem_cp, c, o), _demands(result, problem_cp, token, None)
+        )
         cp = _spread(problem_cp, chosen)
     _write(result, tp, cp, token)
     _note_attention(result, tp, cp)
@@ -98,11 +111,13 @@ def _token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:
     return next((d.symbol for d in logical.dims if d.name == "T"), logical.dims[0].symbol)
 
 
-def _demands(graph: AnnotatedGraph, problem: AxisProblem, tensor_axis: bool) -> list[Demand]:
+def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, sp: bool | None) -> list[Demand]:
     """What the graph's results may be: a gradient lies like its parameter, or stays partial if that is replicated.
 
-    Buffers, values and gradients of the batch leave whole.
+    Buffers, values and gradients of the batch leave whole, what goes to another stage as `boundary_placement` says.
+    `sp` is None on the context axis.
     """
+    tensor_axis, cuts_tokens = sp is not None, sp is not False
     placeholder = {
         info.fqn: node for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"
     }
@@ -112,6 +127,8 @@ def _demands(graph: AnnotatedGraph, problem: AxisProblem, tensor_axis: bool) -> 
         value = (problem.class_of[source], index)
         if output.kind in ("buffer", "value", "input_grad"):
             demand = Demand(value, (R,), (0.0,))
+        elif output.kind in SENT:
+            demand = Demand(value, (boundary_placement(node.meta["tensor"], token, cuts_tokens),), (0.0,))
         elif output.kind == "loss":
             demand = Demand(value, (R, P), (0.0, 0.0))
         else:
@@ -167,16 +184,23 @@ def _write(graph: AnnotatedGraph, tp: Choice, cp: Choice, token: sympy.Symbol | 
     (output,) = graph.graph.find_nodes(op="output")
     by_fqn = {info.fqn: n for n, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"}
     output.meta["dist_in"] = tuple(
-        _result_config(graph, node, out.kind, by_fqn.get(out.fqn))
+        _result_config(graph, node, out.kind, by_fqn.get(out.fqn), token)
         for node, out in zip(graph.results, graph.outputs, strict=True)
     )
 
 
-def _result_config(graph: AnnotatedGraph, node: fx.Node, kind: str, param: fx.Node | None) -> DistConfig:
+def _result_config(
+    graph: AnnotatedGraph, node: fx.Node, kind: str, param: fx.Node | None, token: sympy.Symbol | None
+) -> DistConfig:
     """How a result leaves the body: like its parameter, or partial on axes that are summed up afterwards."""
     made: DistConfig = node.meta["dist"]
     lies = param.meta["dist"] if param is not None and kind == "grad" else None
     target = lies or DistConfig.replicated(graph.strategy.mesh, made.ndim, made.dtype)
+    if kind in SENT:
+        meta, strategy = node.meta["tensor"], graph.strategy
+        on_tp = boundary_placement(meta, token, strategy.sp and strategy.degree("tp") > 1)
+        on_cp = boundary_placement(meta, token, strategy.degree("cp") > 1)
+        return combine(target, meta, on_tp, on_cp, token)
     if kind in ("loss", "grad"):
         for axis in graph.strategy.mesh.names:
             if isinstance(made.placement(axis), Partial) and target.placement(axis) == R:

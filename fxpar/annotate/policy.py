@@ -6,12 +6,14 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import sympy
+
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
 from fxpar.annotate.solve import is_weight
 from fxpar.dist_config import Partial, Placement, R, Replicate, Shard
 from fxpar.errors import OverrideError, nearest
-from fxpar.graph import Input, LogicalGraph
+from fxpar.graph import Input, LogicalGraph, TensorMeta
 from fxpar.rules.matmul import matmul_flops
 from fxpar.rules.option import Option, OpView
 from fxpar.rules.own_ops import attention_options
@@ -55,11 +57,24 @@ def _shards(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool |
 
 # Inputs that come in whole on every rank of a replica: any piece of them costs nothing.
 _WHOLE_INPUTS = ("batch", "tangent")
+# What another pipeline stage sends comes as `boundary_placement` says.
+RECEIVED = ("received", "received_grad")
+
+
+def boundary_placement(meta: TensorMeta, token: sympy.Symbol | None, cut: bool) -> Placement:
+    """How a value lies on an axis between two pipeline stages, for sender and receiver alike: its first token dim is
+    cut if the axis cuts tokens, else it is whole.
+    """
+    if cut and token is not None:
+        for dim, size in enumerate(meta.shape):
+            if not isinstance(size, int) and token in size.free_symbols:
+                return Shard(dim)
+    return R
 
 
 def _token_dims(entry: OpClass, result: int) -> list[int]:
-    """Token dims of the batch and of tangents; whatever follows from them is found through the rules."""
-    if entry.nodes[0].meta.get("kind") not in _WHOLE_INPUTS:
+    """Token dims of the inputs of a micro-batch; whatever follows from them is found through the rules."""
+    if entry.nodes[0].meta.get("kind") not in (*_WHOLE_INPUTS, *RECEIVED):
         return []
     return [d for d, token in enumerate(entry.token[result]) if token]
 
@@ -88,6 +103,7 @@ class TensorAxis:
     degree: int
     sp: bool
     overrides: Mapping[str, Placement]  # by placeholder name
+    token: sympy.Symbol | None
 
     def seeds(self, entry: OpClass, result: int) -> list[int]:
         if entry.nodes[0].meta.get("kind") == "param":
@@ -96,6 +112,8 @@ class TensorAxis:
 
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
+        if node.meta.get("kind") in RECEIVED:
+            return [Option((), (boundary_placement(node.meta["tensor"], self.token, self.sp),))]
         if node.meta.get("kind") == "tangent":
             return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
         if node.meta.get("kind") != "param":
@@ -140,12 +158,15 @@ class ContextAxis:
     """cp: tokens are cut everywhere but in attention, which swaps them for heads (Ulysses) where heads divide."""
 
     degree: int
+    token: sympy.Symbol | None
 
     def seeds(self, entry: OpClass, result: int) -> list[int]:
         return _token_dims(entry, result)
 
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
+        if node.meta.get("kind") in RECEIVED:
+            return [Option((), (boundary_placement(node.meta["tensor"], self.token, True),))]
         if node.meta.get("kind") not in _WHOLE_INPUTS:
             return [Option((), (R,))]
         return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
@@ -196,4 +217,4 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
         )
 
 
-__all__ = ["ATTENTION", "ContextAxis", "TensorAxis", "grad_cost", "resolve_overrides"]
+__all__ = ["ATTENTION", "ContextAxis", "TensorAxis", "boundary_placement", "grad_cost", "resolve_overrides"]

@@ -6,13 +6,17 @@ Two cases, by what the replicas wait for:
     lock step   (ZeRO-2 and 3) micro-batches at one position run side by side; the group's time is the sum over
                 positions of the dearest one there
 
-A micro-batch costs `fixed` plus what its sequences cost. Several constructions are tried and the cheapest is kept.
+A micro-batch costs `fixed` plus what its sequences cost. In a pipeline the time to fill and drain it is added, which is
+the shorter the smaller the largest micro-batch is (see `GroupCost`); so sequences are cut into more micro-batches than
+the budget asks for, until their fixed costs outweigh that. Several constructions are tried and the cheapest is kept.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
 
@@ -25,62 +29,169 @@ IMPROVED_ITEMS = 40_000  # sequences packed anew in all rounds together: bounds 
 OPEN_SLOTS = 4  # positions that are still filled while later ones are begun
 OTHERS = 4  # replicas that the slowest one tries to exchange with
 EXCHANGES = 6  # tried with each of them
+CUTS = 4  # times that an exchange packs a share anew in a pipeline
 CLOSE = 1000  # no improvement within 1/CLOSE of the lower bound
 
 
-def share_out(
-    items: Sequence[Item], replicas: int, budget: int, fixed: int, *, lockstep: bool, packed: bool
-) -> list[Share]:
+@dataclass(frozen=True)
+class Rule:
+    """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages` and
+    `virtual` as in `GroupCost`. Without `packed` each sequence is a micro-batch of its own.
+    """
+
+    replicas: int
+    budget: int
+    fixed: int = 0
+    lockstep: bool = False
+    packed: bool = True
+    stages: int = 1
+    virtual: int = 1
+
+    @property
+    def unit(self) -> int:
+        """A replica's micro-batches are filled up with idle ones to a multiple of this."""
+        return self.stages if self.virtual > 1 else 1
+
+    def fill(self, cost: int) -> int:
+        """Ticks to fill and drain the pipeline if the dearest micro-batch costs this; rounded up."""
+        return -(-(self.stages - 1) * (self.fixed + cost) // self.virtual)
+
+    def time(self, costs: Sequence[int]) -> int:
+        """Ticks of micro-batches of these costs, one after the other."""
+        if not costs:
+            return 0
+        idle = -len(costs) % self.unit
+        return sum(costs) + idle * min(costs) + self.fixed * (len(costs) + idle) + self.fill(max(costs))
+
+
+def share_out(items: Sequence[Item], rule: Rule) -> list[Share]:
     """The micro-batches of each replica, dearest first, from `items`, dearest first.
 
-    Without `packed` each sequence is a micro-batch of its own.
-
-    Micro-batches hold at most `budget` tokens, which the longest sequence must not exceed.
+    Micro-batches hold at most `rule.budget` tokens, which the longest sequence must not exceed.
     """
-    if not packed:
+    if not rule.packed:
         singles = [as_bin([item]) for item in items]
-        shares = deal(singles, replicas) if lockstep else spread(singles, replicas, fixed)
-    elif lockstep:
-        candidates = (deal(bins, replicas) for bins in _slot_bins(items, replicas, budget))
-        shares = min(candidates, key=_Price(fixed, True))
+        shares = deal(singles, rule.replicas) if rule.lockstep else _spread_bins(singles, rule)
+    elif rule.lockstep:
+        candidates = (deal(bins, rule.replicas) for bins in _slot_bins(items, rule))
+        shares = min(candidates, key=_Price(rule))
     else:
-        shares = _free(items, replicas, budget, fixed)
+        shares = _free(items, rule)
     return [dearest_first(share) for share in shares]
 
 
-def makespan(shares: Sequence[Sequence[Bin]], fixed: int, lockstep: bool) -> int:
+def makespan(shares: Sequence[Sequence[Bin]], rule: Rule) -> int:
     """Time of a group in ticks."""
-    if lockstep:
+    if rule.lockstep:
         slots = max(map(len, shares), default=0)
-        return sum(fixed + max(s[k].cost for s in shares if k < len(s)) for k in range(slots))
-    return max((_load(share, fixed) for share in shares), default=0)
+        return rule.time([max(s[k].cost for s in shares if k < len(s)) for k in range(slots)])
+    return max((_load(share, rule) for share in shares), default=0)
 
 
-def lower_bound(items: Sequence[Item], replicas: int, budget: int, fixed: int, *, lockstep: bool, packed: bool) -> int:
+# ------------------------------------------------------------------------------------------------------ lower bound
+def lower_bound(items: Sequence[Item], rule: Rule) -> int:
     """A time in ticks that no plan of `items` (dearest first) can undercut.
 
     The largest of: the mean over replicas; for each k, the k+1 cheapest of the k * replicas + 1 dearest sequences,
     as some replica gets k+1 of those (k = 0: the dearest sequence); the runs that the tokens need; in lock step, every
-    `replicas`-th of the sequences that cannot share a micro-batch.
+    `replicas`-th of the sequences that cannot share a micro-batch. In a pipeline, each with the least that fill and
+    fixed costs add, and the least that idle micro-batches cost.
     """
+    replicas, budget, fixed = rule.replicas, rule.budget, rule.fixed
     costs = [0, *accumulate(item.cost for item in items)]
     tokens = [0, *accumulate(item.tokens for item in items)]
-    runs = _fewest_bins(items, budget) if packed else len(items)
-    bound = max(fixed * -(-runs // replicas), -(-(costs[-1] + fixed * runs) // replicas))
+    cheapest, runs = items[-1].cost, _fewest_bins(items, budget) if rule.packed else len(items)
+    bound = fixed * _up(-(-runs // replicas), rule.unit) + rule.fill(cheapest)
+    bound = max(bound, _mean_bound(items, rule, costs[-1], runs))
     for k in range((len(items) - 1) // replicas + 1):
         first, stop = k * replicas - k, k * replicas + 1
-        runs = -(-(tokens[stop] - tokens[first]) // budget) if packed else k + 1
-        bound = max(bound, costs[stop] - costs[first] + fixed * runs)
-    if lockstep:
-        alone = [item.cost for item in items if not packed or 2 * item.tokens > budget]
-        bound = max(bound, sum(fixed + cost for cost in alone[::replicas]))
-    return bound
+        runs = -(-(tokens[stop] - tokens[first]) // budget) if rule.packed else k + 1
+        total = costs[stop] - costs[first]
+        bound = max(bound, total + _least_overhead(total, items[first].cost, runs, len(items), rule))
+    if rule.lockstep:
+        alone = [item.cost for item in items if not rule.packed or 2 * item.tokens > budget][::replicas]
+        bound = max(bound, sum(alone) + fixed * _up(len(alone), rule.unit) + rule.fill(items[0].cost))
+    idle = max(0, rule.unit - len(items))
+    return bound + idle * cheapest
+
+
+def _mean_bound(items: Sequence[Item], rule: Rule, total: int, runs: int) -> int:
+    """What the mean over replicas says, for sequences that cost `total` and take at least `runs` runs."""
+    dearest, cheapest, replicas = items[0].cost, items[-1].cost, rule.replicas
+    if rule.stages == 1:
+        return -(-(total + rule.fixed * runs) // replicas)
+    # Each replica that runs anything fills its pipeline, one of them with the dearest sequence.
+    used, fills = min(replicas, len(items)), rule.stages - 1
+    least = rule.virtual * (total + rule.fixed * runs) + fills * (dearest + used * rule.fixed + (used - 1) * cheapest)
+    mean = -(-total // replicas)
+    if rule.lockstep or replicas == 1:
+        overhead = _least_overhead(mean, dearest, -(-runs // replicas), len(items), rule)
+    else:  # of the replica whose sequences cost most
+        overhead = _least_overhead(mean, cheapest, 1, len(items), rule)
+    return max(-(-least // (rule.virtual * used)), mean + overhead)
+
+
+def _least_overhead(total: int, dearest: int, fewest: int, most: int, rule: Rule) -> int:
+    """The least that fixed costs and fill take, over all numbers of runs from `fewest` to `most`, where the sequences
+    cost `total` together and the dearest of them `dearest`.
+
+    n runs cost fixed * n + (stages - 1) / virtual * (fixed + max(total / n, dearest)), which is convex in n.
+    """
+    if rule.stages == 1:
+        return rule.fixed * fewest
+    low, high = -(-fewest // rule.unit), -(-most // rule.unit)
+    best = _best_runs(total, dearest, most, rule) // rule.unit
+    found = []
+    for n in {min(max(q, low), high) * rule.unit for q in (best, best + 1)}:
+        shared = -(-(rule.stages - 1) * (rule.fixed * n + total) // (rule.virtual * n))
+        found.append(rule.fixed * n + max(shared, rule.fill(dearest)))
+    return min(found)
+
+
+def _best_runs(total: int, dearest: int, most: int, rule: Rule) -> int:
+    """The number of runs, rounded down, at which fill and fixed costs are least; at most `most`.
+
+    More runs than total / dearest do not shorten the longest any more.
+    """
+    best = min(most, total // dearest) if dearest else most
+    return min(best, math.isqrt((rule.stages - 1) * total // (rule.virtual * rule.fixed))) if rule.fixed else best
 
 
 def _fewest_bins(items: Sequence[Item], budget: int) -> int:
     """A number of bins that no packing can undercut."""
     halves = sum(2 * item.tokens > budget for item in items)
     return max(halves, -(-sum(item.tokens for item in items) // budget))
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+# ---------------------------------------------------------------------------------------------------- how finely to cut
+def _counts(items: Sequence[Item], replicas: int, fewest: int, rule: Rule) -> list[int]:
+    """Numbers of micro-batches per replica worth a try in a pipeline, ascending; `fewest` hold all tokens.
+
+    Around the best number if sequences could be cut; as they cannot, some more may make the longest shorter.
+    """
+    total, most = sum(item.cost for item in items) // replicas, -(-len(items) // replicas)
+    best = max(fewest, _best_runs(total, items[0].cost, most, rule))
+    tried = {fewest, fewest + 1, best - 1, best, best + 1, best + best // 8, best + best // 3, most}
+    if rule.unit > 1:
+        tried |= {_up(count, rule.unit) for count in tried} | {_up(best, rule.unit) - rule.unit}
+    return sorted(count for count in tried if fewest <= count <= most)
+
+
+def _cut(items: Sequence[Item], rule: Rule, around: int = 0) -> Share:
+    """Items, dearest first, of one replica in micro-batches: few, or in a pipeline as many as take least time.
+
+    With `around`, only numbers next to it are tried.
+    """
+    few = pack(items, rule.budget)
+    if rule.stages == 1 or not items:
+        return few
+    counts = range(around - 1, around + CUTS - 2) if around else _counts(items, 1, len(few), rule)
+    cuts = [spread_within(items, n, rule.budget) for n in counts if len(few) <= n <= len(items)]
+    return min([few, *(bins for bins in cuts if bins)], key=lambda bins: (_load(bins, rule), len(bins)))
 
 
 def deal(bins: Sequence[Bin], replicas: int) -> list[Share]:
@@ -103,22 +214,30 @@ def deal(bins: Sequence[Bin], replicas: int) -> list[Share]:
 class _Price:
     """Sort key of shares: time, tokens of the fullest replica (a cost may be blind to them), micro-batches."""
 
-    def __init__(self, fixed: int, lockstep: bool) -> None:
-        self.fixed, self.lockstep = fixed, lockstep
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
 
     def __call__(self, shares: Sequence[Sequence[Bin]]) -> tuple[int, int, int]:
         tokens = max(sum(one.tokens for one in share) for share in shares)
-        return makespan(shares, self.fixed, self.lockstep), tokens, sum(map(len, shares))
+        return makespan(shares, self.rule), tokens, sum(map(len, shares))
 
 
 # ---------------------------------------------------------------------------------------------------- lock step
-def _slot_bins(items: Sequence[Item], replicas: int, budget: int) -> Iterator[list[Bin]]:
+def _slot_bins(items: Sequence[Item], rule: Rule) -> Iterator[list[Bin]]:
     """Ways to pack for lock step: few bins of similar lengths; positions balanced one by one; all bins equal."""
-    yield pack(items, budget)
-    yield _slot_by_slot(items, replicas, budget)
-    slots = -(-_fewest_bins(items, budget) // replicas)
-    for more in range(MORE_SLOTS):
-        bins = spread_within(items, (slots + more) * replicas, budget)
+    yield pack(items, rule.budget)
+    yield _slot_by_slot(items, rule.replicas, rule.budget)
+    yield from _even_bins(items, rule)
+
+
+def _even_bins(items: Sequence[Item], rule: Rule) -> Iterator[list[Bin]]:
+    """Bins of about equal cost, several numbers of them per replica."""
+    fewest = -(-_fewest_bins(items, rule.budget) // rule.replicas)
+    tried = list(range(fewest, fewest + MORE_SLOTS))
+    if rule.stages > 1:
+        tried = sorted({*tried, *_counts(items, rule.replicas, fewest, rule)})
+    for count in tried:
+        bins = spread_within(items, count * rule.replicas, rule.budget)
         if bins is not None:
             yield bins
 
@@ -143,29 +262,41 @@ def _slot_by_slot(items: Sequence[Item], replicas: int, budget: int) -> list[Bin
 
 
 # --------------------------------------------------------------------------------------------------------- free
-def _free(items: Sequence[Item], replicas: int, budget: int, fixed: int) -> list[Share]:
+def _free(items: Sequence[Item], rule: Rule) -> list[Share]:
     """Spread, then pack each share; or pack, then spread the bins; then improve the better of the two."""
-    price = _Price(fixed, False)
-    by_sequence = [pack(share, budget) for share in spread(items, replicas)]
+    price, replicas = _Price(rule), rule.replicas
+    starts = [[_cut(share, rule) for share in spread(items, replicas)]]
     if replicas == 1:
-        return by_sequence
-    by_bin = spread(dearest_first(pack(items, budget)), replicas, fixed)
-    best = min(by_sequence, by_bin, key=price)
-    bound = lower_bound(items, replicas, budget, fixed, lockstep=False, packed=True)
-    rounds = min(ROUNDS, IMPROVED_ITEMS * replicas // (2 * len(items)))
+        return starts[0]
+    starts.append(_spread_bins(dearest_first(pack(items, rule.budget)), rule))
+    if rule.stages > 1:
+        starts.append([_cut(share, rule) for share in spread(items, replicas, first=rule.fill)])
+        starts += [_spread_bins(dearest_first(bins), rule) for bins in _even_bins(items, rule)]
+    best = min(starts, key=price)
+    bound = lower_bound(items, rule)
+    work = 2 * len(items) * (1 if rule.stages == 1 else CUTS)
+    rounds = min(ROUNDS, IMPROVED_ITEMS * replicas // work)
     for _ in range(rounds):
-        if makespan(best, fixed, False) <= bound + bound // CLOSE:
+        if makespan(best, rule) <= bound + bound // CLOSE:
             break
-        better = _improve(best, budget, fixed)
+        better = _improve(best, rule)
         if better is None:
             break
         best = better
     return best
 
 
-def _improve(shares: list[Share], budget: int, fixed: int) -> list[Share] | None:
+def _spread_bins(bins: Sequence[Bin], rule: Rule) -> list[Share]:
+    """Bins, dearest first, to replicas whose times add up."""
+    plain = spread(bins, rule.replicas, rule.fixed)
+    if rule.stages == 1:
+        return plain
+    return min(plain, spread(bins, rule.replicas, rule.fixed, rule.fill), key=_Price(rule))
+
+
+def _improve(shares: list[Share], rule: Rule) -> list[Share] | None:
     """The slowest replica gives a sequence to another one, or swaps two; None if no such change helps."""
-    loads = [_load(share, fixed) for share in shares]
+    loads = [_load(share, rule) for share in shares]
     slowest = max(range(len(loads)), key=lambda r: (loads[r], -r))
     given = longest_first(item for one in shares[slowest] for item in one.items)
     for other in sorted(range(len(loads)), key=lambda r: (loads[r], r))[:OTHERS]:
@@ -174,8 +305,11 @@ def _improve(shares: list[Share], budget: int, fixed: int) -> list[Share] | None
             continue
         taken = longest_first(item for one in shares[other] for item in one.items)
         for give, take in _exchanges(given, taken, gap):
-            left = [pack(_without(given, give, take), budget), pack(_without(taken, take, give), budget)]
-            if max(_load(share, fixed) for share in left) < loads[slowest]:
+            left = [
+                _cut(_without(given, give, take), rule, len(shares[slowest])),
+                _cut(_without(taken, take, give), rule, len(shares[other])),
+            ]
+            if max(_load(share, rule) for share in left) < loads[slowest]:
                 changed = list(shares)
                 changed[slowest], changed[other] = left
                 return changed
@@ -202,5 +336,5 @@ def _without(items: Sequence[Item], gone: Item | None, come: Item | None) -> lis
     return longest_first([*kept, come]) if come is not None else kept
 
 
-def _load(share: Sequence[Bin], fixed: int) -> int:
-    return sum(one.cost for one in share) + fixed * len(share)
+def _load(share: Sequence[Bin], rule: Rule) -> int:
+    return rule.time([one.cost for one in share])

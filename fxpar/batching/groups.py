@@ -51,7 +51,8 @@ def length_groups(
 
     `token_budget` is the most tokens of one micro-batch of one replica: one number for all groups, or a number by
     limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of
-    full length, but at least its own limit.
+    full length per micro-batch, but at least its own limit. A rank of a pipeline holds a stages-th of the layers, of as
+    many micro-batches as there are stages: pp does not divide the tokens.
 
     Raises NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a strategy that does not take
     all `world` ranks), TokenBudgetError, UnknownBudgetError.
@@ -83,7 +84,7 @@ def _budget(
     budget = given.get(limit) if isinstance(given, Mapping) else given
     if budget is None:
         longest = max(parsed)
-        ranks, ranks_of_longest = (s.world // s.degree("dp") for s in (strategy, parsed[longest]))
+        ranks, ranks_of_longest = (s.world // s.degree("dp") // s.degree("pp") for s in (strategy, parsed[longest]))
         return max(limit, longest * ranks // ranks_of_longest)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < limit:
         raise TokenBudgetError(budget, limit, str(strategy))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 TICKS_PER_S = 10**15
@@ -52,17 +52,22 @@ def dearest_first(bins: Iterable[Bin]) -> list[Bin]:
     return sorted(bins, key=lambda b: (-b.cost, -b.tokens, b.items[0].index))
 
 
-def spread(parts: Sequence[Part], replicas: int, fixed: int = 0) -> list[list[Part]]:
+def spread(
+    parts: Sequence[Part], replicas: int, fixed: int = 0, first: Callable[[int], int] | None = None
+) -> list[list[Part]]:
     """Each part, dearest first, to the replica that has least so far: at most 4/3 - 1/(3 replicas) of the optimum.
 
     Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17 (1969), rule LPT. `fixed` is added to
-    the cost of each part. Replicas of equal cost are told apart by tokens (a cost model may be blind to them).
+    the cost of each part, `first(cost)` to that of a replica's first part, its dearest. Replicas of equal cost are told
+    apart by tokens (a cost model may be blind to them).
     """
     loads = [(0, 0, r) for r in range(replicas)]
     shares: list[list[Part]] = [[] for _ in range(replicas)]
     for part in parts:
         cost, tokens, r = loads[0]
         shares[r].append(part)
+        if first is not None and len(shares[r]) == 1:
+            cost += first(part.cost)
         heapq.heapreplace(loads, (cost + fixed + part.cost, tokens + part.tokens, r))
     return shares
 

@@ -22,8 +22,8 @@ class GroupPlan:
 
     `group` is the index of the LengthGroup; `replicas[d]` is the list of data-parallel replica d, longest run first.
     Lists may differ in length and may be empty. With `lockstep`, the micro-batches at one position run side by side and
-    replicas whose list has ended run idle. Both times are predictions without switches; no plan of the same sequences
-    on the same replicas can take less than `lower_bound_s`.
+    replicas whose list has ended run idle. Both times are predictions without switches, the bubble of a pipeline
+    included; no plan of the same sequences on the same replicas can take less than `lower_bound_s`.
     """
 
     group: int

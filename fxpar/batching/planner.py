@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fxpar.batching.balance import Share, lower_bound, makespan, share_out
+from fxpar.batching.balance import Rule, Share, lower_bound, makespan, share_out
 from fxpar.batching.cost import GroupCost
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import TICKS_PER_S, Item, longest_first, ticks
@@ -34,7 +34,8 @@ def plan_batch(
     reductions of a mini-batch that runs the groups `order` (indices, ascending). Each sequence goes to the first group
     whose limit holds it. With `merge`, a group moves as a whole to the next larger one that runs if the predicted time
     of everything is then less: all choices of running groups are compared up to six groups, beyond that by local
-    search. Without `packed`, each sequence is a micro-batch of its own.
+    search. Without `packed`, each sequence is a micro-batch of its own. Groups whose cost has several pipeline stages
+    get as many micro-batches as take least time, bubble included; all others as few as hold the sequences.
 
     Every sequence is in exactly one micro-batch. Ranks that pass equal arguments get equal plans.
 
@@ -69,7 +70,7 @@ class _Load:
     """Sequences that run together in one group; times in ticks."""
 
     items: tuple[Item, ...]
-    fixed: int
+    rule: Rule
     bound: int
 
 
@@ -156,20 +157,26 @@ class _Planner:
         if (first, into) not in self._loads:
             members = [member for g in range(first, into + 1) for member in self.members[g]]
             group, cost = self.groups[into], self.costs[into]
-            fixed, by_length = ticks(cost.fixed_s), {n: ticks(cost.sequence_s(n)) for n in {n for _, n in members}}
+            by_length = {n: ticks(cost.sequence_s(n)) for n in {n for _, n in members}}
             items = tuple(longest_first(Item(index, length, by_length[length]) for index, length in members))
-            rule = {"lockstep": group.lockstep, "packed": self.packed}
-            bound = lower_bound(items, group.replicas, group.token_budget, fixed, **rule)
-            self._loads[first, into] = _Load(items, fixed, bound)
+            rule = Rule(
+                group.replicas,
+                group.token_budget,
+                ticks(cost.fixed_s),
+                lockstep=group.lockstep,
+                packed=self.packed,
+                stages=cost.stages,
+                virtual=cost.virtual,
+            )
+            self._loads[first, into] = _Load(items, rule, lower_bound(items, rule))
         return self._loads[first, into]
 
     def _worked_out(self, first: int, into: int) -> tuple[list[Share], int]:
         """The micro-batches of each replica, and their time."""
         if (first, into) not in self._shares:
-            load, group = self._load(first, into), self.groups[into]
-            rule = {"lockstep": group.lockstep, "packed": self.packed}
-            shares = share_out(load.items, group.replicas, group.token_budget, load.fixed, **rule)
-            self._shares[first, into] = shares, makespan(shares, load.fixed, group.lockstep)
+            load = self._load(first, into)
+            shares = share_out(load.items, load.rule)
+            self._shares[first, into] = shares, makespan(shares, load.rule)
         return self._shares[first, into]
 
     def _group_plan(self, first: int, into: int) -> GroupPlan:

@@ -1,14 +1,14 @@
-"""What one micro-batch of an ExecGraph does on one rank: arithmetic, memory traffic, collectives, as polynomials in T.
+"""What one micro-batch of a program does on one rank: arithmetic, memory traffic, collectives, as polynomials in T.
 
-Read off the local shapes of the body's nodes; nothing runs. The square term is attention's, which stays inside of
-documents: it is meant per document, c2 * sum(len**2). The other two are meant per row, c0 + c1 * T.
+Read off the local shapes of the nodes that run per micro-batch; nothing runs. The square term is attention's, which
+stays inside of documents: it is meant per document, c2 * sum(len**2). The other two are meant per row, c0 + c1 * T.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, cast
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
-from fxpar.exec_graph import Communication, ExecGraph, collective_kind
+from fxpar.exec_graph import Communication, Program, collective_kind
 from fxpar.graph import Dim, Size, TensorMeta
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -81,8 +81,18 @@ class Work:
         return self.product_flops + self.attention_flops
 
 
-def body_work(program: ExecGraph) -> Work:
-    """The work of the body of `program`, with one row of T tokens."""
+PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
+
+
+def sent_bytes(program: Program, sent: Sequence[TensorMeta]) -> Polynomial:
+    """Bytes of these local tensors of `program`, with one row of T tokens."""
+    samples = [_Sizes(program, k) for k in (1, 2, 3)]
+    values = [Fraction(sum(s.numel(meta) * meta.dtype.itemsize for meta in sent)) for s in samples]
+    return _through(values, samples[0].tokens)
+
+
+def body_work(program: Program) -> Work:
+    """The work of the parts of `program` that run per micro-batch, with one row of T tokens."""
     samples = [_Sizes(program, k) for k in (1, 2, 3)]
     nodes = list(_kernels(program))
     counts = [_count(nodes, sizes) for sizes in samples]
@@ -95,7 +105,7 @@ def body_work(program: ExecGraph) -> Work:
     traffic = tuple(
         Traffic(c.axis, fit([Fraction(s.numel(c.sent)) for s in samples]) * _bytes_per_element(c, mesh.degree(c.axis)))
         for c in program.communications()
-        if c.part == "body"
+        if c.part in PER_MICRO_BATCH
     )
     return Work(products, attention, moved + Polynomial(held.c0), len(nodes), traffic)
 
@@ -146,10 +156,10 @@ def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
     return nbytes(node) + sum(map(nbytes, node.all_input_nodes))
 
 
-def link_crosses_nodes(program: ExecGraph, axis: str, node_of: Callable[[int], int]) -> bool:
-    """Whether any process group of `axis` has ranks on several nodes."""
+def link_crosses_nodes(program: Program, axis: str, node_of: Callable[[int], int], first_rank: int = 0) -> bool:
+    """Whether any process group of `axis` has ranks on several nodes; the program's mesh begins at `first_rank`."""
     groups = program.strategy.mesh.groups(tuple(axis.split(".")))
-    return any(len({node_of(rank) for rank in group}) > 1 for group in groups)
+    return any(len({node_of(first_rank + rank) for rank in group}) > 1 for group in groups)
 
 
 _COUNTED = ("products", "attention", "moved", "held")
@@ -165,9 +175,10 @@ def _count(nodes: list[fx.Node], sizes: _Sizes) -> dict[str, Fraction]:
     return count
 
 
-def _kernels(program: ExecGraph) -> Iterator[fx.Node]:
+def _kernels(program: Program) -> Iterator[fx.Node]:
     """Calls that compute on the device; collectives are counted by what they send."""
-    for node in program.body.graph.nodes:
+    parts = [part for name, part in program.parts.items() if name in PER_MICRO_BATCH]
+    for node in (node for part in parts for node in part.graph.nodes):
         computes = node.op == "call_function" and any(True for _ in _metas(node))
         is_view = node.target in NO_KERNEL or getattr(node.target, "is_view", False)
         if computes and not is_view and not collective_kind(node):
@@ -200,7 +211,7 @@ def _through(values: list[Fraction], tokens: int) -> Polynomial:
 class _Sizes:
     """Sizes of local tensors with `k` times a base number of tokens in one row; called with a TensorMeta."""
 
-    def __init__(self, program: ExecGraph, k: int) -> None:
+    def __init__(self, program: Program, k: int) -> None:
         token = _token_dim(program)
         self.tokens = 4096 * k * math.lcm(*program.divisors.values())
         self._dims = {d.symbol: self.tokens if d is token else _rows(program, d) for d in program.dims}
@@ -218,7 +229,7 @@ class _Sizes:
         return self._known[size]
 
 
-def _token_dim(program: ExecGraph) -> Dim | None:
+def _token_dim(program: Program) -> Dim | None:
     """The dynamic dim that counts tokens: the last dim of the token ids; without such a batch, the first one."""
     by_symbol = {d.symbol: d for d in program.dims}
     batch = {i.fqn: i.meta for i in program.inputs if i.kind == "batch"}
@@ -228,6 +239,6 @@ def _token_dim(program: ExecGraph) -> Dim | None:
     return next(iter(program.dims), None)
 
 
-def _rows(program: ExecGraph, dim: Dim) -> int:
+def _rows(program: Program, dim: Dim) -> int:
     """Size of a further dynamic dim: one packed row, or as few as the strategy can divide."""
     return max(dim.minimum, program.divisors.get(dim.name, 1))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import BatchMismatchError, ProgramMismatchError
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import Program
 
 Sequence_ = Tensor | Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ def check_same_batch(sequences: Sequence[Sequence_], plan: str, device: torch.de
             raise BatchMismatchError(", ".join(different), what)
 
 
-def check_same_programs(programs: Mapping[str, ExecGraph], group: Any = None) -> None:
+def check_same_programs(programs: Mapping[str, Program], group: Any = None) -> None:
     """Raise ProgramMismatchError on every rank if one has compiled another program: they would wait for each other."""
     mine = {name: program.fingerprint() for name, program in programs.items()}
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.exec_graph import ExecGraph, Part, Source, compile_graph, substitute_tokens
-from fxpar.graph import AnnotatedGraph
-from fxpar.passes.accumulate_gradients import AccumulateGradients
+from fxpar.exec_graph import ExecGraph, Part, Program, Source, compile_graph, substitute_tokens
+from fxpar.runtime.accumulate import accumulating, own_memory
+from fxpar.runtime.micro import MicroRun, local_batch
 
 Backend = Literal["eager", "inductor"]
 c10d = torch.ops._c10d_functional
@@ -41,8 +41,7 @@ class BoundGraph:
     def _compile_graph(self, graph: fx.Graph, is_empty: bool) -> Callable[..., Any]:
         if self._backend == "eager" or is_empty:
             return compile_graph(graph)
-        for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
-            node.target = c10d.all_reduce.default  # the compiler wants functional ops and reuses buffers by itself
+        functional_collectives(graph)  # the compiler wants these, and reuses buffers by itself
         # Sizes that come in through batch tensors are dynamic, so new lengths do not compile again.
         return torch.compile(compile_graph(graph), backend="inductor", dynamic=True, fullgraph=True)
 
@@ -85,6 +84,14 @@ class BoundGraph:
             self._keep_buffers(self._sums)
         else:
             self._carry_buffers()
+
+    def run_all(self, micro_batches: Sequence[MicroRun]) -> None:
+        """All micro-batches of a group, one after the other."""
+        if not micro_batches:
+            self.skip()
+        for one in micro_batches:
+            batch = local_batch(self.program, one.load(), self.rank, self._device())
+            self.run(batch, one.scale, one.seed, idle=one.idle)
 
     def skip(self) -> None:
         """This replica has no micro-batch in the group: zeros, and buffers as they are. Not for ZeRO-2 and 3."""
@@ -141,32 +148,28 @@ class BoundGraph:
             self._inputs[position[fqn]] = self._sums[index]
 
     def _accumulators(self) -> list[Tensor]:
-        """Results so far as buffers that can be added to in place: none shares memory with another or with an input."""
+        """Results so far as buffers that can be added to in place."""
         assert self._sums is not None
         kept = self._buffer_outputs()
-        taken = {t.untyped_storage().data_ptr() for t in (*self._inputs, *self._prepared) if t is not None}
-        for i, value in enumerate(self._sums):
-            memory = value.untyped_storage()
-            if i in kept:
-                continue
-            # A gradient may be a view (of another one, transposed, of a bucket that would stay) or an expanded scalar.
-            if memory.data_ptr() in taken or memory.nbytes() != value.numel() * value.element_size():
-                self._sums[i] = value.clone(memory_format=torch.contiguous_format)
-            taken.add(self._sums[i].untyped_storage().data_ptr())
+        own_memory(self._sums, (*self._inputs, *self._prepared), kept)
         return [value for i, value in enumerate(self._sums) if i not in kept]
 
     def _later_body(self) -> Callable[..., Any]:
         """The body that adds to earlier results; compiled when a second micro-batch comes."""
         if self._accumulate is None:
             program = self.program
-            copy = substitute_tokens(program.body.graph, self._groups, self._indices)
-            graph = AnnotatedGraph(copy, (), (), (), program.strategy)
-            AccumulateGradients(keep=tuple(self._buffer_outputs()))(graph)
-            self._accumulate = self._compile_graph(graph.graph, is_empty=False)
+            graph = substitute_tokens(program.body.graph, self._groups, self._indices)
+            self._accumulate = self._compile_graph(accumulating(graph, self._buffer_outputs()), is_empty=False)
         return self._accumulate
 
 
-def token_axes(program: ExecGraph) -> set[str]:
+def functional_collectives(graph: fx.Graph) -> None:
+    """Replace collectives that work in place by those that do not."""
+    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
+        node.target = c10d.all_reduce.default
+
+
+def token_axes(program: Program) -> set[str]:
     """Axes of the `#axis` tokens in a program."""
     return {
         arg[1:]

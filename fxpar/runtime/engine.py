@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -26,8 +27,9 @@ from fxpar.cluster import ClusterSpec
 from fxpar.errors import FxparError, NanLossError, TransferError
 from fxpar.monitor import looks_like_peer_loss
 from fxpar.runtime.agree import check_same_batch
-from fxpar.runtime.bound import BoundGraph
+from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
+from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.runtime.report import GroupReport, StepReport
 from fxpar.runtime.switching import Switching
@@ -62,7 +64,7 @@ class Engine:
 
     groups: Sequence[LengthGroup]
     names: Sequence[str]
-    bound: Mapping[str, BoundGraph]
+    bound: Mapping[str, Bound]
     costs: Sequence[GroupCost]
     switching: Switching
     gradients: Gradients
@@ -174,7 +176,7 @@ class Engine:
         bound = self.bound[name]
         with self._phase(f"run {name}"):
             bound.prepare(self.switching.store.compute(name), buffers)
-            self._run_micro_batches(bound, group, sequences, scale)
+            bound.run_all(self._micro_batches(bound, group, sequences, scale))
             result = bound.finish()
         buffers.update(result["buffers"])
         loss = float(result["loss"])
@@ -199,40 +201,34 @@ class Engine:
         )
         return report, loss
 
-    def _run_micro_batches(
-        self, bound: BoundGraph, group: GroupPlan, sequences: Sequence[Sequence_], scale: float
-    ) -> None:
+    def _micro_batches(
+        self, bound: Bound, group: GroupPlan, sequences: Sequence[Sequence_], scale: float
+    ) -> list[MicroRun]:
+        """What this rank's replica runs, with idle ones where it must run as many as the others."""
         program = bound.program
-        replica = program.strategy.mesh.coordinate(bound.rank).get("dp", 0)
-        mine = group.replicas[replica]
+        replica = replica_of(program, bound.rank)
         keys = [info.fqn for info in program.inputs if info.kind == "batch"]
-        lockstep = program.strategy.zero >= 2
-        if not mine and not lockstep:
-            bound.skip()
-            return
-        for turn, micro in enumerate(mine):
-            with self._phase(f"run {program.strategy}, micro-batch {turn + 1} of {len(mine)}"):
-                batch = self._local(bound, collate(sequences, micro, keys))
-                bound.run(batch, scale, self._seed(group.group, replica, turn))
-        idle = group.slots - len(mine) if lockstep else 0
-        if idle:
+
+        def load(micro: MicroBatch, text: str) -> Mapping[str, Tensor]:
+            with self._phase(f"run {program.strategy}, {text}"):
+                return pad(program, collate(sequences, micro, keys))
+
+        mine = group.replicas[replica]
+        runs = [
+            MicroRun(
+                partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"),
+                scale,
+                self._seed(group.group, replica, turn),
+            )
+            for turn, micro in enumerate(mine)
+        ]
+        if program.strategy.zero >= 2:
             # Any small batch will do: it counts nothing.
             shortest = min(group.sequences, key=lambda i: sequence_length(sequences[i]))
-            batch = self._local(
-                bound, collate(sequences, MicroBatch((shortest,), sequence_length(sequences[shortest])), keys)
-            )
-            for _ in range(idle):
-                bound.run(batch, scale, idle=True)
-
-    def _local(self, bound: BoundGraph, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's piece of a replica's batch, padded to what the strategy needs, on the device."""
-        program = bound.program
-        whole = pad(program, batch)
-        return {
-            info.fqn: stored.dist.take(whole[info.fqn], bound.rank).to(self.device, non_blocking=True)
-            for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
-            if info.kind == "batch"
-        }
+            micro = MicroBatch((shortest,), sequence_length(sequences[shortest]))
+            idle = MicroRun(partial(load, micro, "no micro-batch left"), scale, idle=True)
+            runs += [idle] * (group.slots - len(mine))
+        return runs
 
     def _seed(self, group: int, replica: int, turn: int) -> int:
         """The dropout seed of a micro-batch: another one each time, the same when a run is repeated or resumed."""

@@ -7,6 +7,7 @@ chain   (the paper's way) terms are reduced within the replicas of their graph; 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxpar.cluster import ClusterSpec
-from fxpar.exec_graph import ExecGraph, Program
+from fxpar.exec_graph import Program
 from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
@@ -25,13 +26,17 @@ from fxpar.transport import Holding, Reduction, Switch
 Mode = Literal["home", "chain"]
 
 
-def gradient_placements(program: Program) -> dict[str, GradientPlacement]:
-    """How each gradient leaves the graph, partial axes included."""
-    return {
-        out.fqn: GradientPlacement(tuple(int(s) for s in stored.meta.shape), stored.dist, stored.meta.dtype)
-        for out, stored in zip(program.outputs, program.stored_outputs, strict=True)
-        if out.kind == "grad"
-    }
+def gradient_placements(program: Program) -> dict[str, tuple[GradientPlacement, ...]]:
+    """How each gradient leaves the graph, partial axes included: once per pipeline stage that gives a term of it, but
+    only once per rank, which adds up what its stages give.
+    """
+    found: dict[str, dict[GradientPlacement, None]] = defaultdict(dict)
+    for first, part in program.placed:
+        for out, stored in zip(part.outputs, part.stored_outputs, strict=True):
+            if out.kind == "grad":
+                shape = tuple(int(s) for s in stored.meta.shape)
+                found[out.fqn][GradientPlacement(shape, stored.dist, stored.meta.dtype, first)] = None
+    return {out.fqn: tuple(found[out.fqn]) for out in program.outputs if out.kind == "grad"}
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Gradients:
     """The gradients of a mini-batch on this rank: `begin`, `add` per group, `end`."""
 
     store: WeightStore
-    programs: Mapping[str, ExecGraph]
+    programs: Mapping[str, Program]
     cluster: ClusterSpec
     mode: Mode = "home"
     options: TransportOptions = field(default_factory=TransportOptions)
@@ -120,8 +125,10 @@ class Gradients:
         if name not in self._chain:
             rank, device = self.store.rank, self.store.device
             self._chain[name] = {
-                fqn: torch.zeros(_local_shape(param, rank), dtype=param.dtype, device=device)
+                fqn: torch.zeros(block.dist.local_shape(param.shape), dtype=param.dtype, device=device)
                 for fqn, param in self._scattered(name).params.items()
+                for block in param.blocks
+                if rank in block.ranks
             }
         return self._chain[name]
 
@@ -144,11 +151,6 @@ class Gradients:
         plan, switch = self._hops[key]
         switch.run()
         return plan.intra_node_bytes + plan.inter_node_bytes
-
-
-def _local_shape(param: object, rank: int) -> tuple[int, ...]:
-    block = next(b for b in param.blocks if rank in b.ranks)  # type: ignore[attr-defined]
-    return block.dist.local_shape(param.shape)  # type: ignore[attr-defined]
 
 
 def _with_dtypes(layout: ParamLayout, like: ParamLayout) -> ParamLayout:

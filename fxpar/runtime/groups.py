@@ -17,30 +17,31 @@ class ProcessGroups:
     """
 
     def __init__(self, timeout_s: float | None = None) -> None:
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
 
     def world(self) -> dist.ProcessGroup:
         """A group of all ranks with this timeout."""
-        ranks = tuple(range(dist.get_world_size()))
-        group = self._make(ranks, dist.get_rank())
-        assert group is not None
-        return group
+        return self.of(tuple(range(dist.get_world_size())))
 
-    def _make(self, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup | None:
-        if ranks not in self._groups:
-            group: Any = dist.new_group(list(ranks), timeout=self._timeout)
-            self._groups[ranks] = group if rank in ranks else None
-        return self._groups[ranks]
+    def names(self, mesh: Mesh, axes: tuple[str, ...], first_rank: int = 0) -> dict[str, str]:
+        """Group name of this rank for each entry of `axes` (an entry may join several axes by '.').
 
-    def names(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, str]:
-        """Group name of this rank for each entry of `axes` (an entry may join several axes by '.')."""
+        The mesh begins at `first_rank`; ranks outside of it take part in making the groups, and get no names.
+        """
         rank = dist.get_rank()
         names = {}
         for axis in axes:
             for ranks in mesh.groups(tuple(axis.split("."))):
-                self._make(ranks, rank)
-            mine = self._groups[mesh.group_of(rank, tuple(axis.split(".")))]
-            assert mine is not None
-            names[axis] = str(mine.group_name)
+                members = tuple(first_rank + r for r in ranks)
+                group = self.of(members)
+                if rank in members:
+                    names[axis] = str(group.group_name)
         return names
+
+    def of(self, ranks: tuple[int, ...], purpose: str = "") -> Any:
+        """The group of these ranks (None on others); another one for each `purpose`. All ranks ask for it."""
+        if (ranks, purpose) not in self._groups:
+            group: Any = dist.new_group(list(ranks), timeout=self._timeout)
+            self._groups[ranks, purpose] = group if dist.get_rank() in ranks else None
+        return self._groups[ranks, purpose]

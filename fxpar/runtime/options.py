@@ -15,10 +15,10 @@ from fxpar.batching import MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
-from fxpar.exec_graph import ExecGraph
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.monitor import Monitor
+from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import Mode
 from fxpar.strategy import Strategy
@@ -90,7 +90,7 @@ class Compiled:
     """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank."""
 
     logical: LogicalGraph
-    programs: Mapping[str, ExecGraph]
+    programs: Mapping[str, TrainGraph]
     timings: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import PadError
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import Program
 from fxpar.graph import Dim, Input
 
 IGNORE_INDEX = -100
@@ -111,6 +111,6 @@ def pad_batch(
     return padded
 
 
-def pad(program: ExecGraph, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def pad(program: Program, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`batch` padded as `program` needs it. Raises PadError where the model would see the padding."""
     return pad_batch(program.inputs, program.dims, program.divisors, batch, hazard=program.padding_hazard)

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
 from fxpar.batching.documents import keeps_documents_apart
+from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import OrderError, ParallelizeError, nearest
-from fxpar.exec_graph import ExecGraph
 from fxpar.monitor import Monitor
 from fxpar.passes.share_weights import share_weights
+from fxpar.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.runtime.agree import check_same_programs
-from fxpar.runtime.bound import BoundGraph, bind
+from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import evaluate
@@ -68,7 +69,7 @@ class Session:
     loss: LossFunction
 
     @property
-    def programs(self) -> Mapping[str, ExecGraph]:
+    def programs(self) -> Mapping[str, TrainGraph]:
         return self.compiled.programs
 
     def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
@@ -130,7 +131,7 @@ def open_session(
     engine = Engine(
         groups=groups,
         names=names,
-        bound=_bind_all(programs, rank, process_groups, options),
+        bound=_bind_all(programs, process_groups, device, options),
         costs=_costs([programs[name] for name in names], cluster, device, options),
         switching=Switching(store, schedule, transport),
         gradients=Gradients(store, programs, cluster, options.gradients, transport),
@@ -160,14 +161,13 @@ def open_session(
 
 
 def _bind_all(
-    programs: Mapping[str, ExecGraph], rank: int, process_groups: ProcessGroups, options: Options
-) -> dict[str, BoundGraph]:
+    programs: Mapping[str, TrainGraph], process_groups: ProcessGroups, device: torch.device, options: Options
+) -> dict[str, Bound]:
     """This rank's programs; makes process groups, in the same order on all ranks."""
-    bound = {}
-    for name, program in programs.items():
-        tokens = process_groups.names(program.strategy.mesh, program.axes())
-        bound[name] = bind(program, rank, tokens, compile=options.compile)
-    return bound
+    return {
+        name: bind_here(program, process_groups, device=device, compile=options.compile)
+        for name, program in programs.items()
+    }
 
 
 def _transport(options: Options, world_group: Any, device: torch.device) -> TransportOptions:
@@ -204,7 +204,7 @@ def _watcher(options: Options, world: int) -> Monitor | None:
 
 def _storage(
     module: nn.Module,
-    programs: Mapping[str, ExecGraph],
+    programs: Mapping[str, TrainGraph],
     rank: int,
     world: int,
     device: torch.device,
@@ -260,16 +260,19 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _costs(
-    programs: Sequence[ExecGraph], cluster: ClusterSpec, device: torch.device, options: Options
+    programs: Sequence[TrainGraph], cluster: ClusterSpec, device: torch.device, options: Options
 ) -> list[GroupCost]:
     """What a micro-batch costs under each program, by usual figures of the device: the same on all ranks."""
     known = figures(device)
     tflops = options.device_tflops or known.tflops
+    rates = {"memory_gb_per_s": known.memory_gb_per_s, "launch_us": known.launch_us}
     return [
-        group_cost(program, cluster, tflops, memory_gb_per_s=known.memory_gb_per_s, launch_us=known.launch_us)
+        pipeline_cost(program, cluster, tflops, **rates)
+        if isinstance(program, PipelineGraph)
+        else group_cost(program, cluster, tflops, **rates)
         for program in programs
     ]
 
 
-def _can_pack(programs: Mapping[str, ExecGraph]) -> bool:
+def _can_pack(programs: Mapping[str, TrainGraph]) -> bool:
     return all(keeps_documents_apart(program) for program in programs.values())

@@ -20,8 +20,8 @@ from fxpar.stages.staged import Crossing, StageGraph
 aten = torch.ops.aten
 Result = tuple[Output, tuple[fx.Node, ...]]  # a result, and the values whose sum it is
 
-# Order of a stage's placeholders; received activations count as batch.
-_ORDER = ("param", "buffer", "constant", "batch", "scale", "seed", "tangent")
+# Order of a stage's placeholders.
+_ORDER = ("param", "buffer", "constant", "batch", "received", "scale", "seed", "received_grad")
 
 
 @dataclass
@@ -91,9 +91,9 @@ class StageBuilder:
             if node not in arrived and "sym" not in node.meta:
                 self._copy(node)
         results: list[Result] = [r for r in self.results if r[0].kind == "loss"]
-        results += [(Output("value", n.name), (n,)) for n in sent]
+        results += [(Output("sent", n.name), (n,)) for n in sent]
         results += [r for r in self.results if r[0].kind == "grad"]
-        results += [(Output("input_grad", n.name), (n,)) for n in gradients]
+        results += [(Output("sent_grad", n.name), (n,)) for n in gradients]
         results += [r for r in self.results if r[0].kind == "buffer"]
         self.graph.output(tuple(self._sum(values) for _, values in results))
         self.graph.lint()
@@ -137,10 +137,10 @@ class StageBuilder:
             if size.args[0] not in read and _place_of(size.meta["sym"], received) is None:
                 read.add(size.args[0])  # type: ignore[arg-type]
         found: list[tuple[Input, fx.Node]] = [(i, n) for n, i in self.nodes.inputs.items() if n in read]
-        for kind, values in (("batch", received), ("tangent", tangents)):
+        for kind, values in (("received", received), ("received_grad", tangents)):
             for value in values:
                 meta = value.meta["tensor"]
-                wanted = kind == "batch" and meta.dtype.is_floating_point
+                wanted = kind == "received" and meta.dtype.is_floating_point
                 found.append((Input(kind, value.name, meta, requires_grad=wanted), value))  # type: ignore[arg-type]
         found.sort(key=lambda pair: _ORDER.index(pair[0].kind))
         for info, node in found:

@@ -1,15 +1,16 @@
-"""Forward and backward of a stage as graphs of their own, and the backward in two halves.
+"""A stage's graph taken apart: what runs once, forward and backward of a micro-batch, the backward in two halves.
 
-Works on a stage's logical graph and on the lowered one alike, as the split is by dependence: the forward is what
-values, loss and new buffers need; the input part is what the gradients of received activations need of the rest; the
-weight part is what is then left.
+Works on a stage's logical graph and on the lowered one alike, as the split is by dependence: the forward is what sent
+activations, loss and new buffers need; the input part is what sent gradients need of the rest; the weight part is what
+is then left. Prologue and epilogue are what the passes have put there.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -18,56 +19,113 @@ from fxpar.exec_graph import Part
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.stages.nodes import ancestors
 
-_EARLY = ("value", "loss", "buffer")
-Slots = Mapping[str, Mapping[fx.Node, int]]
+Slots = dict[str, dict[fx.Node, int]]
 
 
 @dataclass
 class StageParts:
-    """The parts of a stage's graph. A source (part, i) of a part is result i of that part, ("input", i) input i.
+    """The parts of a stage. A source (part, i) is result i of that part, ("input", i) input i of the graph.
 
-    Results of `forward`: values, loss and new buffers in the order of the graph's outputs, then what the backward needs
-    of it. Results of `backward`: all gradients in the order of the outputs. `input_part` and `weight_part` together are
-    the same as `backward`: results of the first are the gradients of what was received, then what the second needs of
-    it; results of the second the gradients of parameters.
+    prologue      once per mini-batch
+    forward       results: what is sent, then what the epilogue reads of it, then what the backward needs of it
+    backward      results: gradients that are sent, then what the epilogue reads of it
+    input_part, weight_part   together the same as `backward`. Results of the first: gradients that are sent, then what
+                  the second needs of it; of the second: what the epilogue reads
+    epilogue      once per group; results: loss, gradients of parameters, new buffers in the order of the outputs
     """
 
+    prologue: Part
     forward: Part
     backward: Part
     input_part: Part
     weight_part: Part
+    epilogue: Part
 
 
 def split_parts(graph: LogicalGraph | AnnotatedGraph) -> StageParts:
     """Split a stage. Raises VerifyError if what leaves in the forward depends on a received gradient."""
-    whole = graph.graph if isinstance(graph, AnnotatedGraph) else graph.gm.graph
-    finals = list(zip(graph.results, graph.outputs, strict=True))
-    values = [node for node, out in finals if out.kind in _EARLY]
-    input_grads = [node for node, out in finals if out.kind == "input_grad"]
-    grads = [node for node, out in finals if out.kind == "grad"]
-    places = graph.placeholders
-    calls = [n for n in whole.nodes if n.op == "call_function"]
-    early = _with_siblings(ancestors(values), calls)
-    tangents = {n for n, i in zip(places, graph.inputs, strict=True) if i.kind == "tangent"}
-    if early & tangents:
-        raise VerifyError(f"{graph.name}: a value of the forward depends on {min(early & tangents).name!r}")
-    needed = _with_siblings(ancestors(input_grads), calls)
-    first = [n for n in calls if n in early]
-    late = [n for n in calls if n not in early]
-    for_inputs = [n for n in late if n in needed]
-    for_weights = [n for n in late if n not in needed]
-    saved = _crossing(late, [*input_grads, *grads], early, values)
-    position = {node: i for i, node in enumerate(places)}
-    slots: dict[str, dict[fx.Node, int]] = {"forward": _slots([*values, *saved])}
-    handed = _crossing(for_weights, grads, set(for_inputs), input_grads)
-    slots["input_part"] = _slots([*input_grads, *handed])
-    in_order = [node for node, out in finals if out.kind not in _EARLY]
-    return StageParts(
-        _part(first, [*values, *saved], position, {}),
-        _part(late, in_order, position, {"forward": slots["forward"]}),
-        _part(for_inputs, [*input_grads, *handed], position, {"forward": slots["forward"]}),
-        _part(for_weights, grads, position, slots),
-    )
+    return _Splitter(graph).split()
+
+
+class _Splitter:
+    def __init__(self, graph: LogicalGraph | AnnotatedGraph) -> None:
+        self.graph = graph
+        whole = graph.graph if isinstance(graph, AnnotatedGraph) else graph.gm.graph
+        self.calls = [n for n in whole.nodes if n.op == "call_function"]
+        self.phase = {n: n.meta.get("phase", "body") for n in self.calls}
+        self.position = {node: i for i, node in enumerate(graph.placeholders)}
+        self.finals = list(zip(graph.results, graph.outputs, strict=True))
+
+    def split(self) -> StageParts:
+        sent = [node for node, out in self.finals if out.kind == "sent"]
+        sent_grads = [node for node, out in self.finals if out.kind == "sent_grad"]
+        ends = self._ends("loss", "buffer")
+        late_ends = [n for n in self._ends("grad") if n not in set(ends)]
+        body = [n for n in self.calls if self.phase[n] == "body"]
+        early = _with_siblings(ancestors([*sent, *ends]), body)
+        self._check(early)
+        needed = _with_siblings(ancestors(sent_grads), body)
+        first = [n for n in body if n in early]
+        late = [n for n in body if n not in early]
+        for_inputs = [n for n in late if n in needed]
+        for_weights = [n for n in late if n not in needed]
+        inside = {n for n in early if self.phase.get(n) == "body"}
+        saved = _crossing(late, [*sent_grads, *late_ends], inside, [*sent, *ends])
+        handed = _crossing(for_weights, late_ends, set(for_inputs), sent_grads)
+        before = [n for n in self.calls if self.phase[n] == "prologue"]
+        after = [n for n in self.calls if self.phase[n] == "epilogue"]
+        prepared = _crossing([*body, *after], [node for node, _ in self.finals], set(before), [])
+        results = [node for node, out in self.finals if out.kind in ("loss", "grad", "buffer")]
+        slots: Slots = {"prologue": _slots(prepared), "forward": _slots([*sent, *ends, *saved])}
+        halves = {**slots, "input_part": _slots([*sent_grads, *handed])}
+        whole = {**slots, "backward": _slots([*sent_grads, *late_ends])}
+        return StageParts(
+            prologue=self._part(before, prepared, {}),
+            forward=self._part(first, [*sent, *ends, *saved], {"prologue": slots["prologue"]}),
+            backward=self._part(late, [*sent_grads, *late_ends], slots),
+            input_part=self._part(for_inputs, [*sent_grads, *handed], slots),
+            weight_part=self._part(for_weights, late_ends, halves),
+            epilogue=self._part(after, results, whole),
+        )
+
+    def _ends(self, *kinds: str) -> list[fx.Node]:
+        """Values of the body that the results of these kinds are made of."""
+        found: dict[fx.Node, None] = {}
+        todo = [node for node, out in reversed(self.finals) if out.kind in kinds]
+        while todo:
+            node = todo.pop()
+            if self.phase.get(node) == "epilogue":
+                todo += reversed(node.all_input_nodes)
+            elif self.phase.get(node) == "body":
+                found[node] = None
+        return list(found)
+
+    def _check(self, early: set[fx.Node]) -> None:
+        places = zip(self.graph.placeholders, self.graph.inputs, strict=True)
+        wrong = early & {n for n, i in places if i.kind == "received_grad"}
+        if wrong:
+            raise VerifyError(f"{self.graph.name}: what the forward gives depends on {min(wrong).name!r}")
+
+    def _part(self, members: list[fx.Node], results: list[fx.Node], slots: Slots) -> Part:
+        """A graph of the member nodes; operands from elsewhere become placeholders, in the order of first use."""
+        inside = set(members)
+        outside = dict.fromkeys(o for n in members for o in n.all_input_nodes if o not in inside)
+        outside |= dict.fromkeys(r for r in results if r not in inside)
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        sources: list[Any] = []
+        for node in outside:
+            copied[node] = graph.placeholder(node.name)
+            copied[node].meta = dict(node.meta)
+            if node in self.position:
+                sources.append(("input", self.position[node]))
+            else:
+                part = next(p for p in slots if node in slots[p])
+                sources.append((part, slots[part][node]))
+        for node in members:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+        graph.output(tuple(copied[r] for r in results))
+        return Part(graph, tuple(sources))
 
 
 def _with_siblings(found: set[fx.Node], calls: list[fx.Node]) -> set[fx.Node]:
@@ -90,25 +148,3 @@ def _crossing(
 
 def _slots(results: list[fx.Node]) -> dict[fx.Node, int]:
     return {node: i for i, node in reversed(list(enumerate(results)))}
-
-
-def _part(members: list[fx.Node], results: list[fx.Node], position: Mapping[fx.Node, int], slots: Slots) -> Part:
-    """A graph of the member nodes; operands from elsewhere become placeholders, in the order of first use."""
-    inside = set(members)
-    outside = dict.fromkeys(o for n in members for o in n.all_input_nodes if o not in inside)
-    outside |= dict.fromkeys(r for r in results if r not in inside)
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    sources: list[tuple[str, int]] = []
-    for node in outside:
-        copied[node] = graph.placeholder(node.name)
-        copied[node].meta = dict(node.meta)
-        if node in position:
-            sources.append(("input", position[node]))
-        else:
-            part = next(p for p in slots if node in slots[p])
-            sources.append((part, slots[part][node]))
-    for node in members:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-    graph.output(tuple(copied[r] for r in results))
-    return Part(graph, tuple(sources))  # type: ignore[arg-type]

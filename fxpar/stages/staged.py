@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpar.graph import CallStructure, ForwardGraph, LogicalGraph, Output, TensorMeta
+from fxpar.graph import LogicalGraph, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,9 @@ class Crossing:
 class StageGraph(LogicalGraph):
     """Forward and backward of one stage as one graph.
 
-    In the words of `LogicalGraph`, an activation that it receives is a batch input, one that it sends is a value, a
-    gradient that it receives is a tangent, one that it sends is an input_grad; each by the name of its `Crossing`. The
-    same value may be received and sent: it is passed along. Only what the stage needs is among its inputs; a size that
-    no batch tensor of the stage has is read from an activation. The loss is on the last stage.
+    Inputs are of kind "received" and "received_grad" too, results of kind "sent" and "sent_grad", each by the name of
+    its `Crossing`. The same value may be received and sent: it is passed along. Only what the stage needs is among its
+    inputs; a size that no batch tensor of the stage has is read from an activation. The loss is on the last stage.
     """
 
     index: int = field(kw_only=True)
@@ -33,12 +32,6 @@ class StageGraph(LogicalGraph):
     sent: tuple[Crossing, ...] = field(kw_only=True)
     gradients_received: tuple[Crossing, ...] = field(kw_only=True)
     gradients_sent: tuple[Crossing, ...] = field(kw_only=True)
-
-    def as_forward(self) -> ForwardGraph:
-        """The same graph as one whose loss is outside (`fxpar.lowering.lower_forward`); the loss becomes a value."""
-        outputs = tuple(Output("value", o.fqn) if o.kind == "loss" else o for o in self.outputs)
-        nothing = CallStructure(None, (), (), None, ())
-        return ForwardGraph(self.gm, self.inputs, outputs, self.dims, self.name, self.constants, structure=nothing)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import Program
 from fxpar.passes.share_weights import share_weights
 from fxpar.printer import columns
 from fxpar.switch.layout import ParamLayout
@@ -59,7 +60,7 @@ def _mb(count: int) -> str:
 
 
 def memory_report(
-    programs: Mapping[str, ExecGraph],
+    programs: Mapping[str, Program],
     home: ParamLayout,
     ranks: Sequence[int],
     resident: Sequence[str] | None = None,
@@ -84,13 +85,17 @@ def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:
     return ParamLayout(layout.name, layout.world, {f: p for f, p in layout.params.items() if f in names})
 
 
-def _gradient_bytes(program: ExecGraph) -> int:
-    grads = [s for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.kind == "grad"]
-    return sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
+def _gradient_bytes(program: Program) -> int:
+    """Of the fullest rank: all ranks of a part hold equally much."""
+    found: dict[int, int] = defaultdict(int)
+    for first, part in program.placed:
+        grads = [s for o, s in zip(part.outputs, part.stored_outputs, strict=True) if o.kind == "grad"]
+        found[first] += sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
+    return max(found.values())
 
 
 def choose_resident(
-    programs: Mapping[str, ExecGraph],
+    programs: Mapping[str, Program],
     report: Callable[[tuple[str, ...]], MemoryReport],
     seconds: Callable[[tuple[str, ...]], float],
     budget_bytes: int | None,

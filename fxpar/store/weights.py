@@ -18,18 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.errors import ParallelizeError
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated, real_shape
 from fxpar.switch.layout import ParamLayout, layout_of
 
 
-def param_specs(program: ExecGraph) -> list[ParamSpec]:
+def param_specs(program: Program) -> list[ParamSpec]:
     """The parameters of a program as it computes with them, in its order."""
     return [
         ParamSpec(info.fqn, tuple(int(size) for size in stored.meta.shape), stored.meta.dtype)
-        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
-        if info.kind == "param"
+        for info, stored in program.params()
     ]
 
 
@@ -45,7 +44,7 @@ class WeightStore:
 
     def __init__(
         self,
-        programs: Mapping[str, ExecGraph],
+        programs: Mapping[str, Program],
         home: ParamLayout,
         storage: SharedStorage,
         *,

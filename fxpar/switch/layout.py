@@ -6,7 +6,8 @@ rank 0 is the block's first rank. A pipeline stage is a block; a tied embedding 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -95,15 +96,31 @@ def _used(dist: DistConfig) -> set[str]:
 
 
 def layout_of(graph: Program | AnnotatedGraph, name: str | None = None) -> ParamLayout:
-    """The layout that a graph stores its parameters in: one block over all ranks."""
-    if isinstance(graph, Program):
-        placed = [(i, s.meta, s.dist) for i, s in zip(graph.inputs, graph.stored_inputs, strict=True)]
-    else:
-        nodes = zip(graph.inputs, graph.placeholders, strict=True)
-        placed = [(i, i.meta, node.meta["dist"]) for i, node in nodes]
+    """The layout that a graph stores its parameters in: one block over all ranks, or one per pipeline stage that has
+    the parameter.
+    """
+    blocks: dict[str, dict[Block, None]] = defaultdict(dict)
+    metas: dict[str, TensorMeta] = {}
+    for fqn, meta, block in _stored(graph):
+        metas[fqn] = meta
+        blocks[fqn][block] = None
     params = {
-        i.fqn: PlacedParam(tuple(int(s) for s in meta.shape), meta.dtype, (Block(0, dist),))
-        for i, meta, dist in placed
-        if i.kind == "param"
+        fqn: PlacedParam(tuple(int(s) for s in metas[fqn].shape), metas[fqn].dtype, tuple(blocks[fqn]))
+        for info in graph.inputs
+        if info.kind == "param"
+        for fqn in (info.fqn,)
     }
     return ParamLayout(name or str(graph.strategy), graph.strategy.world, params)
+
+
+def _stored(graph: Program | AnnotatedGraph) -> Iterator[tuple[str, TensorMeta, Block]]:
+    """Every parameter of every part of the graph."""
+    if isinstance(graph, Program):
+        for first, part in graph.placed:
+            for info, stored in zip(part.inputs, part.stored_inputs, strict=True):
+                if info.kind == "param":
+                    yield info.fqn, stored.meta, Block(first, stored.dist)
+    else:
+        for info, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if info.kind == "param":
+                yield info.fqn, info.meta, Block(0, node.meta["dist"])

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar import losses
-from fxpar.checking import local_batch
 from fxpar.eager import relative_error
 from fxpar.lowering import lower
 from fxpar.runtime import ProcessGroups, bind, pad
 from fxpar.runtime.forked import run_forked
+from fxpar.runtime.micro import local_batch
 from fxpar.tracer import capture
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fxpar.checking import local_batch
 from fxpar.exec_graph import ExecGraph
 from fxpar.models import load
 from fxpar.runtime import ProcessGroups, bind
+from fxpar.runtime.micro import local_batch
 from fxpar.runtime.padding import pad
 from fxpar.tracer import capture
 from tests.captured import Captured

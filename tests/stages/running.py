@@ -58,26 +58,43 @@ class Runner:
 
     def forward(self, tables: Mapping[str, Tensors], received: Tensors) -> dict[tuple[str, str], Tensor]:
         self.inputs = [
-            None if i.kind == "tangent" else received[i.fqn] if i.fqn in received else tables[i.kind][i.fqn]
+            None if i.kind == "received_grad" else received[i.fqn] if i.fqn in received else tables[i.kind][i.fqn]
             for i in self.stage.inputs
         ]
         self.kept = self.run("forward", {"input": self.inputs})
-        kinds = [o for o in self.stage.outputs if o.kind in ("loss", "value", "buffer")]
-        return {(o.kind, o.fqn): v for o, v in zip(kinds, self.kept, strict=False)}
+        made = {"input": self.inputs, "forward": self.kept}
+        found = dict(zip(self._names("sent"), self.kept, strict=False))
+        return found | self._epilogue(("loss", "buffer"), made)
 
     def backward(self, tangents: Tensors, *, halves: bool) -> dict[tuple[str, str], Tensor]:
         inputs = [
-            tangents[i.fqn] if i.kind == "tangent" else v for i, v in zip(self.stage.inputs, self.inputs, strict=True)
+            tangents[i.fqn] if i.kind == "received_grad" else v
+            for i, v in zip(self.stage.inputs, self.inputs, strict=True)
         ]
         tables = {"input": inputs, "forward": self.kept}
-        late = [o for o in self.stage.outputs if o.kind in ("grad", "input_grad")]
+        sent = self._names("sent_grad")
         if not halves:
-            return {(o.kind, o.fqn): v for o, v in zip(late, self.run("backward", tables), strict=True)}
-        first = self.run("input_part", tables)
-        second = self.run("weight_part", {**tables, "input_part": first})
-        names = [o for kind in ("input_grad", "grad") for o in late if o.kind == kind]
-        received = len([o for o in late if o.kind == "input_grad"])
-        return {(o.kind, o.fqn): v for o, v in zip(names, [*first[:received], *second], strict=True)}
+            results = self.run("backward", tables)
+        else:
+            first = self.run("input_part", tables)
+            results = [*first[: len(sent)], *self.run("weight_part", {**tables, "input_part": first})]
+        found = dict(zip(sent, results, strict=False))
+        return found | self._epilogue(("grad",), {**tables, "backward": results})
+
+    def _names(self, kind: str) -> list[tuple[str, str]]:
+        return [(o.kind, o.fqn) for o in self.stage.outputs if o.kind == kind]
+
+    def _epilogue(self, kinds: tuple[str, ...], tables: Mapping[str, Sequence[Any]]) -> dict[tuple[str, str], Tensor]:
+        """Results of these kinds: the epilogue of a stage that nobody has lowered hands them on."""
+        places = self.parts.epilogue.graph.find_nodes(op="placeholder")
+        source = dict(zip(places, self.parts.epilogue.sources, strict=True))
+        outputs = [o for o in self.stage.outputs if o.kind in ("loss", "grad", "buffer")]
+        found = {}
+        for out, node in zip(outputs, self.parts.epilogue.results, strict=True):
+            part, i = source[node]
+            if out.kind in kinds:
+                found[out.kind, out.fqn] = tables[part][i]
+        return found
 
 
 def runners_of(staged: StagedGraph) -> list[Runner]:
@@ -94,9 +111,9 @@ def pipeline(
         assert set(sent) == {c.name for c in runner.stage.received}
         found = runner.forward(tables, sent)
         for (kind, fqn), value in found.items():
-            if kind != "value":
+            if kind != "sent":
                 put(done, kind, fqn, value)
-        sent = {fqn: v for (kind, fqn), v in found.items() if kind == "value"}
+        sent = {fqn: v for (kind, fqn), v in found.items() if kind == "sent"}
     assert not sent
     terms: dict[str, dict[int, Tensor]] = {}
     for runner in reversed(runners):
@@ -105,7 +122,7 @@ def pipeline(
         for (kind, fqn), value in found.items():
             if kind == "grad":
                 terms.setdefault(fqn, {})[runner.stage.index] = value
-        sent = {fqn: v for (kind, fqn), v in found.items() if kind == "input_grad"}
+        sent = {fqn: v for (kind, fqn), v in found.items() if kind == "sent_grad"}
     assert not sent
     order = {param.fqn: param.terms for param in staged.shared}
     for fqn, by_stage in terms.items():

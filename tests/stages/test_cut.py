@@ -74,7 +74,9 @@ def test_one_tensor_crosses_each_boundary():
 def test_a_stage_takes_what_it_needs():
     """Token ids on the first stage, labels and scale on the last; sizes are read from what was received."""
     staged = cut_stages(loaded("hf:llama", num_hidden_layers=4).graph, 4)
-    kinds = [[i.fqn for i in stage.inputs if i.kind in ("batch", "scale", "seed")] for stage in staged.stages]
+    kinds = [
+        [i.fqn for i in stage.inputs if i.kind in ("batch", "received", "scale", "seed")] for stage in staged.stages
+    ]
     received = [[c.name for c in stage.received] for stage in staged.stages]
     assert kinds == [
         ["input_ids", "position_ids"],
@@ -82,9 +84,9 @@ def test_a_stage_takes_what_it_needs():
         ["position_ids", *received[2]],
         ["labels", "position_ids", *received[3], "scale"],
     ]
-    assert [o.kind for o in staged.stages[1].outputs if o.kind != "grad"] == ["value", "input_grad"]
+    assert [o.kind for o in staged.stages[1].outputs if o.kind != "grad"] == ["sent", "sent_grad"]
     vit = cut_stages(MODELS["vit"]().graph, 2).stages[1]
-    assert [i.fqn for i in vit.inputs if i.kind == "batch"] == ["labels", vit.received[0].name]
+    assert [i.fqn for i in vit.inputs if i.kind in ("batch", "received")] == ["labels", vit.received[0].name]
 
 
 def test_summary():

@@ -9,7 +9,7 @@ from fxpar.annotate.problem import tensor_metas
 from fxpar.errors import VerifyError
 from fxpar.exec_graph import Part, collective_kind
 from fxpar.graph import Output
-from fxpar.lowering import lower_forward
+from fxpar.ladder import default_passes, run_passes
 from fxpar.stages import cut_stages, split_parts
 from tests.stages.models import loaded
 
@@ -49,7 +49,7 @@ def test_parts_read_earlier_parts_only():
     known["weight_part"] = {"input", "forward", "input_part"}
     for stage in stages():
         parts = split_parts(stage)
-        tangents = {i for i, info in enumerate(stage.inputs) if info.kind == "tangent"}
+        tangents = {i for i, info in enumerate(stage.inputs) if info.kind == "received_grad"}
         assert not tangents & {i for source, i in parts.forward.sources if source == "input"}
         for name, allowed in known.items():
             part: Part = getattr(parts, name)
@@ -62,7 +62,7 @@ def test_parts_read_earlier_parts_only():
 def test_lowered_stages_split_alike():
     """The all-reduces of the input's gradient are in the input part, so that it leaves as early as possible."""
     found = []
-    lower_forward(stages()[1].as_forward(), "tp2", on_pass=lambda name, graph: found.append(graph))
+    run_passes(stages()[1], "tp2", default_passes(for_store=True), lambda name, graph: found.append(graph))
     parts = split_parts(found[-1])
     assert [products(p) for p in (parts.forward, parts.input_part, parts.weight_part)] == [7, 7, 7]
     reduces = [
@@ -76,7 +76,7 @@ def test_a_forward_that_reads_a_gradient():
     (stage,) = stages(2)[:1]
     node = next(n for n in stage.results if n.meta["backward"])
     stage.outputs = tuple(
-        Output("value", o.fqn) if r is node else o for o, r in zip(stage.outputs, stage.results, strict=True)
+        Output("sent", o.fqn) if r is node else o for o, r in zip(stage.outputs, stage.results, strict=True)
     )
-    with pytest.raises(VerifyError, match="a value of the forward depends on"):
+    with pytest.raises(VerifyError, match="what the forward gives depends on"):
         split_parts(stage)

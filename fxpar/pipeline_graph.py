@@ -1,0 +1,88 @@
+"""`PipelineGraph`: what the ranks run under a strategy with pipeline stages, one `StageProgram` per stage.
+
+Stages are consecutive blocks of world / pp ranks (Megatron's convention), whatever the order of axes in the strategy;
+inside a block the other axes keep their order. With several stages per rank (interleaved schedules) stage s is on block
+s % pp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxpar.exec_graph import ExecGraph, Part, Program, Stored
+from fxpar.graph import TensorMeta
+
+
+@dataclass(kw_only=True)
+class StageProgram(Program):
+    """One stage on the ranks of its block (`strategy` is without pp). The parts are those of `fxpar.stages.StageParts`;
+    `input_part` and `weight_part` are the backward in two halves.
+    """
+
+    index: int
+    prologue: Part
+    forward: Part
+    backward: Part
+    input_part: Part
+    weight_part: Part
+    epilogue: Part
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        names = ("prologue", "forward", "backward", "epilogue")
+        return {name: getattr(self, name) for name in names}
+
+    def taken(self, kind: str) -> dict[str, Stored]:
+        """How the inputs of a kind lie, by FQN, in order."""
+        pairs = zip(self.inputs, self.stored_inputs, strict=True)
+        return {info.fqn: stored for info, stored in pairs if info.kind == kind}
+
+    def given(self, kind: str) -> dict[str, Stored]:
+        """How the results of a kind lie, by FQN, in order."""
+        pairs = zip(self.outputs, self.stored_outputs, strict=True)
+        return {out.fqn: stored for out, stored in pairs if out.kind == kind}
+
+
+@dataclass(kw_only=True)
+class PipelineGraph(Program):
+    """A training step in stages. `inputs` and `outputs` are those of the whole model; how they lie, each stage says."""
+
+    stages: tuple[StageProgram, ...]
+    cuts: tuple[str, ...]
+    flops: tuple[int, ...] = ()
+    terms: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters on several stages -> those with terms
+
+    @property
+    def block(self) -> int:
+        """Ranks of one stage."""
+        return self.strategy.world // self.strategy.degree("pp")
+
+    def first_rank(self, stage: int) -> int:
+        """The first rank of a stage's block."""
+        return stage % self.strategy.degree("pp") * self.block
+
+    def stages_of(self, rank: int) -> tuple[StageProgram, ...]:
+        """The stages that a rank runs."""
+        return tuple(stage for stage in self.stages if self.first_rank(stage.index) == rank // self.block * self.block)
+
+    @property
+    def placed(self) -> tuple[tuple[int, Program], ...]:
+        return tuple((self.first_rank(stage.index), stage) for stage in self.stages)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {f"stage{s.index}.{name}": part for s in self.stages for name, part in s.parts.items()}
+
+    @property
+    def transfers(self) -> list[tuple[int, str, TensorMeta]]:
+        """(sending stage, name, what one rank sends) of all messages of a micro-batch."""
+        return [
+            (stage.index, fqn, stored.local)
+            for stage in self.stages
+            for kind in ("sent", "sent_grad")
+            for fqn, stored in stage.given(kind).items()
+        ]
+
+
+TrainGraph = ExecGraph | PipelineGraph
+"""What `lower` makes."""

@@ -1,0 +1,97 @@
+"""The dtype that every node of a graph computes in, before anything is rewritten."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxpar.graph import LogicalGraph, Output
+from fxpar.precision.islands import active_nodes, find_islands, is_float, metas
+from fxpar.precision.precision import Precision
+from fxpar.precision.tables import AS_THEY_COME, LIKE, VIEWS
+from fxpar.torch_api import kernels
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`computes`: the dtype of each node that is rewritten; any other is copied as it is. `params`: new dtype of each
+    parameter whose dtype changes, by node. `captured` is the dtype of islands, `low` that of everything else.
+    """
+
+    captured: torch.dtype
+    low: torch.dtype
+    computes: dict[fx.Node, torch.dtype]
+    params: dict[fx.Node, torch.dtype]
+
+
+def make_plan(logical: LogicalGraph, precision: Precision, captured: torch.dtype, low: torch.dtype) -> Plan:
+    """Decide for every node. Raises PrecisionGlobError."""
+    active = active_nodes(logical)
+    islands = find_islands(logical, precision, active)
+    computes: dict[fx.Node, torch.dtype] = {}
+    moving = []
+    for node in logical.gm.graph.nodes:
+        if node.op != "call_function" or not _is_rewritten(node, active, captured):
+            continue
+        computes[node] = captured if node in islands else low
+        if is_moving(node):
+            moving.append(node)
+    outputs = dict(zip(logical.results, logical.outputs, strict=True))
+    for node in reversed(moving):  # readers first
+        wanted = set(_wanted(node, computes, captured, outputs))
+        if len(wanted) == 1:
+            computes[node] = wanted.pop()
+    params = {}
+    for node, info in zip(logical.placeholders, logical.inputs, strict=True):
+        if info.kind == "param" and info.meta.dtype == captured:
+            wanted = {computes.get(user, low) for user in node.users if user.op == "call_function"}
+            if wanted and wanted != {captured}:
+                params[node] = low
+    return Plan(captured, low, computes, params)
+
+
+def _is_rewritten(node: fx.Node, active: set[fx.Node], captured: torch.dtype) -> bool:
+    """Whether the node reads a value that may change its dtype."""
+    operands = node.all_input_nodes
+    if "sym" in node.meta:
+        return False
+    return any(o in active for o in operands) and any(m.dtype == captured for o in operands for m in metas(o))
+
+
+def is_moving(node: fx.Node) -> bool:
+    """Whether the node only moves values, so that its readers may choose its dtype."""
+    return node.target in VIEWS or node.target is operator.getitem or (is_cast(node) and "dtype" not in node.kwargs)
+
+
+def is_cast(node: fx.Node) -> bool:
+    return node.target is kernels.to_copy
+
+
+def kept(node: fx.Node) -> set[fx.Node]:
+    """Operands that a call takes in whatever dtype they have."""
+    if node.target is operator.getitem or (is_cast(node) and "dtype" in node.kwargs):
+        return set(node.all_input_nodes)
+    positions = (*AS_THEY_COME.get(node.target, ()), *LIKE.get(node.target, ()))
+    found: list[fx.Node] = []
+    map_arg([node.args[i] for i in positions if i < len(node.args)], found.append)
+    return set(found)
+
+
+def _wanted(
+    node: fx.Node, computes: dict[fx.Node, torch.dtype], captured: torch.dtype, outputs: dict[fx.Node, Output]
+) -> Iterator[torch.dtype]:
+    """The dtypes in which a value is read; a gradient goes out in its parameter's dtype, whatever it has here."""
+    for user in node.users:
+        if user.op == "output":
+            if outputs[node].kind != "grad":
+                yield captured
+        elif user.target is operator.getitem:
+            if is_float(user) and user in computes:
+                yield computes[user]
+        elif node not in kept(user) and user in computes:
+            yield computes[user]

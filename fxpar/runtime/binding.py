@@ -1,0 +1,52 @@
+"""A program on this rank of an initialised process group, whatever its kind."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fxpar.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.runtime.bound import Backend, BoundGraph, bind
+from fxpar.runtime.channels import Channels, ProcessGroupChannels
+from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.pipeline import BoundPipeline
+
+Bound = BoundGraph | BoundPipeline
+
+
+def bind_here(
+    program: TrainGraph,
+    process_groups: ProcessGroups,
+    *,
+    device: torch.device | None = None,
+    compile: Backend = "eager",
+    channels: Channels | None = None,
+) -> Bound:
+    """`program` for the calling rank, with all process groups that it needs; all ranks call it alike.
+
+    `channels` carry what pipeline stages send; by default torch.distributed's messages.
+    """
+    rank = dist.get_rank()
+    if not isinstance(program, PipelineGraph):
+        return bind(program, rank, process_groups.names(program.strategy.mesh, program.axes()), compile=compile)
+    names = {
+        stage.index: process_groups.names(stage.strategy.mesh, stage.axes(), program.first_rank(stage.index))
+        for stage in program.stages
+    }
+    ranks, block = program.strategy.degree("pp"), program.block
+    columns = [tuple(stage * block + place for stage in range(ranks)) for place in range(block)]
+    mine = [process_groups.of(column) for column in columns][rank % block]
+    if channels is None:
+        pairs = [pair for column in columns for pair in _neighbours(column)]
+        channels = ProcessGroupChannels.make(pairs, process_groups, device or torch.device("cpu"))
+    return BoundPipeline(program, rank, names, channels, mine, compile)
+
+
+def _neighbours(column: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(sender, receiver) of all messages in a column: the last stage's rank has the first one's behind it too, which
+    interleaved schedules use.
+    """
+    following = [*column[1:], column[0]]
+    pairs = dict.fromkeys(zip(column, following, strict=True))
+    pairs |= dict.fromkeys(zip(following, column, strict=True))
+    return list(pairs)

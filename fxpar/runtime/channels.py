@@ -1,0 +1,152 @@
+"""How pipeline stages pass tensors: messages between two ranks, in order, in each direction on its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.errors import TransferError
+from fxpar.runtime.groups import ProcessGroups
+
+
+class Work(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Channels(Protocol):
+    """Messages from rank to rank; those of one sender for one receiver arrive in the order in which they are sent.
+
+    Neither call waits. A sent tensor must be left alone until its work is done.
+    """
+
+    def send(self, tensor: Tensor, to: int) -> Work: ...
+
+    def receive(self, buffer: Tensor, source: int) -> Work: ...
+
+
+@dataclass
+class ProcessGroupChannels:
+    """torch.distributed's isend and irecv, in one process group for all, or in one per (sender, receiver).
+
+    gloo matches messages by sender, so one does. With NCCL the operations of a group run in order on one stream: each
+    direction needs a group of its own, or two ranks that send to each other wait for ever.
+    """
+
+    shared: Any = None
+    groups: Mapping[tuple[int, int], Any] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls, pairs: Iterable[tuple[int, int]], groups: ProcessGroups, device: torch.device
+    ) -> ProcessGroupChannels:
+        """Channels for these (sender, receiver) pairs; all ranks call it alike."""
+        if device.type == "cpu":
+            return cls(groups.world())
+        found = {}
+        for sender, receiver in pairs:
+            members = (min(sender, receiver), max(sender, receiver))
+            found[sender, receiver] = groups.of(members, f"pipeline {'down' if sender < receiver else 'up'}")
+        return cls(None, found)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        return self._post(dist.isend, tensor, to, dist.get_rank(), to)
+
+    def receive(self, buffer: Tensor, source: int) -> Work:
+        return self._post(dist.irecv, buffer, source, source, dist.get_rank())
+
+    def _post(self, call: Callable[..., Any], tensor: Tensor, peer: int, sender: int, receiver: int) -> Work:
+        group = self.shared or self.groups[sender, receiver]
+        try:
+            return _Named(call(tensor, peer, group=group, tag=_TAG), peer)
+        except (RuntimeError, ValueError) as error:
+            raise TransferError("pipeline", str(peer), error) from error
+
+
+_TAG = 7
+
+
+@dataclass
+class _Named:
+    """Work whose failure names the other rank."""
+
+    work: Any
+    peer: int
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise TransferError("pipeline", str(self.peer), error) from error
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+@dataclass
+class ThreadWorld:
+    """Queues between ranks that are threads of one process (`fxpar.torch_api.threaded`, which has no messages)."""
+
+    timeout_s: float = 300.0
+    queues: dict[tuple[int, int], queue.Queue[Tensor]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, sender: int, receiver: int) -> queue.Queue[Tensor]:
+        """The queue between two ranks."""
+        with self.lock:
+            return self.queues[sender, receiver]
+
+
+@dataclass
+class ThreadChannels:
+    """The channels of one such rank."""
+
+    world: ThreadWorld
+    rank: int
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        self.world.of(self.rank, to).put(tensor.clone())
+        return _Done()
+
+    def receive(self, buffer: Tensor, source: int) -> Work:
+        return _FromQueue(buffer, self.world.of(source, self.rank), self.world.timeout_s, source)
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass
+class _FromQueue:
+    buffer: Tensor
+    source: queue.Queue[Tensor]
+    timeout_s: float
+    rank: int
+
+    def wait(self) -> None:
+        try:
+            found = self.source.get(timeout=self.timeout_s)
+        except queue.Empty:
+            raise TransferError("pipeline", str(self.rank), f"nothing within {self.timeout_s:.0f} s") from None
+        if found.shape != self.buffer.shape or found.dtype != self.buffer.dtype:
+            cause = f"{found.dtype} {list(found.shape)} has come instead of {list(self.buffer.shape)}"
+            raise TransferError("pipeline", str(self.rank), cause)
+        self.buffer.copy_(found)
+
+    def is_completed(self) -> bool:
+        return not self.source.empty()

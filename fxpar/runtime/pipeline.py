@@ -1,0 +1,199 @@
+"""`BoundPipeline`: the stages of one rank, run by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.exec_graph import Stored
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.runtime.bound import Backend
+from fxpar.runtime.channels import Channels, Work
+from fxpar.runtime.micro import MicroRun, local_batch
+from fxpar.runtime.padding import batch_dims
+from fxpar.runtime.stage import BoundStage, Half
+from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, Wait, schedule, simulate, with_transfers
+
+_HALVES: dict[str, Half] = {"B": "backward", "I": "input_part", "W": "weight_part"}
+_RECEIVED = {"activation": "received", "gradient": "received_grad"}
+
+
+def plan_pipeline(program: PipelineGraph, micro_batches: int) -> Schedule:
+    """The schedule of a group, run on paper first: it neither deadlocks nor keeps more micro-batches than its kind may.
+
+    interleaved_1f1b takes a multiple of the ranks: the number is rounded up.
+    """
+    strategy = program.strategy
+    ranks, pipeline = strategy.degree("pp"), strategy.pipeline
+    if pipeline.virtual > 1:
+        micro_batches = -(-micro_batches // ranks) * ranks
+    plan = schedule(pipeline.schedule, ranks, micro_batches, virtual=pipeline.virtual)
+    most = {"1f1b": ranks, "zb_h1": ranks}.get(pipeline.schedule, micro_batches * pipeline.virtual)
+    simulate(plan, limit=most)
+    return plan
+
+
+@dataclass
+class _Group:
+    """What is under way: the batches, what was received, what is being sent."""
+
+    micro_batches: Sequence[MicroRun]
+    batches: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    dims: dict[int, dict[sympy.Symbol, int]] = field(default_factory=dict)
+    arriving: dict[Transfer, list[tuple[str, Tensor, Work]]] = field(default_factory=dict)
+    received: dict[Transfer, dict[str, Tensor]] = field(default_factory=dict)
+    sending: list[tuple[Work, Tensor]] = field(default_factory=list)
+    left: dict[int, int] = field(default_factory=dict)  # micro-batch -> forwards on this rank that are to come
+
+
+class BoundPipeline:
+    """One rank's stages. Call order per group: `prepare`, `run_all`, `finish`, as with `BoundGraph`.
+
+    `groups[s]` names the process groups of stage s for this rank, `column` is the group of the ranks that have this
+    rank's place in their stages.
+    """
+
+    def __init__(
+        self,
+        program: PipelineGraph,
+        rank: int,
+        groups: Mapping[int, Mapping[str, str]],
+        channels: Channels,
+        column: Any,
+        compile: Backend = "eager",
+    ) -> None:
+        self.program, self.rank = program, rank
+        self._channels, self._column = channels, column
+        self._position, self._place = divmod(rank, program.block)
+        self.stages = {
+            stage.index: BoundStage(stage, self._place, groups[stage.index], compile)
+            for stage in program.stages_of(rank)
+        }
+        self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
+        self._device = torch.device("cpu")
+
+    def prepare(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Start a group: this rank's stored parameters and all buffers, by FQN."""
+        self._device = next((t.device for t in params.values()), self._device)
+        for stage in self.stages.values():
+            stage.prepare(params, buffers)
+
+    def run_all(self, micro_batches: Sequence[MicroRun]) -> None:
+        """All micro-batches of this replica, in the order of the schedule; they may differ in length."""
+        if not micro_batches:
+            for stage in self.stages.values():
+                stage.skip()
+            return
+        plan, steps = self._plan(len(micro_batches))
+        idle = replace(micro_batches[-1], idle=True)
+        filled = [*micro_batches, *[idle] * (plan.micro_batches - len(micro_batches))]
+        group = _Group(filled, left=dict.fromkeys(range(len(filled)), len(self.stages)))
+        for step in steps:
+            if isinstance(step, Action):
+                self._act(step, plan, group)
+            elif isinstance(step, Receive):
+                self._receive(step.transfer, plan, group)
+            elif isinstance(step, Wait):
+                self._wait(step.transfer, group)
+            else:
+                self._send(step, plan, group)
+        for work, _ in group.sending:
+            work.wait()
+
+    def finish(self) -> dict[str, Any]:
+        """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}.
+
+        Loss and buffers are those of all stages; a gradient is what this rank's stages give: of a parameter on several
+        stages one term of the sum.
+        """
+        made = {index: stage.finish() for index, stage in self.stages.items()}
+        grads: dict[str, Tensor] = {}
+        for results in made.values():
+            for (kind, fqn), value in results.items():
+                if kind == "grad":
+                    grads[fqn] = grads[fqn] + value if fqn in grads else value
+        shared: dict[tuple[str, str], Tensor] = {}
+        for stage in self.program.stages:
+            first = self.program.first_rank(stage.index)
+            for kind in ("loss", "buffer"):
+                for fqn, stored in stage.given(kind).items():
+                    value = made.get(stage.index, {}).get((kind, fqn))
+                    shared[kind, fqn] = self._broadcast(value, stored, first + self._place)
+        loss = shared.pop(("loss", "loss"))
+        return {"loss": loss, "grads": grads, "buffers": {fqn: value for (_, fqn), value in shared.items()}}
+
+    def _broadcast(self, value: Tensor | None, stored: Stored, source: int) -> Tensor:
+        """A small result of one stage, on all stages."""
+        meta = stored.local
+        empty = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=self._device)  # type: ignore[arg-type]
+        tensor = empty if value is None else value.contiguous()
+        dist.broadcast(tensor, source, group=self._column)
+        return tensor
+
+    def _plan(self, micro_batches: int) -> tuple[Schedule, tuple[Step, ...]]:
+        if micro_batches not in self._steps:
+            plan = plan_pipeline(self.program, micro_batches)
+            self._steps[micro_batches] = plan, with_transfers(plan)[self._position]
+        return self._steps[micro_batches]
+
+    def _batch(self, number: int, group: _Group) -> Mapping[str, Tensor]:
+        """The replica's batch, loaded when the first of this rank's stages needs it or its sizes."""
+        if number not in group.batches:
+            batch = group.micro_batches[number].load()
+            names = {dim.name: dim.symbol for dim in self.program.dims}
+            sizes = batch_dims(self.program.inputs, self.program.dims, batch)
+            group.batches[number] = batch
+            group.dims[number] = {names[name]: size for name, size in sizes.items()}
+        return group.batches[number]
+
+    def _act(self, action: Action, plan: Schedule, group: _Group) -> None:
+        number, stage = action.micro_batch, self.stages[action.stage]
+        if action.part == "F":
+            run = group.micro_batches[number]
+            batch = local_batch(stage.program, self._batch(number, group), self._place, self._device)
+            came = group.received.pop(Transfer("activation", action.stage - 1, number), {})
+            made = stage.forward(number, batch, came, run.scale, run.seed, run.idle)
+            group.left[number] -= 1
+            if not group.left[number]:
+                group.batches[number] = {}
+            out = Transfer("activation", action.stage, number)
+        else:
+            came = group.received.pop(Transfer("gradient", action.stage + 1, number), {})
+            made = stage.backward(number, came, _HALVES[action.part])
+            out = Transfer("gradient", action.stage, number)
+        if made and 0 <= out.target < plan.stages:
+            group.received[out] = made  # until the step that sends it, which comes next
+
+    def _send(self, step: Send, plan: Schedule, group: _Group) -> None:
+        transfer = step.transfer
+        to = plan.rank_of(transfer.target) * self.program.block + self._place
+        for tensor in group.received.pop(transfer, {}).values():
+            whole = tensor.contiguous()
+            group.sending.append((self._channels.send(whole, to), whole))
+        group.sending = [(work, tensor) for work, tensor in group.sending if not work.is_completed()]
+
+    def _receive(self, transfer: Transfer, plan: Schedule, group: _Group) -> None:
+        self._batch(transfer.micro_batch, group)
+        dims = group.dims[transfer.micro_batch]
+        source = plan.rank_of(transfer.stage) * self.program.block + self._place
+        expected = self.stages[transfer.target].program.taken(_RECEIVED[transfer.what])
+        arriving = []
+        for fqn, stored in expected.items():
+            meta = stored.local
+            shape = [s if isinstance(s, int) else int(s.subs(dims)) for s in meta.shape]  # type: ignore[arg-type]
+            buffer = torch.empty(shape, dtype=meta.dtype, device=self._device)
+            arriving.append((fqn, buffer, self._channels.receive(buffer, source)))
+        group.arriving[transfer] = arriving
+
+    def _wait(self, transfer: Transfer, group: _Group) -> None:
+        found = {}
+        for fqn, buffer, work in group.arriving.pop(transfer):
+            work.wait()
+            found[fqn] = buffer
+        group.received[transfer] = found

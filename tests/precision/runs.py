@@ -1,0 +1,120 @@
+"""Run a graph node by node and compare what it computes with what its metadata says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.graph import LogicalGraph
+from fxpar.models import load
+from fxpar.models.loaded import LoadedModel
+from fxpar.precision import Precision, with_precision
+from fxpar.tracer import capture
+from fxpar.widen import widen
+
+BF16 = Precision(torch.bfloat16)
+EVERYTHING_LOW = Precision(torch.bfloat16, norms=False, softmax=False, loss=False)
+MODELS = ("llama", "gpt", "vit", "mlp", "hf:llama", "hf:gpt2", "hf:gemma2", "hf:qwen2")
+
+
+@dataclass
+class Watch(fx.Interpreter):
+    """An interpreter that notes each value whose dtype is not what its node says."""
+
+    graph_module: fx.GraphModule
+    wrong: list[str] = field(default_factory=list)
+    seen: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.graph_module)
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "output" or "sym" in n.meta:
+            return value
+        meta = n.meta["tensor"]
+        for said, made in zip(_list(meta), _list(value), strict=True):
+            if isinstance(made, Tensor):
+                self.seen += 1
+                if made.dtype != said.dtype or made.dim() != len(said.shape):
+                    self.wrong.append(f"{n.name} ({n.target}): {said} is {made.dtype}{list(made.shape)}")
+        return value
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def arguments(graph: LogicalGraph, params: Mapping, buffers: Mapping, batch: Mapping) -> list[Tensor]:
+    """What the graph takes, in its dtypes."""
+    sources = {"param": params, "buffer": buffers, "batch": batch, "constant": graph.constants}
+    values = []
+    for info in graph.inputs:
+        if info.kind == "scale":
+            value = torch.ones(())
+        elif info.kind == "seed":
+            value = torch.tensor(3)
+        else:
+            value = sources[info.kind][info.fqn].detach()
+        values.append(value.to(info.meta.dtype))
+    return values
+
+
+def run(graph: LogicalGraph, params: Mapping, buffers: Mapping, batch: Mapping) -> list[Tensor]:
+    """All results; every node has the dtype that it says."""
+    watch = Watch(graph.gm)
+    with torch.no_grad():
+        results = list(watch.run(*arguments(graph, params, buffers, batch)))
+    assert watch.seen > 10
+    assert watch.wrong == []
+    return results
+
+
+def l2_error(value: Tensor, truth: Tensor) -> float:
+    """|value - truth| / |truth| in the l2 norm."""
+    return float((value.double() - truth.double()).norm() / truth.double().norm())
+
+
+def gradients(graph: LogicalGraph, results: list[Tensor]) -> dict[str, Tensor]:
+    return {out.fqn: r for out, r in zip(graph.outputs, results, strict=True) if out.kind == "grad"}
+
+
+def together(grads: Mapping[str, Tensor]) -> Tensor:
+    """All gradients as one vector."""
+    return torch.cat([g.double().flatten() for g in grads.values()])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model captured in fp32, and its true loss and gradients."""
+
+    loaded: LoadedModel
+    graph: LogicalGraph
+
+    def run(self, graph: LogicalGraph) -> tuple[Tensor, dict[str, Tensor]]:
+        results = run(graph, self.loaded.params(), self.loaded.buffers(), self.loaded.example_batch)
+        return results[0], gradients(graph, results)
+
+    @functools.cached_property
+    def truth(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """In float64."""
+        return self.run(widen(self.graph))
+
+    @functools.cached_property
+    def bf16(self) -> LogicalGraph:
+        return with_precision(self.graph, BF16)
+
+
+@functools.cache
+def case(spec: str) -> Case:
+    if spec.startswith("hf:"):
+        import pytest
+
+        pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
+    loaded = load(spec)
+    return Case(loaded, capture(loaded.model, loaded.loss_fn, loaded.example_batch, name=loaded.name))
