@@ -14,11 +14,12 @@ the budget asks for, until their fixed costs outweigh that. Several construction
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapreplace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from fxpar.batching.packing import Bin, Item, as_bin, dearest_first, longest_first, pack, spread, spread_within
 
@@ -95,7 +96,7 @@ def lower_bound(items: Sequence[Item], rule: Rule) -> int:
     The largest of: the mean over replicas; for each k, the k+1 cheapest of the k * replicas + 1 dearest sequences,
     as some replica gets k+1 of those (k = 0: the dearest sequence); the runs that the tokens need; in lock step, every
     `replicas`-th of the sequences that cannot share a micro-batch. In a pipeline, each with the least that fill and
-    fixed costs add, and the least that idle micro-batches cost.
+    fixed costs add, and the least that idle micro-batches cost; and what `_crowded_bound` finds.
     """
     replicas, budget, fixed = rule.replicas, rule.budget, rule.fixed
     costs = [0, *accumulate(item.cost for item in items)]
@@ -111,8 +112,38 @@ def lower_bound(items: Sequence[Item], rule: Rule) -> int:
     if rule.lockstep:
         alone = [item.cost for item in items if not rule.packed or 2 * item.tokens > budget][::replicas]
         bound = max(bound, sum(alone) + fixed * _up(len(alone), rule.unit) + rule.fill(items[0].cost))
+    elif rule.stages > 1:
+        bound = _crowded_bound(items, costs, rule, bound)
     idle = max(0, rule.unit - len(items))
     return bound + idle * cheapest
+
+
+def _crowded_bound(items: Sequence[Item], costs: Sequence[int], rule: Rule, bound: int) -> int:
+    """`bound`, or more if in that time the dearest sequences have no room; `costs[n]` is that of the n dearest.
+
+    The less time, the fewer replicas can take dear sequences, and the fill leaves these less time to run them: in the
+    order of their dearest sequences, what the replicas before one have no room for says how dear its own is.
+    """
+
+    def has_room(time: int) -> bool:
+        room = 0
+        for _ in range(rule.replicas):
+            placed = bisect_right(costs, room) - 1
+            if placed == len(items):
+                return True
+            own = time - rule.fixed - rule.fill(items[placed].cost)
+            if own < 0:
+                return False
+            room += own
+        return room >= costs[-1]
+
+    low, high = bound, bound
+    while not has_room(high):
+        low, high = high, 2 * high + 1
+    while high - low > 1 + low // CLOSE:
+        middle = (low + high) // 2
+        low, high = (low, middle) if has_room(middle) else (middle, high)
+    return low
 
 
 def _mean_bound(items: Sequence[Item], rule: Rule, total: int, runs: int) -> int:
@@ -227,15 +258,10 @@ def _slot_bins(items: Sequence[Item], rule: Rule) -> Iterator[list[Bin]]:
     """Ways to pack for lock step: few bins of similar lengths; positions balanced one by one; all bins equal."""
     yield pack(items, rule.budget)
     yield _slot_by_slot(items, rule.replicas, rule.budget)
-    yield from _even_bins(items, rule)
-
-
-def _even_bins(items: Sequence[Item], rule: Rule) -> Iterator[list[Bin]]:
-    """Bins of about equal cost, several numbers of them per replica."""
-    fewest = -(-_fewest_bins(items, rule.budget) // rule.replicas)
-    tried = list(range(fewest, fewest + MORE_SLOTS))
+    slots = -(-_fewest_bins(items, rule.budget) // rule.replicas)
+    tried = list(range(slots, slots + MORE_SLOTS))
     if rule.stages > 1:
-        tried = sorted({*tried, *_counts(items, rule.replicas, fewest, rule)})
+        tried = sorted({*tried, *_counts(items, rule.replicas, slots, rule)})
     for count in tried:
         bins = spread_within(items, count * rule.replicas, rule.budget)
         if bins is not None:
@@ -263,17 +289,20 @@ def _slot_by_slot(items: Sequence[Item], replicas: int, budget: int) -> list[Bin
 
 # --------------------------------------------------------------------------------------------------------- free
 def _free(items: Sequence[Item], rule: Rule) -> list[Share]:
-    """Spread, then pack each share; or pack, then spread the bins; then improve the better of the two."""
+    """Spread, then pack each share; or pack, then spread the bins; then improve the better of the two.
+
+    In a pipeline also: spread with the fill in mind, or the dear sequences apart from the cheap ones.
+    """
     price, replicas = _Price(rule), rule.replicas
     starts = [[_cut(share, rule) for share in spread(items, replicas)]]
     if replicas == 1:
         return starts[0]
     starts.append(_spread_bins(dearest_first(pack(items, rule.budget)), rule))
+    bound = lower_bound(items, rule)
     if rule.stages > 1:
         starts.append([_cut(share, rule) for share in spread(items, replicas, first=rule.fill)])
-        starts += [_spread_bins(dearest_first(bins), rule) for bins in _even_bins(items, rule)]
+        starts.append([_cut(share, rule) for share in _by_cost(items, rule, bound)])
     best = min(starts, key=price)
-    bound = lower_bound(items, rule)
     work = 2 * len(items) * (1 if rule.stages == 1 else CUTS)
     rounds = min(ROUNDS, IMPROVED_ITEMS * replicas // work)
     for _ in range(rounds):
@@ -284,6 +313,35 @@ def _free(items: Sequence[Item], rule: Rule) -> list[Share]:
             break
         best = better
     return best
+
+
+def _by_cost(items: Sequence[Item], rule: Rule, bound: int) -> list[list[Item]]:
+    """The dearest items to the first replica, the next ones to the second, and so on, for about equal times.
+
+    So few replicas have a long fill. `bound` is a time that is not too long.
+    """
+    costs = [0, *accumulate(item.cost for item in items)]
+    tokens = [0, *accumulate(item.tokens for item in items)]
+
+    def time(first: int, stop: int) -> int:
+        total, runs = costs[stop] - costs[first], -(-(tokens[stop] - tokens[first]) // rule.budget)
+        return total + _least_overhead(total, items[first].cost, runs, stop - first, rule)
+
+    def stops(limit: int) -> list[int]:
+        found = [0]
+        for _ in range(rule.replicas):
+            first = found[-1]
+            ends = range(first + 1, len(items) + 1)
+            found.append(first + bisect_right(ends, limit, key=partial(time, first)))
+        return found
+
+    low, high = bound - 1, bound
+    while stops(high)[-1] < len(items):
+        low, high = high, 2 * high + 1
+    while high - low > 1 + low // CLOSE:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stops(middle)[-1] == len(items) else (middle, high)
+    return [list(items[first:stop]) for first, stop in pairwise(stops(high))]
 
 
 def _spread_bins(bins: Sequence[Bin], rule: Rule) -> list[Share]:

@@ -46,10 +46,8 @@ def active_nodes(logical: LogicalGraph) -> set[fx.Node]:
 def find_islands(logical: LogicalGraph, precision: Precision, active: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes that compute in the captured dtype. Raises PrecisionGlobError."""
     calls = [n for n in logical.gm.graph.nodes if n.op == "call_function"]
-    ops = (
-        BATCH_NORMS | ACCUMULATING | (NORMS if precision.norms else set()) | (SOFTMAXES if precision.softmax else set())
-    )
-    islands = {n for n in calls if n.target in ops}
+    ops = BATCH_NORMS | (NORMS if precision.norms else set()) | (SOFTMAXES if precision.softmax else set())
+    islands = {n for n in calls if n.target in ops or _adds_rows(n)}
     modules = _matching(logical, precision.fp32)
     if precision.norms:
         modules |= _norm_modules(calls)

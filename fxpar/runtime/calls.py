@@ -73,6 +73,15 @@ class PlainCalls:
         finally:
             self.strategy = before
 
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Within the block the module's own forward runs."""
+        self.is_tracing = True
+        try:
+            yield
+        finally:
+            self.is_tracing = False
+
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`module(*args, **kwargs)` under the strategy. Raises PackedCallError and the errors of capture and lower."""
         with without_documents():
@@ -116,12 +125,8 @@ class PlainCalls:
         gradients = torch.is_grad_enabled()
         key = (self.strategy, module.training, gradients, call_key(module, args, kwargs))
         if key not in self._ready:
-            self.is_tracing = True
-            try:
-                with self.switching.store.shown_as_computed(module):
-                    logical = capture_forward(module, args, kwargs, gradients=gradients)
-            finally:
-                self.is_tracing = False
+            with self.tracing(), self.switching.store.shown_as_computed(module):
+                logical = capture_forward(module, args, kwargs, gradients=gradients)
             program = lower_forward(logical, self.strategies[self.strategy])
             self._ready[key] = self._prepare(program)
         return self._ready[key]

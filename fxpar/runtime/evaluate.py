@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,62 +13,101 @@ from torch import Tensor, nn
 
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import collate, valid_tokens
-from fxpar.exec_graph import ExecGraph
+from fxpar.graph import LogicalGraph
+from fxpar.lowering import lower
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.runtime.binding import bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, sequence_length
+from fxpar.runtime.micro import MicroRun, replica_of
+from fxpar.runtime.padding import pad
+from fxpar.runtime.pipeline import BoundPipeline
+from fxpar.switch import layout_of
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-def evaluate(
-    module: nn.Module,
-    loss: LossFunction,
-    sequences: Sequence[Tensor | Mapping[str, Tensor]],
-    engine: Engine,
-    calls: PlainCalls,
-) -> float:
-    """Mean loss over the valid tokens of `sequences`, in evaluation mode and without gradients; same on all ranks.
+@dataclass
+class Evaluation:
+    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages."""
 
-    All ranks pass the same sequences. Raises as `train_step` does.
-    """
-    # A loss that keeps packed documents apart does so in the captured step; a forward alone would not see that.
-    plan = engine.plan(sequences, packed=False)
-    count = valid_tokens(sequences)
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    training = module.training
-    module.eval()
-    try:
-        for group in plan.groups:
-            name = engine.names[group.group]
-            with calls.using(name), torch.no_grad():
-                total += _share(module, loss, sequences, group, engine.bound[name].program, engine.bound[name].rank)
-    finally:
-        module.train(training)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total, group=engine.world_group)
-    return float(total) / count
+    engine: Engine
+    calls: PlainCalls
+    loss: LossFunction
+    capture: Callable[[nn.Module], LogicalGraph]
+    _logical: LogicalGraph | None = None
+    _bound: dict[str, BoundPipeline] = field(default_factory=dict)
+
+    def run(self, module: nn.Module, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> float:
+        """Mean loss over the valid tokens of `sequences`, in evaluation mode and without gradients; same on all ranks.
+
+        All ranks pass the same sequences. Raises as `train_step` does.
+        """
+        engine = self.engine
+        # A loss that keeps packed documents apart does so in the captured step; a forward alone would not see that.
+        plan = engine.plan(sequences, packed=False)
+        count = valid_tokens(sequences)
+        total = torch.zeros((), dtype=torch.float64, device=engine.device)
+        training = module.training
+        module.eval()
+        try:
+            for group in plan.groups:
+                name = engine.names[group.group]
+                if isinstance(engine.bound[name], BoundPipeline):
+                    total += self._through_stages(module, name, sequences, group)
+                else:
+                    with self.calls.using(name), torch.no_grad():
+                        total += self._share(module, name, sequences, group)
+        finally:
+            module.train(training)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total, group=engine.world_group)
+        return float(total) / count
+
+    def _share(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
+        """This rank's part of the sum; the ranks of a replica find the same sum and share it out."""
+        program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
+        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
+        mine = group.replicas[replica_of(program, rank)]
+        found = 0.0
+        for turn in range(group.slots):
+            # Replicas make equally many calls, as the first one moves weights between all ranks.
+            micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
+            value = float(self.loss(module, collate(sequences, micro, keys)))
+            found += value if turn < len(mine) else 0.0
+        return found * program.strategy.degree("dp") / program.strategy.world
+
+    def _through_stages(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
+        """An equal share of the sum on every rank."""
+        if name not in self._bound:
+            self._bound[name] = self._bind(module, name)
+        bound, engine = self._bound[name], self.engine
+        program = bound.program
+        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
+        micro_batches = list(group.replicas[replica_of(program, bound.rank)])
+        idle = group.slots - len(micro_batches) if program.strategy.zero == 3 else 0
+        runs = [MicroRun(partial(_load, program, sequences, micro, keys), 1.0) for micro in micro_batches]
+        spare = partial(_load, program, sequences, _shortest(sequences, group), keys)
+        runs += [MicroRun(spare, 0.0, idle=True)] * idle
+        engine.switching.to(name, ())
+        bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
+        return float(bound.run_forward(runs)) / program.strategy.world
+
+    def _bind(self, module: nn.Module, name: str) -> BoundPipeline:
+        """The model in evaluation mode, with the weights where training has them."""
+        trained = self.engine.bound[name].program
+        if self._logical is None:
+            self._logical = self.capture(module)
+        program = lower(self._logical, trained.strategy, for_store=True)
+        assert isinstance(program, PipelineGraph)
+        assert layout_of(program).params == layout_of(trained).params, "the same weights on the same stages"
+        bound = bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
+        assert isinstance(bound, BoundPipeline)
+        return bound
 
 
-def _share(
-    module: nn.Module,
-    loss: LossFunction,
-    sequences: Sequence[Any],
-    group: GroupPlan,
-    program: ExecGraph,
-    rank: int,
-) -> float:
-    """This rank's part of the sum; the ranks of a replica find the same sum and share it out."""
-    mesh = program.strategy.mesh
-    replica = mesh.coordinate(rank).get("dp", 0)
-    keys = [info.fqn for info in program.inputs if info.kind == "batch"]
-    mine = group.replicas[replica]
-    found = 0.0
-    for turn in range(group.slots):
-        # Replicas make equally many calls, as the first one moves weights between all ranks.
-        micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
-        value = float(loss(module, collate(sequences, micro, keys)))
-        found += value if turn < len(mine) else 0.0
-    return found * mesh.degree("dp") / mesh.size
+def _load(program: PipelineGraph, sequences: Sequence[Any], micro: MicroBatch, keys: list[str]) -> dict[str, Tensor]:
+    return pad(program, collate(sequences, micro, keys))
 
 
 def _shortest(sequences: Sequence[Any], group: GroupPlan) -> MicroBatch:

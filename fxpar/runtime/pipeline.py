@@ -39,6 +39,21 @@ def plan_pipeline(program: PipelineGraph, micro_batches: int) -> Schedule:
     return plan
 
 
+def forward_only(program: PipelineGraph, micro_batches: int) -> Schedule:
+    """All micro-batches through all stages, without a backward."""
+    ranks, virtual = program.strategy.degree("pp"), program.strategy.pipeline.virtual
+    actions = tuple(
+        tuple(
+            Action("F", chunk * ranks + rank, number)
+            for first in range(0, micro_batches, ranks)
+            for chunk in range(virtual)
+            for number in range(first, min(first + ranks, micro_batches))
+        )
+        for rank in range(ranks)
+    )
+    return Schedule("forward", ranks, micro_batches, actions, virtual)
+
+
 @dataclass
 class _Group:
     """What is under way: the batches, what was received, what is being sent."""
@@ -50,6 +65,7 @@ class _Group:
     received: dict[Transfer, dict[str, Tensor]] = field(default_factory=dict)
     sending: list[tuple[Work, Tensor]] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)  # micro-batch -> forwards on this rank that are to come
+    keep: bool = True
 
 
 class BoundPipeline:
@@ -94,6 +110,9 @@ class BoundPipeline:
         idle = replace(micro_batches[-1], idle=True)
         filled = [*micro_batches, *[idle] * (plan.micro_batches - len(micro_batches))]
         group = _Group(filled, left=dict.fromkeys(range(len(filled)), len(self.stages)))
+        self._run_steps(steps, plan, group)
+
+    def _run_steps(self, steps: Sequence[Step], plan: Schedule, group: _Group) -> None:
         for step in steps:
             if isinstance(step, Action):
                 self._act(step, plan, group)
@@ -128,6 +147,20 @@ class BoundPipeline:
         loss = shared.pop(("loss", "loss"))
         return {"loss": loss, "grads": grads, "buffers": {fqn: value for (_, fqn), value in shared.items()}}
 
+    def run_forward(self, micro_batches: Sequence[MicroRun]) -> Tensor:
+        """Forwards alone, after `prepare`: the loss of all micro-batches of all replicas. Buffers stay as they are."""
+        group = _Group(micro_batches, left=dict.fromkeys(range(len(micro_batches)), len(self.stages)), keep=False)
+        if micro_batches:
+            plan = forward_only(self.program, len(micro_batches))
+            self._run_steps(with_transfers(plan)[self._position], plan, group)
+        else:
+            for stage in self.stages.values():
+                stage.skip()
+        losses = [loss for stage in self.stages.values() if (loss := stage.finish_loss()) is not None]
+        last = self.program.stages[-1]
+        source = self.program.first_rank(last.index) + self._place
+        return self._broadcast(losses[0] if losses else None, last.given("loss")["loss"], source)
+
     def _broadcast(self, value: Tensor | None, stored: Stored, source: int) -> Tensor:
         """A small result of one stage, on all stages."""
         meta = stored.local
@@ -158,7 +191,7 @@ class BoundPipeline:
             run = group.micro_batches[number]
             batch = local_batch(stage.program, self._batch(number, group), self._place, self._device)
             came = group.received.pop(Transfer("activation", action.stage - 1, number), {})
-            made = stage.forward(number, batch, came, run.scale, run.seed, run.idle)
+            made = stage.forward(number, batch, came, run.scale, run.seed, run.idle, keep=group.keep)
             group.left[number] -= 1
             if not group.left[number]:
                 group.batches[number] = {}

@@ -18,6 +18,7 @@ from fxpar.batching.documents import keeps_documents_apart
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import OrderError, ParallelizeError, nearest
+from fxpar.graph import LogicalGraph
 from fxpar.monitor import Monitor
 from fxpar.passes.share_weights import share_weights
 from fxpar.pipeline_graph import PipelineGraph, TrainGraph
@@ -25,7 +26,7 @@ from fxpar.runtime.agree import check_same_programs
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
-from fxpar.runtime.evaluate import evaluate
+from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.options import (
@@ -34,6 +35,7 @@ from fxpar.runtime.options import (
     Options,
     compile_strategies,
     default_cluster,
+    example_batch,
     figures,
     strategy_names,
 )
@@ -53,6 +55,7 @@ from fxpar.store import (
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.strategy import Strategy
 from fxpar.switch import layout_of
+from fxpar.tracer import capture
 from fxpar.transport import Staging, SubGroups
 
 
@@ -66,7 +69,7 @@ class Session:
     memory: MemoryReport
     options: Options
     calls: PlainCalls
-    loss: LossFunction
+    evaluation: Evaluation
 
     @property
     def programs(self) -> Mapping[str, TrainGraph]:
@@ -90,7 +93,7 @@ class Session:
 
     def evaluate(self, module: nn.Module, sequences: Sequence[Any]) -> float:
         """Mean loss of sequences without training on them."""
-        return self.engine.watched(lambda: evaluate(module, self.loss, sequences, self.engine, self.calls))
+        return self.engine.watched(lambda: self.evaluation.run(module, sequences))
 
     def state(self) -> dict[str, Any]:
         return {"steps": self.engine.steps, "seed": self.options.seed}
@@ -157,7 +160,12 @@ def open_session(
         options.seed,
         epoch=lambda: engine.steps,
     )
-    return Session(compiled, store, engine, memory, options, calls, loss)
+
+    def capture_again(module: nn.Module) -> LogicalGraph:
+        with store.shown_as_computed(module), calls.tracing():
+            return capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
+
+    return Session(compiled, store, engine, memory, options, calls, Evaluation(engine, calls, loss, capture_again))
 
 
 def _bind_all(
@@ -183,9 +191,11 @@ def _transport(options: Options, world_group: Any, device: torch.device) -> Tran
 
 
 def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequence[str]) -> str:
-    """What `model(x)` runs under unless told otherwise: the strategy that takes the longest sequences."""
+    """What `model(x)` runs under unless told otherwise: of the strategies that can (without stages), the one that takes
+    the longest sequences.
+    """
     if options.plain is None:
-        return names[max(range(len(groups)), key=lambda g: groups[g].limit)]
+        return names[max(range(len(groups)), key=lambda g: (groups[g].strategy.stages == 1, groups[g].limit))]
     if options.plain not in names:
         raise ParallelizeError(f"plain={options.plain!r} is none of {', '.join(names)}{nearest(options.plain, names)}")
     return options.plain

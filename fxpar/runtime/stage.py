@@ -84,8 +84,12 @@ class BoundStage:
         scale: float,
         seed: int,
         idle: bool,
+        *,
+        keep: bool = True,
     ) -> dict[str, Tensor]:
-        """Run the forward of a micro-batch on this rank's pieces; what it sends, by name."""
+        """Run the forward of a micro-batch on this rank's pieces; what it sends, by name. `keep` what the backward
+        needs.
+        """
         inputs = list(self._inputs)
         for i, info in enumerate(self.program.inputs):
             if info.kind == "batch":
@@ -101,7 +105,8 @@ class BoundStage:
         results = list(self._run("forward", {"input": inputs, "prologue": self._prepared}))
         self._take_ends(results, idle)
         sent = dict(zip(self.sent, results, strict=False))
-        self._kept[micro_batch] = _Kept(inputs, results, [], idle)
+        if keep:
+            self._kept[micro_batch] = _Kept(inputs, results, [], idle)
         return sent
 
     def backward(self, micro_batch: int, received: Mapping[str, Tensor], half: Half = "backward") -> dict[str, Tensor]:
@@ -137,6 +142,25 @@ class BoundStage:
             held = None if fqn is None else self._inputs[self._place["buffer", fqn]]
             self._early.append(self._zeros(results[i]) if held is None else held)
         self._late = [self._zeros(node) for node in self.program.weight_part.results]
+
+    def finish_loss(self) -> Tensor | None:
+        """End a group of forwards: the loss, on the stage that has it."""
+        early, self._early = self._early, None
+        outputs = [out.kind for out in self.program.outputs if out.kind in ("loss", "grad", "buffer")]
+        if early is None or "loss" not in outputs:
+            return None
+        if ("loss", False) not in self._calls:
+            part = self._parts["epilogue"]
+            graph = fx.Graph()
+            copied: dict[fx.Node, fx.Node] = {}
+            graph.graph_copy(part.graph, copied)
+            graph.output((copied[part.results[outputs.index("loss")]],))
+            graph.eliminate_dead_code()
+            self._parts["loss"] = Part(graph, part.sources)
+        tables = {"input": self._inputs, "prologue": self._prepared, "forward": early}
+        tables["backward"] = [None] * (1 + max((i for source, i in self._parts["loss"].sources), default=0))
+        (loss,) = self._run("loss", tables)
+        return loss
 
     def finish(self) -> dict[tuple[str, str], Tensor]:
         """End the group: reduce. Results by kind (loss, grad, buffer) and FQN."""

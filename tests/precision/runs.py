@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from fxpar.graph import LogicalGraph
+from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
 from fxpar.precision import Precision, with_precision
+from fxpar.torch_api import kernels
 from fxpar.tracer import capture
 from fxpar.widen import widen
+from tests import captured
 
 BF16 = Precision(torch.bfloat16)
+LOW, WIDE = torch.bfloat16, torch.float32
 EVERYTHING_LOW = Precision(torch.bfloat16, norms=False, softmax=False, loss=False)
 MODELS = ("llama", "gpt", "vit", "mlp", "hf:llama", "hf:gpt2", "hf:gemma2", "hf:qwen2")
 
@@ -118,3 +121,28 @@ def case(spec: str) -> Case:
         pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
     loaded = load(spec)
     return Case(loaded, capture(loaded.model, loaded.loss_fn, loaded.example_batch, name=loaded.name))
+
+
+def calls(graph: LogicalGraph, *targets) -> list:
+    return [n for n in graph.gm.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
+
+
+def casts(graph: LogicalGraph) -> list:
+    return calls(graph, kernels.to_copy)
+
+
+def floats(node) -> set[torch.dtype]:
+    meta = node.meta.get("tensor")
+    metas = meta if isinstance(meta, tuple) else (meta,)
+    return {m.dtype for m in metas if isinstance(m, TensorMeta) and m.dtype.is_floating_point}
+
+
+def param_dtypes(graph: LogicalGraph) -> dict[str, torch.dtype]:
+    return {info.fqn: info.meta.dtype for info in graph.params()}
+
+
+def capture_small(model: nn.Module, dtype: torch.dtype = WIDE, loss=captured.squared) -> captured.Captured:
+    width = next(model.parameters()).shape[-1]
+    with torch.no_grad():
+        out = model(torch.randn(3, width)).shape[-1]
+    return captured.take(model, loss, captured.vectors(width, out, 5), dtype)
