@@ -22,6 +22,7 @@ from fxpar.dist_config import DistConfig
 from fxpar.errors import ParallelizeError
 from fxpar.losses import causal_lm
 from fxpar.monitor import Monitor
+from fxpar.precision import Precision
 from fxpar.runtime.options import Compiled, LossFunction, Options
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.session import Session, open_session
@@ -53,6 +54,7 @@ def parallelize(
     checked: bool = False,
     nan: Literal["error", "skip"] = "error",
     compile: Literal["eager", "inductor"] = "eager",
+    precision: Precision | str | None = None,
     timeout_s: float | None = None,
     monitor: bool | Monitor = True,
     plain: str | None = None,
@@ -77,6 +79,8 @@ def parallelize(
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
     - `cluster`, `device_tflops`: what costs are predicted with. `planner`, `execution`, `staging_bytes`, `checked`:
       see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
+    - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by
+      default as the model is. Masters stay fp32.
     - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
       no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.

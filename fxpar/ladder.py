@@ -22,6 +22,7 @@ from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
+from fxpar.passes.narrow_gradients import NarrowGradients
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.rematerialize import Rematerialize
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives
@@ -35,14 +36,21 @@ OnPass = Callable[[str, AnnotatedGraph], None]
 
 
 def default_passes(
-    storage: torch.dtype | None = None, *, for_store: bool = False, sizes: Mapping[str, int] | None = None
+    storage: torch.dtype | None = None,
+    *,
+    for_store: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    accumulate: torch.dtype = torch.float32,
+    reduce: torch.dtype | None = None,
 ) -> list[GraphPass]:
-    """The ladder, in order."""
+    """The ladder, in order; arguments as in `fxpar.lowering.lower`."""
+    narrow = [NarrowGradients(reduce)] if for_store and reduce is not None else []
     return [
         InsertReshards(),
         ZeroShard(params_from=3 if for_store else 1),
-        Casts(None, gradients=torch.float32) if for_store else Casts(storage),
+        Casts(None, gradients=accumulate) if for_store else Casts(storage),
         ReduceGradients(deferred=for_store),
+        *narrow,
         ReshardToCollectives(),
         MaskPadding(),
         Cleanup(),

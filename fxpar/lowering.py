@@ -36,6 +36,8 @@ def lower(
     storage: torch.dtype | None = None,
     for_store: bool = False,
     sizes: Mapping[str, int] | None = None,
+    accumulate: torch.dtype = torch.float32,
+    reduce: torch.dtype | None = None,
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
 ) -> TrainGraph:
@@ -43,7 +45,8 @@ def lower(
 
     `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in. With
     `for_store` a `fxpar.store.WeightStore` keeps them: they come in as the body computes with them, without casts and
-    gathers of their own (ZeRO-3 still gathers layer by layer), and gradients leave in fp32 at least, as partial sums.
+    gathers of their own (ZeRO-3 still gathers layer by layer), and gradients leave as partial sums, which add up in
+    `accumulate` at least and leave in `reduce` at most (by default as they add up).
     `sizes` are the dynamic dims of a micro-batch by name, by default the example's; a budget of `remat(200MB)` is meant
     at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the
     first and after every pass.
@@ -54,7 +57,8 @@ def lower(
     `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    ladder = default_passes(storage, for_store=for_store, sizes=sizes) if passes is None else passes
+    given = {"for_store": for_store, "sizes": sizes, "accumulate": accumulate, "reduce": reduce}
+    ladder = default_passes(storage, **given) if passes is None else passes
     if strategy.degree("pp") > 1:
         return lower_pipeline(logical, strategy, ladder, on_pass)
     graph, report, started = run_passes(logical, strategy, ladder, on_pass)

@@ -33,6 +33,7 @@ BUILTIN: dict[str, str] = {
     "insert_reshards": "fxpar.passes.insert_reshards:InsertReshards",
     "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
     "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
+    "narrow_gradients": "fxpar.passes.narrow_gradients:NarrowGradients",
     "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
     "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
     "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",

@@ -335,7 +335,7 @@ def _by_cost(items: Sequence[Item], rule: Rule, bound: int) -> list[list[Item]]:
             found.append(first + bisect_right(ends, limit, key=partial(time, first)))
         return found
 
-    low, high = bound - 1, bound
+    low, high = bound, bound
     while stops(high)[-1] < len(items):
         low, high = high, 2 * high + 1
     while high - low > 1 + low // CLOSE:

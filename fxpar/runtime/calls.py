@@ -18,6 +18,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError, nearest
 from fxpar.exec_graph import PlainGraph
 from fxpar.lowering import lower_forward
+from fxpar.precision import Precision, with_precision
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import gradient_placements
 from fxpar.runtime.groups import ProcessGroups
@@ -43,7 +44,9 @@ class _Ready:
 
 @dataclass
 class PlainCalls:
-    """Captures, lowers and runs forwards; `strategy` is the name of the one that calls run under."""
+    """Captures, lowers and runs forwards; `strategy` is the name of the one that calls run under, `captured` the dtypes
+    of parameters that the model is written for.
+    """
 
     strategies: Mapping[str, Strategy]
     strategy: str
@@ -53,6 +56,8 @@ class PlainCalls:
     compile: Backend
     seed: int
     epoch: Callable[[], Hashable]
+    captured: Mapping[str, torch.dtype]
+    precision: Precision
     is_tracing: bool = False
     calls: int = 0
     _ready: dict[Hashable, _Ready] = field(default_factory=dict)
@@ -125,8 +130,9 @@ class PlainCalls:
         gradients = torch.is_grad_enabled()
         key = (self.strategy, module.training, gradients, call_key(module, args, kwargs))
         if key not in self._ready:
-            with self.tracing(), self.switching.store.shown_as_computed(module):
+            with self.tracing(), self.switching.store.shown_without_values(module, self.captured):
                 logical = capture_forward(module, args, kwargs, gradients=gradients)
+            logical = with_precision(logical, self.precision)
             program = lower_forward(logical, self.strategies[self.strategy])
             self._ready[key] = self._prepare(program)
         return self._ready[key]

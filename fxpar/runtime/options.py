@@ -19,6 +19,7 @@ from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.monitor import Monitor
 from fxpar.pipeline_graph import TrainGraph
+from fxpar.precision import Precision, with_precision
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import Mode
 from fxpar.strategy import Strategy
@@ -78,6 +79,7 @@ class Options:
     checked: bool = False
     nan: Literal["error", "skip"] = "error"
     compile: Backend = "eager"
+    precision: Precision | str | None = None
     timeout_s: float | None = None
     monitor: bool | Monitor = True
     plain: str | None = None
@@ -87,11 +89,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank."""
+    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
+
+    `logical` is the graph as it was captured, `precision` says how the programs compute.
+    """
 
     logical: LogicalGraph
     programs: Mapping[str, TrainGraph]
     timings: Mapping[str, float] = field(default_factory=dict)
+    precision: Precision = Precision()
 
 
 def compile_strategies(
@@ -100,25 +106,35 @@ def compile_strategies(
     loss: LossFunction,
     example: Mapping[str, Tensor] | None = None,
     token_budget: int | Mapping[int, int] | None = None,
+    precision: Precision | str | None = None,
 ) -> Compiled:
-    """Capture `module` and lower it for all strategies; no process group. Raises what `capture` and `lower` raise.
+    """Capture `module` and lower it for all strategies; no process group. Raises what `capture`, `with_precision` and
+    `lower` raise.
 
     A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`, as in `parallelize`.
     """
     begun = time.process_time()
     logical = capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
     captured = time.process_time()
+    how = as_precision(precision)
+    computed = with_precision(logical, how)
+    dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
     parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
     by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
     groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
     tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
     sizes = {dim.name for dim in logical.dims} & {"T"}
     programs = {
-        name: lower(logical, strategy, for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]))
+        name: lower(computed, strategy, for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
         for name, strategy in by_name.items()
     }
     timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
-    return Compiled(logical, programs, timings)
+    return Compiled(logical, programs, timings, how)
+
+
+def as_precision(given: Precision | str | None) -> Precision:
+    """What `precision=` means: a `Precision`, its text, or None for what was captured."""
+    return Precision.parse(given) if isinstance(given, str) else given or Precision()
 
 
 def strategy_names(strategies: Sequence[Strategy]) -> list[str]:

@@ -22,6 +22,7 @@ from fxpar.graph import LogicalGraph
 from fxpar.monitor import Monitor
 from fxpar.passes.share_weights import share_weights
 from fxpar.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.precision import with_precision
 from fxpar.runtime.agree import check_same_programs
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
@@ -33,6 +34,7 @@ from fxpar.runtime.options import (
     Compiled,
     LossFunction,
     Options,
+    as_precision,
     compile_strategies,
     default_cluster,
     example_batch,
@@ -120,8 +122,12 @@ def open_session(
     names = strategy_names([group.strategy for group in groups])
     device = _device(module)
     cluster = options.cluster or default_cluster(world, device)
-    compiled = options.compiled or compile_strategies(module, strategies, loss, example, options.token_budget)
+    compiled = options.compiled or compile_strategies(
+        module, strategies, loss, example, options.token_budget, options.precision
+    )
     programs = compiled.programs
+    if options.precision is not None and as_precision(options.precision) != compiled.precision:
+        raise ParallelizeError(f"compiled is for precision {compiled.precision}, not {options.precision}")
     if set(programs) != set(names):
         raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
     order = None if options.order is None else check_order(options.order, list(programs))
@@ -150,6 +156,7 @@ def open_session(
         watcher=_watcher(options, world),
         world_group=world_group,
     )
+    captured = {info.fqn: info.meta.dtype for info in compiled.logical.params()}
     calls = PlainCalls(
         {name: program.strategy for name, program in programs.items()},
         plain,
@@ -159,11 +166,15 @@ def open_session(
         options.compile,
         options.seed,
         epoch=lambda: engine.steps,
+        captured=captured,
+        precision=compiled.precision,
     )
 
     def capture_again(module: nn.Module) -> LogicalGraph:
-        with store.shown_as_computed(module), calls.tracing():
-            return capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
+        batch = example_batch() if example is None else example
+        with store.shown_without_values(module, captured), calls.tracing():
+            logical = capture(module, loss, batch, name=type(module).__name__)
+        return with_precision(logical, compiled.precision)
 
     return Session(compiled, store, engine, memory, options, calls, Evaluation(engine, calls, loss, capture_again))
 

@@ -130,9 +130,8 @@ class WeightStore:
         return tuple(flat._version for flat in self._home_flat)
 
     @contextmanager
-    def shown_as_computed(self, module: nn.Module) -> Iterator[None]:
-        """Within the block the module's parameters have no values, and the dtypes that graphs compute with."""
-        dtypes = {spec.fqn: spec.dtype for spec in self.specs}
+    def shown_without_values(self, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+        """Within the block the module's parameters have no values, and these dtypes: for a capture."""
         shown = {}
         for fqn, param in self.params.items():
             whole = torch.empty(tuple(param.shape), dtype=dtypes[fqn], device="meta")
