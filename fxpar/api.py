@@ -55,6 +55,8 @@ def parallelize(
     nan: Literal["error", "skip"] = "error",
     compile: Literal["eager", "inductor"] = "eager",
     precision: Precision | str | None = None,
+    loss_scale: float | None = None,
+    deterministic: bool = False,
     timeout_s: float | None = None,
     monitor: bool | Monitor = True,
     plain: str | None = None,
@@ -80,7 +82,9 @@ def parallelize(
     - `cluster`, `device_tflops`: what costs are predicted with. `planner`, `execution`, `staging_bytes`, `checked`:
       see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
     - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by
-      default as the model is. Masters stay fp32.
+      default as the model is. Masters stay fp32. With fp16 the loss is scaled, at first by `loss_scale` (2**16): an
+      overflow on any rank, in any group, leaves the mini-batch out everywhere and halves the factor.
+    - `deterministic`: only kernels that give the same bits every time, or an error that names the one which does not.
     - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
       no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.

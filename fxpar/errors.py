@@ -1064,7 +1064,7 @@ class PrecisionDtypeError(FxparError):
     @classmethod
     def unusable(cls, field: str, dtype: str, known: Iterable[str]) -> PrecisionDtypeError:
         """A dtype that no field of a precision takes."""
-        hint = ", since fp16 gradients vanish without loss scaling, which fxpar does not do" * ("16" in dtype)
+        hint = ", since sums of fp16 gradients overflow" * (dtype == "fp16")
         return cls(f"precision: {dtype} cannot be the {field}{hint}. Use one of {', '.join(known)}")
 
     @classmethod

@@ -7,7 +7,8 @@ Grammar: `dtype ('+' flag)*`; the dtype is that of parameters and activations, `
     bf16+fp32(*.router|lm_head)          further islands: modules that match by FQN, and all inside of them
     bf16+low(norms|softmax|loss)         not islands, though they are by default
 
-Flags: reduce=DTYPE, accumulate=DTYPE, fp32(GLOB|...), low(norms|softmax|loss). Dtypes: bf16, fp32, fp64.
+Flags: reduce=DTYPE, accumulate=DTYPE, fp32(GLOB|...), low(norms|softmax|loss). Dtypes: bf16, fp32, fp64; fp16 can
+only come first.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import torch
 
 from fxpar.errors import PrecisionDtypeError, PrecisionSyntaxError, nearest
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-_LONG = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-_UNUSABLE = {"fp16": torch.float16, "float16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+# Sums of fp16 gradients overflow, and only the loss is scaled: it serves for parameters and activations.
+_SUMS = {name: dtype for name, dtype in _DTYPES.items() if name != "fp16"}
 _AS_CAPTURED = "captured"
 _ISLANDS = ("norms", "softmax", "loss")
 _FLAGS = ("reduce=bf16", "accumulate=fp32", "fp32(...)", "low(...)")
@@ -105,14 +107,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_dtype(field: str, dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in _DTYPES.values():
-        raise PrecisionDtypeError.unusable(field, str(dtype).removeprefix("torch."), _DTYPES)
+    known = _known(field)
+    if dtype is not None and dtype not in known.values():
+        raise PrecisionDtypeError.unusable(field, _LONG.get(name := str(dtype).removeprefix("torch."), name), known)
+
+
+def _known(field: str) -> dict[str, torch.dtype]:
+    return _DTYPES if field == "param_dtype" else _SUMS
 
 
 def _dtype(text: str, word: str, field: str = "param_dtype") -> torch.dtype:
     word = _LONG.get(word, word)
-    if word in _UNUSABLE:
-        raise PrecisionDtypeError.unusable(field, word, _DTYPES)
+    if word in _DTYPES and word not in _known(field):
+        raise PrecisionDtypeError.unusable(field, word, _known(field))
     if word not in _DTYPES:
         known = (*_DTYPES, _AS_CAPTURED) if field == "param_dtype" else tuple(_DTYPES)
         why = f"unknown dtype {word!r}{nearest(word, (*known, *_LONG)) or '.'} Dtypes are {', '.join(known)}"

@@ -28,7 +28,9 @@ from fxpar.errors import FxparError, NanLossError, TransferError
 from fxpar.monitor import looks_like_peer_loss
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
+from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
+from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.runtime.report import GroupReport, StepReport
@@ -56,6 +58,7 @@ class EngineOptions:
     nan: Literal["error", "skip"] = "error"
     seed: int = 0
     check_batches: bool = True
+    deterministic: bool = False
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Engine:
     options: EngineOptions = field(default_factory=EngineOptions)
     watcher: Watcher | None = None
     world_group: Any = None
+    scaler: LossScaler | None = None
     steps: int = 0
     _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -103,7 +107,8 @@ class Engine:
         Raises NanLossError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher makes of a rank
         that is gone.
         """
-        return self.watched(lambda: self._step(sequences, buffers))
+        with deterministic_kernels(self.options.deterministic):
+            return self.watched(lambda: self._step(sequences, buffers))
 
     def watched(self, work: Callable[[], T]) -> T:
         """`work()`; what fails because a rank is gone raises PeerLostError, which names it."""
@@ -119,17 +124,18 @@ class Engine:
         begun = time.perf_counter()
         plan, valid = self._agreed_plan(sequences)
         planned = time.perf_counter()
-        self.gradients.begin()
+        factor = 1.0 if self.scaler is None else self.scaler.scale
+        self.gradients.begin(factor)
         order = self._order_of_strategies([g.group for g in plan.groups])
         by_strategy = sorted(plan.groups, key=lambda g: (order.index(self.names[g.group]), g.group))
         reports, losses, visited = [], [], []
         for group in by_strategy:
-            report, loss = self._run_group(group, sequences, 1.0 / valid, buffers, visited)
+            report, loss = self._run_group(group, sequences, factor / valid, buffers, visited)
             visited.append(self.names[group.group])
             reports.append(report)
-            losses.append(loss)
+            losses.append(loss / factor)
         self.gradients.end()
-        skipped = self._check_losses(losses, by_strategy)
+        skipped = self._check_overflow(factor) or self._check_losses(losses, by_strategy)
         self.steps += 1
         return StepReport(
             step=self.steps,
@@ -236,6 +242,17 @@ class Engine:
         for part in (self.steps, group, replica, turn):
             mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) % 2**63
         return mixed
+
+    def _check_overflow(self, factor: float) -> bool:
+        """Whether the mini-batch is left out because fp16 gradients overflowed, on any rank and in any group."""
+        if self.scaler is None:
+            return False
+        overflow = not self.gradients.unscale(factor)
+        give_up = overflow and self.scaler.is_exhausted
+        self.scaler.update(overflow)
+        if overflow and not give_up:
+            self.gradients.drop()
+        return overflow and not give_up
 
     def _check_losses(self, losses: Sequence[float], groups: Sequence[GroupPlan]) -> bool:
         """Whether the mini-batch is left out because its loss is no number. Losses are the same on every rank."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxpar.cluster import ClusterSpec
 from fxpar.exec_graph import Program
+from fxpar.runtime.loss_scaler import overflows_anywhere
 from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
@@ -54,9 +55,11 @@ class Gradients:
     _hops: dict[tuple[str, str], tuple[SwitchPlan, Switch]] = field(default_factory=dict)
     _last: str | None = None
 
-    def begin(self) -> None:
-        """Start a mini-batch: `.grad` of the parameters is where gradients go."""
+    def begin(self, scale: float = 1.0) -> None:
+        """Start a mini-batch whose loss is multiplied by `scale`: `.grad` of the parameters is where gradients go."""
         self.store.attach_gradients()
+        if scale != 1.0:  # what earlier mini-batches have left is divided with the rest at the end
+            self.store.scale_gradients(scale)
         self._last = None
 
     def add(self, name: str, grads: Mapping[str, Tensor]) -> int:
@@ -78,6 +81,14 @@ class Gradients:
         """After the last group."""
         if self.mode == "chain" and self._last is not None:
             self._hop(self._last, "home")
+
+    def unscale(self, scale: float) -> bool:
+        """Divide by the factor on the loss; False if a gradient of any rank overflowed."""
+        store = self.store
+        if overflows_anywhere(store.flat_gradients, self.options.group, store.device):
+            return False
+        store.scale_gradients(1.0 / scale)
+        return True
 
     def drop(self) -> None:
         """Forget the gradients of this mini-batch, and those before it that `.grad` still held."""

@@ -80,6 +80,8 @@ class Options:
     nan: Literal["error", "skip"] = "error"
     compile: Backend = "eager"
     precision: Precision | str | None = None
+    loss_scale: float | None = None
+    deterministic: bool = False
     timeout_s: float | None = None
     monitor: bool | Monitor = True
     plain: str | None = None
@@ -97,7 +99,7 @@ class Compiled:
     logical: LogicalGraph
     programs: Mapping[str, TrainGraph]
     timings: Mapping[str, float] = field(default_factory=dict)
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
 
 
 def compile_strategies(

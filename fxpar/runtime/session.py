@@ -30,6 +30,7 @@ from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.options import (
     Compiled,
     LossFunction,
@@ -98,10 +99,14 @@ class Session:
         return self.engine.watched(lambda: self.evaluation.run(module, sequences))
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self.engine.steps, "seed": self.options.seed}
+        scaler = self.engine.scaler
+        found = {"steps": self.engine.steps, "seed": self.options.seed}
+        return found if scaler is None else {**found, "loss_scaler": scaler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.steps = int(state["steps"])
+        if self.engine.scaler is not None and "loss_scaler" in state:
+            self.engine.scaler.load_state(state["loss_scaler"])
 
 
 def open_session(
@@ -152,7 +157,9 @@ def open_session(
             order=order,
             nan=options.nan,
             seed=options.seed,
+            deterministic=options.deterministic,
         ),
+        scaler=_scaler(store, options),
         watcher=_watcher(options, world),
         world_group=world_group,
     )
@@ -187,6 +194,13 @@ def _bind_all(
         name: bind_here(program, process_groups, device=device, compile=options.compile)
         for name, program in programs.items()
     }
+
+
+def _scaler(store: WeightStore, options: Options) -> LossScaler | None:
+    """fp16 gradients need one."""
+    if all(spec.dtype != torch.float16 for spec in store.specs):
+        return None
+    return LossScaler() if options.loss_scale is None else LossScaler(options.loss_scale)
 
 
 def _transport(options: Options, world_group: Any, device: torch.device) -> TransportOptions:

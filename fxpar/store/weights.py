@@ -169,6 +169,16 @@ class WeightStore:
                 local.copy_(param.grad.to_local())
                 param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all home gradients."""
+        for flat in self._grad_flat:
+            flat.mul_(factor)
+
+    @property
+    def flat_gradients(self) -> tuple[Tensor, ...]:
+        """All home gradients of this rank, as few tensors."""
+        return tuple(self._grad_flat)
+
     def drop_gradients(self) -> None:
         """`.grad` is None everywhere, so that an optimizer leaves the weights alone."""
         for param in self.params.values():

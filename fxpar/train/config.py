@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from fxpar.batching import length_groups
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
+from fxpar.precision import Precision
 from fxpar.strategy import Strategy
 from fxpar.train.schema import from_table, shown
 
@@ -96,9 +97,20 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtype in which the model is built and computes."""
+    """`parameters`: dtype in which the model is built. `compute`: what it computes, adds up and sends in
+    (`fxpar.precision.Precision`); by default as it is built.
+    """
 
     parameters: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    compute: str | None = None
+    loss_scale: float | None = field(default=None, metadata={"above": 0})
+    deterministic: bool = False
+
+    @property
+    def narrowest(self) -> str:
+        """The name of the dtype that rounds most."""
+        low = Precision.parse(self.compute).param_dtype if self.compute else None
+        return self.parameters if low is None else str(low).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -215,6 +227,11 @@ def check_together(config: TrainConfig, source: str) -> None:
     if problems:
         raise ConfigError(source, problems)
     length_groups(dict(config.strategies), world=config.run.ranks or config.world, token_budget=budgets)
+    if config.precision.compute is not None:
+        try:
+            Precision.parse(config.precision.compute)
+        except FxparError as error:
+            problems.append(f"precision.compute: {error}")
     if config.max_length > config.strategies[-1][0]:
         raise MaxLengthError(config.max_length, config.strategies[-1][0])
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):

@@ -238,7 +238,7 @@ def _compare(job: Job, session: TrainSession, prepared: Prepared, place: Place, 
     if stopped or len(static) < 2:
         place.say("stopped: no comparison")
         return
-    comparison = Comparison.of(records, static, job.compare, config.precision.parameters)
+    comparison = Comparison.of(records, static, job.compare, config.precision.narrowest)
     if place.rank == 0:
         for line in comparison_lines(comparison):
             place.say(line)

@@ -11,7 +11,7 @@ from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, length_
 
 LINEAR = GroupCost(0.0, 1e-6, 0.0)
 SQUARE = GroupCost(1e-3, 1e-6, 1e-9)
-CHOICES = ("dp4", "dp2.tp2", "tp4", "cp4", "dp4+zero2", "dp2.cp2+zero3", "dp4+zero1")
+CHOICES = ("dp4", "dp2.tp2", "tp4", "cp4", "dp4+zero2", "dp2.cp2+zero3", "dp4+zero1", "dp2.pp2", "pp4", "dp2.pp2+zero2")
 
 
 def no_switches(order: tuple[int, ...]) -> float:
@@ -28,8 +28,17 @@ def seconds(group: GroupPlan, cost: GroupCost, lengths: Sequence[int]) -> float:
     """Time of a group worked out anew."""
     runs = [[cost.seconds([lengths[i] for i in micro.sequences]) for micro in micros] for micros in group.replicas]
     if group.lockstep:
-        return sum(max(column) for column in itertools.zip_longest(*runs, fillvalue=0.0))
-    return max(map(sum, runs))
+        runs = [[max(column) for column in itertools.zip_longest(*runs, fillvalue=0.0)]]
+    return max(_with_bubble(times, cost) for times in runs)
+
+
+def _with_bubble(times: Sequence[float], cost: GroupCost) -> float:
+    if not times:
+        return 0.0
+    filled = list(times)
+    while cost.virtual > 1 and len(filled) % cost.stages:
+        filled.append(min(times))
+    return sum(filled) + (cost.stages - 1) * max(filled) / cost.virtual
 
 
 def check_plan(
@@ -66,7 +75,16 @@ def mini_batches(draw, most: int = 40) -> tuple[list[int], tuple[LengthGroup, ..
         token_budget=draw(st.one_of(st.none(), st.integers(limits[-1], 150))),
     )
     coefficient = st.sampled_from([0.0, 1e-6, 3e-5, 1e-3])
-    costs = [GroupCost(draw(coefficient), draw(coefficient), draw(coefficient) / 50) for _ in groups]
+    costs = [
+        GroupCost(
+            draw(coefficient),
+            draw(coefficient),
+            draw(coefficient) / 50,
+            stages=group.strategy.degree("pp"),
+            virtual=draw(st.integers(1, 2)),
+        )
+        for group in groups
+    ]
     lengths = draw(st.lists(st.integers(1, limits[-1]), min_size=1, max_size=most))
     return lengths, groups, costs
 

@@ -34,6 +34,12 @@ def test_default_budget_holds_the_limit():
     assert [g.token_budget for g in groups] == [4000, 5000]
 
 
+def test_stages_do_not_divide_the_default_budget():
+    """Each rank of a pipeline holds a share of the layers, of as many micro-batches: as many tokens as without it."""
+    groups = length_groups({512: "dp2.pp2", 1024: "dp2.tp2", 4096: "pp4"}, world=4)
+    assert [g.token_budget for g in groups] == [4096, 8192, 4096]
+
+
 def test_budget_for_all_or_by_limit():
     assert [g.token_budget for g in length_groups(THREE, world=4, token_budget=40_000)] == [40_000] * 3
     assert [g.token_budget for g in length_groups(THREE, world=4, token_budget={512: 700})] == [700, 16384, 32768]

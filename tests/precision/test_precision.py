@@ -113,15 +113,22 @@ def test_any_text_parses_or_is_named(text):
         assert Precision.parse(str(precision)) == precision
 
 
-@pytest.mark.parametrize("text", ["fp16", "float16", "bf16+reduce=fp16", "bf16+accumulate=float16"])
-def test_fp16_has_no_loss_scaling(text):
-    with pytest.raises(PrecisionDtypeError, match="loss scaling"):
+@pytest.mark.parametrize("text", ["bf16+reduce=fp16", "bf16+accumulate=float16", "fp16+reduce=fp16"])
+def test_sums_in_fp16_are_refused(text):
+    with pytest.raises(PrecisionDtypeError, match="sums of fp16 gradients overflow"):
         Precision.parse(text)
+
+
+def test_fp16():
+    assert str(Precision.parse("float16")) == "fp16"
+    assert Precision.parse("fp16+reduce=bf16").param_dtype == torch.float16
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "accumulate_dtype"])
 def test_dtypes_that_cannot_serve(field):
-    with pytest.raises(PrecisionDtypeError, match=rf"int32 cannot be the {field}\. Use one of bf16, fp32, fp64"):
+    with pytest.raises(
+        PrecisionDtypeError, match=rf"int32 cannot be the {field}\. Use one of bf16, (fp16, )?fp32, fp64"
+    ):
         Precision(**{field: torch.int32})
 
 
