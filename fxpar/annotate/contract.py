@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.dist_config import Placement, R
+from fxpar.graph import TensorMeta
+from fxpar.pass_base import tensor_operands
 from fxpar.rules.option import Option
 
 Result = tuple[int, int]  # (class, result)
@@ -68,7 +70,7 @@ def expand(
     demanded: dict[Result, list[Placement]],
 ) -> dict[int, Option]:
     """Options of the aliases: as the operand lies if somebody behind it wants that, else whole if wanted so, else as
-    wanted.
+    wanted. A cast to a narrower dtype stays where its operand lies: what has to move then moves narrow.
     """
     result = dict(chosen)
     wanted: dict[int, set[Placement]] = {}
@@ -92,6 +94,8 @@ def expand(
             by_output = {o.outputs[0]: o for o in entry.options}
             possible = sorted((p for p in wants(entry) if p in by_output), key=str)
             natural = [p for p in possible if by_output[p].inputs[0] == lies]
+            if not natural and _narrows(entry):
+                natural = [p for p, option in by_output.items() if option.inputs[0] == lies]
             pick = natural[0] if natural else (R if R in possible or not possible else possible[0])
             result[entry.index] = by_output[pick]
         return result[entry.index]
@@ -99,3 +103,11 @@ def expand(
     for entry in problem.classes:
         decide(entry)
     return result
+
+
+def _narrows(entry: OpClass) -> bool:
+    """Whether the result takes fewer bytes per element than the operand."""
+    (node, *_) = entry.nodes
+    (operand,) = tensor_operands(node)
+    before, after = operand.meta["tensor"], node.meta["tensor"]
+    return isinstance(before, TensorMeta) and before.dtype.itemsize > after.dtype.itemsize

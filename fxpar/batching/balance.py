@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from heapq import heapreplace
 from itertools import accumulate, pairwise
 
-from fxpar.batching.packing import Bin, Item, as_bin, dearest_first, longest_first, pack, spread, spread_within
+from fxpar.batching.packing import Bin, Item, Rule, as_bin, dearest_first, longest_first, pack, spread, spread_within
 
 Share = list[Bin]  # micro-batches of one replica
 MORE_SLOTS = 3  # numbers of positions tried in lock step
@@ -34,37 +33,6 @@ CUTS = 4  # times that an exchange packs a share anew in a pipeline
 CLOSE = 1000  # no improvement within 1/CLOSE of the lower bound
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages` and
-    `virtual` as in `GroupCost`. Without `packed` each sequence is a micro-batch of its own.
-    """
-
-    replicas: int
-    budget: int
-    fixed: int = 0
-    lockstep: bool = False
-    packed: bool = True
-    stages: int = 1
-    virtual: int = 1
-
-    @property
-    def unit(self) -> int:
-        """A replica's micro-batches are filled up with idle ones to a multiple of this."""
-        return self.stages if self.virtual > 1 else 1
-
-    def fill(self, cost: int) -> int:
-        """Ticks to fill and drain the pipeline if the dearest micro-batch costs this; rounded up."""
-        return -(-(self.stages - 1) * (self.fixed + cost) // self.virtual)
-
-    def time(self, costs: Sequence[int]) -> int:
-        """Ticks of micro-batches of these costs, one after the other."""
-        if not costs:
-            return 0
-        idle = -len(costs) % self.unit
-        return sum(costs) + idle * min(costs) + self.fixed * (len(costs) + idle) + self.fill(max(costs))
-
-
 def share_out(items: Sequence[Item], rule: Rule) -> list[Share]:
     """The micro-batches of each replica, dearest first, from `items`, dearest first.
 
@@ -73,6 +41,9 @@ def share_out(items: Sequence[Item], rule: Rule) -> list[Share]:
     if not rule.packed:
         singles = [as_bin([item]) for item in items]
         shares = deal(singles, rule.replicas) if rule.lockstep else _spread_bins(singles, rule)
+        if rule.stages > 1 and not rule.lockstep:
+            apart = [[as_bin([item]) for item in share] for share in _by_cost(items, rule)]
+            shares = min(shares, apart, key=_Price(rule))
     elif rule.lockstep:
         candidates = (deal(bins, rule.replicas) for bins in _slot_bins(items, rule))
         shares = min(candidates, key=_Price(rule))
@@ -137,7 +108,7 @@ def _crowded_bound(items: Sequence[Item], costs: Sequence[int], rule: Rule, boun
             room += own
         return room >= costs[-1]
 
-    low, high = bound, bound
+    low = high = bound
     while not has_room(high):
         low, high = high, 2 * high + 1
     while high - low > 1 + low // CLOSE:
@@ -298,11 +269,11 @@ def _free(items: Sequence[Item], rule: Rule) -> list[Share]:
     if replicas == 1:
         return starts[0]
     starts.append(_spread_bins(dearest_first(pack(items, rule.budget)), rule))
-    bound = lower_bound(items, rule)
     if rule.stages > 1:
         starts.append([_cut(share, rule) for share in spread(items, replicas, first=rule.fill)])
-        starts.append([_cut(share, rule) for share in _by_cost(items, rule, bound)])
+        starts.append([_cut(share, rule) for share in _by_cost(items, rule)])
     best = min(starts, key=price)
+    bound = lower_bound(items, rule)
     work = 2 * len(items) * (1 if rule.stages == 1 else CUTS)
     rounds = min(ROUNDS, IMPROVED_ITEMS * replicas // work)
     for _ in range(rounds):
@@ -315,16 +286,18 @@ def _free(items: Sequence[Item], rule: Rule) -> list[Share]:
     return best
 
 
-def _by_cost(items: Sequence[Item], rule: Rule, bound: int) -> list[list[Item]]:
+def _by_cost(items: Sequence[Item], rule: Rule) -> list[list[Item]]:
     """The dearest items to the first replica, the next ones to the second, and so on, for about equal times.
 
-    So few replicas have a long fill. `bound` is a time that is not too long.
+    So few replicas have a long fill.
     """
     costs = [0, *accumulate(item.cost for item in items)]
     tokens = [0, *accumulate(item.tokens for item in items)]
 
     def time(first: int, stop: int) -> int:
-        total, runs = costs[stop] - costs[first], -(-(tokens[stop] - tokens[first]) // rule.budget)
+        total, runs = costs[stop] - costs[first], stop - first
+        if rule.packed:
+            runs = -(-(tokens[stop] - tokens[first]) // rule.budget)
         return total + _least_overhead(total, items[first].cost, runs, stop - first, rule)
 
     def stops(limit: int) -> list[int]:
@@ -335,7 +308,7 @@ def _by_cost(items: Sequence[Item], rule: Rule, bound: int) -> list[list[Item]]:
             found.append(first + bisect_right(ends, limit, key=partial(time, first)))
         return found
 
-    low, high = bound, bound
+    low = high = lower_bound(items, rule)
     while stops(high)[-1] < len(items):
         low, high = high, 2 * high + 1
     while high - low > 1 + low // CLOSE:

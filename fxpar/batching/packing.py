@@ -1,4 +1,4 @@
-"""The two moves of planning: spread sequences over replicas, pack sequences into micro-batches.
+"""How a group runs, and the two moves of planning: spread sequences over replicas, pack them into micro-batches.
 
 Costs are whole ticks (1e-15 s): integer sums do not depend on their order, so all ranks find the same plan.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 TICKS_PER_S = 10**15
@@ -16,6 +17,37 @@ TICKS_PER_S = 10**15
 def ticks(seconds: float) -> int:
     """Seconds in whole ticks."""
     return round(seconds * TICKS_PER_S)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages` and
+    `virtual` as in `GroupCost`. Without `packed` each sequence is a micro-batch of its own.
+    """
+
+    replicas: int
+    budget: int
+    fixed: int = 0
+    lockstep: bool = False
+    packed: bool = True
+    stages: int = 1
+    virtual: int = 1
+
+    @property
+    def unit(self) -> int:
+        """A replica's micro-batches are filled up with idle ones to a multiple of this."""
+        return self.stages if self.virtual > 1 else 1
+
+    def fill(self, cost: int) -> int:
+        """Ticks to fill and drain the pipeline if the dearest micro-batch costs this; rounded up."""
+        return -(-(self.stages - 1) * (self.fixed + cost) // self.virtual)
+
+    def time(self, costs: Sequence[int]) -> int:
+        """Ticks of micro-batches of these costs, one after the other."""
+        if not costs:
+            return 0
+        idle = -len(costs) % self.unit
+        return sum(costs) + idle * min(costs) + self.fixed * (len(costs) + idle) + self.fill(max(costs))
 
 
 class Item(NamedTuple):

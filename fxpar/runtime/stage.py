@@ -56,8 +56,9 @@ class BoundStage:
         self._reads = saved
         self._inputs: list[Any] = [None] * len(program.inputs)
         self._place = {(info.kind, info.fqn): i for i, info in enumerate(program.inputs)}
-        # Results of the forward that the epilogue reads; a buffer that it writes may be sent too.
-        self._ends = sorted({i for source, i in program.epilogue.sources if source == "forward"})
+        epilogue = [i for source, i in program.epilogue.sources if source == "forward"]
+        # What the epilogue reads stands behind what is sent, without a gap.
+        self._ends = range(len(self.sent), max([len(self.sent), *(i + 1 for i in epilogue)]))
         results = program.forward.results
         self._buffers = {i: results[i].meta["buffer"] for i in self._ends if "buffer" in results[i].meta}
         self._early: list[Any] | None = None
@@ -135,11 +136,11 @@ class BoundStage:
     def skip(self) -> None:
         """No micro-batch in this group: zeros, and buffers as they are."""
         results = self.program.forward.results
-        self._early = [None] * len(results)
+        self._early = [None] * len(self.sent)
         for i in self._ends:
             fqn = self._buffers.get(i)
             held = None if fqn is None else self._inputs[self._place["buffer", fqn]]
-            self._early[i] = self._zeros(results[i]) if held is None else held
+            self._early.append(self._zeros(results[i]) if held is None else held)
         self._late = [self._zeros(node) for node in self.program.weight_part.results]
 
     def finish_loss(self) -> Tensor | None:
@@ -179,7 +180,7 @@ class BoundStage:
     def _take_ends(self, results: list[Any], idle: bool) -> None:
         """Add what the epilogue reads to that of earlier micro-batches; the next one starts from new buffers."""
         if self._early is None:
-            self._early = [None] * len(results)
+            self._early = [None] * self._ends.stop
         for i in self._ends:
             fqn, before = self._buffers.get(i), self._early[i]
             if fqn is None:

@@ -78,14 +78,19 @@ class _Splitter:
         results = [node for node, out in self.finals if out.kind in ("loss", "grad", "buffer")]
         slots: Slots = {"prologue": _slots(prepared), "forward": _slots([*sent, *ends, *saved])}
         halves = {**slots, "input_part": _slots([*sent_grads, *handed])}
-        whole = {**slots, "backward": _slots([*sent_grads, *late_ends])}
+        # The epilogue reads sums over micro-batches, so never a result by its place among those that are sent.
+        sums: Slots = {
+            "prologue": slots["prologue"],
+            "forward": _slots(ends, len(sent)),
+            "backward": _slots(late_ends, len(sent_grads)),
+        }
         return StageParts(
             prologue=self._part(before, prepared, {}),
             forward=self._part(first, [*sent, *ends, *saved], {"prologue": slots["prologue"]}),
             backward=self._part(late, [*sent_grads, *late_ends], slots),
             input_part=self._part(for_inputs, [*sent_grads, *handed], slots),
             weight_part=self._part(for_weights, late_ends, halves),
-            epilogue=self._part(after, results, whole),
+            epilogue=self._part(after, results, sums),
         )
 
     def _ends(self, *kinds: str) -> list[fx.Node]:
@@ -146,5 +151,5 @@ def _crossing(
     return [n for n in found if n not in have]
 
 
-def _slots(results: list[fx.Node]) -> dict[fx.Node, int]:
-    return {node: i for i, node in reversed(list(enumerate(results)))}
+def _slots(results: list[fx.Node], first: int = 0) -> dict[fx.Node, int]:
+    return {node: i for i, node in reversed(list(enumerate(results, first)))}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.batching.balance import Rule, deal, lower_bound, makespan, share_out
-from fxpar.batching.packing import Bin, Item, as_bin, longest_first, pack
+from fxpar.batching.balance import deal, lower_bound, makespan, share_out
+from fxpar.batching.packing import Bin, Item, Rule, as_bin, longest_first, pack
 
 
 def items_of(*lengths: int) -> list[Item]:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.batching import GroupCost, plan_batch
-from fxpar.batching.balance import Rule, Share, lower_bound, makespan, share_out
-from fxpar.batching.packing import Item, as_bin, longest_first
+from fxpar.batching.balance import Share, lower_bound, makespan, share_out
+from fxpar.batching.packing import Item, Rule, as_bin, longest_first
 from fxpar.errors import ScheduleOptionError
 from fxpar.schedule import Costs, schedule, simulate
 from tests.batching.planning import check_plan, no_switches, one_group, seconds
@@ -161,7 +161,7 @@ def test_many_sequences_are_near_the_bound(strategy, packed):
     (group,) = plan.groups
     assert group.predicted_s <= 1.12 * group.lower_bound_s
     (coarse,) = plan_batch(lengths, groups, [GroupCost(1e-3, 1e-6, 1e-9)], no_switches, packed=packed).groups
-    assert group.predicted_s <= seconds(coarse, cost, lengths)
+    assert group.predicted_s <= seconds(coarse, cost, lengths) * (1 + 1e-9)
 
 
 def test_predicted_as_the_cost_says():
@@ -172,19 +172,17 @@ def test_predicted_as_the_cost_says():
     assert group.predicted_s == pytest.approx(max(times))
 
 
-def test_a_bubble_too_long_merges():
-    """A few short sequences: their own pipeline is hardly filled, the larger group's stages are fewer."""
+@pytest.mark.parametrize(("stages", "merged"), [(1, ()), (4, ((0, 1),))])
+def test_a_bubble_too_long_merges(stages, merged):
+    """One short sequence alone in a pipeline takes four times what it adds to the group of the long one."""
     groups = (*one_group("pp4", limit=100, budget=100), *one_group("tp4", limit=1000, budget=1000))
-    flat = GroupCost(1e-3, 1e-6, 0.0)
-    for stages, merged in ((1, ()), (4, ((0, 1),))):
-        costs = [GroupCost(1e-3, 1e-6, 0.0, stages=stages), flat]
-        plan = plan_batch([50, 900], groups, costs, lambda order: -1e-4 * (len(order) - 1) * (1 + 20 * (stages == 1)))
-        assert plan.merged == merged
+    costs = [GroupCost(1e-5, 1e-6, 0.0, stages=stages), GroupCost(1e-5, 2e-6, 0.0)]
+    assert plan_batch([50, 900], groups, costs, no_switches).merged == merged
 
 
 # --------------------------------------------------------------------------------------------------- without stages
 def test_plans_without_stages_are_what_they_were():
-    """Hash of 60 plans made before pipelines were known."""
+    """Hash of 120 plans, made before pipelines were known."""
     draw = random.Random(5)
     found = []
     for _ in range(60):
@@ -194,4 +192,4 @@ def test_plans_without_stages_are_what_they_were():
         lengths = [draw.randint(1, 500) for _ in range(draw.choice([1, 3, 10, 80]))]
         for packed in (True, False):
             found.append(plan_batch(lengths, groups, [cost], no_switches, packed=packed).fingerprint())
-    assert hashlib.sha256("".join(found).encode()).hexdigest()[:16] == "HASH"
+    assert hashlib.sha256("".join(found).encode()).hexdigest()[:16] == "6a0f192ce8ee1797"
