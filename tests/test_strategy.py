@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxpar.dist_config import R, Shard
 from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSizeError
-from fxpar.strategy import AXES, Remat, Strategy, parse_override
+from fxpar.strategy import AXES, SCHEDULES, Pipeline, Remat, Strategy, parse_override
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 
@@ -29,11 +29,26 @@ def remats(draw) -> Remat | None:
 
 
 @st.composite
+def pipelines(draw, ranks: int) -> Pipeline:
+    """For a pp axis of `ranks`: flags need one, and cuts one per boundary."""
+    if ranks == 1:
+        return Pipeline()
+    schedule = draw(st.sampled_from(SCHEDULES))
+    virtual = draw(st.integers(2, 9)) if schedule == "interleaved_1f1b" else 1
+    boundaries = ranks * virtual - 1
+    modules = st.from_regex(r"[a-z_]{1,3}(\.[0-9]{1,2}){0,2}", fullmatch=True)
+    named = boundaries < 8 and draw(st.booleans())
+    cuts = draw(st.lists(modules, min_size=boundaries, max_size=boundaries)) if named else []
+    return Pipeline(schedule, virtual, tuple(cuts))
+
+
+@st.composite
 def strategies(draw) -> Strategy:
     names = draw(st.lists(st.sampled_from(AXES), unique=True, min_size=1))
     axes = tuple((name, draw(st.integers(1, 64))) for name in names)
     globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
-    return Strategy(axes, draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats()))
+    flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
+    return Strategy(axes, *flags, draw(pipelines(dict(axes).get("pp", 1))))
 
 
 @given(strategies())
@@ -106,6 +121,33 @@ def test_recomputation(flag, remat, printed):
     assert str(strategy) == "dp2.tp2+sp" + (f"+{printed}" if printed else "")
 
 
+SCHEDULED = [
+    ("", Pipeline(), 4, ""),
+    ("1f1b", Pipeline(), 4, ""),
+    ("gpipe", Pipeline("gpipe"), 4, "+gpipe"),
+    ("zb_h1", Pipeline("zb_h1"), 4, "+zb_h1"),
+    ("interleaved_1f1b", Pipeline("interleaved_1f1b", 2), 8, "+interleaved_1f1b(2)"),
+    ("interleaved_1f1b(3)", Pipeline("interleaved_1f1b", 3), 12, "+interleaved_1f1b(3)"),
+    ("cut(a.1|b|c)", Pipeline(cuts=("a.1", "b", "c")), 4, "+cut(a.1|b|c)"),
+    ("cut( a.1 | b |c )+gpipe", Pipeline("gpipe", cuts=("a.1", "b", "c")), 4, "+gpipe+cut(a.1|b|c)"),
+]
+
+
+@pytest.mark.parametrize(("flags", "pipeline", "stages", "printed"), SCHEDULED, ids=[f or "none" for f, *_ in SCHEDULED])
+def test_pipelines(flags, pipeline, stages, printed):
+    strategy = Strategy.parse(f"dp2.pp4+zero1+{flags}" if flags else "dp2.pp4+zero1")
+    assert strategy == Strategy((("dp", 2), ("pp", 4)), zero=1, pipeline=pipeline)
+    assert (strategy.stages, strategy.world) == (stages, 8)
+    assert str(strategy) == f"dp2.pp4+zero1{printed}"
+
+
+def test_what_a_stage_runs_under():
+    strategy = Strategy.parse("dp2.pp2.tp4+sp+zero1+remat+zb_h1+cut(layers.3)", overrides={"*": "R"})
+    assert strategy.of_stage() == Strategy.parse("dp2.tp4+sp+zero1+remat", overrides={"*": "R"})
+    assert str(Strategy.parse("pp4").of_stage()) == "dp1"
+    assert Strategy.parse("dp2").stages == Strategy.parse("dp2.pp1").stages == 1
+
+
 def test_axes_of_degree_one_hold_no_data():
     assert Strategy.parse("dp1.cp1.tp2").data_axes == ()
     assert Strategy.parse("cp2.dp1").data_axes == ("cp",)
@@ -153,6 +195,24 @@ SYNTAX = [
     ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is no size"),
     ("tp2+remat(0MB)", "'remat(0MB)'", "a budget is at least 1 byte"),
     ("tp2+remat(a b)", "'remat(a b)'", "'a b' says nothing about recomputation"),
+    ("pp2+1f1", "'1f1'", "unknown flag '1f1'; did you mean '1f1b'?"),
+    ("pp2+gpip", "'gpip'", "did you mean 'gpipe'?"),
+    ("pp2+gpipe+zb_h1", "'pp2+gpipe+zb_h1'", "a schedule is given twice"),
+    ("pp2+1f1b+1f1b", "'pp2+1f1b+1f1b'", "a schedule is given twice"),
+    ("pp2+gpipe(2)", "'gpipe(2)'", "only interleaved_1f1b(2) has several stages per rank"),
+    ("pp2+interleaved_1f1b(1)", "'interleaved_1f1b(1)'", "needs 2 or more stages per rank; else write 1f1b"),
+    ("pp2+interleaved_1f1b(0)", "'interleaved_1f1b(0)'", "needs 2 or more stages per rank"),
+    ("pp2+interleaved_1f1b()", "'interleaved_1f1b()'", "did you mean 'interleaved_1f1b'?"),
+    ("tp2+gpipe", "'gpipe'", "it needs a pp axis, such as pp2"),
+    ("pp1+interleaved_1f1b", "'interleaved_1f1b(2)'", "it needs a pp axis, such as pp2"),
+    ("dp2+cut(a)", "'cut(a)'", "it needs a pp axis, such as pp2"),
+    ("pp3+cut(a)", "'cut(a)'", "3 stages have 2 cuts, not 1"),
+    ("pp2+cut(a|b)", "'cut(a|b)'", "2 stages have 1 cuts, not 2"),
+    ("pp2+interleaved_1f1b+cut(a)", "'cut(a)'", "4 stages have 3 cuts, not 1"),
+    ("pp2+cut()", "'cut()'", "'' is no module; write cut(layers.3|layers.6)"),
+    ("pp2+cut(a.*)", "'cut(a.*)'", "'a.*' is no module"),
+    ("pp2+cut(a)+cut(b)", "'pp2+cut(a)+cut(b)'", "flag 'cut' is given twice"),
+    ("pp2+cut", "'cut'", "Flags are"),
 ]
 
 
@@ -167,7 +227,7 @@ def test_syntax_errors(text, part, why):
     assert "for example 'dp2.tp4+sp+zero1'" in message
 
 
-@given(st.text(string.ascii_lowercase + string.digits + ".+ _-@", max_size=12))
+@given(st.text(string.ascii_lowercase + string.digits + ".+ _-@()|", max_size=12))
 def test_any_text_parses_or_says_why(text):
     try:
         strategy = Strategy.parse(text)

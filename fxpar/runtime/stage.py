@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +27,6 @@ class _Kept:
     inputs: list[Any]
     forward: list[Any]
     input_part: list[Any]
-    idle: bool
 
 
 class BoundStage:
@@ -52,8 +52,11 @@ class BoundStage:
         self._calls: dict[tuple[str, bool], Callable[[list[Any]], Sequence[Any]]] = {}
         self.sent = tuple(program.given("sent"))
         self.sent_grads = tuple(program.given("sent_grad"))
-        saved = {name: {i for source, i in self._parts[name].sources if source == "forward"} for name in self._parts}
-        self._reads = saved
+        self._reads = {
+            (name, source): {i for found, i in part.sources if found == source}
+            for name, part in self._parts.items()
+            for source in ("input", "forward")
+        }
         self._inputs: list[Any] = [None] * len(program.inputs)
         self._place = {(info.kind, info.fqn): i for i, info in enumerate(program.inputs)}
         epilogue = [i for source, i in program.epilogue.sources if source == "forward"]
@@ -106,7 +109,9 @@ class BoundStage:
         self._take_ends(results, idle)
         sent = dict(zip(self.sent, results, strict=False))
         if keep:
-            self._kept[micro_batch] = _Kept(inputs, results, [], idle)
+            self._kept[micro_batch] = _Kept(
+                _only(inputs, self._reads["backward", "input"]), _only(results, self._reads["backward", "forward"]), []
+            )
         return sent
 
     def backward(self, micro_batch: int, received: Mapping[str, Tensor], half: Half = "backward") -> dict[str, Tensor]:
@@ -123,14 +128,15 @@ class BoundStage:
         values = self._gather(half, tables)
         del tables
         if half == "input_part":
-            later = self._reads["weight_part"]
-            kept.forward = [value if i in later else None for i, value in enumerate(kept.forward)]
+            kept.inputs = _only(kept.inputs, self._reads["weight_part", "input"])
+            kept.forward = _only(kept.forward, self._reads["weight_part", "forward"])
+            results = kept.input_part = list(self._call(half)(values))
         else:
             self._kept.pop(micro_batch)
+            # What the first half has sent may be on its way still.
+            sent = kept.input_part[: len(self.sent_grads)]
             kept.inputs, kept.forward, kept.input_part = [], [], []
-        results = self._accumulate(half, values) if half != "input_part" else list(self._call(half)(values))
-        if half == "input_part":
-            kept.input_part = results
+            results = self._accumulate(half, values, sent)
         return {} if half == "weight_part" else dict(zip(self.sent_grads, results, strict=False))
 
     def skip(self) -> None:
@@ -190,12 +196,16 @@ class BoundStage:
             self._early[i] = self._inputs[place] if idle else results[i]
             self._inputs[place] = self._early[i]
 
-    def _accumulate(self, half: Half, values: list[Any]) -> list[Any]:
+    def _accumulate(self, half: Half, values: list[Any], sent: list[Any]) -> list[Any]:
+        """Run the backward, or the half of it that ends it, and add its gradients up; the gradients to send. Nothing is
+        added into the memory of `sent`.
+        """
         skipped = len(self.sent_grads) if half == "backward" else 0
         if self._late is None:
             results = list(self._call(half)(values))
             self._late = results[skipped:]
-            own_memory(self._late, (*self._tensors(self._inputs), *self._tensors(self._prepared), *results[:skipped]))
+            taken = self._tensors([*self._inputs, *self._prepared, *results[:skipped], *sent])
+            own_memory(self._late, taken)
             return results[:skipped]
         return list(self._call(half, again=True)([*values, *self._late]))[:skipped]
 
@@ -215,7 +225,7 @@ class BoundStage:
         call = self._calls[name, again]
 
         def run(values: list[Any]) -> Sequence[Any]:
-            with torch.no_grad():
+            with torch.no_grad(), self._factories():
                 return call(values)
 
         return run
@@ -227,6 +237,11 @@ class BoundStage:
         compiled: Any = torch.compile(fx.GraphModule(torch.nn.Module(), graph), backend="inductor", dynamic=True)
         return lambda values: compiled(*values)
 
+    def _factories(self) -> AbstractContextManager[Any]:
+        """Tensors that a graph makes itself go to the inputs' device (a mode that costs a Python call per op)."""
+        device = self._device()
+        return nullcontext() if device.type == "cpu" else device
+
     def _zeros(self, node: fx.Node) -> Tensor:
         local = node.meta["local"]
         return torch.zeros(local.shape, dtype=local.dtype, device=self._device())
@@ -237,3 +252,8 @@ class BoundStage:
     @staticmethod
     def _tensors(values: Sequence[Any]) -> list[Tensor]:
         return [value for value in values if isinstance(value, Tensor)]
+
+
+def _only(values: list[Any], places: Collection[int]) -> list[Any]:
+    """`values` at these places, None elsewhere."""
+    return [value if i in places else None for i, value in enumerate(values)]

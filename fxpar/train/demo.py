@@ -18,7 +18,7 @@ validation = 60
 
 [strategies]
 256 = "dp4"
-1024 = "dp2.tp2+sp"
+1024 = "dp2.pp2"
 2048 = "cp4"
 
 [engine]

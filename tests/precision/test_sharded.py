@@ -52,7 +52,7 @@ def test_what_a_store_keeps_is_low_and_gradients_leave_wide():
 
 def test_low_precision_halves_what_travels():
     found = case("llama")
-    for strategy in ("tp2", "cp2"):
+    for strategy in ("tp2", "tp2+sp", "cp2"):  # under sp the casts stand in front of the gathers
         wide, low = lower(found.graph, strategy), lower(found.bf16, strategy)
         assert low.collective_bytes() < 0.51 * wide.collective_bytes()
 
