@@ -4,9 +4,11 @@ The tensor-parallel placement of each parameter is the one that `annotate` choos
 a model with many layers is captured with its first two. On meta device nothing is ever allocated.
 
 Convention (Megatron's): stages are consecutive blocks of world/pp ranks, whatever the order of axes in the strategy;
-inside a stage the other axes keep their order, so that with `dp.tp` tp varies fastest. Layers are split evenly over
-the stages, the first ones take one more; what is defined before the layers (embeddings) belongs to the first stage,
-what comes after them (final norm, head) to the last. A tied weight lies on both.
+inside a stage the other axes keep their order, so that with `dp.tp` tp varies fastest. Stages begin at the layers that
+`cut(...)` names; without, layers are split evenly over the stages, the first ones take one more (a lowered graph
+balances predicted cost instead, which may move a boundary by a layer). What is defined before the layers (embeddings)
+belongs to the first stage, what comes after them (final norm, head) to the last. A tied weight lies on both. With
+several stages per rank, stage s is on block s % pp.
 """
 
 from __future__ import annotations
@@ -54,23 +56,40 @@ class ModelShapes:
     def layout(self, strategy: Strategy) -> ParamLayout:
         """The layout that the graph of `strategy` computes with (zero3: that it stores).
 
-        Raises LayoutError if there are fewer layers than stages, NotYetError for axes that nothing places yet.
+        Raises LayoutError if there are fewer layers than stages or a cut is no layer, NotYetError for axes that nothing
+        places yet.
         """
-        stages = strategy.degree("pp")
+        stages = strategy.stages
         if stages > 1 and self.layer_count < stages:
             raise LayoutError(str(strategy), f"{self.name} has {self.layer_count} layers for {stages} pipeline stages")
-        mesh = Mesh(tuple(axis for axis in strategy.axes if axis[0] != "pp"))
-        starts = stage_starts(self.layer_count, stages)
+        mesh = strategy.of_stage().mesh if stages > 1 else Mesh(tuple(a for a in strategy.axes if a[0] != "pp"))
+        starts = self._starts(strategy)
         placed = self._placements(strategy)
         params = {}
         for fqn, info in self.params.items():
             dist = _on_mesh(placed[_pattern(fqn), info.shape], mesh, info.dtype, strategy)
             owners = sorted({_stage_of(layer, starts) for layer in info.layers})
             blocks = tuple(
-                Block(stage * mesh.size, replace(dist, stage=stage if stages > 1 else None)) for stage in owners
+                dict.fromkeys(
+                    Block(stage % strategy.degree("pp") * mesh.size, replace(dist, stage=stage if stages > 1 else None))
+                    for stage in owners
+                )
             )
             params[fqn] = PlacedParam(info.shape, info.dtype, blocks)
         return ParamLayout(str(strategy), strategy.world, params)
+
+    def _starts(self, strategy: Strategy) -> list[int]:
+        """First layer of each stage."""
+        cuts = strategy.pipeline.cuts
+        if not cuts:
+            return stage_starts(self.layer_count, strategy.stages)
+        starts = [0]
+        for cut in cuts:
+            number = cut.rpartition(".")[2]
+            if not number.isdecimal() or not starts[-1] < int(number) < self.layer_count:
+                raise LayoutError(str(strategy), f"{cut!r} is no layer of {self.name} behind the cut before it")
+            starts.append(int(number))
+        return starts
 
     def _placements(self, strategy: Strategy) -> dict[tuple[str, tuple[int, ...]], DistConfig]:
         """The placement on the tp axis by FQN pattern and shape."""

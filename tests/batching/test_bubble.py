@@ -126,12 +126,11 @@ def test_as_many_runs_as_outweigh_the_bubble(lockstep, fixed, runs):
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_interleaved_runs_fill_their_rounds(lockstep):
-    """sqrt(3 / 2 * 1024 / 10) is 12.4, of which rounds of 4 make 12; with 3 ranks, sqrt(1024 / 10) = 10.1 makes 9."""
-    for stages, runs in ((4, 12), (3, 9)):
-        rule = Rule(2, 10**6, 10, lockstep=lockstep, stages=stages, virtual=2)
-        shares = share_out(items_of(*[1] * 2048), rule)
-        assert [len(share) for share in shares] == [runs] * 2
+@pytest.mark.parametrize(("stages", "fixed", "runs"), [(4, 10, 12), (3, 10, 9), (8, 8, 24)])
+def test_interleaved_runs_fill_their_rounds(lockstep, stages, fixed, runs):
+    """sqrt((stages - 1) / 2 * 1024 / fixed) is 12.4, 10.1 and 21.2; of the rounds next to it the cheaper one is run."""
+    rule = Rule(2, 10**6, fixed, lockstep=lockstep, stages=stages, virtual=2)
+    assert [len(share) for share in share_out(items_of(*[1] * 2048), rule)] == [runs] * 2
 
 
 def test_one_long_sequence_is_not_cut_but_leaves_the_short_ones_together():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,11 @@ from fxpar.errors import LayoutError, NotYetError
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
+from fxpar.pipeline_graph import PipelineGraph
 from fxpar.strategy import Strategy
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.analytic import ModelShapes, ParamInfo, model_shapes, stage_starts
+from fxpar.tracer import capture
 from tests.captured import llama
 
 
@@ -126,3 +130,24 @@ def test_bad_requests():
         model.layout(Strategy.parse("pp4"))
     with pytest.raises(NotYetError, match="axis 'ep'"):
         model.layout(Strategy.parse("ep2"))
+
+
+@pytest.mark.parametrize("text", ["dp2.pp2.tp2", "pp4+zb_h1", "pp3+cut(layers.1|layers.4)", "pp2+interleaved_1f1b(2)"])
+def test_stages_as_the_lowered_graph_has_them(text):
+    """The same blocks and placements; where lowering balances cost in another way, its cuts are named."""
+    loaded = load("llama", options={"layers": "6"}, device="meta")
+    strategy = Strategy.parse(text)
+    program = lower(capture(loaded.model, loaded.loss_fn, loaded.example_batch), strategy, for_store=True)
+    assert isinstance(program, PipelineGraph)
+    named = replace(strategy, pipeline=replace(strategy.pipeline, cuts=program.cuts))
+    analytic, stored = shapes(layers=6).layout(named), layout_of(program)
+    assert analytic.world == stored.world
+    for fqn, param in stored.params.items():
+        blocks = tuple(replace(b, dist=replace(b.dist, stage=None)) for b in analytic.params[fqn].blocks)
+        assert blocks == param.blocks, fqn
+
+
+@pytest.mark.parametrize("cut", ["head", "layers.0", "layers.9"])
+def test_a_cut_that_is_no_layer(cut):
+    with pytest.raises(LayoutError, match=f"'{cut}' is no layer"):
+        shapes(layers=5).layout(Strategy.parse(f"pp2+cut({cut})"))

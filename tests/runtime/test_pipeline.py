@@ -1,0 +1,360 @@
+"""Pipelines on ranks that are threads: loss and gradients are those of one device, whatever the schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxpar.checking as checking
+from fxpar.checking import CheckResult, local_params, run_world
+from fxpar.errors import MicroBatchError, NotAChainError, UnknownCutError
+from fxpar.lowering import lower
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.runtime.binding import bind_here
+from fxpar.runtime.channels import Work
+from fxpar.runtime.groups import ProcessGroups
+from fxpar.runtime.micro import MicroRun, replica_of
+from fxpar.runtime.padding import pad
+from fxpar.runtime.pipeline import forward_only, plan_pipeline
+from fxpar.schedule import simulate
+from fxpar.strategy import SCHEDULES, Strategy
+from fxpar.torch_api.threaded import run_threads
+from tests.captured import Captured, gpt, llama, squared, take, vectors
+from tests.captured import odd as small
+from tests.stages.models import Model, loaded, odd, random_model
+from tests.stages.running import whole
+
+AXES = ["pp2", "pp3", "pp2.tp2+sp", "dp2.pp2", "dp2.pp2+zero1", "cp2.pp2"]
+
+
+def compare(model: Captured | Model, strategy: str, **options: Any) -> CheckResult:
+    """Five micro-batches (or as many as the model has) of different lengths against one device, in fp64."""
+    (result,) = checking.check(model.graph, [strategy], model.params, model.buffers, model.batches, **options)
+    assert result.ok, result
+    assert result.loss_rel_err <= 1e-10
+    assert result.grad_max_rel_err <= 1e-10
+    return result
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("axes", AXES)
+def test_llama(axes, schedule):
+    """Five layers, so that stages are uneven; pp3 with two stages per rank needs six."""
+    layers = 6 if (axes, schedule) == ("pp3", "interleaved_1f1b") else 5
+    compare(llama(layers=layers), f"{axes}+{schedule}")
+
+
+def test_without_other_axes_the_bits_are_those_of_one_device():
+    for schedule in SCHEDULES:
+        result = compare(llama(layers=5), f"pp2+{schedule}")
+        assert (result.loss_rel_err, result.grad_max_rel_err) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["pp2", "dp2.pp2+zero1+zb_h1", "tp2.pp2+gpipe", "cp2.pp2+zb_h1"])
+def test_gpt_with_dropout_and_a_tied_head(strategy):
+    """The same masks on any mesh; the head's gradient is made on the last stage, the embedding's on the first."""
+    compare(gpt(), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["pp2+interleaved_1f1b", "pp4", "cp2.pp2+zb_h1", "dp2.pp2+zero3+interleaved_1f1b"])
+def test_tied_llama(strategy):
+    compare(llama(layers=4, tied=True), strategy)
+
+
+HOSTS = {
+    "hf:qwen3": {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "hf:gpt2": {"n_layer": 3},
+    "hf:olmoe": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("spec", HOSTS)
+def test_models_of_transformers(spec):
+    for strategy in ("pp2+zb_h1", "dp2.pp2+zero1"):
+        compare(loaded(spec, **HOSTS[spec]), strategy)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "dp2.pp2+zero2",
+        "dp2.pp2+zero3+zb_h1",
+        "dp3.pp2+zero3+gpipe",
+        "dp2.pp2+zero2+interleaved_1f1b",
+        "tp2.pp2.dp2+sp+zero3",
+    ],
+)
+def test_zero_with_unequal_numbers_of_micro_batches(strategy):
+    """Replicas talk inside of the stages, so one with fewer micro-batches has idle ones."""
+    compare(llama(layers=5), strategy)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pp2+remat",
+        "pp2+zb_h1+remat(selective)",
+        "pp2.tp2+sp+zb_h1+remat(*.ffn)",
+        "dp2.pp2+zero3+remat",
+        "pp2+remat(layers.0.ffn)",  # on the first stage only
+    ],
+)
+def test_recomputation(strategy):
+    compare(llama(layers=4), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["pp2+zb_h1", "dp2.pp2+zero3", "tp2.pp2+gpipe"])
+@pytest.mark.parametrize("name", ["skips", "counted", "recomputed", "seq2seq", "means"])
+def test_odd_models(name, strategy):
+    """Values that go over several boundaries, a buffer that is written and sent, recomputed dropout, two uses of an
+    embedding, gradients that are smallest inside of a layer.
+    """
+    compare(odd(name), strategy)
+
+
+@pytest.mark.parametrize("name", ["counter", "sizes", "adapted", "experts"])
+def test_odd_modules(name):
+    cut = {"counter": "out", "sizes": "out"}.get(name, "head")
+    for strategy in ("pp2+zb_h1", "dp2.pp2+zero3"):
+        compare(small(name), f"{strategy}+cut({cut})")
+
+
+class Handed(nn.Module):
+    """The gradient of `shift` is also what goes back to the first stage for `gain`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.gain, self.shift = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = torch.tanh(self.gain)
+        x = torch.tanh(self.layers[0](x))
+        x = torch.tanh(self.layers[1](x)) * (gain + self.shift)
+        return self.layers[2](x)
+
+
+class LateChannels:
+    """Like a slow network: what is sent is read when the receiver waits for it, and not before."""
+
+    def __init__(self, world: checking.ThreadWorld, rank: int) -> None:
+        self.world, self.rank = world, rank
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        self.world.of(self.rank, to).put(tensor)
+        return _Sent()
+
+    def receive(self, buffer: Tensor, source: int) -> Work:
+        return checking.ThreadChannels(self.world, self.rank).receive(buffer, source)
+
+
+class _Sent:
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return False  # so that the sender keeps the tensor
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:2] + SCHEDULES[3:])
+@pytest.mark.parametrize("name", ["handed", "llama", "skips"])
+def test_what_is_on_its_way_is_left_alone(name, schedule, monkeypatch):
+    """Nothing writes into a sent tensor, such as the next micro-batch's gradients."""
+    torch.manual_seed(0)
+    models = {
+        "handed": lambda: take(Handed(), squared, vectors(6, 6, 4, 8, 6, 12, 2)),
+        "llama": lambda: llama(layers=5),
+        "skips": lambda: odd("skips"),
+    }
+    cut = "+cut(layers.1)" if name == "handed" else ""
+    monkeypatch.setattr(checking, "ThreadChannels", LateChannels)
+    compare(models[name](), f"pp2+{schedule}{cut}")
+
+
+# --------------------------------------------------------------------------------------------------- written buffers
+def buffers_after(model: Captured | Model, order: list[int]) -> Mapping[str, Tensor]:
+    """Of one device after these micro-batches in turn."""
+    buffers = {fqn: value for fqn, value in model.buffers.items()}
+    for i in order:
+        tables = {"param": model.params, "buffer": buffers, "batch": model.batches[i], "constant": model.graph.constants}
+        tables["scale"] = {"scale": torch.tensor(1.0, dtype=torch.float64)}
+        tables["seed"] = {"seed": torch.tensor(i)}
+        buffers = {**buffers, **whole(model.graph, tables).buffers}
+    return buffers
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_buffers_are_the_same_on_all_ranks(schedule):
+    """Batch norms on every stage and a count at the root; five micro-batches, idle ones of interleaved do not count."""
+    model = odd("norms")
+    program = lower(model.graph, f"pp2+{schedule}")
+    order = [0, 1, 2, 3, 0]
+    ranks = run_world(program, model.params, model.buffers, model.batches, [order], 1.0)
+    want = buffers_after(model, order)
+    written = [out.fqn for out in model.graph.outputs if out.kind == "buffer"]
+    assert int(want["calls"]) == 5
+    for rank in ranks:
+        assert sorted(rank["buffers"]) == sorted(written)
+        for fqn in written:
+            assert torch.equal(rank["buffers"][fqn], want[fqn]), fqn
+    compare(model, f"dp2.pp2+zero2+{schedule}")
+
+
+def test_buffers_of_a_replica_without_micro_batches():
+    model = odd("norms")
+    program = lower(model.graph, "dp2.pp2")
+    ranks = run_world(program, model.params, model.buffers, model.batches, [[0, 1], []], 1.0)
+    want = buffers_after(model, [0, 1])
+    for rank, result in enumerate(ranks):
+        expected = want if replica_of(program, rank) == 0 else model.buffers
+        assert all(torch.equal(value, expected[fqn]) for fqn, value in result["buffers"].items())
+
+
+# ---------------------------------------------------------------------------------------------------- micro-batches
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("plan", [[[0, 1, 2], []], [[], [3]], [[0], [1, 2, 3, 4]]], ids=str)
+def test_replicas_with_few_or_no_micro_batches(plan, schedule, monkeypatch):
+    monkeypatch.setattr(checking, "assign", lambda strategy, count: plan)
+    compare(llama(layers=4), f"dp2.pp2+zero1+{schedule}")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_fewer_micro_batches_than_stages(count, monkeypatch):
+    monkeypatch.setattr(checking, "assign", lambda strategy, _: [list(range(count))])
+    for schedule in SCHEDULES[:2] + SCHEDULES[3:]:
+        compare(llama(layers=5), f"pp4+{schedule}")
+
+
+def run_pipeline(program: PipelineGraph, model: Captured | Model, work: Any) -> list[Any]:
+    """`work(bound, runs)` on all ranks, with the micro-batches of each and how often each was loaded."""
+    world = checking.ThreadWorld()
+
+    def main(rank: int) -> Any:
+        channels = checking.ThreadChannels(world, rank)
+        bound = bind_here(program, ProcessGroups(), channels=channels)
+        loads: list[int] = []
+
+        def load(number: int) -> Mapping[str, Tensor]:
+            loads.append(number)
+            return pad(program, model.batches[number])
+
+        runs = [MicroRun(partial(load, i), 1.0, i) for i in range(len(model.batches))]
+        return work(bound, runs, local_params(program, model.params, rank)), loads
+
+    return run_threads(program.strategy.world, main)
+
+
+def test_groups_follow_each_other():
+    """The same bound pipeline again with other numbers of micro-batches: nothing is left of the group before."""
+    model = llama(layers=4)
+    program = lower(model.graph, "pp2+interleaved_1f1b")
+
+    def work(bound: Any, runs: list[MicroRun], params: Any) -> list[Any]:
+        found = []
+        for chosen in (runs, runs[:1], [], runs):
+            bound.prepare(params, model.buffers)
+            bound.run_all(chosen)
+            found.append(bound.finish())
+        return found
+
+    for (first, one, none, last), loads in run_pipeline(program, model, work):
+        assert torch.equal(first["loss"], last["loss"])
+        assert not torch.equal(first["loss"], one["loss"])
+        assert all(torch.equal(value, last["grads"][fqn]) for fqn, value in first["grads"].items())
+        assert none["loss"] == 0
+        assert not any(value.any() for value in none["grads"].values())
+        # Five micro-batches and one that is idle, loaded once each, for both stages of the rank.
+        assert loads == [0, 1, 2, 3, 4, 4, 0, 0, 0, 1, 2, 3, 4, 4]
+
+
+def test_forwards_alone():
+    model = llama(layers=5)
+    program = lower(model.graph, "dp2.pp2+interleaved_1f1b")
+
+    def work(bound: Any, runs: list[MicroRun], params: Any) -> Tensor:
+        mine = runs[:3] if replica_of(program, bound.rank) == 0 else []
+        bound.prepare(params, model.buffers)
+        return bound.run_forward(mine)
+
+    truth = sum(whole(model.graph, one_device(model, i)).loss for i in range(3))
+    for (loss,), _ in [((found,), loads) for found, loads in run_pipeline(program, model, work)]:
+        assert abs(float(loss / truth) - 1) <= 1e-12
+
+
+def one_device(model: Captured, number: int) -> dict[str, Any]:
+    return {
+        "param": model.params,
+        "buffer": model.buffers,
+        "batch": model.batches[number],
+        "constant": model.graph.constants,
+        "scale": {"scale": torch.tensor(1.0, dtype=torch.float64)},
+        "seed": {"seed": torch.tensor(number)},
+    }
+
+
+def test_nothing_has_run():
+    model = llama(layers=2)
+    program = lower(model.graph, "pp2")
+
+    def work(bound: Any, runs: list[MicroRun], params: Any) -> None:
+        bound.prepare(params, model.buffers)
+        with pytest.raises(MicroBatchError, match="no micro-batch has run"):
+            bound.finish()
+
+    run_pipeline(program, model, work)
+
+
+def test_a_batch_without_what_a_stage_reads():
+    """Both ranks read the sizes of `input_ids`; what only the last stage reads is missed there."""
+    model = llama(layers=2)
+    program = lower(model.graph, "pp2")
+    broken = {k: v for k, v in model.batches[0].items() if k != "labels"}
+
+    def work(bound: Any, runs: list[MicroRun], params: Any) -> None:
+        bound.prepare(params, model.buffers)
+        bound.run_all([MicroRun(lambda: broken, 1.0)])
+
+    with pytest.raises(MicroBatchError, match="labels"):
+        run_pipeline(program, model, work)
+
+
+# --------------------------------------------------------------------------------------------------------- schedules
+@pytest.mark.parametrize("flags", ["pp4+gpipe", "pp4", "pp4+zb_h1", "pp2+interleaved_1f1b", "pp2+interleaved_1f1b(3)"])
+def test_schedules_of_programs(flags):
+    program = lower(llama(layers=6).graph, flags)
+    strategy = Strategy.parse(flags)
+    for micro_batches in (1, 2, 3, 7):
+        for plan in (plan_pipeline(program, micro_batches), forward_only(program, micro_batches)):
+            assert (plan.ranks, plan.stages) == (strategy.degree("pp"), len(program.stages))
+            assert micro_batches <= plan.micro_batches < micro_batches + plan.ranks
+        assert plan_pipeline(program, 4 * micro_batches).micro_batches == 4 * micro_batches
+        kept = simulate(plan_pipeline(program, 12)).peak_saved_on_rank
+        if strategy.pipeline.schedule in ("1f1b", "zb_h1"):
+            assert max(kept) == strategy.degree("pp")
+
+
+# ------------------------------------------------------------------------------------------------------ random models
+@settings(max_examples=12)
+@given(st.integers(0, 10_000))
+def test_random_models_with_random_cuts(seed):
+    choice = random.Random(seed)
+    model = random_model(seed)
+    steps = [f"inner.layers.{i}" for i in range(8)]
+    stages = choice.choice((2, 2, 3))
+    chosen = sorted(choice.sample(steps, stages - 1))
+    flags = choice.choice(("gpipe", "1f1b", "zb_h1"))
+    axes = choice.choice((f"pp{stages}", f"dp2.pp{stages}", f"pp{stages}.tp2", f"pp{stages}.cp2"))
+    zero = choice.choice(("", "+zero1", "+zero3")) if axes.startswith("dp") else ""
+    strategy = f"{axes}{zero}+{flags}+cut({'|'.join(chosen)})"
+    try:
+        compare(model, strategy)
+    except (NotAChainError, UnknownCutError) as refused:
+        assert "Cut" in str(refused) or "cut" in str(refused)
