@@ -133,7 +133,9 @@ SCHEDULED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "pipeline", "stages", "printed"), SCHEDULED, ids=[f or "none" for f, *_ in SCHEDULED])
+@pytest.mark.parametrize(
+    ("flags", "pipeline", "stages", "printed"), SCHEDULED, ids=[f or "none" for f, *_ in SCHEDULED]
+)
 def test_pipelines(flags, pipeline, stages, printed):
     strategy = Strategy.parse(f"dp2.pp4+zero1+{flags}" if flags else "dp2.pp4+zero1")
     assert strategy == Strategy((("dp", 2), ("pp", 4)), zero=1, pipeline=pipeline)

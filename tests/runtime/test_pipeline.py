@@ -19,7 +19,7 @@ from fxpar.errors import MicroBatchError, NotAChainError, UnknownCutError
 from fxpar.lowering import lower
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
-from fxpar.runtime.channels import Work
+from fxpar.runtime.channels import ThreadChannels, ThreadWorld, Work
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
@@ -49,12 +49,8 @@ def compare(model: Captured | Model, strategy: str, **options: Any) -> CheckResu
 def test_llama(axes, schedule):
     """Five layers, so that stages are uneven; pp3 with two stages per rank needs six."""
     layers = 6 if (axes, schedule) == ("pp3", "interleaved_1f1b") else 5
-    compare(llama(layers=layers), f"{axes}+{schedule}")
-
-
-def test_without_other_axes_the_bits_are_those_of_one_device():
-    for schedule in SCHEDULES:
-        result = compare(llama(layers=5), f"pp2+{schedule}")
+    result = compare(llama(layers=layers), f"{axes}+{schedule}")
+    if axes in ("pp2", "pp3"):  # the same sums in the same order
         assert (result.loss_rel_err, result.grad_max_rel_err) == (0.0, 0.0)
 
 
@@ -71,15 +67,14 @@ def test_tied_llama(strategy):
 
 HOSTS = {
     "hf:qwen3": {"num_hidden_layers": 3, "tie_word_embeddings": True},
-    "hf:gpt2": {"n_layer": 3},
-    "hf:olmoe": {"num_hidden_layers": 2},
+    "hf:gpt2": {"n_layer": 2},
 }
 
 
 @pytest.mark.parametrize("spec", HOSTS)
 def test_models_of_transformers(spec):
-    for strategy in ("pp2+zb_h1", "dp2.pp2+zero1"):
-        compare(loaded(spec, **HOSTS[spec]), strategy)
+    """Both with a tied head."""
+    compare(loaded(spec, **HOSTS[spec]), "dp2.pp2+zero1+zb_h1")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +84,6 @@ def test_models_of_transformers(spec):
         "dp2.pp2+zero3+zb_h1",
         "dp3.pp2+zero3+gpipe",
         "dp2.pp2+zero2+interleaved_1f1b",
-        "tp2.pp2.dp2+sp+zero3",
     ],
 )
 def test_zero_with_unequal_numbers_of_micro_batches(strategy):
@@ -103,7 +97,6 @@ def test_zero_with_unequal_numbers_of_micro_batches(strategy):
         "pp2+remat",
         "pp2+zb_h1+remat(selective)",
         "pp2.tp2+sp+zb_h1+remat(*.ffn)",
-        "dp2.pp2+zero3+remat",
         "pp2+remat(layers.0.ffn)",  # on the first stage only
     ],
 )
@@ -145,7 +138,7 @@ class Handed(nn.Module):
 class LateChannels:
     """Like a slow network: what is sent is read when the receiver waits for it, and not before."""
 
-    def __init__(self, world: checking.ThreadWorld, rank: int) -> None:
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank = world, rank
 
     def send(self, tensor: Tensor, to: int) -> Work:
@@ -153,7 +146,7 @@ class LateChannels:
         return _Sent()
 
     def receive(self, buffer: Tensor, source: int) -> Work:
-        return checking.ThreadChannels(self.world, self.rank).receive(buffer, source)
+        return ThreadChannels(self.world, self.rank).receive(buffer, source)
 
 
 class _Sent:
@@ -180,46 +173,55 @@ def test_what_is_on_its_way_is_left_alone(name, schedule, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------- written buffers
+def tensors(model: Captured | Model) -> tuple[Any, Any, Any]:
+    return model.params, model.buffers, model.batches
+
+
+def one_device(model: Captured | Model, number: int, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the captured graph takes for a micro-batch, by kind."""
+    return {
+        "param": model.params,
+        "buffer": buffers,
+        "batch": model.batches[number],
+        "constant": model.graph.constants,
+        "scale": {"scale": torch.tensor(1.0, dtype=torch.float64)},
+        "seed": {"seed": torch.tensor(number)},
+    }
+
+
 def buffers_after(model: Captured | Model, order: list[int]) -> Mapping[str, Tensor]:
     """Of one device after these micro-batches in turn."""
-    buffers = {fqn: value for fqn, value in model.buffers.items()}
+    buffers = dict(model.buffers)
     for i in order:
-        tables = {"param": model.params, "buffer": buffers, "batch": model.batches[i], "constant": model.graph.constants}
-        tables["scale"] = {"scale": torch.tensor(1.0, dtype=torch.float64)}
-        tables["seed"] = {"seed": torch.tensor(i)}
-        buffers = {**buffers, **whole(model.graph, tables).buffers}
+        buffers |= whole(model.graph, one_device(model, i, buffers)).buffers
     return buffers
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_buffers_are_the_same_on_all_ranks(schedule):
-    """Batch norms on every stage and a count at the root; five micro-batches, idle ones of interleaved do not count."""
+    """Batch norms on every stage and a count at the root; idle micro-batches of interleaved do not count."""
     model = odd("norms")
-    program = lower(model.graph, f"pp2+{schedule}")
-    order = [0, 1, 2, 3, 0]
-    ranks = run_world(program, model.params, model.buffers, model.batches, [order], 1.0)
+    order = [0, 1, 2, 0, 1]
     want = buffers_after(model, order)
-    written = [out.fqn for out in model.graph.outputs if out.kind == "buffer"]
     assert int(want["calls"]) == 5
-    for rank in ranks:
-        assert sorted(rank["buffers"]) == sorted(written)
-        for fqn in written:
-            assert torch.equal(rank["buffers"][fqn], want[fqn]), fqn
+    for rank in run_world(lower(model.graph, f"pp2+{schedule}"), *tensors(model), [order], 1.0):
+        assert rank["buffers"].keys() == {out.fqn for out in model.graph.outputs if out.kind == "buffer"}
+        assert all(torch.equal(value, want[fqn]) for fqn, value in rank["buffers"].items())
     compare(model, f"dp2.pp2+zero2+{schedule}")
 
 
-def test_buffers_of_a_replica_without_micro_batches():
+@pytest.mark.parametrize("plan", [[[0, 1], []], [[0, 2], [1]]], ids=str)
+def test_buffers_over_replicas_are_those_of_a_graph_without_stages(plan):
+    """The mean over replicas, of which one may have had nothing to do."""
     model = odd("norms")
-    program = lower(model.graph, "dp2.pp2")
-    ranks = run_world(program, model.params, model.buffers, model.batches, [[0, 1], []], 1.0)
-    want = buffers_after(model, [0, 1])
-    for rank, result in enumerate(ranks):
-        expected = want if replica_of(program, rank) == 0 else model.buffers
-        assert all(torch.equal(value, expected[fqn]) for fqn, value in result["buffers"].items())
+    want = run_world(lower(model.graph, "dp2"), *tensors(model), plan, 1.0)[0]["buffers"]
+    for rank in run_world(lower(model.graph, "dp2.pp2"), *tensors(model), plan, 1.0):
+        assert rank["buffers"].keys() == want.keys()
+        assert all(torch.equal(value, want[fqn]) for fqn, value in rank["buffers"].items())
 
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("plan", [[[0, 1, 2], []], [[], [3]], [[0], [1, 2, 3, 4]]], ids=str)
 def test_replicas_with_few_or_no_micro_batches(plan, schedule, monkeypatch):
     monkeypatch.setattr(checking, "assign", lambda strategy, count: plan)
@@ -235,11 +237,10 @@ def test_fewer_micro_batches_than_stages(count, monkeypatch):
 
 def run_pipeline(program: PipelineGraph, model: Captured | Model, work: Any) -> list[Any]:
     """`work(bound, runs)` on all ranks, with the micro-batches of each and how often each was loaded."""
-    world = checking.ThreadWorld()
+    world = ThreadWorld()
 
     def main(rank: int) -> Any:
-        channels = checking.ThreadChannels(world, rank)
-        bound = bind_here(program, ProcessGroups(), channels=channels)
+        bound = bind_here(program, ProcessGroups(), channels=ThreadChannels(world, rank))
         loads: list[int] = []
 
         def load(number: int) -> Mapping[str, Tensor]:
@@ -284,20 +285,8 @@ def test_forwards_alone():
         bound.prepare(params, model.buffers)
         return bound.run_forward(mine)
 
-    truth = sum(whole(model.graph, one_device(model, i)).loss for i in range(3))
-    for (loss,), _ in [((found,), loads) for found, loads in run_pipeline(program, model, work)]:
-        assert abs(float(loss / truth) - 1) <= 1e-12
-
-
-def one_device(model: Captured, number: int) -> dict[str, Any]:
-    return {
-        "param": model.params,
-        "buffer": model.buffers,
-        "batch": model.batches[number],
-        "constant": model.graph.constants,
-        "scale": {"scale": torch.tensor(1.0, dtype=torch.float64)},
-        "seed": {"seed": torch.tensor(number)},
-    }
+    truth = sum(whole(model.graph, one_device(model, i, model.buffers)).loss for i in range(3))
+    assert all(abs(float(loss / truth) - 1) <= 1e-12 for loss, _ in run_pipeline(program, model, work))
 
 
 def test_nothing_has_run():
@@ -310,20 +299,6 @@ def test_nothing_has_run():
             bound.finish()
 
     run_pipeline(program, model, work)
-
-
-def test_a_batch_without_what_a_stage_reads():
-    """Both ranks read the sizes of `input_ids`; what only the last stage reads is missed there."""
-    model = llama(layers=2)
-    program = lower(model.graph, "pp2")
-    broken = {k: v for k, v in model.batches[0].items() if k != "labels"}
-
-    def work(bound: Any, runs: list[MicroRun], params: Any) -> None:
-        bound.prepare(params, model.buffers)
-        bound.run_all([MicroRun(lambda: broken, 1.0)])
-
-    with pytest.raises(MicroBatchError, match="labels"):
-        run_pipeline(program, model, work)
 
 
 # --------------------------------------------------------------------------------------------------------- schedules
@@ -342,12 +317,13 @@ def test_schedules_of_programs(flags):
 
 
 # ------------------------------------------------------------------------------------------------------ random models
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.integers(0, 10_000))
 def test_random_models_with_random_cuts(seed):
     choice = random.Random(seed)
     model = random_model(seed)
-    steps = [f"inner.layers.{i}" for i in range(8)]
+    ran = {n.meta["fqn"] for n in model.graph.gm.graph.nodes if n.op == "call_function"}
+    steps = [f"steps.{i}" for i in range(8) if f"steps.{i}" in ran]
     stages = choice.choice((2, 2, 3))
     chosen = sorted(choice.sample(steps, stages - 1))
     flags = choice.choice(("gpipe", "1f1b", "zb_h1"))
@@ -355,6 +331,7 @@ def test_random_models_with_random_cuts(seed):
     zero = choice.choice(("", "+zero1", "+zero3")) if axes.startswith("dp") else ""
     strategy = f"{axes}{zero}+{flags}+cut({'|'.join(chosen)})"
     try:
-        compare(model, strategy)
-    except (NotAChainError, UnknownCutError) as refused:
-        assert "Cut" in str(refused) or "cut" in str(refused)
+        lower(model.graph, strategy)
+    except (NotAChainError, UnknownCutError):
+        return  # what may be refused is for tests/stages
+    compare(model, strategy)

@@ -1,0 +1,123 @@
+"""Strategies with different pipeline stages inside one mini-batch, on forked ranks: trained weights are one device's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fxpar.models import load
+from fxpar.runtime.forked import run_forked
+from tests.runtime.hot import (
+    hot,
+    largest_error,
+    loss_error,
+    make_llama,
+    one_device,
+    parallel,
+    precompile,
+    sequences,
+)
+
+PIPELINES = {16: "dp2.pp2", 64: "pp4", 512: "tp2.cp2"}
+LENGTHS = (5, 16, 12, 9, 14, 3) * 6 + (60, 33, 45, 64) * 3 + (130, 90, 1)  # several micro-batches in each group
+LIMITED = {16: "dp2.pp2", 64: "pp4", 130: "tp2.cp2"}
+EIGHT = {16: "dp4.pp2", 64: "dp2.pp2.tp2+sp", 512: "pp4.cp2+zb_h1"}
+
+
+def deep() -> nn.Module:
+    return make_llama(layers="4", dim="32", heads="4", kv_heads="2", ffn="48")
+
+
+def tied() -> nn.Module:
+    return load("gpt", dtype=torch.float64, seed=1, options={"layers": "4", "dim": "32", "positions": "256"}).model
+
+
+def equal(have: dict, want: dict) -> None:
+    assert loss_error(have["losses"], want["losses"]) <= 1e-12
+    assert largest_error(have["grads"], want["grads"]) <= 1e-9
+    assert largest_error(have["params"], want["params"]) <= 1e-9
+
+
+def test_five_steps_of_three_strategies_equal_one_device():
+    batches = [sequences(seed, LENGTHS) for seed in range(5)]
+    have = hot(batches, deep, strategies=LIMITED, token_budget=130)
+    assert {group.strategy: group.micro_batches for group in have["reports"][0].groups} == {}
+    equal(have, one_device(deep(), batches))
+
+
+OPTIONS = {
+    "chain": {"gradients": "chain"},
+    "chain, zero": {"strategies": {16: "dp2.pp2+zero3", 64: "pp2.tp2+sp+zb_h1", 512: "cp4"}, "gradients": "chain"},
+    "arena only": {"resident": [], "checked": True},
+    "interleaved": {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}},
+    "other cuts": {"strategies": {64: "pp2.dp2+cut(layers.1)", 512: "pp2.dp2+gpipe+cut(layers.3)"}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_change_no_result(name):
+    batches = [sequences(seed) for seed in (3, 4)]
+    have = hot(batches, deep, **{"strategies": PIPELINES, **OPTIONS[name]})
+    equal(have, one_device(deep(), batches))
+
+
+@pytest.mark.parametrize("gradients", ["direct", "chain"])
+def test_tied_embeddings(gradients):
+    """The head's term of the gradient is made on the last stage, under every strategy on other ranks."""
+    batches = [sequences(seed, (5, 60, 33, 130, 8, 12)) for seed in (3, 4)]
+    have = hot(batches, tied, strategies=PIPELINES, gradients=gradients)
+    equal(have, one_device(tied(), batches))
+
+
+@pytest.mark.parametrize("lengths", [(2,), (9, 300), (100, 120, 130, 140, 150)], ids=str)
+def test_few_sequences_and_empty_groups(lengths):
+    batches = [sequences(11, lengths), sequences(12, (7, 70))]
+    have = hot(batches, deep, strategies=PIPELINES)
+    assert sum(group.sequences for group in have["reports"][0].groups) == len(lengths)
+    equal(have, one_device(deep(), batches))
+
+
+def test_eight_ranks():
+    batches = [sequences(seed) for seed in (5, 6)]
+    have = hot(batches, deep, world=8, strategies=EIGHT)
+    assert {group.strategy for group in have["reports"][0].groups} == set(EIGHT.values())
+    equal(have, one_device(deep(), batches))
+
+
+class Normed(nn.Module):
+    """A token model whose layers end in batch norms over all tokens; only micro-batches without padding are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(131, 16), nn.Linear(16, 131)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x.flatten(0, 1)).view_as(x)
+        return self.head(x)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return Normed().to(torch.float64)
+
+
+def test_written_buffers_are_the_same_on_all_ranks():
+    """A new value of either stage, in the module of every rank."""
+    strategies = {512: "pp2"}
+    precompile(normed, strategies)
+
+    def work(rank):
+        model = parallel(normed, strategies=strategies, packed=False)
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        model.train_step(sequences(1, (20, 30)))
+        after = dict(model.named_buffers())
+        return before, after
+
+    results = run_forked(2, work)
+    before, after = results[0]
+    assert {name for name in after if not torch.equal(before[name], after[name])} == set(after)
+    assert all(torch.equal(value, after[name]) for _, other in results for name, value in other.items())
