@@ -1,7 +1,7 @@
 """One training step in four pipeline stages: fxpar against torch.distributed.pipelining, in the same run.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_pipeline.py [--steps 3] [--rounds 5] [--tokens 512] [--one-document]
-        [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_pipeline.py [--steps 3] [--rounds 5] [--tokens 512]
+        [--one-document | --long-tail] [--json OUT]
 
 4 gloo ranks run forward and backward of 8 micro-batches (packed rows of tokens) through an 8-layer Llama under 1F1B
 and under GPipe. The figure is CPU milliseconds per step (process time, all threads) summed over ranks; modes alternate
@@ -10,6 +10,9 @@ within a round, the ratio is the median over rounds. Loss and gradients of every
 Torch gets what a careful user would give it: stages cut at the same layers, ATen's flash kernel called once for each
 document as fxpar's attention does, rotary tables made once, gradients set to None between steps, no outputs merged. It
 runs with static shapes, and everything is set up in a warm-up step. No mode has an optimizer.
+
+With --long-tail the micro-batches are one sequence each, of 64 to 1,024 tokens, 512 on average. Torch's stages exchange
+tensors of one shape, so its rows are padded to the longest: ignored labels, the padding a document of its own.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from fxpar.runtime.micro import MicroRun
 from fxpar.tracer import capture
 
 STAGES, MICRO_BATCHES = 4, 8
+LONG_TAIL = (64, 128, 256, 384, 512, 768, 960, 1024)  # tokens of the micro-batches
 MODEL = LlamaOptions(layers=8, dim=256, heads=8, kv_heads=4, ffn=704, vocab=2000)
 # schedule -> fxpar's strategy, torch's schedule, the most that fxpar may cost as a share of torch's CPU time
 SCHEDULES = {"1f1b": ("pp4", Schedule1F1B, 0.8), "gpipe": ("pp4+gpipe", ScheduleGPipe, None)}
@@ -55,10 +59,21 @@ class Work:
     """What every mode computes: micro-batches of one row each, the scale of the loss, and one device's results."""
 
     loaded: LoadedModel
-    lengths: tuple[int, ...]  # of the documents of a row, alike in all rows
+    lengths: tuple[int, ...]  # of the documents of a row, alike in all rows; of each row's sequence with `padded`
     scale: float
     loss: float
     grads: dict[str, Tensor]
+    padded: bool = False  # torch pads its rows to the longest one
+
+    @property
+    def tokens(self) -> int:
+        """Of the mini-batch, without padding."""
+        return sum(batch["input_ids"].shape[-1] for batch in self.loaded.batches)
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row of torch's."""
+        return max(batch["input_ids"].shape[-1] for batch in self.loaded.batches)
 
 
 @dataclass(frozen=True)
@@ -72,12 +87,13 @@ class Mode:
     grads: Callable[[], dict[str, Tensor]]
 
 
-def make_work(tokens: int, *, one_document: bool) -> Work:
+def make_work(tokens: int, *, one_document: bool = False, long_tail: bool = False) -> Work:
     """Weights, rows and the reference; no process group."""
     options = {name: str(value) for name, value in vars(MODEL).items()}
-    loaded = load("llama", noise=False, options=options, tokens=(tokens,) * MICRO_BATCHES)
-    lengths = (tokens,) if one_document else document_lengths(tokens)
-    if one_document:
+    rows_of = LONG_TAIL if long_tail else (tokens,) * MICRO_BATCHES
+    loaded = load("llama", noise=False, options=options, tokens=rows_of)
+    lengths = rows_of if long_tail else (tokens,) if one_document else document_lengths(tokens)
+    if one_document or long_tail:
         rows = tuple(_as_one_document(batch["input_ids"]) for batch in loaded.batches)
         loaded = LoadedModel(loaded.name, loaded.model, loaded.loss_fn, rows[0], rows)
     loss = 0.0
@@ -87,7 +103,7 @@ def make_work(tokens: int, *, one_document: bool) -> Work:
         loss += float(part.detach())
     grads = gradients(loaded.model)
     loaded.model.zero_grad()
-    return Work(loaded, lengths, loaded.scale(), loss, grads)
+    return Work(loaded, lengths, loaded.scale(), loss, grads, long_tail)
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -104,9 +120,9 @@ def _as_one_document(ids: Tensor) -> dict[str, Tensor]:
 class PackedAttention(Attention):
     """The model's attention with the documents of a row known ahead: one call of ATen's flash kernel for each."""
 
-    def __init__(self, lengths: tuple[int, ...]) -> None:
+    def __init__(self) -> None:
         super().__init__(MODEL)
-        self.lengths = list(lengths)
+        self.lengths: list[int] = []
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -138,19 +154,25 @@ class Stage(nn.Module):
         self.norm = model.get_submodule("norm") if stage == STAGES - 1 else None
         self.head = model.get_submodule("head") if stage == STAGES - 1 else None
         for name, layer in self.layers.items():
-            attention = PackedAttention(work.lengths)
+            attention = PackedAttention()
             attention.load_state_dict(model.get_submodule(f"layers.{name}.attention").state_dict())
             layer.attention = attention
-        positions = work.loaded.example_batch["position_ids"]
+        self.lengths = None if work.padded else work.lengths
+        positions = max((b["position_ids"] for b in work.loaded.batches), key=torch.numel)
         angles = positions[:, None, :, None] * model.get_buffer("inverse_frequencies")
         self.register_buffer("cos", angles.cos().float())
         self.register_buffer("sin", angles.sin().float())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """input_ids [B, T] on the first stage, else activations [B, T, D]."""
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """input_ids [B, T] on the first stage, else activations [B, T, D]; of a padded row this many are valid [1]."""
+        lengths = self.lengths
+        if lengths is None:
+            count = x.shape[1] if valid is None else int(valid)
+            lengths = (count, x.shape[1] - count) if count < x.shape[1] else (count,)
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
+            layer.attention.lengths = list(lengths)  # type: ignore[union-attr]
             x = layer(x, self.cos, self.sin)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
@@ -165,17 +187,24 @@ def torch_mode(schedule: str, work: Work) -> Mode:
         return cross_entropy_sum(logits, labels) * work.scale
 
     runner = SCHEDULES[schedule][1](stage, MICRO_BATCHES, loss_fn=loss_fn, scale_grads=False)
-    ids = (torch.cat([b["input_ids"] for b in work.loaded.batches]),) if rank == 0 else ()
+    ids = (_rows(work, "input_ids", 0),) if rank == 0 else ()
     last = rank == STAGES - 1
-    labels = torch.cat([b["labels"] for b in work.loaded.batches]) if last else None
+    labels = _rows(work, "labels", -100) if last else None
+    known = {"valid": torch.tensor(work.lengths)} if work.padded else {}
 
     def step() -> float:
         module.zero_grad()
         losses: list[Tensor] = []
-        runner.step(*ids, target=labels, losses=losses if last else None, return_outputs=False)
+        runner.step(*ids, target=labels, losses=losses if last else None, return_outputs=False, **known)
         return float(torch.stack(losses).sum().detach()) if last else 0.0
 
     return Mode(step, lambda: gradients(module))
+
+
+def _rows(work: Work, key: str, filler: int) -> Tensor:
+    """All rows [B, T], padded to the longest."""
+    rows = [batch[key] for batch in work.loaded.batches]
+    return torch.cat([F.pad(row, (0, work.row - row.shape[-1]), value=filler) for row in rows])
 
 
 # --------------------------------------------------------------------------------------------------------- fxpar
@@ -279,11 +308,15 @@ def report(found: dict, work: Work) -> None:
             f"relative error {one['loss_error']:.0e}, of gradients {one['grad_error']:.0e}"
         )
     for name, ratio in found["ratio"].items():
-        target = SCHEDULES[name][2]
+        target = None if work.padded else SCHEDULES[name][2]
         print(f"{name}: ratio {ratio:.3f}" + (f" (target <= {target})" if target else ""))
+    sizes = " + ".join(map(str, work.lengths)) if work.padded else f"{MICRO_BATCHES} x {work.row}"
+    if work.padded:
+        computed = MICRO_BATCHES * work.row
+        print(f"{work.tokens} valid tokens; fxpar computes these, torch {computed} with padding")
     print(
-        f"{MODEL.layers} layers, width {MODEL.dim}, vocab {MODEL.vocab}, {MICRO_BATCHES} x {sum(work.lengths)} "
-        f"tokens, {STAGES} ranks, load {found['load1']:.1f}, torch {torch.__version__}"
+        f"{MODEL.layers} layers, width {MODEL.dim}, vocab {MODEL.vocab}, {sizes} tokens, {STAGES} ranks, "
+        f"load {found['load1']:.1f}, torch {torch.__version__}"
     )
 
 
@@ -292,11 +325,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps per round and mode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch")
-    parser.add_argument("--one-document", action="store_true", help="a row is one document, not four")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--one-document", action="store_true", help="a row is one document, not four")
+    kind.add_argument("--long-tail", action="store_true", help="a row is one sequence, of 64 to 1024 tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    work = make_work(args.tokens, one_document=args.one_document)
+    work = make_work(args.tokens, one_document=args.one_document, long_tail=args.long_tail)
     programs = lower_all(work)
     found = merge(run_forked(STAGES, lambda _: run(args.steps, args.rounds, programs, work)), work)
     report(found, work)

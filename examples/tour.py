@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from fxpar.checking import check
 from fxpar.errors import MissingPackageError
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import Program
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import LoadedModel, load
@@ -49,7 +50,7 @@ def layer_of(fqn: str) -> str | None:
     return match[1] if match else None
 
 
-def show_lowered(programs: list[ExecGraph]) -> None:
+def show_lowered(programs: Sequence[Program]) -> None:
     """Collectives in one layer (the second, as the first also gets what comes before it) and in the whole step."""
     console.rule("2. lower: one program per strategy")
     table = Table(box=None, header_style="bold", padding=(0, 2, 1, 0))

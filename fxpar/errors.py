@@ -1097,3 +1097,21 @@ class StageParamError(FxparError):
             f"parameter {fqn!r} is on two pipeline stages of rank {rank}, which place it differently. Use a schedule "
             "with one stage per rank, or fix its placement with an override"
         )
+
+
+class StageIndexError(FxparError):
+    """A pipeline stage is asked for that the strategy does not have."""
+
+    def __init__(self, stage: int, strategy: str, stages: int) -> None:
+        have = f"stages 0 to {stages - 1}" if stages > 1 else "none; name a strategy with a pp axis, such as pp2"
+        super().__init__(f"there is no pipeline stage {stage}: '{strategy}' has {have}")
+
+
+class NoScheduleError(FxparError):
+    """A schedule is asked for under a strategy without pipeline stages."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__(
+            f"strategy '{strategy}' has no schedule, as it has no pipeline stages. Name one with a pp axis, such as "
+            "pp2 or pp2+zb_h1"
+        )

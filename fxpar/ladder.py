@@ -28,6 +28,7 @@ from fxpar.passes.rematerialize import Rematerialize
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
+from fxpar.passes.write_in_place import WriteInPlace
 from fxpar.passes.zero_shard import ZeroShard
 from fxpar.strategy import Strategy
 from fxpar.verify import verify, verify_placements
@@ -60,6 +61,7 @@ def default_passes(
         BucketCollectives(),
         ReuseBuffers(),
         SinkWaits(),
+        WriteInPlace(),
     ]
 
 

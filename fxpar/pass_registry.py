@@ -39,6 +39,7 @@ BUILTIN: dict[str, str] = {
     "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
     "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
     "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
+    "write_in_place": "fxpar.passes.write_in_place:WriteInPlace",
     "zero_shard": "fxpar.passes.zero_shard:ZeroShard",
 }
 """Name -> `module:attribute` of the passes that come with fxpar."""

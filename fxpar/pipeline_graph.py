@@ -7,6 +7,7 @@ s % pp.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from fxpar.exec_graph import ExecGraph, Part, Program, Stored
@@ -72,6 +73,21 @@ class PipelineGraph(Program):
     @property
     def parts(self) -> dict[str, Part]:
         return {f"stage{s.index}.{name}": part for s in self.stages for name, part in s.parts.items()}
+
+    def collectives(self) -> dict[str, int]:
+        """Number of collectives of each kind on all stages, and of messages between stages (`send`)."""
+        sends = {"send": len(self.transfers)} if self.transfers else {}
+        return {**super().collectives(), **sends}
+
+    def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
+        """Bytes that a rank of the busiest stage sends per micro-batch, to its own stage and to others."""
+        dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in self.dims}
+        total: dict[int, int] = defaultdict(int)
+        for stage in self.stages:
+            total[self.first_rank(stage.index)] += stage.collective_bytes(sizes)
+        for index, _, meta in self.transfers:
+            total[self.first_rank(index)] += meta.numel(dims) * meta.dtype.itemsize
+        return max(total.values())
 
     @property
     def transfers(self) -> list[tuple[int, str, TensorMeta]]:

@@ -23,6 +23,7 @@ from torch import fx
 from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.exec_graph import PlainGraph, Program, collective_kind
 from fxpar.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta
+from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.serialize import OpOverload
 
 AnyGraph = LogicalGraph | AnnotatedGraph | Program
@@ -35,18 +36,23 @@ _SHORT = 6  # fewer nodes than this do not interrupt a run
 _END = 2**62  # slices to the end are written with a huge number
 
 
-def format_graph(graph: AnyGraph, *, fold: bool = True, nodes: bool = True) -> str:
-    """The whole text: header, parameters, nodes, collectives; without `nodes` those that communicate only.
-
-    Ends with a newline.
+def format_graph(graph: AnyGraph, *, fold: bool = True, nodes: bool = True, stage: int | None = None) -> str:
+    """The whole text: header, parameters, nodes, collectives; without `nodes` those that communicate only. Of a
+    pipeline what the stages are and send, then each stage, or `stage` alone. Ends with a newline.
     """
-    sections = [header(graph), parameters(graph)]
-    for part in parts(graph) if nodes else []:
-        sections.append([f"{part.name}:", *(f"  {line}" for line in format_part(part, fold=fold))])
-    if isinstance(graph, AnnotatedGraph):
-        sections.append(reshard_table(graph))
-    if isinstance(graph, Program):
-        sections += [[] if nodes else collective_list(graph), collective_table(graph)]
+    sections = [header(graph)]
+    shown: list[AnyGraph] = [graph]
+    if isinstance(graph, PipelineGraph):
+        sections.append(stage_list(graph))
+        shown = [s for s in graph.stages if stage in (None, s.index)]
+    for each in shown:
+        sections += [[f"stage {each.index}:"] if isinstance(each, StageProgram) else [], parameters(each)]
+        for part in parts(each) if nodes else []:
+            sections.append([f"{part.name}:", *(f"  {line}" for line in format_part(part, fold=fold))])
+        if isinstance(each, AnnotatedGraph):
+            sections.append(reshard_table(each))
+        if isinstance(each, Program):
+            sections += [[] if nodes else collective_list(each), collective_table(each)]
     return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
 
 
@@ -55,11 +61,11 @@ _STAGES = {
     LogicalGraph: "logical",
     AnnotatedGraph: "annotated",
     PlainGraph: "plain",
+    PipelineGraph: "pipeline",
     Program: "exec",
 }
 
 
-# --------------------------------------------------------------------------------------------------------- header
 def header(graph: AnyGraph) -> list[str]:
     """Model, strategy, mesh, dynamic dims with their divisors, notes."""
     stage = next(name for kind, name in _STAGES.items() if isinstance(graph, kind))
@@ -72,11 +78,9 @@ def header(graph: AnyGraph) -> list[str]:
         lines += [f"override {pattern}={placement}" for pattern, placement in graph.strategy.overrides]
         divisors = graph.divisors
     for dim in graph.dims:
-        text = f"dim {dim.name}: {dim.example} in the example"
-        divisor = divisors.get(dim.name, 1)
+        text, divisor = f"dim {dim.name}: {dim.example} in the example", divisors.get(dim.name, 1)
         text += f", padded to a multiple of {divisor}" if divisor > 1 else ""
-        text += f", at most {dim.maximum}" if dim.maximum is not None else ""
-        lines.append(text)
+        lines.append(text + (f", at most {dim.maximum}" if dim.maximum is not None else ""))
     if not isinstance(graph, LogicalGraph):
         lines += [f"note: {without_folders(note)}" for note in graph.notes]
     return lines
@@ -106,7 +110,6 @@ def parameters(graph: AnyGraph) -> list[str]:
     return ["parameters:", *table] if table else []
 
 
-# ---------------------------------------------------------------------------------------------------------- nodes
 @dataclass
 class Run:
     """Consecutive nodes of one block and direction; `block` is "" outside of repeated blocks."""
@@ -253,7 +256,8 @@ def node_line(node: fx.Node, name: Mapping[fx.Node, str], block: str, most: int 
     args += [f"{k}={_argument(v, name, most)}" for k, v in node.kwargs.items()]
     where = node.meta.get("fqn") or ""
     remarks = [where[len(block) :].lstrip(".") if f"{where}.".startswith(f"{block}.") else where]
-    remarks += [_without_folder(node.meta.get("source") or ""), _sent(node), *_reshards(node, name)]
+    source = (node.meta.get("source") or "").replace("\\", "/").rpartition("/")[2]  # nothing of the machine
+    remarks += [source, _sent(node), *_reshards(node, name)]
     comment = ", ".join(filter(None, remarks))
     text = f"%{name[node]} : {type_of(node, most)} = {op_name(node)}({', '.join(args)})"
     return f"{text}   # {comment}" if comment else text
@@ -322,7 +326,6 @@ def _tensor_operands(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
-# ------------------------------------------------------------------------------------------------------ the tables
 def collective_list(graph: Program) -> list[str]:
     """Collectives in program order; those of repeated blocks share a line."""
     rows: dict[tuple[str, ...], int] = Counter()
@@ -343,14 +346,34 @@ def collective_table(graph: Program) -> list[str]:
         row[0] += 1
         row[1] += c.fused
         row[2] += c.wire_bytes(graph.strategy.mesh.degree(c.axis), dims)
-    sizes = ", ".join(f"{d.name}={d.example}" for d in graph.dims)
-    title = f"collectives (one micro-batch{f', {sizes}' if sizes else ''}; bytes that one rank sends):"
+    title = f"collectives ({_micro_batch(graph)}; bytes that one rank sends):"
     if not rows:
         return [title, "  none"]
     cells = [("part", "kind", "axis", "calls", "tensors", "bytes")]
     cells += [(*key, str(calls), str(fused), f"{round(sent):,}") for key, (calls, fused, sent) in rows.items()]
     cells.append(("all", "", "", str(sum(int(r[0]) for r in rows.values())), "", f"{graph.collective_bytes():,}"))
     return [title, *columns(cells, right=(3, 4, 5))]
+
+
+def stage_list(graph: PipelineGraph) -> list[str]:
+    """Where each stage begins and runs, what it sends to its neighbours, and parameters that several stages have."""
+    lines = [f"stages under {graph.strategy.pipeline.schedule} ({_micro_batch(graph)}; bytes that one rank sends):"]
+    held = Counter(fqn for stage in graph.stages for fqn in stage.taken("param"))
+    for i, stage in enumerate(graph.stages):
+        first, share = graph.first_rank(i), graph.flops[i] / (sum(graph.flops) or 1)
+        ranks = f"ranks {first}-{first + graph.block - 1}" if graph.block > 1 else f"rank {first}"
+        lines.append(f"  {i} on {ranks}, from {graph.cuts[i - 1] if i else 'the start'}, {share:.0%} of the FLOPs")
+        for kind, to in (("sent", i + 1), ("sent_grad", i - 1)):
+            for fqn, stored in stage.given(kind).items():
+                size = stored.local.numel({d.symbol: d.example for d in graph.dims}) * stored.local.dtype.itemsize
+                lines.append(f"    %{fqn} : {stored.local} to stage {to}, {size:,} bytes")
+        lines += [f"    {fqn} is on other stages too" for fqn in stage.taken("param") if held[fqn] > 1]
+    return lines
+
+
+def _micro_batch(graph: Program) -> str:
+    sizes = ", ".join(f"{d.name}={d.example}" for d in graph.dims)
+    return f"one micro-batch{f', {sizes}' if sizes else ''}"
 
 
 def reshard_table(graph: AnnotatedGraph) -> list[str]:
@@ -369,11 +392,6 @@ def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[s
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     return [f"  {'  '.join(align[i](c, widths[i]) for i, c in enumerate(row))}".rstrip() for row in cells]
-
-
-def _without_folder(source: str) -> str:
-    """`file.py:12` for `/somewhere/file.py:12`: texts must not depend on the machine."""
-    return source.replace("\\", "/").rpartition("/")[2]
 
 
 def without_folders(text: str) -> str:

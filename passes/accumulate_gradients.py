@@ -3,22 +3,33 @@
 Before: results are one micro-batch's. After: for each loss and gradient there is one more input `acc_*`, and the
 result is that buffer, added to. Buffers' new values are not accumulated.
 
-    return (%loss, %dw)                         %acc = placeholder; %s = add_(%acc, %dw); return (.., %s)
+    %m = mm(%g, %x)                             %acc = placeholder
+    %d = exp(%y)                                %m = addmm_(%acc, %g, %x)
+    return (%m, %d)                             %d = exp(%y); %s = add_(%acc_1, %d); return (%m, %s)
 
-Cost: one pass over the gradients; no memory. Used on the body graph alone, for micro-batches after the first.
+A matrix product that is nothing but a gradient adds up as it is computed (as "gradient accumulation fusion" does in
+Megatron-LM); through a transpose or a reshape the same view of the accumulator is added to.
+
+Cost: one pass over the gradients that are no products; no memory. A product's sum may differ from product and addition
+in its last bit. Used on the body graph alone, for micro-batches after the first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import fx
 
-from fxpar.graph import AnnotatedGraph
+from fxpar.graph import AnnotatedGraph, TensorMeta
 from fxpar.pass_base import Tier, right_behind, set_results
 
-_ADD = torch.ops.aten.add_.Tensor
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
+# These undo themselves: a view of any accumulator, whatever its strides.
+_SWAPS = {aten.t.default, aten.transpose.int}
+_RESHAPES = {aten.reshape.default, aten.view.default}
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class AccumulateGradients:
 
     keep: tuple[int, ...] = ()
     name: ClassVar[str] = "accumulate_gradients"
-    tier: ClassVar[Tier] = "exact"
+    tier: ClassVar[Tier] = "numeric"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         results = list(graph.results)
@@ -40,9 +51,59 @@ class AccumulateGradients:
                 accumulator = graph.graph.placeholder(f"acc_{i}")
             accumulator.meta.update({k: node.meta[k] for k in ("tensor", "dist", "local") if k in node.meta})
             cursor = accumulator
+            chain = _product_below(node)
+            if chain is not None:
+                _add_product(chain, accumulator)
+                continue
             # Right behind the gradient, which is free then, instead of all of them at the end.
             with right_behind(graph.graph, node):
-                total = graph.graph.call_function(_ADD, (accumulator, node))
+                total = graph.graph.call_function(aten.add_.Tensor, (accumulator, node))
             total.meta.update(node.meta)
             results[i] = total
         set_results(graph.graph, results)
+
+
+def _product_below(result: fx.Node) -> list[fx.Node] | None:
+    """A matrix product and the relabelling behind it, up to `result`; None if the result is something else, or if
+    anybody else reads any of it.
+    """
+    chain = [result]
+    while len(chain[-1].users) == 1 and chain[-1].target in _SWAPS | _RESHAPES:
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    product = chain[-1]
+    # Two results that are one node have one user; two that share a product give it two.
+    (output,) = result.graph.find_nodes(op="output")
+    if product.target not in _PRODUCTS or len(product.users) != 1 or output.args[0].count(result) != 1:  # type: ignore[union-attr]
+        return None
+    swaps, reshapes = ({node.target for node in chain} & kinds for kinds in (_SWAPS, _RESHAPES))
+    # An accumulator lies in one stretch in the order of the result, or as the first micro-batch left it. These are the
+    # same for a reshape of a product, which then is a view of it; not if there are transposes as well.
+    if (swaps and reshapes) or (reshapes and not all(_is_static(node) for node in chain)):
+        return None
+    return chain[::-1]
+
+
+def _is_static(node: fx.Node) -> bool:
+    meta = _local(node)
+    return meta is not None and all(isinstance(size, int) for size in meta.shape)
+
+
+def _add_product(chain: list[fx.Node], accumulator: fx.Node) -> None:
+    """Turn the product at the start of `chain` into one that adds to `accumulator`."""
+    product, graph = chain[0], accumulator.graph
+    view = accumulator
+    with graph.inserting_before(product):
+        for node, target in zip(reversed(chain[1:]), reversed(chain[:-1]), strict=True):
+            if node.target in _SWAPS:
+                view = graph.call_function(node.target, (view, *node.args[1:]))  # type: ignore[arg-type]
+            else:
+                view = graph.call_function(aten.view.default, (view, list(_local(target).shape)))  # type: ignore[union-attr]
+            view.meta.update(target.meta)
+    product.target = _PRODUCTS[product.target]
+    product.args = (view, *product.args)
+
+
+def _local(node: fx.Node) -> Any:
+    """Local shape and dtype, if there is one tensor."""
+    found = node.meta.get("local", node.meta.get("tensor"))
+    return found if isinstance(found, TensorMeta) else None

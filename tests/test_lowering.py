@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fxpar.errors import NotYetError, OverrideError, StrategySyntaxError
-from fxpar.exec_graph import compile_graph
+from fxpar.exec_graph import ExecGraph, compile_graph
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
+from fxpar.pipeline_graph import PipelineGraph
 from fxpar.strategy import Strategy
 from tests.captured import llama
 
@@ -50,6 +51,11 @@ def test_lowering_leaves_the_logical_graph_alone():
     assert str(graph.gm.graph) == before
 
 
+def test_stages_are_another_kind_of_program():
+    assert isinstance(lower(llama().graph, "dp2.pp2"), PipelineGraph)
+    assert isinstance(lower(llama().graph, "dp2.pp1"), ExecGraph)
+
+
 def test_other_passes():
     without = [step for step in default_passes() if step.name != "bucket_collectives"]
     plain, bucketed = lower(llama().graph, "dp2", passes=without), lower(llama().graph, "dp2")
@@ -60,7 +66,7 @@ def test_other_passes():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "error"), [("tp", StrategySyntaxError), ("pp2", NotYetError), ("dp2.ep2", NotYetError)]
+    ("strategy", "error"), [("tp", StrategySyntaxError), ("dp2.ep2", NotYetError), ("pp2.ep2", NotYetError)]
 )
 def test_errors(strategy, error):
     with pytest.raises(error):

@@ -132,7 +132,19 @@ def dump_command(
     model: Model,
     strategy: Annotated[str | None, typer.Option("--strategy", "-s", help="Strategy, such as dp2.tp4+sp.")] = None,
     stage: Annotated[
-        Stage | None, typer.Option(help="Default: exec with a strategy, logical without.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="[logical|annotated|exec|N]",
+            help="Default: exec with a strategy, logical without. N: this pipeline stage alone.",
+            show_default=False,
+        ),
+    ] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Print the pipeline's schedule instead of its graphs.")
+    ] = False,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Micro-batches of the schedule (default: one per pp rank).", show_default=False),
     ] = None,
     format_: Annotated[Format, typer.Option("--format", help="Form of the output.")] = Format.text,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")] = "-",
@@ -151,17 +163,23 @@ def dump_command(
     world: World = None,
     debug: Debug = False,
 ) -> None:
-    """Print the graph of a model at one stage. Weights are never allocated."""
+    """Print the graph of a model at one stage, or its pipeline's schedule. Weights are never allocated."""
     from fxpar.cli.dump import DumpRequest, run_dump
 
-    if stage is None:
-        stage = Stage.exec if strategy else Stage.logical
-    if stage is not Stage.logical and strategy is None:
-        raise typer.BadParameter(f"stage {stage.value} needs a strategy", param_hint="--strategy")
+    level, pipeline_stage = _level(stage, strategy)
+    if level is not Stage.logical and strategy is None:
+        raise typer.BadParameter(f"stage {stage} needs a strategy", param_hint="--strategy")
+    if schedule and (stage is not None or strategy is None):
+        raise typer.BadParameter("it needs a strategy, and takes no stage", param_hint="--schedule")
+    if micro_batches is not None and not schedule:
+        raise typer.BadParameter("it is for --schedule", param_hint="--micro-batches")
     request = DumpRequest(
         model=model,
-        strategy=None if stage is Stage.logical else strategy,
-        stage=stage.value,
+        strategy=None if level is Stage.logical else strategy,
+        stage=level.value,
+        pipeline_stage=pipeline_stage,
+        schedule=schedule,
+        micro_batches=micro_batches,
         as_json=json is not None or format_ is Format.json,
         output=output if json is None else json,
         fold=fold,
@@ -174,6 +192,18 @@ def dump_command(
         world=world,
     )
     run_dump(request)
+
+
+def _level(stage: str | None, strategy: str | None) -> tuple[Stage, int | None]:
+    """What `--stage` says: how far the graph has come, and the pipeline stage."""
+    if stage is None:
+        return (Stage.exec if strategy else Stage.logical), None
+    if stage in [level.value for level in Stage]:
+        return Stage(stage), None
+    if stage.isascii() and stage.isdigit():
+        return Stage.exec, int(stage)
+    known = ", ".join(repr(level.value) for level in Stage)
+    raise typer.BadParameter(f"{stage!r} is not one of {known}, and no number of a stage", param_hint="--stage")
 
 
 @app.command(name="passes")
@@ -267,8 +297,13 @@ def memory_command(
         int | None, typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False)
     ] = None,
     micro_batches: Annotated[
-        int, typer.Option(min=1, help="Micro-batches of a mini-batch; from 2 on gradients are accumulated.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Micro-batches of a mini-batch; from 2 on gradients add up. Default: 2; with pp one per pp rank.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters in the graph; masters are fp32.")] = "float32",
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the numbers as JSON; - is stdout.")] = None,
     set_: Set = [],  # noqa: B006
@@ -276,7 +311,7 @@ def memory_command(
     world: World = None,
     debug: Debug = False,
 ) -> None:
-    """Predict what a strategy takes on the fullest rank. Nothing runs, weights are never allocated."""
+    """Predict what a strategy takes on the fullest rank, and in each pipeline stage. Nothing runs or is allocated."""
     from fxpar.cli.memory import MemoryRequest, run_memory
 
     options, overrides = tuple(set_), tuple(override)

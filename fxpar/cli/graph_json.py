@@ -7,16 +7,20 @@ from typing import Any
 from torch import fx
 
 from fxpar.dist_config import DistConfig
-from fxpar.exec_graph import ExecGraph
+from fxpar.exec_graph import Program
 from fxpar.graph import LogicalGraph, TensorMeta
+from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.printer import AnyGraph, PrintedPart, parts
+from fxpar.schedule import Timeline
 from fxpar.serialize import target_name
 
 TIMINGS = ("capture_cpu_s", "annotate_cpu_s", "lower_cpu_s")
 
 
-def graph_document(graph: AnyGraph, stage: str) -> dict[str, Any]:
-    """One dict per graph; sizes are integers or expressions in the dynamic dims, as text."""
+def graph_document(graph: AnyGraph, stage: str, pipeline_stage: int | None = None) -> dict[str, Any]:
+    """One dict per graph; sizes are integers or expressions in the dynamic dims, as text. Of a pipeline the document
+    has one such dict per stage, or that of `pipeline_stage` alone.
+    """
     divisors = {} if isinstance(graph, LogicalGraph) else graph.divisors
     document: dict[str, Any] = {
         "model": graph.name,
@@ -34,26 +38,85 @@ def graph_document(graph: AnyGraph, stage: str) -> dict[str, Any]:
         ],
         "inputs": [_input(graph, i) for i in range(len(graph.inputs))],
         "outputs": [{"kind": output.kind, "fqn": output.fqn} for output in graph.outputs],
-        "parts": {part.name: [_node(n, part) for n in part.graph.nodes if n.op != "output"] for part in parts(graph)},
         "timings": {**dict.fromkeys(TIMINGS), **graph.timings},
     }
-    document["nodes"] = sum(len(nodes) for nodes in document["parts"].values())
+    if isinstance(graph, PipelineGraph):
+        stages = [s for s in graph.stages if pipeline_stage in (None, s.index)]
+        document |= _pipeline(graph)
+        document["stages"] = [_stage(graph, s) for s in stages]
+        document["nodes"] = sum(s["nodes"] for s in document["stages"])
+    else:
+        document["parts"] = {p.name: [_node(n, p) for n in p.graph.nodes if n.op != "output"] for p in parts(graph)}
+        document["nodes"] = sum(len(nodes) for nodes in document["parts"].values())
     if not isinstance(graph, LogicalGraph):
         strategy = graph.strategy
         document |= strategy.to_json()
         document |= {"world": strategy.world, "mesh": [list(axis) for axis in strategy.mesh.axes]}
         document["notes"] = list(graph.notes)
-    if isinstance(graph, ExecGraph):
+    if isinstance(graph, Program):
         document |= _collectives(graph)
         document["passes"] = list(graph.passes)
     return document
+
+
+def schedule_document(graph: PipelineGraph, timeline: Timeline) -> dict[str, Any]:
+    """When each pipeline rank runs what; `peak_saved` by stage."""
+    plan = timeline.schedule
+    return {
+        "model": graph.name,
+        **graph.strategy.to_json(),
+        "schedule": plan.kind,
+        "micro_batches": plan.micro_batches,
+        "makespan_ms": timeline.makespan_ms,
+        "bubble_fraction": timeline.bubble_fraction,
+        "peak_saved": list(timeline.peak_saved),
+        "ranks": [
+            [{"action": str(s.action), "start_ms": s.start_ms, "end_ms": s.end_ms} for s in spans]
+            for spans in timeline.spans
+        ],
+    }
+
+
+def _pipeline(graph: PipelineGraph) -> dict[str, Any]:
+    """What concerns all stages."""
+    dims = {d.symbol: d.example for d in graph.dims}
+    messages = [
+        {
+            "from": stage.index,
+            "to": stage.index + step,
+            "name": fqn,
+            **_meta(stored.local),
+            "bytes": stored.local.numel(dims) * stored.local.dtype.itemsize,
+        }
+        for stage in graph.stages
+        for kind, step in (("sent", 1), ("sent_grad", -1))
+        for fqn, stored in stage.given(kind).items()
+    ]
+    held: dict[str, list[int]] = {}
+    for stage in graph.stages:
+        for fqn in stage.taken("param"):
+            held.setdefault(fqn, []).append(stage.index)
+    shared = {fqn: stages for fqn, stages in held.items() if len(stages) > 1}
+    return {
+        "schedule": graph.strategy.pipeline.schedule,
+        "cuts": list(graph.cuts),
+        "messages": messages,
+        "shared_params": shared,
+    }
+
+
+def _stage(graph: PipelineGraph, stage: StageProgram) -> dict[str, Any]:
+    """One stage: a document of its own, and where it runs."""
+    first = graph.first_rank(stage.index)
+    where = {"index": stage.index, "ranks": [first, first + graph.block - 1], "flops": graph.flops[stage.index]}
+    return {**where, **graph_document(stage, "exec")}
 
 
 def _input(graph: AnyGraph, index: int) -> dict[str, Any]:
     info = graph.inputs[index]
     found: dict[str, Any] = {"kind": info.kind, "fqn": info.fqn, **_meta(info.meta)}
     found |= {"requires_grad": info.requires_grad, "aliases": list(info.aliases)}
-    if isinstance(graph, ExecGraph):
+    if isinstance(graph, Program) and not isinstance(graph, PipelineGraph):
         stored = graph.stored_inputs[index]
         found |= {**_meta(stored.meta), "dist": stored.dist.to_json(), "local": _meta(stored.local)}
     return found
@@ -83,7 +146,7 @@ def _node(node: fx.Node, part: PrintedPart) -> dict[str, Any]:
     return found
 
 
-def _collectives(graph: ExecGraph) -> dict[str, Any]:
+def _collectives(graph: Program) -> dict[str, Any]:
     dims = {d.symbol: d.example for d in graph.dims}
     mesh = graph.strategy.mesh
     return {

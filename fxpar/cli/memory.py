@@ -16,7 +16,7 @@ from fxpar.cli.request import (
     write_output,
 )
 from fxpar.lowering import lower
-from fxpar.memory import Conditions, MemoryPrediction, predict_memory
+from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MemoryRequest:
     strategy: str
     tokens: str | None = None
     longest: int | None = None
-    micro_batches: int = 2
+    micro_batches: int | None = None
     dtype: str = "float32"
     json: str | None = None
     options: tuple[str, ...] = ()
@@ -48,9 +48,8 @@ def run_memory(request: MemoryRequest) -> None:
         logical = capture_model(model)
         status.update(f"lowering to {strategy}")
         program = lower(logical, strategy, for_store=True)
-        found = predict_memory(
-            program, micro_batches=request.micro_batches, conditions=Conditions(longest=request.longest)
-        )
+        count = request.micro_batches or (strategy.degree("pp") if strategy.degree("pp") > 1 else 2)
+        found = predict_memory(program, micro_batches=count, conditions=Conditions(longest=request.longest))
     document = {"model": request.model, "world": strategy.world, **found.to_json()}
     document["cpu_s"] = time.process_time() - begun
     if request.json is not None:
@@ -64,25 +63,53 @@ def _show(model: str, world: int, found: MemoryPrediction, notes: list[str]) -> 
     sizes = ", ".join(f"{name} = {size}" for name, size in found.sizes.items())
     ranks = "1 rank" if world == 1 else f"{world} ranks"
     console.print(f"{model} under {found.strategy}, {ranks}{f', {sizes}' if sizes else ''}", markup=False)
+    if found.stages:
+        console.print(f"{found.schedule}; each stage on one of its ranks, and all that the rank holds:", markup=False)
+        titles = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
+        rows = [_stage_row(stage) for stage in found.stages]
+        console.print(plain_table(titles, rows, right=tuple(range(3, 9))) + "\n\nthe fullest rank:", markup=False)
     console.print(plain_table(("", "per rank", ""), _rows(found), right=(1,)), markup=False)
     for note in notes:
         console.print(f"note: {note}", markup=False)
+
+
+def _stage_row(stage: StageMemory) -> tuple[str, ...]:
+    first, last = stage.ranks
+    sizes = (
+        stage.weight_bytes,
+        stage.gradient_bytes,
+        stage.saved_bytes,
+        stage.received_bytes + stage.sent_bytes,
+        stage.peak.total_bytes,
+        stage.rank_peak_bytes,
+    )
+    cells = [human_bytes(size) for size in sizes]
+    cells[2] = f"{stage.in_flight} x {cells[2]}"
+    return (str(stage.stage), str(first) if first == last else f"{first}-{last}", stage.begins or "the start", *cells)
 
 
 def _rows(found: MemoryPrediction) -> list[tuple[str, str, str]]:
     body = found.body
     saved = f"{human_bytes(body.saved_bytes)} of it saved for the backward"
     adds = found.micro_batches > 1
+    if found.stages:
+        accumulators = (body.result_bytes, "at the peak, of all stages of the rank")
+        backward = (body.backward_bytes, "at the peak")
+    else:
+        accumulators = (found.gradient_bytes, "added to by later micro-batches" if adds else "after the micro-batch")
+        backward = (body.backward_bytes + body.result_bytes, "at the peak, new gradients included")
     rows = [
         ("master weights", found.master_bytes, "cut over all ranks"),
         ("optimizer", found.optimizer_bytes, "AdamW, two fp32 moments"),
         ("weights", found.weight_bytes, "as the graph computes with them"),
         ("gradients", found.home_gradient_bytes, "as the optimizer sees them"),
-        ("accumulators", found.gradient_bytes, "added to by later micro-batches" if adds else "after the micro-batch"),
+        ("accumulators", *accumulators),
         ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node}); {saved}"),
-        ("backward", body.backward_bytes + body.result_bytes, "at the peak, new gradients included"),
+        ("backward", *backward),
         ("workspace", body.workspace_bytes, "of the kernel at the peak"),
         ("staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"),
         ("peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
     ]
+    if found.stages:
+        rows.insert(8, ("messages", body.message_bytes, "between stages, at the peak, and batches under way"))
     return [(name, human_bytes(size), why) for name, size, why in rows]

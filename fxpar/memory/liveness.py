@@ -25,8 +25,12 @@ class Peak:
 
     `forward_bytes`: values of the forward; `again_bytes`: those computed again in the backward; `backward_bytes`: other
     values of the backward; `result_bytes`: what the graph returns (gradients), as far as it exists at that node;
-    `workspace_bytes`: what the node's kernel allocates for itself. `saved_bytes` is what lives between forward and
-    backward.
+    `workspace_bytes`: what the node's kernel allocates for itself; `message_bytes`: what pipeline stages have received
+    and not used yet or are sending, and the batches of micro-batches under way. `saved_bytes` is what lives between
+    forward and backward, in a pipeline of all micro-batches at once, at most.
+
+    Of a pipeline's rank, results are what its stages add up gradients in, and the forward's values those of all
+    micro-batches under way.
     """
 
     node: str
@@ -36,11 +40,12 @@ class Peak:
     result_bytes: int
     workspace_bytes: int
     saved_bytes: int
+    message_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         parts = (self.forward_bytes, self.again_bytes, self.backward_bytes)
-        return sum(parts) + self.result_bytes + self.workspace_bytes
+        return sum(parts) + self.result_bytes + self.workspace_bytes + self.message_bytes
 
 
 def body_peak(
@@ -80,10 +85,16 @@ def _kinds(graph: fx.Graph, storages: Storages) -> dict[int, str]:
     kinds = {s: "result" for node in output.all_input_nodes for s in storages.of[node]}
     for node in graph.nodes:
         if node.op == "call_function":
-            again, backward = node.meta.get("again"), node.meta.get("backward")
             for storage in storages.of[node]:
-                kinds.setdefault(storage, "again" if again else ("backward" if backward else "forward"))
+                kinds.setdefault(storage, kind_of(node))
     return kinds
+
+
+def kind_of(node: fx.Node) -> str:
+    """What the value of a call is for: "forward", "again" (the forward's, in the backward) or "backward"."""
+    if node.meta.get("again"):
+        return "again"
+    return "backward" if node.meta.get("backward") else "forward"
 
 
 def _deaths(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[int]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpar.torch_api import kernels
 
@@ -51,12 +52,16 @@ class Rule:
             mask = mask if mask.shape[1] == 1 else mask[:, h0:h1]
         return replace(self, ids=ids, mask=mask)
 
-    def document(self, b0: int, b1: int, s0: int, s1: int) -> Rule:
-        """The rule inside the document at s0:s1 of batch rows b0:b1."""
-        mask = self.mask
-        if mask is not None:
-            mask = (mask if mask.shape[0] == 1 else mask[b0:b1])[:, :, s0:s1, s0:s1]
-        return replace(self, ids=None, mask=mask)
+    def without_ids(self) -> Rule:
+        """The rule where there is one document only."""
+        return self if self.ids is None else replace(self, ids=None)
+
+    def document(self, rows: slice, tokens: slice) -> Rule:
+        """The rule (without ids) inside the document at these tokens of these batch rows."""
+        if self.mask is None:
+            return self
+        mask = self.mask if self.mask.shape[0] == 1 else self.mask[rows]
+        return replace(self, mask=mask[:, :, tokens, tokens])
 
     def keys(self, i0: int, i1: int, n_keys: int) -> tuple[int, int]:
         """The range of keys outside of which queries i0:i1 see nothing."""
@@ -132,29 +137,56 @@ def document_runs(ids: Tensor) -> list[list[int]] | None:
     return rows[:1] if all(row == rows[0] for row in rows) else rows
 
 
-def _documents(runs: list[list[int]], B: int) -> Iterator[tuple[slice, slice]]:
-    """(batch rows, tokens) of each document."""
+@dataclass(frozen=True)
+class _Runs:
+    """What `document_runs` found in an ids tensor when it was at `version`."""
+
+    version: int
+    ends: list[list[int]] | None
+
+
+_RUNS = WeakTensorKeyDictionary()
+
+
+def _known_runs(ids: Tensor) -> list[list[int]] | None:
+    """`document_runs`, kept with the tensor until it is written to or freed: all layers and the backward ask."""
+    if ids.is_inference():  # counts no writes
+        return document_runs(ids)
+    known = _RUNS.get(ids)
+    if known is None or known.version != ids._version:
+        known = _Runs(ids._version, document_runs(ids))
+        _RUNS[ids] = known
+    return known.ends
+
+
+def _documents(runs: list[list[int]], tensors: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice, tuple[Tensor, ...]]]:
+    """(batch rows, tokens, pieces of the tensors [B, H, S, ...]) of each document."""
     for b, ends in enumerate(runs):
-        rows = slice(0, B) if len(runs) == 1 else slice(b, b + 1)
-        for start, end in zip([0, *ends], ends, strict=False):
-            yield rows, slice(start, end)
+        rows = slice(None) if len(runs) == 1 else slice(b, b + 1)
+        starts = [0, *ends[:-1]]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        # One call cuts a tensor into all its pieces: a slice each takes longer than a short document's copy.
+        cut = [(x if len(runs) == 1 else x[rows]).split(lengths, 2) for x in tensors]
+        for start, end, pieces in zip(starts, ends, zip(*cut, strict=True), strict=True):
+            yield rows, slice(start, end), pieces
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fxpar::attention` on CPU."""
     if rule.ids is None or q.numel() == 0:
-        return _forward_piece(q, k, v, replace(rule, ids=None) if rule.ids is not None else rule)
-    runs = document_runs(rule.ids)
+        return _forward_piece(q, k, v, rule.without_ids())
+    runs = _known_runs(rule.ids)
     if runs is None:
         return forward_blocks(q, k, v, rule)
-    B, S = q.shape[0], q.shape[2]
     if len(runs) == 1 and len(runs[0]) == 1:
-        return _forward_piece(q, k, v, rule.document(0, B, 0, S))
+        return _forward_piece(q, k, v, rule.without_ids())
     out = _empty_bshe(q, q.shape[1], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
-    for b, s in _documents(runs, B):
-        inside = rule.document(b.start, b.stop, s.start, s.stop)
-        out[b, :, s], lse[b, :, s] = _forward_piece(q[b, :, s], k[b, :, s], v[b, :, s], inside)
+    inside = rule.without_ids()
+    for rows, tokens, (qs, ks, vs, o, ls) in _documents(runs, (q, k, v, out, lse)):
+        piece, piece_lse = _forward_piece(qs, ks, vs, inside.document(rows, tokens))
+        o.copy_(piece)
+        ls.copy_(piece_lse)
     return out, lse
 
 
@@ -163,20 +195,18 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `fxpar::attention` on CPU."""
     if rule.ids is None or q.numel() == 0:
-        rule = replace(rule, ids=None) if rule.ids is not None else rule
-        return _backward_piece(dout, q, k, v, out, lse, rule)
-    runs = document_runs(rule.ids)
+        return _backward_piece(dout, q, k, v, out, lse, rule.without_ids())
+    runs = _known_runs(rule.ids)
     if runs is None:
         return backward_blocks(dout, q, k, v, out, lse, rule)
-    B, S = q.shape[0], q.shape[2]
     if len(runs) == 1 and len(runs[0]) == 1:
-        return _backward_piece(dout, q, k, v, out, lse, rule.document(0, B, 0, S))
+        return _backward_piece(dout, q, k, v, out, lse, rule.without_ids())
     dq, dk, dv = (_empty_bshe(x, x.shape[1], x.shape[3]) for x in (q, k, v))
-    for b, s in _documents(runs, B):
-        inside = rule.document(b.start, b.stop, s.start, s.stop)
-        g, qs, ks, vs, o, ls = (x[b, :, s] for x in (dout, q, k, v, out, lse))
-        piece = _backward_piece(g, qs, ks, vs, o, ls, inside)
-        dq[b, :, s], dk[b, :, s], dv[b, :, s] = piece
+    inside = rule.without_ids()
+    for rows, tokens, pieces in _documents(runs, (dout, q, k, v, out, lse, dq, dk, dv)):
+        made = _backward_piece(*pieces[:6], inside.document(rows, tokens))
+        for target, piece in zip(pieces[6:], made, strict=True):
+            target.copy_(piece)
     return dq, dk, dv
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
 from fxpar.exec_graph import ExecGraph, Part, Program, Source, compile_graph, substitute_tokens
+from fxpar.passes.write_in_place import undo
 from fxpar.runtime.accumulate import accumulating, own_memory
 from fxpar.runtime.micro import MicroRun, local_batch
 
@@ -164,7 +165,8 @@ class BoundGraph:
 
 
 def functional_collectives(graph: fx.Graph) -> None:
-    """Replace collectives that work in place by those that do not."""
+    """Replace collectives and elementwise ops that work in place by those that do not; accumulators stay."""
+    undo(graph)
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
         node.target = c10d.all_reduce.default
 

@@ -155,18 +155,27 @@ class BoundStage:
         outputs = [out.kind for out in self.program.outputs if out.kind in ("loss", "grad", "buffer")]
         if early is None or "loss" not in outputs:
             return None
-        if ("loss", False) not in self._calls:
-            part = self._parts["epilogue"]
-            graph = fx.Graph()
-            copied: dict[fx.Node, fx.Node] = {}
-            graph.graph_copy(part.graph, copied)
-            graph.output((copied[part.results[outputs.index("loss")]],))
-            graph.eliminate_dead_code()
-            self._parts["loss"] = Part(graph, part.sources)
+        if "loss" not in self._parts:
+            self._parts["loss"] = self._loss_part(outputs.index("loss"))
+        part = self._parts["loss"]
+        # Some gradients may be reduced together with the loss; they are of no interest here.
+        read = {source for source, place in zip(part.sources, _places(part.graph), strict=True) if place.users}
         tables = {"input": self._inputs, "prologue": self._prepared, "forward": early}
-        tables["backward"] = [None] * (1 + max((i for source, i in self._parts["loss"].sources), default=0))
+        tables["backward"] = [None] * len(self.sent_grads)
+        for node in self.program.weight_part.results:
+            needed = ("backward", len(tables["backward"])) in read
+            tables["backward"].append(self._zeros(node) if needed else None)
         (loss,) = self._run("loss", tables)
         return loss
+
+    def _loss_part(self, index: int) -> Part:
+        """What makes result `index` of the epilogue."""
+        part, graph = self._parts["epilogue"], fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(part.graph, copied)
+        graph.output((copied[part.results[index]],))
+        graph.eliminate_dead_code()
+        return Part(graph, part.sources)
 
     def finish(self) -> dict[tuple[str, str], Tensor]:
         """End the group: reduce. Results by kind (loss, grad, buffer) and FQN."""
@@ -257,3 +266,7 @@ class BoundStage:
 def _only(values: list[Any], places: Collection[int]) -> list[Any]:
     """`values` at these places, None elsewhere."""
     return [value if i in places else None for i, value in enumerate(values)]
+
+
+def _places(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))

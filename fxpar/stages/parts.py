@@ -21,6 +21,9 @@ from fxpar.stages.nodes import ancestors
 
 Slots = dict[str, dict[fx.Node, int]]
 
+# Inputs that are others for each micro-batch.
+_PER_MICRO_BATCH = ("batch", "received", "received_grad", "scale", "seed")
+
 
 @dataclass
 class StageParts:
@@ -54,13 +57,15 @@ class _Splitter:
         self.calls = [n for n in whole.nodes if n.op == "call_function"]
         self.phase = {n: n.meta.get("phase", "body") for n in self.calls}
         self.position = {node: i for i, node in enumerate(graph.placeholders)}
+        self.kind = {node: info.kind for node, info in zip(graph.placeholders, graph.inputs, strict=True)}
         self.finals = list(zip(graph.results, graph.outputs, strict=True))
 
     def split(self) -> StageParts:
         sent = [node for node, out in self.finals if out.kind == "sent"]
         sent_grads = [node for node, out in self.finals if out.kind == "sent_grad"]
-        ends = self._ends("loss", "buffer")
-        late_ends = [n for n in self._ends("grad") if n not in set(ends)]
+        # The epilogue may reduce the loss and gradients in one collective: these belong to the backward all the same.
+        ends = [n for n in self._ends("loss", "buffer") if not n.meta.get("backward")]
+        late_ends = [n for n in self._ends("loss", "grad", "buffer") if n not in set(ends)]
         body = [n for n in self.calls if self.phase[n] == "body"]
         early = _with_siblings(ancestors([*sent, *ends]), body)
         self._check(early)
@@ -94,20 +99,21 @@ class _Splitter:
         )
 
     def _ends(self, *kinds: str) -> list[fx.Node]:
-        """Values of the body that the results of these kinds are made of."""
+        """Values of each micro-batch that the results of these kinds are made of: of the body, or what it is given (a
+        gradient that comes from the next stage ready made).
+        """
         found: dict[fx.Node, None] = {}
         todo = [node for node, out in reversed(self.finals) if out.kind in kinds]
         while todo:
             node = todo.pop()
             if self.phase.get(node) == "epilogue":
                 todo += reversed(node.all_input_nodes)
-            elif self.phase.get(node) == "body":
+            elif self.phase.get(node) == "body" or self.kind.get(node) in _PER_MICRO_BATCH:
                 found[node] = None
         return list(found)
 
     def _check(self, early: set[fx.Node]) -> None:
-        places = zip(self.graph.placeholders, self.graph.inputs, strict=True)
-        wrong = early & {n for n, i in places if i.kind == "received_grad"}
+        wrong = {n for n in early if self.kind.get(n) == "received_grad"}
         if wrong:
             raise VerifyError(f"{self.graph.name}: what the forward gives depends on {min(wrong).name!r}")
 
@@ -122,11 +128,8 @@ class _Splitter:
         for node in outside:
             copied[node] = graph.placeholder(node.name)
             copied[node].meta = dict(node.meta)
-            if node in self.position:
-                sources.append(("input", self.position[node]))
-            else:
-                part = next(p for p in slots if node in slots[p])
-                sources.append((part, slots[part][node]))
+            part = next((p for p in slots if node in slots[p]), "input")
+            sources.append((part, self.position[node] if part == "input" else slots[part][node]))
         for node in members:
             copied[node] = graph.node_copy(node, copied.__getitem__)
         graph.output(tuple(copied[r] for r in results))

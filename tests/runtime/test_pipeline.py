@@ -24,6 +24,7 @@ from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.runtime.pipeline import forward_only, plan_pipeline
+from fxpar.runtime.stage import BoundStage
 from fxpar.schedule import simulate
 from fxpar.strategy import SCHEDULES, Strategy
 from fxpar.torch_api.threaded import run_threads
@@ -49,9 +50,7 @@ def compare(model: Captured | Model, strategy: str, **options: Any) -> CheckResu
 def test_llama(axes, schedule):
     """Five layers, so that stages are uneven; pp3 with two stages per rank needs six."""
     layers = 6 if (axes, schedule) == ("pp3", "interleaved_1f1b") else 5
-    result = compare(llama(layers=layers), f"{axes}+{schedule}")
-    if axes in ("pp2", "pp3"):  # the same sums in the same order
-        assert (result.loss_rel_err, result.grad_max_rel_err) == (0.0, 0.0)
+    compare(llama(layers=layers), f"{axes}+{schedule}")
 
 
 @pytest.mark.parametrize("strategy", ["pp2", "dp2.pp2+zero1+zb_h1", "tp2.pp2+gpipe", "cp2.pp2+zb_h1"])
@@ -104,13 +103,40 @@ def test_recomputation(strategy):
     compare(llama(layers=4), strategy)
 
 
-@pytest.mark.parametrize("strategy", ["pp2+zb_h1", "dp2.pp2+zero3", "tp2.pp2+gpipe"])
+@pytest.mark.parametrize("strategy", ["pp2+zb_h1", "dp2.pp2+zero3"])
 @pytest.mark.parametrize("name", ["skips", "counted", "recomputed", "seq2seq", "means"])
 def test_odd_models(name, strategy):
-    """Values that go over several boundaries, a buffer that is written and sent, recomputed dropout, two uses of an
-    embedding, gradients that are smallest inside of a layer.
+    """Values that go over several boundaries, a buffer that is written and sent, recomputed dropout, an embedding on
+    three stages, gradients that are smallest inside of a layer.
     """
     compare(odd(name), strategy)
+
+
+class Again(nn.Module):
+    """A weight that runs behind the first layer and behind the third one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.shared = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            x = x @ self.shared if i % 2 == 0 else x
+        return x
+
+
+def test_two_stages_of_a_rank_with_the_same_parameter():
+    """Their terms are added before they leave the rank."""
+    torch.manual_seed(0)
+    model, strategy = take(Again(), squared, vectors(6, 6, 4, 8, 6)), "pp2+interleaved_1f1b"
+    program = lower(model.graph, strategy)
+    assert {fqn: sorted(stages) for fqn, stages in program.terms.items()} == {"shared": [0, 2]}
+    first, second = run_world(program, *tensors(model), [[0, 1, 2]], 1.0)
+    steps = [whole(model.graph, one_device(model, i, model.buffers)) for i in range(3)]
+    torch.testing.assert_close(first["grads"]["shared"], sum(s.grads["shared"] for s in steps), rtol=1e-10, atol=0)
+    assert "shared" not in second["grads"]
 
 
 @pytest.mark.parametrize("name", ["counter", "sizes", "adapted", "experts"])
@@ -157,19 +183,42 @@ class _Sent:
         return False  # so that the sender keeps the tensor
 
 
+@pytest.mark.filterwarnings("ignore::fxpar.errors.FxparWarning")  # some weights of random models do nothing
+@pytest.mark.parametrize("strategy", ["pp2", "pp2+zb_h1", "dp2.pp2+zero3+gpipe"])
+def test_a_gradient_that_comes_ready_made(strategy):
+    """The first stage does nothing for it, but must add it up over micro-batches."""
+    model, flags = random_model(4), "+cut(steps.5)"
+    first, _ = lower(model.graph, f"pp2{flags}").stages
+    assert first.taken("received_grad").keys() & {node.name for node in first.weight_part.results}
+    compare(model, f"{strategy}{flags}")
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES[:2] + SCHEDULES[3:])
-@pytest.mark.parametrize("name", ["handed", "llama", "skips"])
+@pytest.mark.parametrize("name", ["llama", "skips"])
 def test_what_is_on_its_way_is_left_alone(name, schedule, monkeypatch):
-    """Nothing writes into a sent tensor, such as the next micro-batch's gradients."""
-    torch.manual_seed(0)
-    models = {
-        "handed": lambda: take(Handed(), squared, vectors(6, 6, 4, 8, 6, 12, 2)),
-        "llama": lambda: llama(layers=5),
-        "skips": lambda: odd("skips"),
-    }
-    cut = "+cut(layers.1)" if name == "handed" else ""
+    """Nothing writes into a sent tensor before it is read."""
     monkeypatch.setattr(checking, "ThreadChannels", LateChannels)
-    compare(models[name](), f"pp2+{schedule}{cut}")
+    compare(llama(layers=5) if name == "llama" else odd(name), f"pp2+{schedule}")
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_gradients_are_not_added_into_what_is_sent(halves):
+    """The gradient of `shift` and what goes back to the first stage are one tensor."""
+    torch.manual_seed(0)
+    model = take(Handed(), squared, vectors(6, 6, 4, 8))
+    compare(model, "pp2+zb_h1+cut(layers.1)" if halves else "pp2+cut(layers.1)")
+    program = lower(model.graph, "pp2+cut(layers.1)")
+    first, second = (BoundStage(stage, 0, {}) for stage in program.stages)
+    for stage in (first, second):
+        stage.prepare(model.params, model.buffers)
+    sent = {}
+    for i, batch in enumerate(model.batches):
+        second.forward(i, batch, first.forward(i, batch, {}, 1.0, 0, False), 1.0, 0, False)
+        for part in ("input_part", "weight_part") if halves else ("backward",):
+            for fqn, value in second.backward(i, {}, part).items():
+                sent[i, fqn] = value, value.clone()
+    assert len(sent) == 4
+    assert all(torch.equal(value, before) for value, before in sent.values())
 
 
 # --------------------------------------------------------------------------------------------------- written buffers
@@ -319,7 +368,9 @@ def test_schedules_of_programs(flags):
 # ------------------------------------------------------------------------------------------------------ random models
 @settings(max_examples=8)
 @given(st.integers(0, 10_000))
+@pytest.mark.filterwarnings("ignore::fxpar.errors.FxparWarning")  # some weights of random models do nothing
 def test_random_models_with_random_cuts(seed):
+    """Layers that read any earlier values and weights of one another."""
     choice = random.Random(seed)
     model = random_model(seed)
     ran = {n.meta["fqn"] for n in model.graph.gm.graph.nodes if n.op == "call_function"}
@@ -327,7 +378,7 @@ def test_random_models_with_random_cuts(seed):
     stages = choice.choice((2, 2, 3))
     chosen = sorted(choice.sample(steps, stages - 1))
     flags = choice.choice(("gpipe", "1f1b", "zb_h1"))
-    axes = choice.choice((f"pp{stages}", f"dp2.pp{stages}", f"pp{stages}.tp2", f"pp{stages}.cp2"))
+    axes = choice.choice((f"pp{stages}", f"dp2.pp{stages}", f"pp{stages}.tp2", f"pp{stages}.tp2+sp"))
     zero = choice.choice(("", "+zero1", "+zero3")) if axes.startswith("dp") else ""
     strategy = f"{axes}{zero}+{flags}+cut({'|'.join(chosen)})"
     try:

@@ -1,4 +1,4 @@
-"""Strategies with different pipeline stages inside one mini-batch, on forked ranks: trained weights are one device's."""
+"""Strategies with different pipeline stages in one mini-batch, on forked ranks: trained weights are one device's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def deep() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    return load("gpt", dtype=torch.float64, seed=1, options={"layers": "4", "dim": "32", "positions": "256"}).model
+    return load(
+        "gpt", dtype=torch.float64, seed=1, options={"layers": "4", "dim": "32", "positions": "256", "dropout": "0"}
+    ).model
 
 
 def equal(have: dict, want: dict) -> None:
@@ -42,7 +44,8 @@ def equal(have: dict, want: dict) -> None:
 def test_five_steps_of_three_strategies_equal_one_device():
     batches = [sequences(seed, LENGTHS) for seed in range(5)]
     have = hot(batches, deep, strategies=LIMITED, token_budget=130)
-    assert {group.strategy: group.micro_batches for group in have["reports"][0].groups} == {}
+    micro_batches = {group.strategy: group.micro_batches for group in have["reports"][0].groups}
+    assert micro_batches == {"dp2.pp2": 2, "pp4": 5, "tp2.cp2": 2}
     equal(have, one_device(deep(), batches))
 
 
@@ -62,7 +65,7 @@ def test_options_change_no_result(name):
     equal(have, one_device(deep(), batches))
 
 
-@pytest.mark.parametrize("gradients", ["direct", "chain"])
+@pytest.mark.parametrize("gradients", ["home", "chain"])
 def test_tied_embeddings(gradients):
     """The head's term of the gradient is made on the last stage, under every strategy on other ranks."""
     batches = [sequences(seed, (5, 60, 33, 130, 8, 12)) for seed in (3, 4)]
@@ -79,14 +82,14 @@ def test_few_sequences_and_empty_groups(lengths):
 
 
 def test_eight_ranks():
-    batches = [sequences(seed) for seed in (5, 6)]
+    batches = [sequences(5), sequences(6, LENGTHS)]
     have = hot(batches, deep, world=8, strategies=EIGHT)
     assert {group.strategy for group in have["reports"][0].groups} == set(EIGHT.values())
     equal(have, one_device(deep(), batches))
 
 
 class Normed(nn.Module):
-    """A token model whose layers end in batch norms over all tokens; only micro-batches without padding are right."""
+    """A token model whose layers end in batch norms over all tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from fxpar.annotate.problem import tensor_metas
 from fxpar.errors import VerifyError
 from fxpar.exec_graph import Part, collective_kind
-from fxpar.graph import Output
+from fxpar.graph import AnnotatedGraph, Output
 from fxpar.ladder import default_passes, run_passes
-from fxpar.stages import cut_stages, split_parts
-from tests.stages.models import loaded
+from fxpar.stages import StageParts, cut_stages, split_parts
+from tests.stages.models import loaded, odd, random_model
 
 MM = torch.ops.aten.mm.default
 
@@ -80,3 +82,71 @@ def test_a_forward_that_reads_a_gradient():
     )
     with pytest.raises(VerifyError, match="what the forward gives depends on"):
         split_parts(stage)
+
+
+# -------------------------------------------------------------------------------------------- parts of lowered stages
+def lowered(strategy: str, *, for_store: bool = False) -> list[StageParts]:
+    """The stages of three under a strategy of their own ranks."""
+    found: list[AnnotatedGraph] = []
+    for stage in stages():
+        made = []
+        run_passes(stage, strategy, default_passes(for_store=for_store), lambda name, graph: made.append(graph))  # noqa: B023
+        found.append(made[-1])
+    return [split_parts(graph) for graph in found]
+
+
+def kinds(part: Part) -> dict[str, int]:
+    """Number of collectives of each kind."""
+    return dict(Counter(kind for node in part.graph.nodes if (kind := collective_kind(node))))
+
+
+NAMES = ("prologue", "forward", "backward", "epilogue")
+COLLECTIVES = {
+    # Gradients are summed once per group, the last stage's together with the loss.
+    "dp2": ({}, {}, {}, {"all_reduce": 1}),
+    # Parameters are put together once per mini-batch.
+    "dp2+zero1": ({"all_gather": 1}, {}, {}, {"reduce_scatter": 1}),
+    "dp2+zero2": ({"all_gather": 1}, {}, {"reduce_scatter": 1}, {}),
+    "dp2+zero3": ({}, {"all_gather": 1}, {"reduce_scatter": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("strategy", COLLECTIVES)
+def test_where_collectives_go(strategy):
+    """Of the stage in the middle: one layer of nine parameters."""
+    parts = lowered(strategy)[1]
+    assert tuple(kinds(getattr(parts, name)) for name in NAMES) == COLLECTIVES[strategy]
+    halves = [kinds(part) for part in (parts.input_part, parts.weight_part)]
+    assert sum((Counter(half) for half in halves), Counter()) == Counter(kinds(parts.backward))
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "dp2.cp2", "tp2", "dp2+zero1"])
+def test_gradients_are_in_the_backward(strategy):
+    """Also of the last stage, where one collective reduces loss and gradients."""
+    last = lowered(strategy)[-1]
+    assert [products(p) for p in (last.forward, last.input_part, last.weight_part)] == [8, 8, 8]
+    assert not any(n.meta.get("backward") for n in last.forward.graph.nodes if n.op == "call_function")
+
+
+def test_a_store_gathers_and_sums_instead():
+    for parts in lowered("dp2+zero1", for_store=True):
+        assert parts.prologue.is_empty
+        assert set(kinds(parts.epilogue)) <= {"all_reduce"}  # of the loss
+
+
+def test_what_is_sent_and_summed_has_two_places():
+    """A buffer that the first stage writes and the others read; a gradient that another parameter's is too."""
+    first = split_parts(cut_stages(odd("counted").graph, 2).stages[0])
+    names = [node.name for node in first.forward.results]
+    (sent,) = {source for source in first.epilogue.sources if source[0] == "forward"}
+    assert sent[1] >= 2
+    assert names.count(names[sent[1]]) == 2
+
+
+@pytest.mark.filterwarnings("ignore::fxpar.errors.FxparWarning")  # some weights of random models do nothing
+def test_a_gradient_that_comes_ready_made():
+    """It is a result of the backward, so that it is added up over micro-batches."""
+    first = split_parts(cut_stages(random_model(4).graph, 2, cuts=["steps.5"]).stages[0])
+    assert {source for source, _ in first.epilogue.sources} == {"backward"}
+    place = next(i for i, node in enumerate(first.backward.results) if node.op == "placeholder")
+    assert first.backward.results[place].name == first.weight_part.results[place].name

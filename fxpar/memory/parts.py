@@ -1,0 +1,189 @@
+"""What the parts of a pipeline stage allocate and let go of, node by node.
+
+Memory goes from part to part: the backward reads storages that the forward has made. So the parts are put behind each
+other in one graph, whose storages are traced together, and each part gets its own list of births and deaths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from fxpar.exec_graph import Part, collective_kind
+from fxpar.graph import AnnotatedGraph
+from fxpar.memory.liveness import kind_of
+from fxpar.memory.workspace import Conditions, workspace_bytes
+from fxpar.passes.accumulate_gradients import AccumulateGradients
+from fxpar.passes.write_in_place import undo
+from fxpar.pipeline_graph import StageProgram
+from fxpar.remat import Storages, trace_storages
+from fxpar.strategy import Strategy
+
+Name = tuple[str, str]  # kind and FQN of an input
+
+c10d = torch.ops._c10d_functional
+
+_HALVES = ("input_part", "weight_part")
+_PER_MICRO_BATCH = ("batch", "received", "received_grad")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node: (storage, what it is for) of what it makes; storages that nothing of its part uses later."""
+
+    node: str
+    births: tuple[tuple[int, str], ...]
+    workspace_bytes: int
+    deaths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PartTrace:
+    """`reads`: storages from elsewhere; `makes`: its own; `results[i]`: that of result i, None for an integer."""
+
+    steps: tuple[Step, ...]
+    reads: frozenset[int]
+    makes: frozenset[int]
+    results: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """The parts that one micro-batch runs, in order. `lasting` storages are not a micro-batch's own: parameters,
+    buffers, accumulators. `inputs`: the storages of batch pieces and received tensors.
+    """
+
+    parts: Mapping[str, PartTrace]
+    nbytes: tuple[int, ...]
+    lasting: frozenset[int]
+    inputs: Mapping[Name, int]
+
+    def kept(self, after: str) -> frozenset[int]:
+        """Storages that outlive part `after` of a micro-batch, as a later one reads them."""
+        names = list(self.parts)
+        later = [self.parts[name] for name in names[names.index(after) + 1 :]]
+        found = frozenset().union(*(part.reads for part in later)).difference(self.lasting, *(p.makes for p in later))
+        if after != names[0]:
+            return found
+        return found - {storage for (kind, _), storage in self.inputs.items() if kind == "received_grad"}
+
+
+@dataclass
+class _Joined:
+    """Parts behind each other in one graph; `inputs` are placeholders by source."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    inputs: dict[tuple[str, int], fx.Node] = field(default_factory=dict)
+    calls: dict[str, list[fx.Node]] = field(default_factory=dict)
+    results: dict[str, list[fx.Node]] = field(default_factory=dict)
+
+    def add(self, name: str, part: Part) -> None:
+        copied: dict[fx.Node, fx.Node] = {}
+        for place, source in zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=True):
+            if source[0] in self.results:
+                copied[place] = self.results[source[0]][source[1]]
+                continue
+            if source not in self.inputs:
+                self.inputs[source] = self.graph.placeholder(place.name)
+                self.inputs[source].meta = dict(place.meta)
+            copied[place] = self.inputs[source]
+        self.calls[name] = []
+        for node in part.graph.nodes:
+            if node.op == "call_function":
+                copied[node] = self.graph.node_copy(node, copied.__getitem__)
+                copied[node].meta = dict(node.meta)
+                self.calls[name].append(copied[node])
+        self.results[name] = [copied[node] for node in part.results]
+
+
+def trace_stage(
+    stage: StageProgram,
+    names: tuple[str, ...],
+    dims: Mapping[sympy.Symbol, int],
+    coordinates: Mapping[str, int],
+    conditions: Conditions,
+    *,
+    again: bool,
+) -> StageTrace:
+    """Trace the parts `names`, forward first. `again`: gradients are added to those of earlier micro-batches."""
+    joined = _Joined()
+    for name in names:
+        part = _apart(getattr(stage, name)) if name in _HALVES else getattr(stage, name)
+        sent = len(stage.given("sent_grad")) if name == "backward" else 0
+        joined.add(name, accumulating(part, tuple(range(sent))) if again and name == names[-1] else part)
+    joined.graph.output(tuple(node for results in joined.results.values() for node in results))
+    storages = trace_storages(joined.graph, dims, coordinates)
+    inputs: dict[Name, int] = {}
+    for (source, i), node in joined.inputs.items():
+        info = stage.inputs[i] if source == "input" else None
+        if info is not None and info.kind in _PER_MICRO_BATCH:
+            (inputs[info.kind, info.fqn],) = storages.of[node]
+    lasting = storages.borrowed - set(inputs.values())
+    finals = _finals(joined, names[-1], storages, stage)
+    born = set(storages.borrowed)
+    parts = {}
+    for name in names:
+        steps = _steps(joined.calls[name], storages, finals, born, dims, conditions)
+        reads = {s for n in joined.calls[name] for o in n.all_input_nodes for s in storages.of[o]}
+        reads |= {s for n in joined.results[name] for s in storages.of[n]}
+        made = {s for step in steps for s, _ in step.births}
+        results = tuple(next(iter(storages.of[n]), None) for n in joined.results[name])
+        parts[name] = PartTrace(steps, frozenset(reads - made - lasting), frozenset(made), results)
+    return StageTrace(parts, storages.nbytes, lasting, inputs)
+
+
+def _apart(part: Part) -> Part:
+    """Half of a backward: it writes over nothing, as the other half may read it (`fxpar.runtime.stage`)."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(part.graph, {}))
+    undo(copy)
+    for node in copy.find_nodes(op="call_function", target=c10d.all_reduce_.default):
+        node.target = c10d.all_reduce.default
+    return Part(copy, part.sources)
+
+
+def accumulating(part: Part, keep: tuple[int, ...] = ()) -> Part:
+    """The part that adds its results, but those at `keep`, to earlier ones."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(part.graph, {}))
+    AccumulateGradients(keep=keep)(AnnotatedGraph(copy, (), (), (), Strategy((("dp", 1),))))
+    more = len(copy.find_nodes(op="placeholder")) - len(part.sources)
+    return Part(copy, (*part.sources, *(("accumulator", i) for i in range(more))))  # type: ignore[arg-type]
+
+
+def _finals(joined: _Joined, last: str, storages: Storages, stage: StageProgram) -> set[int]:
+    """Storages of gradients of parameters."""
+    sent = len(stage.given("sent_grad")) if last == "backward" else 0
+    return {s for node in joined.results[last][sent:] for s in storages.of[node]}
+
+
+def _steps(
+    calls: list[fx.Node],
+    storages: Storages,
+    finals: set[int],
+    born: set[int],
+    dims: Mapping[sympy.Symbol, int],
+    conditions: Conditions,
+) -> tuple[Step, ...]:
+    """Births and deaths in one part; `born` grows."""
+    last: dict[int, int] = {}
+    births: list[list[tuple[int, str]]] = []
+    for i, node in enumerate(calls):
+        made = [s for s in storages.of[node] if s not in born]
+        born.update(made)
+        births.append([(s, "result" if s in finals else kind_of(node)) for s in made])
+        # A collective reads its operand until it is waited for.
+        pending = [o for c in node.all_input_nodes if collective_kind(c) for o in c.all_input_nodes]
+        for value in (node, *node.all_input_nodes, *pending):
+            last.update(dict.fromkeys(storages.of[value], i))
+    deaths: dict[int, list[int]] = {}
+    for storage, i in last.items():
+        deaths.setdefault(i, []).append(storage)
+    return tuple(
+        Step(node.name, tuple(births[i]), workspace_bytes(node, dims, conditions), tuple(deaths.get(i, ())))
+        for i, node in enumerate(calls)
+    )

@@ -1,0 +1,102 @@
+"""What a strategy with pipeline stages takes: every pipeline rank runs its schedule on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import sympy
+
+from fxpar.exec_graph import Stored
+from fxpar.memory.prediction import MemoryPrediction, StageMemory
+from fxpar.memory.state import home_bytes
+from fxpar.memory.walk import RankPeak, rank_peak
+from fxpar.memory.workspace import Conditions
+from fxpar.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.schedule import Schedule, schedule, simulate
+from fxpar.switch.layout import layout_of
+
+
+def predict_pipeline(
+    program: PipelineGraph,
+    sizes: Mapping[str, int],
+    dims: Mapping[sympy.Symbol, int],
+    micro_batches: int | None,
+    staging_bytes: int,
+    conditions: Conditions,
+) -> MemoryPrediction:
+    """The prediction for the fullest rank, with all stages; `micro_batches` per replica, by default one per pipeline
+    rank. `sizes` are padded. Raises MicroBatchCountError.
+    """
+    ranks = program.strategy.degree("pp")
+    plan = schedule_of(program, micro_batches or ranks)
+    layout, in_flight = layout_of(program), simulate(plan).peak_saved
+    masters, optimizer, gradients = home_bytes(program)
+    found: list[MemoryPrediction] = []
+    stages: list[StageMemory] = []
+    for position in range(ranks):
+        peak = pipeline_peak(program, plan, position, dims, conditions)
+        mine = [stage for stage in program.stages if plan.rank_of(stage.index) == position]
+        weights = layout.bytes_of_rank(position * program.block)
+        found.append(
+            MemoryPrediction(
+                strategy=str(program.strategy),
+                sizes=sizes,
+                micro_batches=plan.micro_batches,
+                master_bytes=masters,
+                optimizer_bytes=optimizer,
+                weight_bytes=weights,
+                home_gradient_bytes=gradients,
+                gradient_bytes=sum(_bytes(stage.given("grad"), dims) for stage in mine),
+                staging_bytes=min(staging_bytes, 2 * weights),
+                body=peak.whole,
+                schedule=str(plan),
+            )
+        )
+        lines = [_stage_memory(program, stage, in_flight[stage.index], peak, dims) for stage in mine]
+        stages += [replace(line, rank_peak_bytes=found[-1].peak_bytes) for line in lines]
+    fullest = max(found, key=lambda prediction: prediction.peak_bytes)
+    return replace(fullest, stages=tuple(sorted(stages, key=lambda stage: stage.stage)))
+
+
+def schedule_of(program: PipelineGraph, micro_batches: int) -> Schedule:
+    """The schedule of the program's strategy. Raises MicroBatchCountError."""
+    strategy = program.strategy
+    pipeline = strategy.pipeline
+    return schedule(pipeline.schedule, strategy.degree("pp"), micro_batches, virtual=pipeline.virtual)
+
+
+def pipeline_peak(
+    program: PipelineGraph, plan: Schedule, position: int, dims: Mapping[sympy.Symbol, int], conditions: Conditions
+) -> RankPeak:
+    """The peak of the ranks at `position` of the pipeline: of the first and the last place on each axis of a stage."""
+    inner = program.strategy.of_stage()
+    last = {axis: degree - 1 for axis, degree in inner.axes}
+    places: list[dict[str, int]] = [{}, last] if inner.world > 1 else [{}]
+    return max(
+        (rank_peak(program, plan, position, dims, at, conditions) for at in places),
+        key=lambda peak: peak.whole.total_bytes,
+    )
+
+
+def _stage_memory(
+    program: PipelineGraph, stage: StageProgram, in_flight: int, peak: RankPeak, dims: Mapping[sympy.Symbol, int]
+) -> StageMemory:
+    """The line of a stage, but for what its ranks hold beside it."""
+    index, first = stage.index, program.first_rank(stage.index)
+    return StageMemory(
+        stage=index,
+        ranks=(first, first + program.block - 1),
+        begins=program.cuts[index - 1] if index else "",
+        weight_bytes=_bytes(stage.taken("param"), dims),
+        gradient_bytes=_bytes(stage.given("grad"), dims),
+        saved_bytes=peak.saved_bytes[index],
+        in_flight=in_flight,
+        received_bytes=_bytes(stage.taken("received"), dims) + _bytes(stage.taken("received_grad"), dims),
+        sent_bytes=_bytes(stage.given("sent"), dims) + _bytes(stage.given("sent_grad"), dims),
+        peak=peak.stages[index],
+    )
+
+
+def _bytes(tensors: Mapping[str, Stored], dims: Mapping[sympy.Symbol, int]) -> int:
+    return sum(stored.local.numel(dims) * stored.local.dtype.itemsize for stored in tensors.values())

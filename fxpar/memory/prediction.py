@@ -1,0 +1,89 @@
+"""`MemoryPrediction`: what is said about a rank's memory, and for pipelines about each stage's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fxpar.memory.liveness import Peak
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one pipeline stage on each of its ranks, `ranks[0]` to `ranks[1]`.
+
+    `begins`: the module that it begins with, "" for the first; `weight_bytes`: parameters as it computes with them;
+    `gradient_bytes`: what gradients add up in; `saved_bytes`: what one micro-batch leaves for its backward, at most
+    `in_flight` of them at once; `received_bytes`, `sent_bytes`: messages of one micro-batch; `peak`: the stage's own
+    fullest moment. `rank_peak_bytes`: all that these ranks hold, other stages of theirs and the optimizer included.
+    """
+
+    stage: int
+    ranks: tuple[int, int]
+    begins: str
+    weight_bytes: int
+    gradient_bytes: int
+    saved_bytes: int
+    in_flight: int
+    received_bytes: int
+    sent_bytes: int
+    peak: Peak
+    rank_peak_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, sums included."""
+        return {**asdict(self), "peak": {**asdict(self.peak), "total_bytes": self.peak.total_bytes}}
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes on the fullest rank.
+
+    `master_bytes`: the home layout; `optimizer_bytes`: its two moments; `weight_bytes`: what the graph computes with;
+    `home_gradient_bytes`: gradients as the optimizer sees them; `gradient_bytes`: what the graph accumulates in;
+    `staging_bytes`: the bound of a switch's messages; `body`: the peak of one micro-batch above all that.
+
+    With pipeline stages (`schedule` says in which order they run) `body` is the peak over all micro-batches of the
+    schedule, accumulators included, and `stages` has a line for each.
+    """
+
+    strategy: str
+    sizes: Mapping[str, int]
+    micro_batches: int
+    master_bytes: int
+    optimizer_bytes: int
+    weight_bytes: int
+    home_gradient_bytes: int
+    gradient_bytes: int
+    staging_bytes: int
+    body: Peak
+    schedule: str | None = None
+    stages: tuple[StageMemory, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """What is there all the time."""
+        return self.master_bytes + self.optimizer_bytes + self.weight_bytes + self.home_gradient_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """The peak of micro-batches: their accumulators and the body."""
+        apart = self.schedule is None and self.micro_batches > 1
+        return self.body.total_bytes + (self.gradient_bytes if apart else 0)
+
+    @property
+    def switch_bytes(self) -> int:
+        """The peak of what lies between: gradients on their way home, messages of a switch."""
+        return self.gradient_bytes + self.staging_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.state_bytes + max(self.step_bytes, self.switch_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, sums included."""
+        body = {**asdict(self.body), "total_bytes": self.body.total_bytes}
+        sums = {name: getattr(self, name) for name in ("state_bytes", "step_bytes", "switch_bytes", "peak_bytes")}
+        stages = [stage.to_json() for stage in self.stages]
+        return {**asdict(self), "sizes": dict(self.sizes), "body": body, "stages": stages, **sums}

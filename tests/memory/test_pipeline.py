@@ -1,0 +1,129 @@
+"""Predicted peaks of a pipeline's ranks against measured ones, and what is said about stages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fxpar.errors import DimNameError, MicroBatchCountError
+from fxpar.lowering import lower
+from fxpar.memory import Conditions, pipeline_peak, predict_memory, schedule_of
+from fxpar.pipeline_graph import PipelineGraph
+from tests.captured import llama
+from tests.memory.measured import model
+from tests.memory.measured_pipeline import rank_bytes
+
+SIZES = {"layers": "4", "dim": "128", "ffn": "256", "vocab": "512"}
+CASES = [
+    ("llama", 256, SIZES, "pp2", 4),
+    ("llama", 256, SIZES, "pp2+gpipe", 4),
+    ("llama", 256, SIZES, "pp2+zb_h1", 4),
+    ("llama", 256, SIZES, "pp2+interleaved_1f1b", 4),
+    ("llama", 256, SIZES, "pp4+remat", 6),
+    ("llama", 256, SIZES, "pp4+zb_h1", 6),
+    ("llama", 256, SIZES, "pp2.tp2+sp+remat(selective)", 2),
+    ("llama", 256, SIZES, "dp2.pp2+zero3+remat", 3),
+    ("llama", 256, SIZES, "cp2.pp2", 3),
+    ("gpt", 256, {}, "pp2", 1),
+    ("gpt", 256, {}, "pp2+zb_h1", 3),
+    ("mlp", 300, {"layers": "4"}, "pp2", 4),
+    ("vit", 16, {}, "pp2", 4),
+]
+
+
+def staged(strategy: str, layers: int = 4) -> PipelineGraph:
+    program = lower(llama(layers=layers).graph, strategy, for_store=True)
+    assert isinstance(program, PipelineGraph)
+    return program
+
+
+@pytest.mark.parametrize(("spec", "tokens", "options", "strategy", "micro_batches"), CASES)
+def test_peak(spec, tokens, options, strategy, micro_batches):
+    """Within a tenth of what each rank allocates in a group."""
+    captured = model(spec, tokens, **options)
+    program = lower(captured.graph, strategy, for_store=True)
+    assert isinstance(program, PipelineGraph)
+    positions = captured.batches[0].get("position_ids")
+    conditions = Conditions(longest=None if positions is None else int(positions.max()) + 1)
+    plan = schedule_of(program, micro_batches)
+    for rank in range(plan.ranks):
+        predicted = pipeline_peak(program, plan, rank, captured.graph.example_dims(), conditions).whole.total_bytes
+        measured = rank_bytes(captured, program, rank, micro_batches)
+        assert 0.9 * measured <= predicted <= 1.1 * measured, f"rank {rank}: {predicted} is not {measured}"
+
+
+def test_stages():
+    """Weights and gradients of each stage; messages in both directions; the fullest rank stands for all."""
+    program = staged("pp4")
+    found = predict_memory(program)
+    assert (found.micro_batches, found.schedule) == (4, "1f1b (4 ranks, 4 micro-batches)")
+    assert [(s.stage, s.ranks, s.begins) for s in found.stages] == [
+        (0, (0, 0), ""),
+        (1, (1, 1), "layers.1"),
+        (2, (2, 2), "layers.2"),
+        (3, (3, 3), "layers.3"),
+    ]
+    params = llama(layers=4).params
+    assert sum(s.weight_bytes for s in found.stages) == sum(t.numel() * t.element_size() for t in params.values())
+    assert [s.in_flight for s in found.stages] == [4, 3, 2, 1]
+    ends, middle = (found.stages[0], found.stages[3]), found.stages[1:3]
+    assert {s.received_bytes for s in middle} == {2 * s.sent_bytes for s in ends} == {s.sent_bytes for s in middle}
+    for stage in found.stages:
+        assert stage.peak.saved_bytes == stage.in_flight * stage.saved_bytes
+        assert stage.peak.total_bytes >= stage.peak.saved_bytes + stage.gradient_bytes > 0
+    assert found.peak_bytes == max(s.rank_peak_bytes for s in found.stages)
+    assert found.stages[0].rank_peak_bytes > found.stages[2].rank_peak_bytes
+
+
+def test_more_micro_batches():
+    """1F1B keeps as many as there are ranks behind, GPipe all of them."""
+    program, deep = staged("pp2"), staged("pp2+gpipe")
+    few, many = (predict_memory(program, micro_batches=n) for n in (2, 8))
+    assert [s.in_flight for s in many.stages] == [s.in_flight for s in few.stages] == [2, 1]
+    assert many.body.saved_bytes == few.body.saved_bytes
+    assert [s.in_flight for s in predict_memory(deep, micro_batches=8).stages] == [8, 8]
+    assert predict_memory(deep, micro_batches=8).body.saved_bytes == 4 * predict_memory(deep).body.saved_bytes
+    one = predict_memory(program, micro_batches=1)
+    assert one.step_bytes == one.body.total_bytes < few.step_bytes
+
+
+def test_several_stages_on_a_rank():
+    found = predict_memory(staged("pp2+interleaved_1f1b"))
+    assert [s.ranks for s in found.stages] == [(0, 0), (1, 1), (0, 0), (1, 1)]
+    first, _, third, _ = found.stages
+    assert first.rank_peak_bytes == third.rank_peak_bytes
+    assert max(first.peak.total_bytes, third.peak.total_bytes) < found.body.total_bytes
+    assert found.body.total_bytes <= first.peak.total_bytes + third.peak.total_bytes
+    assert found.gradient_bytes == first.gradient_bytes + third.gradient_bytes
+
+
+def test_tied_weights_are_on_both_ranks():
+    tied = lower(llama(layers=4, tied=True).graph, "pp2", for_store=True)
+    first, last = predict_memory(tied).stages
+    embedding = llama(layers=4, tied=True).params["embedding.weight"]
+    whole = sum(t.numel() * t.element_size() for t in llama(layers=4, tied=True).params.values())
+    assert first.weight_bytes + last.weight_bytes == whole + embedding.numel() * embedding.element_size()
+
+
+def test_sizes_and_sums():
+    program = staged("cp2.pp2")
+    (dim,) = program.dims
+    small, large = (predict_memory(program, {dim.name: tokens}) for tokens in (64, 127))
+    assert large.sizes == {dim.name: 128}
+    assert small.state_bytes == large.state_bytes
+    assert [s.sent_bytes * 2 for s in small.stages] == [s.sent_bytes for s in large.stages]
+    data = json.loads(json.dumps(large.to_json()))
+    parts = ("forward_bytes", "again_bytes", "backward_bytes", "result_bytes", "workspace_bytes", "message_bytes")
+    for peak in (data["body"], *(stage["peak"] for stage in data["stages"])):
+        assert peak["total_bytes"] == sum(peak[part] for part in parts)
+    assert data["step_bytes"] == data["body"]["total_bytes"]  # accumulators are part of it
+    assert data["stages"][1]["begins"] == "layers.2"
+
+
+def test_mistakes():
+    program = staged("pp2+interleaved_1f1b")
+    with pytest.raises(MicroBatchCountError, match="needs a multiple of 2 micro-batches, got 1"):
+        predict_memory(program, micro_batches=1)
+    with pytest.raises(DimNameError, match="'tokens' is no dynamic dim"):
+        predict_memory(program, {"tokens": 64})
