@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -190,7 +191,7 @@ def torch_mode(schedule: str, work: Work) -> Mode:
     ids = (_rows(work, "input_ids", 0),) if rank == 0 else ()
     last = rank == STAGES - 1
     labels = _rows(work, "labels", -100) if last else None
-    known = {"valid": torch.tensor(work.lengths)} if work.padded else {}
+    known: dict[str, Any] = {"valid": torch.tensor(work.lengths)} if work.padded else {}
 
     def step() -> float:
         module.zero_grad()

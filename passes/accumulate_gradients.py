@@ -26,7 +26,7 @@ from fxpar.graph import AnnotatedGraph, TensorMeta
 from fxpar.pass_base import Tier, right_behind, set_results
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
+_PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 # These undo themselves: a view of any accumulator, whatever its strides.
 _SWAPS = {aten.t.default, aten.transpose.int}
 _RESHAPES = {aten.reshape.default, aten.view.default}

@@ -10,8 +10,8 @@ Saves: one allocation per op, and a third of what a binary op moves through the 
 an operand that is a part of something larger stays as it is.
 
 The forward never writes over what the backward made or the other way round, nor one phase over what another made: a
-later cut there (pipeline stages, a loss that is outside) runs the pieces at different times. Runs last, as it depends
-on the order of the nodes.
+later cut there (pipeline stages, a loss that is outside) runs the pieces at different times. Only the body is changed,
+which runs for every micro-batch. Runs last, as it depends on the order of the nodes.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from fxpar.annotate import annotate
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
+from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import canonical, columns, format_graph, format_part, parts, runs, without_folders
 from fxpar.strategy import Strategy
 from fxpar.tracer import capture
@@ -39,8 +40,37 @@ def test_golden(strategy):
     program = lower(logical(), strategy)
     body = next(part for part in parts(program) if part.name == "body")
     lines = [format_graph(program, nodes=False), "forward of the second layer:", *format_part(body, only="layers.1")]
-    text = "\n".join(lines) + "\n"
-    file = GOLDEN / f"{strategy}.txt"
+    compare(strategy, "\n".join(lines) + "\n")
+
+
+def test_golden_pipeline():
+    """Stages, messages, parameters, collectives, and the forward of the second stage with what it is given."""
+    program = lower(logical(), "pp2.tp2")
+    assert isinstance(program, PipelineGraph)
+    forward = next(part for part in parts(program.stages[1]) if part.name == "forward")
+    lines = [format_graph(program, nodes=False), "forward of the second stage:", *format_part(forward)]
+    compare("pp2.tp2", "\n".join(lines) + "\n")
+
+
+def test_one_stage_or_all():
+    program = lower(logical(), "pp2+zb_h1")
+    assert isinstance(program, PipelineGraph)
+    whole, first, second = (format_graph(program, stage=stage) for stage in (None, 0, 1))
+    assert first.endswith("collectives (one micro-batch, T=61; bytes that one rank sends):\n  none\n")
+    assert whole == first + "\n" + second[second.index("stage 1:") :]
+    sent = [fqn for stage in program.stages for kind in ("sent", "sent_grad") for fqn in stage.given(kind)]
+    assert all(f"    %{fqn} : f32[1, T, 64] to stage" in whole for fqn in sent)
+
+
+def test_tied_weights_are_named():
+    model = load("gpt", device="meta")
+    graph = capture(model.model, model.loss_fn, model.example_batch, name=model.name)
+    assert format_graph(lower(graph, "pp2"), nodes=False).count("embedding.weight is on other stages too") == 2
+
+
+def compare(name: str, text: str) -> None:
+    """With what the golden file holds."""
+    file = GOLDEN / f"{name}.txt"
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         file.write_text(text)
     expected = file.read_text() if file.exists() else ""

@@ -87,7 +87,7 @@ def root(
 def check_command(
     model: Model,
     strategies: Annotated[
-        str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies, such as dp2,tp2+sp,dp2.cp2+zero3.")
+        str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1.")
     ],
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters; float64 checks to 1e-10.")] = "float32",
     tokens: Tokens = None,
@@ -130,7 +130,9 @@ def check_command(
 @reporting
 def dump_command(
     model: Model,
-    strategy: Annotated[str | None, typer.Option("--strategy", "-s", help="Strategy, such as dp2.tp4+sp.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", "-s", help="Strategy, such as dp2.tp4+sp or pp4.tp2.")
+    ] = None,
     stage: Annotated[
         str | None,
         typer.Option(

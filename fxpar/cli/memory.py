@@ -93,19 +93,19 @@ def _rows(found: MemoryPrediction) -> list[tuple[str, str, str]]:
     saved = f"{human_bytes(body.saved_bytes)} of it saved for the backward"
     adds = found.micro_batches > 1
     if found.stages:
-        accumulators = (body.result_bytes, "at the peak, of all stages of the rank")
-        backward = (body.backward_bytes, "at the peak")
+        accumulators, of = body.result_bytes, "at the peak, of all stages of the rank"
+        backward, with_ = body.backward_bytes, "at the peak"
     else:
-        accumulators = (found.gradient_bytes, "added to by later micro-batches" if adds else "after the micro-batch")
-        backward = (body.backward_bytes + body.result_bytes, "at the peak, new gradients included")
-    rows = [
+        accumulators, of = found.gradient_bytes, "added to by later micro-batches" if adds else "after the micro-batch"
+        backward, with_ = body.backward_bytes + body.result_bytes, "at the peak, new gradients included"
+    rows: list[tuple[str, int, str]] = [
         ("master weights", found.master_bytes, "cut over all ranks"),
         ("optimizer", found.optimizer_bytes, "AdamW, two fp32 moments"),
         ("weights", found.weight_bytes, "as the graph computes with them"),
         ("gradients", found.home_gradient_bytes, "as the optimizer sees them"),
-        ("accumulators", *accumulators),
+        ("accumulators", accumulators, of),
         ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node}); {saved}"),
-        ("backward", *backward),
+        ("backward", backward, with_),
         ("workspace", body.workspace_bytes, "of the kernel at the peak"),
         ("staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"),
         ("peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),

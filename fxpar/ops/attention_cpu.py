@@ -174,12 +174,12 @@ def _documents(runs: list[list[int]], tensors: tuple[Tensor, ...]) -> Iterator[t
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fxpar::attention` on CPU."""
     if rule.ids is None or q.numel() == 0:
-        return _forward_piece(q, k, v, rule.without_ids())
+        return _arranged_forward(q, k, v, rule.without_ids())
     runs = _known_runs(rule.ids)
     if runs is None:
         return forward_blocks(q, k, v, rule)
     if len(runs) == 1 and len(runs[0]) == 1:
-        return _forward_piece(q, k, v, rule.without_ids())
+        return _arranged_forward(q, k, v, rule.without_ids())
     out = _empty_bshe(q, q.shape[1], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
     inside = rule.without_ids()
@@ -195,17 +195,18 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `fxpar::attention` on CPU."""
     if rule.ids is None or q.numel() == 0:
-        return _backward_piece(dout, q, k, v, out, lse, rule.without_ids())
+        return _arranged_backward(dout, q, k, v, out, lse, rule.without_ids())
     runs = _known_runs(rule.ids)
     if runs is None:
         return backward_blocks(dout, q, k, v, out, lse, rule)
     if len(runs) == 1 and len(runs[0]) == 1:
-        return _backward_piece(dout, q, k, v, out, lse, rule.without_ids())
+        return _arranged_backward(dout, q, k, v, out, lse, rule.without_ids())
     dq, dk, dv = (_empty_bshe(x, x.shape[1], x.shape[3]) for x in (q, k, v))
     inside = rule.without_ids()
     for rows, tokens, pieces in _documents(runs, (dout, q, k, v, out, lse, dq, dk, dv)):
-        made = _backward_piece(*pieces[:6], inside.document(rows, tokens))
-        for target, piece in zip(pieces[6:], made, strict=True):
+        g, qs, ks, vs, o, ls, *targets = pieces
+        made = _backward_piece(g, qs, ks, vs, o, ls, inside.document(rows, tokens))
+        for target, piece in zip(targets, made, strict=True):
             target.copy_(piece)
     return dq, dk, dv
 
@@ -231,20 +232,31 @@ def _narrow(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _forward_piece(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one document, laid out as the kernel leaves them, in its dtype."""
     if not _flash_fits(q, k, v, rule):
         return forward_blocks(q, k, v, rule)
-    out, lse = kernels.flash_attention_cpu(*_wide(q, k, v), 0.0, rule.causal, scale=rule.scale)
-    return bshe(_narrow(out, q)), lse.contiguous()
+    return kernels.flash_attention_cpu(*_wide(q, k, v), 0.0, rule.causal, scale=rule.scale)
 
 
 def _backward_piece(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of one document, laid out as the kernel leaves them, in its dtype."""
     if not _flash_fits(q, k, v, rule):
         return backward_blocks(dout, q, k, v, out, lse, rule)
-    dq, dk, dv = kernels.flash_attention_cpu_backward(
-        *_wide(dout, q, k, v, out), lse, 0.0, rule.causal, scale=rule.scale
-    )
+    wide = _wide(dout, q, k, v, out)
+    return kernels.flash_attention_cpu_backward(*wide, lse, 0.0, rule.causal, scale=rule.scale)
+
+
+def _arranged_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    out, lse = _forward_piece(q, k, v, rule)
+    return bshe(_narrow(out, q)), lse.contiguous()
+
+
+def _arranged_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _backward_piece(dout, q, k, v, out, lse, rule)
     return bshe(_narrow(dq, q)), bshe(_narrow(dk, q)), bshe(_narrow(dv, q))
 
 

@@ -47,6 +47,17 @@ def test_all_agree(tmp_path):
     assert second["capture_cpu_s"] > 0
 
 
+def test_pipelines(tmp_path):
+    file = tmp_path / "out.json"
+    words = ("--dtype", "float64", "--tokens", "24,13", "--json", file)
+    status, out, err = fxpar("check", "llama", "-s", "pp2,dp2.pp2+zb_h1", *words)
+    assert status == 0, out + err
+    assert "2 of 2 strategies agree" in out
+    for result in json.loads(file.read_text())["results"]:
+        assert result["collectives"]["send"] == 2
+        assert result["collective_bytes"] > 0 == result["loss_rel_err"]
+
+
 def test_float32_and_options():
     status, out, _ = fxpar("check", "mlp", "-s", "dp2", "--set", "layers=3", "--set", "dim=30")
     assert status == 0
@@ -75,9 +86,9 @@ def test_a_miss_is_status_1(monkeypatch):
 
 def test_one_strategy_fails_the_others_run(tmp_path):
     file = tmp_path / "out.json"
-    status, out, _ = fxpar("check", "mlp", "-s", "pp2,dp2", "--json", file)
+    status, out, _ = fxpar("check", "mlp", "-s", "pp4,dp2", "--json", file)
     assert status == 1
-    assert "'pp' of strategy 'pp2' is not supported yet" in out
+    assert "pp4: model 'mlp' cannot be cut into pipeline stages: 4 stages need 4 layers, there are 2" in out
     assert "1 of 2 strategies agree" in out
     failed, good = json.loads(file.read_text())["results"]
     assert (failed["ok"], failed["loss_rel_err"], good["ok"]) == (False, None, True)

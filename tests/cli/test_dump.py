@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -85,6 +86,52 @@ def test_json_of_the_other_stages():
     assert any("dist_in" in node for node in annotated["parts"]["step"])
 
 
+def test_pipeline():
+    words = ("dump", "llama", "-s", "pp2.tp2", "--brief")
+    whole, second = fxpar(*words)[1], fxpar(*words, "--stage", "1")[1]
+    head = "fxpar pipeline graph of llama\nstrategy pp2.tp2: mesh pp2 x tp2, 4 ranks\n"
+    assert whole.startswith(head)
+    assert second.startswith(head)
+    assert ("stage 0:" in whole, "stage 1:" in whole) == (True, True)
+    assert ("stage 0:" in second, "stage 1:" in second) == (False, True)
+    assert "  1 on ranks 2-3, from layers.1, 51% of the FLOPs\n" in second
+    assert re.search(r"%\w+ : f32\[1, T, 64\] to stage 0, 15,616 bytes", second)
+
+
+def test_pipeline_json(tmp_path):
+    file = tmp_path / "graph.json"
+    status, _, err = fxpar("dump", "gpt", "-s", "dp2.pp2+zb_h1", "--json", file)
+    assert status == 0, err
+    data = json.loads(file.read_text())
+    assert (data["schedule"], data["world"], len(data["cuts"])) == ("zb_h1", 4, 1)
+    assert [stage["ranks"] for stage in data["stages"]] == [[0, 1], [2, 3]]
+    assert [(m["from"], m["to"]) for m in data["messages"]] == [(0, 1), (1, 0)]
+    assert data["shared_params"] == {"embedding.weight": [0, 1]}
+    first, last = data["stages"]
+    assert set(first["parts"]) >= {"forward", "backward"}
+    assert data["nodes"] == first["nodes"] + last["nodes"]
+    assert first["strategy"] == "dp2"
+    assert all("local" in info for info in first["inputs"])
+    assert {info["fqn"] for info in data["inputs"]} >= {i["fqn"] for i in last["inputs"] if i["kind"] == "param"}
+    fxpar("dump", "gpt", "-s", "pp2", "--stage", "1", "--json", file)
+    assert [stage["index"] for stage in json.loads(file.read_text())["stages"]] == [1]
+
+
+def test_schedule(tmp_path):
+    words = ("dump", "llama", "-s", "pp2", "--schedule")
+    status, out, err = fxpar(*words, "--micro-batches", "4")
+    assert status == 0, err
+    head, first, second, summary = out.splitlines()
+    assert head.startswith("llama under pp2, ")
+    assert (first[:8], second[:8]) == ("rank 0  ", "rank 1  ")
+    assert re.findall(r"[FB]\d", second) == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    assert summary.endswith("most saved micro-batches by rank: 2, 1")
+    data = json.loads(fxpar(*words, "--format", "json")[1])
+    assert (data["schedule"], data["micro_batches"], data["peak_saved"]) == ("1f1b", 2, [2, 1])
+    assert data["ranks"][0][0]["action"] == "F0@0"
+    assert data["makespan_ms"] == max(spans[-1]["end_ms"] for spans in data["ranks"])
+
+
 def test_storage_dtype():
     _, out, _ = fxpar("dump", "mlp", "-s", "dp2", "--dtype", "bfloat16", "--storage", "float32", "--brief")
     assert "f32[72, 24]" in out
@@ -127,10 +174,23 @@ def test_8b_model_needs_no_weights():
         (("mlp", "--stage", "exec"), 2, "stage exec needs a strategy"),
         (("mlp", "--stage", "annotated"), 2, "stage annotated needs a strategy"),
         (("mlp", "--stage", "final"), 2, "'final' is not one of"),
+        (("mlp", "--stage", "0"), 2, "stage 0 needs a strategy"),
+        (("llama", "-s", "pp2", "--stage", "2"), 1, "there is no pipeline stage 2: 'pp2' has stages 0 to 1"),
+        (("llama", "-s", "tp2", "--stage", "0"), 1, "there is no pipeline stage 0: 'tp2' has none"),
+        (("llama", "-s", "tp2", "--schedule"), 1, "strategy 'tp2' has no schedule"),
+        (("llama", "--schedule"), 2, "it needs a strategy"),
+        (("llama", "-s", "pp2", "--schedule", "--stage", "1"), 2, "it needs a strategy, and takes no stage"),
+        (("llama", "-s", "pp2", "--micro-batches", "4"), 2, "it is for --schedule"),
+        (("llama", "-s", "pp3"), 1, "3 stages need 3 layers, there are 2"),
+        (
+            ("llama", "-s", "pp2+interleaved_1f1b", "--set", "layers=4", "--schedule", "--micro-batches", "1"),
+            1,
+            "needs a multiple of 2 micro-batches, got 1",
+        ),
         (("mlp", "--format", "xml"), 2, "'xml' is not one of"),
         (("mlp", "-s", "tp2", "--world", "3"), 1, "needs 2 ranks"),
         (("mlp", "-s", "tpp2"), 1, "unknown axis 'tpp'"),
-        (("mlp", "-s", "pp2"), 1, "is not supported yet"),
+        (("llama", "-s", "pp2", "--stage", "annotated"), 1, "a graph of one mesh for 'pp2'"),
         (("mlp", "-s", "dp2", "--storage", "f8"), 1, "dtype 'f8' is not known"),
         (("mlp", "-o", "no/folder/x"), 1, "there is no folder"),
         (("mlp", "-s", "tp2", "--override", "x*=R@tp"), 1, "matches no parameter"),

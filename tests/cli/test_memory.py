@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from tests.cli.helpers import fxpar
 
@@ -24,6 +25,25 @@ def test_table():
         "staging",
         "peak",
     ]
+
+
+def test_a_line_per_stage():
+    words = ("memory", "llama", "--set", "layers=4", "--tokens", "256")
+    status, out, err = fxpar(*words, "-s", "dp2.pp2+zb_h1")
+    assert status == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "llama under dp2.pp2+zb_h1, 4 ranks, T = 256"
+    assert lines[1].startswith("zb_h1 (2 ranks, 2 micro-batches); ")
+    assert " ".join(lines[2].split()) == "stage ranks from weights accumulators saved messages peak rank"
+    assert re.match(r"0 +0-1 +the start .* 2 x \d", lines[3])
+    assert re.match(r"1 +2-3 +layers\.2 .* 2 x \d", lines[4])
+    assert lines[6] == "the fullest rank:"
+    assert "messages" in [line.split("  ")[0] for line in lines[8:]]
+    status, out, _ = fxpar(*words, "-s", "pp2+gpipe", "--micro-batches", "5", "--json", "-")
+    data = json.loads(out)
+    assert (data["micro_batches"], [s["in_flight"] for s in data["stages"]]) == (5, [5, 5])
+    assert data["peak_bytes"] == max(s["rank_peak_bytes"] for s in data["stages"])
+    assert sum(s["weight_bytes"] for s in data["stages"]) >= data["weight_bytes"]
 
 
 def test_json(tmp_path):
@@ -58,6 +78,8 @@ def test_mistakes():
         (("-s", "tp2", "--world", "4"), "needs 2 ranks"),
         (("-s", "tp2", "--tokens", "many"), "many"),
         (("-s", "tp2", "--json", "/nowhere/x.json"), "/nowhere"),
+        (("-s", "pp3"), "3 stages need 3 layers, there are 2"),
+        (("-s", "pp2+interleaved_1f1b", "--set", "layers=4", "--micro-batches", "3"), "a multiple of 2 micro-batches"),
     ]:
         status, _, err = fxpar("memory", "llama", *words)
         assert status == 1, words

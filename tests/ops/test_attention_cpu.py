@@ -27,6 +27,46 @@ def test_document_runs(ids, runs):
     assert document_runs(torch.tensor(ids)) == runs
 
 
+def packed(ids: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Forward and backward of two rows of six tokens."""
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    rule = Rule(ids, mask, True, 0, 0.3, 0.0)
+    out, lse = attention_cpu.forward(q, k, v, rule)
+    return out, lse, *attention_cpu.backward(dout, q, k, v, out, lse, rule)
+
+
+def test_documents_are_looked_for_again_when_their_ids_change():
+    """Where they begin and end is kept with the tensor, as all layers ask."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    first = packed(ids)
+    ids[0, 2] = 1
+    second = packed(ids)
+    assert all(torch.equal(a, b) for a, b in zip(second, packed(ids.clone()), strict=True))
+    assert not torch.equal(first[0], second[0])
+    with torch.inference_mode():  # such a tensor does not say that it was written to
+        ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+        packed(ids)
+        ids[0, 2] = 1
+        assert torch.equal(packed(ids)[0], second[0])
+
+
+@pytest.mark.parametrize("rows", [[[0, 0, 0, 1, 1, 1]], [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]], [[3] * 6]])
+@pytest.mark.parametrize("masked", [False, True])
+def test_documents_one_by_one_are_what_blocks_with_ids_compute(rows, masked):
+    ids = torch.tensor(rows)
+    mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) if masked else None
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    rule = Rule(ids, mask, True, 0, 0.3, 0.0)
+    out, lse = attention_cpu.forward_blocks(q, k, v, rule)
+    expected = (out, lse, *attention_cpu.backward_blocks(dout, q, k, v, out, lse, rule))
+    for found, wanted in zip(packed(ids, mask), expected, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_bshe_copies_only_what_lies_otherwise():
     lying_right = torch.randn(2, 5, 3, 4).transpose(1, 2)
     assert bshe(lying_right) is lying_right

@@ -196,6 +196,13 @@ def test_what_the_body_made_by_the_epilogue():
     keeps(s.done(s.call(aten.neg.default, y, shape=SHAPE, phase="epilogue")), "aten.neg")
 
 
+def test_anything_in_the_epilogue():
+    """A loss may be taken out of it without the gradients; what writes could not be left out."""
+    s, x, _ = sketch()
+    y = s.call(aten.exp.default, x, shape=SHAPE, phase="epilogue")
+    keeps(s.done(s.call(aten.neg.default, y, shape=SHAPE, phase="epilogue")), "aten.neg")
+
+
 @pytest.mark.parametrize("waited", [True, False])
 def test_what_is_on_its_way(waited: bool):
     """A collective reads its operand until it is waited for."""
