@@ -77,12 +77,13 @@ def check(
     reuse).
 
     `params` and `buffers` are whole tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the
-    parameters' dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for
-    float32.
+    parameters' narrowest dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5
+    for float32.
     """
     if compile == "inductor":
         torch.set_num_threads(1)  # ranks are forked, and a forked process has no thread pool
-    dtype = next((t.dtype for t in params.values() if t.is_floating_point()), torch.float32)
+    floats = [t.dtype for t in params.values() if t.is_floating_point()]
+    dtype = min(floats, key=lambda d: d.itemsize, default=torch.float32)
     limit = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
     if dtype == torch.float64:
         logical = widen(logical)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ from tests.captured import llama
 from tests.stages.models import loaded, odd
 
 
+@functools.cache
 def lowered(strategy: str, **overrides: str) -> PipelineGraph:
     """Four layers."""
     program = lower(llama(layers=4).graph, Strategy.parse(strategy, overrides=overrides))

@@ -1,4 +1,4 @@
-"""The text form: goldens of six strategies, folding, names, and that nothing of the machine gets in.
+"""The text form: goldens of seven strategies, folding, names, and that nothing of the machine gets in.
 
 To accept a change of the goldens: EXPECTTEST_ACCEPT=1 pytest tests/test_printer.py, then read the diff.
 """

@@ -63,6 +63,10 @@ Cluster = Annotated[
     str, typer.Option(metavar="FILE", help="TOML or JSON: nodes, devices_per_node, intra_gb_per_s, inter_gb_per_s, ...")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
+PrecisionText = Annotated[
+    str | None,
+    typer.Option("--precision", help="What the graph computes in, such as bf16.", show_default=False),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -99,6 +103,7 @@ def check_command(
     tolerance: Annotated[
         float | None, typer.Option(help="Largest relative error (default: by dtype).", show_default=False)
     ] = None,
+    precision: PrecisionText = None,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
@@ -121,6 +126,7 @@ def check_command(
         tolerance=tolerance,
         seed=seed,
         debug=debug,
+        precision=precision,
     )
     if not run_check(request):
         raise typer.Exit(1)
@@ -163,6 +169,7 @@ def dump_command(
     set_: Set = [],  # noqa: B006
     override: Override = [],  # noqa: B006
     world: World = None,
+    precision: PrecisionText = None,
     debug: Debug = False,
 ) -> None:
     """Print the graph of a model at one stage, or its pipeline's schedule. Weights are never allocated."""
@@ -192,6 +199,7 @@ def dump_command(
         options=tuple(set_),
         overrides=tuple(override),
         world=world,
+        precision=precision,
     )
     run_dump(request)
 

@@ -13,9 +13,11 @@ from rich.table import Table
 from fxpar.checking import CheckResult, check
 from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.request import (
+    as_computed,
     capture_model,
     check_output,
     collected_warnings,
+    in_precision,
     load_model,
     parse_strategies,
     to_json,
@@ -44,6 +46,7 @@ class CheckRequest:
     tolerance: float | None = None
     seed: int = 0
     debug: bool = False
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def run_check(request: CheckRequest) -> bool:
         logical = capture_model(model)
         status.update("comparing the captured graph with the model")
         eager = compare_with_eager(logical, model.model, model.loss_fn, model.batches[0])
+        logical = in_precision(logical, request.precision)
         results = []
         for strategy in strategies:
             status.update(f"checking {strategy}")
@@ -117,7 +121,7 @@ def check_one(logical: LogicalGraph, model: LoadedModel, strategy: Strategy, req
         (result,) = check(
             logical,
             [strategy],
-            model.params(),
+            as_computed(logical, model.params()),
             model.buffers(),
             model.batches,
             scale=model.scale(),

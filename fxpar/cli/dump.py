@@ -13,6 +13,7 @@ from fxpar.cli.request import (
     capture_model,
     check_output,
     collected_warnings,
+    in_precision,
     load_model,
     parse_strategies,
     to_json,
@@ -52,6 +53,7 @@ class DumpRequest:
     options: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     world: int | None = None
+    precision: str | None = None
 
 
 def run_dump(request: DumpRequest) -> None:
@@ -66,7 +68,7 @@ def run_dump(request: DumpRequest) -> None:
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"capturing {request.model}")
         model = load_model(request.model, request.options, request.dtype, request.tokens, device="meta")
-        logical = capture_model(model)
+        logical = in_precision(capture_model(model), request.precision)
         status.update(f"lowering to {request.strategy}")
         graph = at_stage(logical, request.stage, strategies, request.storage)
     if request.schedule and isinstance(graph, PipelineGraph):
@@ -93,9 +95,10 @@ def at_stage(logical: LogicalGraph, stage: str, strategies: list[Strategy], stor
 
 def planned(graph: PipelineGraph, micro_batches: int | None) -> Timeline:
     """The schedule run on paper, by default with one micro-batch per pipeline rank. Each stage takes as long as its
-    forward has FLOPs, 1 ms on average, and twice of it for the backward. Raises MicroBatchCountError.
+    forward has FLOPs, all of a rank's together 1 ms on average, and twice of it for the backward. Raises
+    MicroBatchCountError.
     """
-    mean = sum(graph.flops) / len(graph.flops) or 1.0
+    mean = sum(graph.flops) / graph.strategy.degree("pp") or 1.0
 
     def forward_ms(action: Action) -> float:
         return graph.flops[action.stage] / mean
@@ -107,7 +110,7 @@ def planned(graph: PipelineGraph, micro_batches: int | None) -> Timeline:
 def schedule_text(graph: PipelineGraph, timeline: Timeline) -> str:
     """The chart under a line that says what a millisecond stands for."""
     head = (
-        f"{graph.name} under {graph.strategy}, a line per block of ranks; 1 ms stands for the forward of a mean stage"
+        f"{graph.name} under {graph.strategy}; 1 ms stands for the forward of a rank's mean share of the model"
     )
     return f"{head}\n{chart(timeline)}\n"
 

@@ -7,15 +7,18 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fxpar.errors import FxparWarning, OutputError, OverrideError, StrategySyntaxError, TokensError
 from fxpar.graph import LogicalGraph
 from fxpar.models import LoadedModel, load
 from fxpar.models.options import parse_assignments
+from fxpar.precision import Precision, with_precision
 from fxpar.strategy import Strategy
 
 _LINE, _DEPTH = 100, 3  # JSON: longer values are broken into lines, down to this depth
@@ -130,3 +133,14 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
+
+
+def in_precision(logical: LogicalGraph, text: str | None) -> LogicalGraph:
+    """The graph as `--precision` wants it. Raises PrecisionSyntaxError, PrecisionDtypeError, PrecisionGlobError."""
+    return logical if text is None else with_precision(logical, Precision.parse(text))
+
+
+def as_computed(logical: LogicalGraph, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters in the dtypes that the graph takes."""
+    dtypes = {info.fqn: info.meta.dtype for info in logical.params()}
+    return {fqn: value.to(dtypes.get(fqn, value.dtype)) for fqn, value in params.items()}

@@ -209,3 +209,18 @@ def test_columns_fit_the_terminal():
         assert "dp2.cp2.tp4+sp+zero3" in text
         assert len(text.splitlines()) == 2  # nothing is wrapped
         assert all(column.title in text for column in shown)
+
+
+def test_in_another_precision(tmp_path):
+    """The single device computes in it too; the tolerance is that of the narrowest parameters."""
+    file = tmp_path / "out.json"
+    status, out, err = fxpar("check", "llama", "-s", "tp2+sp,pp2", "--precision", "bf16", "--json", file)
+    assert status == 0, out + err
+    for result in json.loads(file.read_text())["results"]:
+        assert 1e-4 < result["grad_max_rel_err"] < 3e-2
+
+
+def test_a_precision_that_does_not_parse():
+    status, _, err = fxpar("check", "llama", "-s", "tp2", "--precision", "bf17")
+    assert status != 0
+    assert "did you mean 'bf16'?" in err

@@ -271,13 +271,13 @@ def test_buffers_over_replicas_are_those_of_a_graph_without_stages(plan):
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-@pytest.mark.parametrize("plan", [[[0, 1, 2], []], [[], [3]], [[0], [1, 2, 3, 4]]], ids=str)
+@pytest.mark.parametrize("plan", [[[], [3]], [[0], [1, 2, 3, 4]]], ids=str)
 def test_replicas_with_few_or_no_micro_batches(plan, schedule, monkeypatch):
     monkeypatch.setattr(checking, "assign", lambda strategy, count: plan)
     compare(llama(layers=4), f"dp2.pp2+zero1+{schedule}")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_fewer_micro_batches_than_stages(count, monkeypatch):
     monkeypatch.setattr(checking, "assign", lambda strategy, _: [list(range(count))])
     for schedule in SCHEDULES[:2] + SCHEDULES[3:]:
@@ -366,7 +366,7 @@ def test_schedules_of_programs(flags):
 
 
 # ------------------------------------------------------------------------------------------------------ random models
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(st.integers(0, 10_000))
 @pytest.mark.filterwarnings("ignore::fxpar.errors.FxparWarning")  # some weights of random models do nothing
 def test_random_models_with_random_cuts(seed):

@@ -41,8 +41,8 @@ def equal(have: dict, want: dict) -> None:
     assert largest_error(have["params"], want["params"]) <= 1e-9
 
 
-def test_five_steps_of_three_strategies_equal_one_device():
-    batches = [sequences(seed, LENGTHS) for seed in range(5)]
+def test_steps_of_three_strategies_equal_one_device():
+    batches = [sequences(seed, LENGTHS) for seed in range(4)]
     have = hot(batches, deep, strategies=LIMITED, token_budget=130)
     micro_batches = {group.strategy: group.micro_batches for group in have["reports"][0].groups}
     assert micro_batches == {"dp2.pp2": 2, "pp4": 5, "tp2.cp2": 2}
@@ -73,7 +73,7 @@ def test_tied_embeddings(gradients):
     equal(have, one_device(tied(), batches))
 
 
-@pytest.mark.parametrize("lengths", [(2,), (9, 300), (100, 120, 130, 140, 150)], ids=str)
+@pytest.mark.parametrize("lengths", [(2,), (9, 300)], ids=str)
 def test_few_sequences_and_empty_groups(lengths):
     batches = [sequences(11, lengths), sequences(12, (7, 70))]
     have = hot(batches, deep, strategies=PIPELINES)
@@ -82,7 +82,7 @@ def test_few_sequences_and_empty_groups(lengths):
 
 
 def test_eight_ranks():
-    batches = [sequences(5), sequences(6, LENGTHS)]
+    batches = [sequences(6, LENGTHS)]
     have = hot(batches, deep, world=8, strategies=EIGHT)
     assert {group.strategy for group in have["reports"][0].groups} == set(EIGHT.values())
     equal(have, one_device(deep(), batches))
