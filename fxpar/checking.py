@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from fxpar.lowering import lower
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.bound import Backend
-from fxpar.runtime.channels import ThreadChannels, ThreadWorld
+from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun, replica_of
@@ -197,6 +198,10 @@ def run_world(
 
     def work(rank: int) -> dict[str, Any]:
         channels = None if threads is None else ThreadChannels(threads, rank)
+        with nullcontext() if threads is None else threads.ends_with_this():
+            return run(rank, channels)
+
+    def run(rank: int, channels: Channels | None) -> dict[str, Any]:
         bound = bind_here(program, ProcessGroups(), compile=compile, channels=channels)
         bound.prepare(local_params(program, params, rank), buffers)
         mine = plan[replica_of(program, rank)]
@@ -271,7 +276,7 @@ def _compare(
 def _whole(fqn: str, parts: list[tuple[int, DistConfig]], ranks: list[dict[str, Any]], like: Tensor) -> Tensor:
     """The sum of the terms that several pipeline stages give."""
     total = torch.zeros_like(like)
-    for first, config in parts:
+    for first, config in dict.fromkeys(parts):  # a rank adds up what its stages give
         term = torch.zeros_like(like)
         for rank in range(config.mesh.size):
             config.put(term, ranks[first + rank]["grads"][fqn], rank)

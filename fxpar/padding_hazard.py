@@ -50,7 +50,11 @@ def padding_hazard(logical: LogicalGraph, token: sympy.Symbol | None) -> str | N
     for node in logical.gm.graph.nodes:
         if node.op != "call_function" or node.meta.get("backward"):
             continue
-        if _mixes(node, token, weighted, outside) or (outside and _counts_from_the_end(node, token)):
+        if (
+            _mixes(node, token, weighted, outside)
+            or _moves_the_end(node, token)
+            or (outside and _counts_from_the_end(node, token))
+        ):
             where = node.meta.get("source") or node.meta.get("fqn") or "the model"
             return f"{node.target} at {where} reads all tokens, padding included"
     return None
@@ -127,6 +131,16 @@ def _counts_from_the_end(node: fx.Node, token: sympy.Symbol) -> bool:
     source, dim, start = node.args[:3]
     rank = len(source.meta["tensor"].shape)  # type: ignore[union-attr]
     return _has(source, dim % rank, token) and (isinstance(start, fx.Node) or (start or 0) < 0)  # type: ignore
+
+
+def _moves_the_end(node: fx.Node, token: sympy.Symbol) -> bool:
+    """A token dim turned round: padding at its end would come first."""
+    if node.target not in (aten.flip.default, aten.roll.default):
+        return False
+    source: Any = node.args[0]
+    dims: Any = node.args[1 if node.target is aten.flip.default else 2 :][:1]
+    rank = len(source.meta["tensor"].shape)
+    return any(_has(source, d % rank, token) for d in (dims[0] if dims and dims[0] else range(rank)))
 
 
 def _mixes(node: fx.Node, token: sympy.Symbol, weighted: set[fx.Node], outside: bool) -> bool:

@@ -150,9 +150,7 @@ class _Walk:
         trace = self.traces[stage, again]
         later = self._keys(stage, number, trace.kept(name)) if not adds else set()
         kept = self.kept.pop((stage, number))
-        # A part that adds is called with a second list of its operands, so these stay until it ends.
-        results = self._part(action, trace, name, set() if again else kept - later)
-        self.ledger.drop_all(kept if again else ())
+        results = self._part(action, trace, name, kept - later)
         self.kept[stage, number] = kept & later
         if action.part == "I":
             for key in later - kept:

@@ -48,7 +48,14 @@ def unpack(rows: Tensor, dim: int, sections: tuple[int, ...] = (), size: int = -
 
 
 def take(x: Tensor, degree: int, dim: int, sections: tuple[int, ...], index: int) -> Tensor:
-    """Row `index` of `pack(x)`, without making the others."""
+    """Row `index` of `pack(x)`, without making the others.
+
+    Contiguous, as the rows of `pack` are: torch's layer norm on the CPU reads its statistics as if they were (2.13).
+    """
+    return _take(x, degree, dim, sections, index).contiguous()
+
+
+def _take(x: Tensor, degree: int, dim: int, sections: tuple[int, ...], index: int) -> Tensor:
     if not sections:
         width = -(-x.shape[dim] // degree)
         start = min(index * width, x.shape[dim])
@@ -65,7 +72,7 @@ def take(x: Tensor, degree: int, dim: int, sections: tuple[int, ...], index: int
         return x.select(dim + 1, index).flatten(dim, dim + 1)
     unit = x.shape[dim] // sum(sections)
     parts = x.split([s * unit for s in sections], dim)
-    return torch.cat([take(part, degree, dim, (), index) for part in parts], dim)
+    return torch.cat([_take(part, degree, dim, (), index) for part in parts], dim)
 
 
 def keep_on_first(x: Tensor, index: int) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,6 +77,7 @@ class ProcessGroupChannels:
 
 
 _TAG = 7
+_LOOK_S = 0.5  # how often a thread that waits looks whether another one has failed
 
 
 @dataclass
@@ -102,6 +105,17 @@ class ThreadWorld:
     queues: dict[tuple[int, int], queue.Queue[Tensor]] = field(default_factory=lambda: defaultdict(queue.Queue))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    failed: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def ends_with_this(self) -> Iterator[None]:
+        """If the block raises, no rank waits for this one any more."""
+        try:
+            yield
+        except BaseException:
+            self.failed.set()
+            raise
+
     def of(self, sender: int, receiver: int) -> queue.Queue[Tensor]:
         """The queue between two ranks."""
         with self.lock:
@@ -120,7 +134,7 @@ class ThreadChannels:
         return _Done()
 
     def receive(self, buffer: Tensor, source: int) -> Work:
-        return _FromQueue(buffer, self.world.of(source, self.rank), self.world.timeout_s, source)
+        return _FromQueue(buffer, self.world.of(source, self.rank), self.world, source)
 
 
 class _Done:
@@ -135,18 +149,25 @@ class _Done:
 class _FromQueue:
     buffer: Tensor
     source: queue.Queue[Tensor]
-    timeout_s: float
+    world: ThreadWorld
     rank: int
 
     def wait(self) -> None:
-        try:
-            found = self.source.get(timeout=self.timeout_s)
-        except queue.Empty:
-            raise TransferError("pipeline", str(self.rank), f"nothing within {self.timeout_s:.0f} s") from None
+        found = self._get()
         if found.shape != self.buffer.shape or found.dtype != self.buffer.dtype:
             cause = f"{found.dtype} {list(found.shape)} has come instead of {list(self.buffer.shape)}"
             raise TransferError("pipeline", str(self.rank), cause)
         self.buffer.copy_(found)
+
+    def _get(self) -> Tensor:
+        ends = time.monotonic() + self.world.timeout_s
+        while time.monotonic() < ends:
+            try:
+                return self.source.get(timeout=min(_LOOK_S, self.world.timeout_s))
+            except queue.Empty:
+                if self.world.failed.is_set():
+                    raise TransferError("pipeline", str(self.rank), "a rank has failed") from None
+        raise TransferError("pipeline", str(self.rank), f"nothing within {self.world.timeout_s:.0f} s")
 
     def is_completed(self) -> bool:
         return not self.source.empty()

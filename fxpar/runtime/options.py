@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from fxpar.batching import MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
+from fxpar.errors import ParallelizeError, nearest
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.monitor import Monitor
@@ -87,6 +88,12 @@ class Options:
     plain: str | None = None
     compiled: Compiled | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("gradients", get_args(Mode)), ("nan", ("error", "skip")), ("compile", get_args(Backend))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ParallelizeError(f"{name}={value!r} is none of {', '.join(known)}{nearest(str(value), known)}")
 
 
 @dataclass(frozen=True)

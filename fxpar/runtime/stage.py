@@ -216,7 +216,8 @@ class BoundStage:
             taken = self._tensors([*self._inputs, *self._prepared, *results[:skipped], *sent])
             own_memory(self._late, taken)
             return results[:skipped]
-        return list(self._call(half, again=True)([*values, *self._late]))[:skipped]
+        values += self._late  # the same list, which the call empties: operands are freed after their last use
+        return list(self._call(half, again=True)(values))[:skipped]
 
     def _run(self, name: str, tables: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
         return self._call(name)(self._gather(name, tables))

@@ -122,7 +122,7 @@ def test_schedule(tmp_path):
     status, out, err = fxpar(*words, "--micro-batches", "4")
     assert status == 0, err
     head, first, second, summary = out.splitlines()
-    assert head.startswith("llama under pp2, ")
+    assert head.startswith("llama under pp2; ")
     assert (first[:8], second[:8]) == ("rank 0  ", "rank 1  ")
     assert re.findall(r"[FB]\d", second) == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
     assert summary.endswith("most saved micro-batches by rank: 2, 1")
