@@ -56,14 +56,16 @@ def test_collectives_need_no_process_group():
 
 
 def test_coordinates():
-    """The last piece of an uneven cut is padded, and padding is a copy."""
+    """The last piece of an uneven cut is padded, and padding is a copy; so is a piece of columns."""
     graph, x = small()
-    piece = graph.call_function(layout.take, (x, 4, 1, (), "#tp"))
-    graph.output((piece,))
-    dims = {dim_symbol("T"): 4}
+    piece = graph.call_function(layout.take, (x, 4, 0, (), "#tp"))
+    columns = graph.call_function(layout.take, (x, 2, 1, (), "#tp"))
+    graph.output((piece, columns))
+    dims = {dim_symbol("T"): 6}
     first, last = (trace_storages(graph, dims, {"tp": i}) for i in (0, 3))
     assert first.of[piece] == first.of[x]
     assert last.of[piece] != last.of[x]
+    assert first.of[columns] != first.of[x]
 
 
 def test_every_op_of_the_models_runs_on_the_meta_device():

@@ -22,13 +22,15 @@ def program(strategy: str, placed: Placed, dtype: torch.dtype = torch.float32) -
     """`placed` maps FQNs to global shape and placement."""
     metas = {fqn: TensorMeta(shape, dtype) for fqn, (shape, _) in placed.items()}
     stored = tuple(Stored(metas[fqn], dist) for fqn, (_, dist) in placed.items())
-    return SimpleNamespace(
+    made = SimpleNamespace(
         strategy=Strategy.parse(strategy),
         inputs=tuple(Input("param", fqn, meta, True) for fqn, meta in metas.items()),
         outputs=tuple(Output("grad", fqn) for fqn in placed),
         stored_inputs=stored,
         stored_outputs=stored,
     )
+    made.placed = ((0, made),)
+    return made
 
 
 @st.composite
