@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +51,34 @@ class Part:
     def is_empty(self) -> bool:
         """No calls at all: every result is a placeholder."""
         return not any(node.op == "call_function" for node in self.graph.nodes)
+
+
+def cut_part(
+    members: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    position: Mapping[fx.Node, int],
+    slots: Mapping[str, Mapping[fx.Node, int]],
+) -> Part:
+    """A graph of the member nodes; operands from elsewhere become placeholders, in the order of first use.
+
+    `position` numbers the inputs of the whole graph, `slots` the results of the parts that run earlier, which come
+    first where a result is an input handed on.
+    """
+    inside = set(members)
+    outside = dict.fromkeys(o for n in members for o in n.all_input_nodes if o not in inside)
+    outside |= dict.fromkeys(r for r in results if r not in inside)
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    sources: list[Any] = []
+    for node in outside:
+        copied[node] = graph.placeholder(node.name)
+        copied[node].meta = dict(node.meta)
+        part = next((p for p in slots if node in slots[p]), "input")
+        sources.append((part, position[node] if part == "input" else slots[part][node]))
+    for node in members:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+    graph.output(tuple(copied[r] for r in results))
+    return Part(graph, tuple(sources))
 
 
 @dataclass(frozen=True)

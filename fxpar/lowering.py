@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import NotYetError, VerifyError
-from fxpar.exec_graph import ExecGraph, Part, PlainGraph, Source
+from fxpar.exec_graph import ExecGraph, Part, PlainGraph, cut_part
 from fxpar.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ladder import OnPass, common_fields, default_passes, run_passes
-from fxpar.pass_base import GraphPass
+from fxpar.pass_base import GraphPass, ancestors
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reuse_buffers import SAME_STORAGE
 from fxpar.passes.zero_shard import ZeroShard
@@ -121,7 +121,7 @@ def split_phases(graph: AnnotatedGraph) -> ExecGraph:
             later = [n for n in graph.results if name == "body" and phase.get(n) == "body"]
             results = list(dict.fromkeys([*needed[name], *later]))
         members = [n for n, p in phase.items() if p == name]
-        parts[name] = _part(members, results, position, slots)
+        parts[name] = cut_part(members, results, position, slots)
         slots[name] = {node: i for i, node in enumerate(results)}
     return ExecGraph(**common_fields(graph), prologue=parts["prologue"], body=parts["body"], epilogue=parts["epilogue"])
 
@@ -135,7 +135,7 @@ def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
     finals = list(zip(graph.results, graph.outputs, strict=True))
     returned = [node for node, out in finals if out.kind in ("value", "buffer")]
     gradients = [node for node, out in finals if out.kind not in ("value", "buffer")]
-    early = _needed_by(returned)
+    early = ancestors(returned)
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     # One result of an op with several cannot be computed without the others.
     early.update(n for n in calls if n.target is operator.getitem and n.args[0] in early)
@@ -150,21 +150,10 @@ def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
     crossing |= dict.fromkeys(g for g in gradients if g in early and g.op == "call_function")
     saved = [n for n in crossing if n not in set(returned)]
     position = {node: i for i, node in enumerate(graph.placeholders)}
-    forward = _part(first, [*returned, *saved], position, {})
-    slots = {"forward": {node: i for i, node in reversed(list(enumerate([*returned, *saved])))}}
-    backward = _part(second, gradients, position, slots)
+    forward = cut_part(first, [*returned, *saved], position, {})
+    slots = {"forward": {node: i for i, node in reversed(list(enumerate([*returned, *saved]))) if node not in position}}
+    backward = cut_part(second, gradients, position, slots)
     return PlainGraph(**common_fields(graph), forward=forward, backward=backward, structure=logical.structure)
-
-
-def _needed_by(nodes: list[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are computed from."""
-    found, todo = set(nodes), list(nodes)
-    while todo:
-        for operand in todo.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                todo.append(operand)
-    return found
 
 
 def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
@@ -175,31 +164,6 @@ def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
     while value not in early and value.target in SAME_STORAGE:
         value = value.args[0]
     return value in early or value.op == "placeholder"
-
-
-def _part(
-    members: list[fx.Node], results: list[fx.Node], position: dict[fx.Node, int], slots: dict[str, dict[fx.Node, int]]
-) -> Part:
-    """A graph of the member nodes; operands from elsewhere become placeholders, in the order of first use."""
-    inside = set(members)
-    outside = dict.fromkeys(o for n in members for o in n.all_input_nodes if o not in inside)
-    outside |= dict.fromkeys(r for r in results if r not in inside)
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    sources: list[Source] = []
-    for node in outside:
-        place = graph.placeholder(node.name)
-        place.meta = dict(node.meta)
-        copied[node] = place
-        if node in position:
-            sources.append(("input", position[node]))
-        else:
-            part = next(p for p, slot in slots.items() if node in slot)
-            sources.append((part, slots[part][node]))  # type: ignore[arg-type]
-    for node in members:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-    graph.output(tuple(copied[r] for r in results))
-    return Part(graph, tuple(sources))
 
 
 __all__ = ["PHASES", "OnPass", "default_passes", "lower", "lower_forward", "split_forward", "split_phases"]

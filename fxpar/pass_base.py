@@ -74,6 +74,18 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they are computed from."""
+    todo = list(nodes)
+    found = set(todo)
+    while todo:
+        for operand in todo.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                todo.append(operand)
+    return found
+
+
 def set_results(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
     """Replace the graph's results."""
     (output,) = graph.find_nodes(op="output")

@@ -25,7 +25,7 @@ from torch import fx
 
 from fxpar.exec_graph import collective_kind
 from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_base import Tier
+from fxpar.pass_base import Tier, ancestors
 from fxpar.serialize import OpOverload
 from fxpar.torch_api import kernels
 
@@ -189,13 +189,7 @@ def _forward(graph: AnnotatedGraph) -> set[fx.Node]:
             ends += node.all_input_nodes
         elif not node.meta.get("backward"):
             todo.append(node)
-    found = set(todo)
-    while todo:
-        for operand in todo.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                todo.append(operand)
-    return found
+    return ancestors(todo)
 
 
 def _memory_of(node: fx.Node, known: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import sympy
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpar.graph import Input, LogicalGraph, TensorMeta
-from fxpar.pass_base import tensor_operands
+from fxpar.pass_base import ancestors, tensor_operands
 from fxpar.rules.matmul import matmul_flops
 from fxpar.rules.option import OpView
 
@@ -90,18 +89,6 @@ def producer(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are computed from."""
-    todo = list(nodes)
-    found = set(todo)
-    while todo:
-        for operand in todo.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                todo.append(operand)
-    return found
 
 
 def nominal_dims(logical: LogicalGraph) -> dict[sympy.Symbol, int]:

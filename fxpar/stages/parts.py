@@ -10,14 +10,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from fxpar.errors import VerifyError
-from fxpar.exec_graph import Part
+from fxpar.exec_graph import Part, cut_part
 from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.stages.nodes import ancestors
+from fxpar.pass_base import ancestors
 
 Slots = dict[str, dict[fx.Node, int]]
 
@@ -118,22 +117,7 @@ class _Splitter:
             raise VerifyError(f"{self.graph.name}: what the forward gives depends on {min(wrong).name!r}")
 
     def _part(self, members: list[fx.Node], results: list[fx.Node], slots: Slots) -> Part:
-        """A graph of the member nodes; operands from elsewhere become placeholders, in the order of first use."""
-        inside = set(members)
-        outside = dict.fromkeys(o for n in members for o in n.all_input_nodes if o not in inside)
-        outside |= dict.fromkeys(r for r in results if r not in inside)
-        graph = fx.Graph()
-        copied: dict[fx.Node, fx.Node] = {}
-        sources: list[Any] = []
-        for node in outside:
-            copied[node] = graph.placeholder(node.name)
-            copied[node].meta = dict(node.meta)
-            part = next((p for p in slots if node in slots[p]), "input")
-            sources.append((part, self.position[node] if part == "input" else slots[part][node]))
-        for node in members:
-            copied[node] = graph.node_copy(node, copied.__getitem__)
-        graph.output(tuple(copied[r] for r in results))
-        return Part(graph, tuple(sources))
+        return cut_part(members, results, self.position, slots)
 
 
 def _with_siblings(found: set[fx.Node], calls: list[fx.Node]) -> set[fx.Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen as torch_varlen  # importing it registers torch.ops.torch_attn
+import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 
 from fxpar.tracer.attention import autocast
