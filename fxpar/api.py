@@ -61,6 +61,7 @@ def parallelize(
     monitor: bool | Monitor = True,
     plain: str | None = None,
     compiled: Compiled | None = None,
+    initializer: Callable[[nn.Module], object] | None = None,
     seed: int = 0,
 ) -> Any:
     """Make `target` (a module, or as a decorator a module class) train under `strategies`.
@@ -90,6 +91,8 @@ def parallelize(
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
     - `compiled`: what `fxpar.compile_strategies` returned for the same model, loss and strategies (made before forking
       ranks, or loaded), instead of compiling again.
+    - `initializer(module)`: for a model on the meta device, fills what one module has itself; by default the module's
+      `reset_parameters`. It is called on whole tensors of one module at a time, children first, on every rank alike.
 
     Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
     """
@@ -190,6 +193,10 @@ class ParallelModule(nn.Module):
     def step_count(self) -> int:
         """Mini-batches so far."""
         return self._session().engine.steps
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
+        """Nothing to do: the storage was made, and filled, by `parallelize`. (Code for sharded models calls this.)"""
+        return self
 
     def using(self, strategy: str) -> Any:
         """Within `with model.using("dp2.tp2"):` plain calls `model(x)` run under this strategy."""

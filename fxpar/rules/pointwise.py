@@ -13,6 +13,8 @@ aten = torch.ops.aten
 LOOKS_POINTWISE = (
     aten._to_copy.default,
     aten.alias.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.empty_like.default,

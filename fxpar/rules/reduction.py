@@ -20,6 +20,7 @@ REDUCTIONS = {
     aten.min.default: None,
     aten.any.dim: None,
     aten.all.dim: None,
+    aten.all.default: None,
     aten.argmax.default: None,
     aten.var.correction: None,
     aten.var_mean.correction: None,

@@ -144,6 +144,11 @@ def repeat_factors(op: OpView) -> list[Factor]:
     return [Factor((d,), (d + shift,)) for d in range(len(op.inputs[0])) if repeats[d + shift] == 1]
 
 
+def complex_factors(op: OpView) -> list[Factor]:
+    """aten.view_as_complex, aten.view_as_real: all dims but the pair (real, imaginary), which only one side has."""
+    return [Factor((d,), (d,)) for d in range(min(len(op.inputs[0]), len(op.outputs[0])))]
+
+
 def factory_factors(op: OpView) -> list[Factor]:
     """Constants from nothing (full, zeros, ones): each rank makes its part. Operands (new_zeros) are not read."""
     rank = len(op.outputs[0])
@@ -151,6 +156,7 @@ def factory_factors(op: OpView) -> list[Factor]:
 
 
 __all__ = [
+    "complex_factors",
     "expand_factors",
     "factory_factors",
     "map_shard",

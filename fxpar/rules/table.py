@@ -66,6 +66,8 @@ TABLE: dict[Any, OpRule] = {
     aten.squeeze.dims: _by(reshape.squeeze_factors, _first),
     aten.expand.default: _by(reshape.expand_factors, _first),
     aten.repeat.default: _by(reshape.repeat_factors, _first),
+    aten.view_as_complex.default: _by(reshape.complex_factors),
+    aten.view_as_real.default: _by(reshape.complex_factors),
     aten.full.default: _FACTORY,
     aten.zeros.default: _FACTORY,
     aten.ones.default: _FACTORY,

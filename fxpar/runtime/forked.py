@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import queue
+import signal
 import socket
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fxpar.errors import RankError
-from fxpar.torch_api.fork import forget_compile_threads
+from fxpar.torch_api.fork import forget_parent_threads
 
 T = TypeVar("T")
 
@@ -24,7 +29,8 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
     """`work(rank)` in `world` forked processes inside a gloo process group; results (pickled) by rank.
 
     Call `torch.set_num_threads(1)` before the first op of this process: a forked child cannot use its parent's threads.
-    Raises RankError for the first rank that fails, or for those that are not done within `timeout_s`.
+    Raises RankError for the first rank that fails, or for those that are not done within `timeout_s`: with the lines
+    of Python at which they stand.
     """
     torch.set_num_threads(1)
     with socket.socket() as probe:
@@ -32,30 +38,46 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
         port = probe.getsockname()[1]
     context = mp.get_context("fork")
     results_queue = context.Queue()
-    ranks = [context.Process(target=_main, args=(rank, world, port, work, results_queue)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    results: dict[int, T] = {}
-    try:
-        while len(results) < world:
-            rank, ok, blob = results_queue.get(timeout=timeout_s)
-            if not ok:
-                raise RankError(str(rank), blob)
-            results[rank] = torch.load(io.BytesIO(blob), weights_only=False)
-    except queue.Empty:
-        missing = ", ".join(str(r) for r in range(world) if r not in results)
-        raise RankError(missing, f"not done within {timeout_s:.0f} s") from None
-    finally:
+    with ExitStack() as files:
+        stacks = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
+        ranks = [
+            context.Process(target=_main, args=(rank, world, port, work, results_queue, stacks[rank]))
+            for rank in range(world)
+        ]
         for process in ranks:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+            process.start()
+        results: dict[int, T] = {}
+        try:
+            while len(results) < world:
+                rank, ok, blob = results_queue.get(timeout=timeout_s)
+                if not ok:
+                    raise RankError(str(rank), blob)
+                results[rank] = torch.load(io.BytesIO(blob), weights_only=False)
+        except queue.Empty:
+            missing = [rank for rank in range(world) if rank not in results]
+            where = "".join(f"\nrank {rank}:\n{_stack(ranks[rank], stacks[rank])}" for rank in missing)
+            raise RankError(", ".join(map(str, missing)), f"not done within {timeout_s:.0f} s{where}") from None
+        finally:
+            for process in ranks:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
     return [results[rank] for rank in range(world)]
 
 
-def _main(rank: int, world: int, port: int, work: Callable[[int], Any], results: Any) -> None:
+def _stack(process: Any, file: TextIO) -> str:
+    """Where a rank stands; empty if it does not answer."""
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # the handler of that process writes, from C
+    file.seek(0)
+    return file.read() or "no longer there"
+
+
+def _main(rank: int, world: int, port: int, work: Callable[[int], Any], results: Any, stack: TextIO) -> None:
+    forget_parent_threads()
+    faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    forget_compile_threads()
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world)
         buffer = io.BytesIO()

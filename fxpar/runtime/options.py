@@ -87,6 +87,7 @@ class Options:
     monitor: bool | Monitor = True
     plain: str | None = None
     compiled: Compiled | None = None
+    initializer: Callable[[nn.Module], object] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

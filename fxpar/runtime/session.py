@@ -282,7 +282,7 @@ def _storage(
     on_meta = is_on_meta(module)
     store.adopt(module, names)
     if on_meta:
-        materialize(module, store, names)
+        materialize(module, store, names, options.initializer)
     return store, schedule_of(kept), memory
 
 

@@ -1,11 +1,22 @@
-"""What a forked child must do before it compiles."""
+"""What a forked child must do first: the parent's threads are gone, but not what waits for them."""
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
-def forget_compile_threads() -> None:
+def forget_parent_threads() -> None:
+    """Let nothing in this process wait for a thread that only its parent has. Call it first in a forked child.
+
+    What the parent left to the garbage collector is not collected here: the destructor of a process group, say, joins
+    threads, and would do so for ever.
+    """
+    gc.freeze()
+    _forget_compile_threads()
+
+
+def _forget_compile_threads() -> None:
     """Drop the threads of inductor's compiler that the parent had: the pool is there in a forked child, they are not.
 
     Inductor itself forgets its pool of processes after a fork, but not its pool of threads: what the child gives to

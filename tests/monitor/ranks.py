@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from fxpar.errors import PeerLostError
 from fxpar.monitor import Monitor
+from fxpar.torch_api.fork import forget_parent_threads
 
 TIMEOUT_S = 2.0
 INTERVAL_S = 0.25
@@ -68,6 +69,7 @@ def lose_one(folder: Path, world: int, victim: int, how: Callable[[], None], wai
 
 
 def _main(rank: int, folder: Path, world: int, victim: int, how: Callable[[], None], port: int) -> None:
+    forget_parent_threads()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
     report: dict = {"error": "none"}

@@ -16,12 +16,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fxpar.errors import PeerLostError
+from fxpar.torch_api.fork import forget_parent_threads
 from tests.runtime.hot import make_llama, parallel, precompile, sequences
 
 VICTIM, TIMEOUT_S = 2, 8.0
 
 
 def rank_main(rank: int, port: int, folder: Path, where: str, how: signal.Signals) -> None:
+    forget_parent_threads()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=4, timeout=timedelta(seconds=TIMEOUT_S))
     model = parallel(make_llama, monitor=True, timeout_s=TIMEOUT_S, resident=[])

@@ -1,10 +1,14 @@
-"""Compiling in a forked child after the parent has compiled."""
+"""What a forked child does not have: the threads of its parent."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from fxpar.errors import RankError
 from fxpar.runtime.forked import run_forked
 
 
@@ -20,3 +24,33 @@ def compiled(factor: float) -> float:
 def test_a_forked_child_compiles_after_its_parent():
     mine = compiled(2.0)
     assert run_forked(1, lambda rank: compiled(2.0), timeout_s=100) == [mine]
+
+
+def collect_and_say(rank: int) -> int:
+    gc.collect()
+    return rank
+
+
+def test_a_forked_child_collects_no_process_group_of_its_parent():
+    """Its destructor joins threads that the child does not have."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+            self.itself = self
+
+    gc.disable()
+    try:
+        Holder()  # garbage that only the collector finds
+        assert run_forked(2, collect_and_say, timeout_s=20) == [0, 1]
+    finally:
+        gc.enable()
+
+
+def test_a_rank_that_hangs_says_where():
+    def wait_for_ever(rank: int) -> None:
+        if rank == 1:
+            dist.recv(torch.zeros(1), src=0)
+
+    with pytest.raises(RankError, match=r"not done within 2 s(.|\n)*rank 1:(.|\n)*wait_for_ever"):
+        run_forked(2, wait_for_ever, timeout_s=2)
