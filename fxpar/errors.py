@@ -1115,3 +1115,46 @@ class NoScheduleError(FxparError):
             f"strategy '{strategy}' has no schedule, as it has no pipeline stages. Name one with a pp axis, such as "
             "pp2 or pp2+zb_h1"
         )
+
+
+# --------------------------------------------------------------------------------------------------------- torchtitan
+class HostVersionError(FxparError):
+    """A pair of versions of torchtitan and torch that the recipes were not made for."""
+
+    def __init__(self, torchtitan: str, torch: str, torchtitan_range: str, torch_range: str) -> None:
+        super().__init__(
+            f"fxpar.recipes need torchtitan{torchtitan_range} and torch{torch_range}; found torchtitan {torchtitan} "
+            f"and torch {torch}. Install a supported pair: pip install 'fxpar[torchtitan]'"
+        )
+
+
+class RecipeImportError(FxparError):
+    """A module that a recipe imports is not there, or fails. Not an ImportError: torchtitan would hide it."""
+
+    def __init__(self, module: str, error: Exception) -> None:
+        super().__init__(f"{module} cannot be imported: {type(error).__name__}: {error}")
+
+
+class UnsupportedRecipeError(FxparError):
+    """An option of a torchtitan recipe that fxpar does not support."""
+
+    def __init__(self, option: str, why: str, instead: str) -> None:
+        super().__init__(f"recipe option {option}: {why}. {instead}")
+
+
+class LoaderStateError(FxparError):
+    """A checkpoint's place in the data that this loader cannot go on from."""
+
+    def __init__(self, saved_ranks: int, data_ranks: int) -> None:
+        super().__init__(
+            f"the checkpoint says where {saved_ranks} data-parallel rank(s) of torchtitan's loader were, this run draws "
+            f"as {data_ranks}. Set --fxpar.data-ranks {saved_ranks} to go on from there, or "
+            "--checkpoint.exclude-from-loading dataloader to begin the data anew"
+        )
+
+
+class CheckpointModelError(FxparError):
+    """A checkpoint of another model."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"checkpoint {path} does not fit the model: {what}")

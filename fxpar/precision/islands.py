@@ -13,7 +13,7 @@ from fxpar.errors import PrecisionGlobError
 from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.precision.loss_region import loss_region
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import ACCUMULATING, BATCH_NORMS, INDEX_PUTS, NORM_NAMES, NORMS, PRODUCTS, SOFTMAXES, VIEWS
+from fxpar.precision.tables import ACCUMULATING, BATCH_NORMS, INDEX_PUTS, NORM_NAMES, NORMS, PAIRS, PRODUCTS, SOFTMAXES, VIEWS
 
 aten = torch.ops.aten
 _VALUES = ("param", "batch", "tangent")
@@ -46,7 +46,7 @@ def active_nodes(logical: LogicalGraph) -> set[fx.Node]:
 def find_islands(logical: LogicalGraph, precision: Precision, active: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes that compute in the captured dtype. Raises PrecisionGlobError."""
     calls = [n for n in logical.gm.graph.nodes if n.op == "call_function"]
-    ops = BATCH_NORMS | (NORMS if precision.norms else set()) | (SOFTMAXES if precision.softmax else set())
+    ops = BATCH_NORMS | PAIRS | (NORMS if precision.norms else set()) | (SOFTMAXES if precision.softmax else set())
     islands = {n for n in calls if n.target in ops or _adds_rows(n)}
     modules = _matching(logical, precision.fp32)
     if precision.norms:

@@ -1,0 +1,128 @@
+"""Attention of torchtitan's models as fxpar captures it, and one that stock torchtitan can train on CPU.
+
+Each is activated by its path in `override.imports`, torchtitan's own mechanism; `to_fxpar` lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
+from fxpar.errors import UnsupportedRecipeError
+from fxpar.recipes.torchtitan_api import (
+    FlexAttention,
+    Module,
+    ScaledDotProductAttention,
+    VarlenAttention,
+    override,
+)
+
+
+class FxparAttention(Module):
+    """`fxpar::attention`, causal, over packed documents.
+
+    Takes q [B, S, H, E], k and v [B, S, Hkv, E], and in place of a mask the document ids [B or 1, S]; returns
+    [B, S, H, E].
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        window: int = 0
+        """Tokens that a query sees, itself included; 0 for all before it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.window = config.window
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention_masks: Tensor | None,
+        scale: float | None = None,
+        out_transform: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out, lse = torch.ops.fxpar.attention(q, k, v, attention_masks, None, True, self.window, scale, 0.0)
+        out = out.transpose(1, 2)
+        if out_transform is None:
+            return out
+        raise UnsupportedRecipeError(
+            "model_spec", "its attention changes the result by its log-sum-exp (attention sinks)", "Use another model"
+        )
+
+
+class DenseAttention(FlexAttention):
+    """FlexAttention through `scaled_dot_product_attention` with its mask written out: it has a backward on CPU."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(  # pyrefly: ignore[bad-override]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention_masks: Any,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = _written_out(attention_masks, q.shape[0], q.shape[-2], k.shape[-2])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        return out.transpose(1, 2)
+
+
+def _written_out(block_mask: Any, batch: int, queries: int, keys: int) -> Tensor:
+    """The dense mask [B, 1, Sq, Skv] of a BlockMask; kept on it, since all layers use the same."""
+    known = getattr(block_mask, "fxpar_dense", None)
+    if known is None:
+        known = create_mask(block_mask.mask_mod, batch, 1, queries, keys, device=block_mask.kv_num_blocks.device)
+        block_mask.fxpar_dense = known
+    return known
+
+
+@override(target=FlexAttention.Config, exact=True, description="fxpar::attention over packed documents")
+def flex(config: FlexAttention.Config) -> FxparAttention.Config:
+    """FlexAttention with torchtitan's causal mask of packed documents."""
+    return FxparAttention.Config()
+
+
+@override(target=VarlenAttention.Config, exact=True, description="fxpar::attention over packed documents")
+def varlen(config: VarlenAttention.Config) -> FxparAttention.Config:
+    """Varlen attention, causal, with its window."""
+    left, right = config.window_size
+    if right != 0:
+        raise UnsupportedRecipeError(
+            "model_spec: VarlenAttention.Config.window_size", f"{config.window_size} is not causal", "Use (-1, 0)"
+        )
+    return FxparAttention.Config(window=left + 1 if left >= 0 else 0)
+
+
+@override(target=ScaledDotProductAttention.Config, exact=True, description="fxpar::attention over packed documents")
+def sdpa(config: ScaledDotProductAttention.Config) -> FxparAttention.Config:
+    """Causal scaled_dot_product_attention; documents, which it ignores, are kept apart as the other backends do."""
+    return FxparAttention.Config()
+
+
+@override(target=FlexAttention.Config, exact=True, description="dense attention that trains on CPU")
+def dense_attention(config: FlexAttention.Config) -> DenseAttention.Config:
+    """For stock torchtitan on CPU."""
+    return DenseAttention.Config(block_size=config.block_size, kernel_options=config.kernel_options)
+
+
+FOR_FXPAR = tuple(f"{__name__}.{f.__name__}" for f in (flex, varlen, sdpa))
+FOR_STOCK_ON_CPU = f"{__name__}.{dense_attention.__name__}"

@@ -1,0 +1,142 @@
+"""What a torchtitan recipe may not ask of fxpar; every refusal names the option and what to set instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.errors import StrategyWorldsError, UnsupportedRecipeError
+from fxpar.recipes import torchtitan_api as titan
+from fxpar.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An option that is not supported: `found(config)` says how it is set, or returns None."""
+
+    option: str
+    found: Callable[[Any], str | None]
+    instead: str
+
+
+def _converted(config: Any) -> str | None:
+    """A Linear that is none of torchtitan's plain ones: float8, MX and NV formats, LoRA."""
+    for fqn, linear, _, _ in config.model_spec.model.traverse(titan.Linear.Config):
+        if type(linear) is not titan.Linear.Config:
+            return f"{fqn} is a {type(linear).__qualname__.removesuffix('.Config')}"
+    return None
+
+
+def _moe(config: Any) -> str | None:
+    for index, layer in enumerate(getattr(config.model_spec.model, "layers", ())):
+        if getattr(layer, "moe", None) is not None:
+            return f"layers.{index} routes tokens to experts"
+    return None
+
+
+def _other_model(config: Any) -> str | None:
+    """Models whose attention is not plain causal attention over packed documents."""
+    model = config.model_spec.model
+    owner = getattr(type(model), "_owner", None)
+    plain = titan.decoder_module.Decoder
+    if owner is None or not issubclass(owner, plain):
+        return f"{config.model_spec.name} is no decoder"
+    for name in ("get_attention_masks", "forward"):
+        if getattr(owner, name) is not getattr(plain, name):
+            return f"{config.model_spec.name} has a {name} of its own"
+    return None
+
+
+def _other_loss(config: Any) -> str | None:
+    loss = config.loss
+    if isinstance(loss, titan.ChunkedLossWrapper.Config):
+        loss = loss.loss_fn
+    return None if type(loss) is titan.CrossEntropyLoss.Config else f"it is a {type(loss).__qualname__}"
+
+
+REFUSALS = (
+    Refusal("model_spec (converters)", _converted, "Build the recipe without quantization and LoRA converters"),
+    Refusal("model_spec (MoE)", _moe, "Use a dense model, or stock torchtitan: fxpar.strategies unset"),
+    Refusal("model_spec", _other_model, "Use a dense model such as llama3 or qwen3"),
+    Refusal("loss", _other_loss, "Use CrossEntropyLoss, chunked or not"),
+    Refusal(
+        "training.dtype",
+        lambda c: None if c.training.dtype == "float32" else f"it is {c.training.dtype}",
+        "Set --training.dtype float32: masters are fp32, --training.mixed-precision-param bfloat16 computes in bf16",
+    ),
+    Refusal(
+        "training.enable_cpu_offload",
+        lambda c: "it is set" if c.training.enable_cpu_offload else None,
+        "Unset it; --fxpar.memory-budget-gib bounds the memory of the strategies",
+    ),
+    Refusal(
+        "parallelism.expert_parallel_degree",
+        lambda c: None if c.parallelism.expert_parallel_degree == 1 else f"it is {c.parallelism.expert_parallel_degree}",
+        "Set it to 1",
+    ),
+    Refusal(
+        "comm.mode",
+        lambda c: None if c.comm.mode == "default" else f"it is {c.comm.mode!r}",
+        "Set --comm.mode default",
+    ),
+    Refusal(
+        "compile.backend",
+        lambda c: f"it is {c.compile.backend!r}" if c.compile.enable and c.compile.backend != "inductor" else None,
+        "Set --compile.backend inductor",
+    ),
+    Refusal(
+        "fault_tolerance (torchft)",
+        lambda c: "it is set" if hasattr(c, "fault_tolerance") else None,
+        "Use a recipe without torchft; fxpar checkpoints resume on another number of ranks",
+    ),
+)
+
+
+def refusals(config: Any) -> Iterator[UnsupportedRecipeError]:
+    """An error for every option of a recipe that fxpar does not support."""
+    for refusal in REFUSALS:
+        found = refusal.found(config)
+        if found is not None:
+            yield UnsupportedRecipeError(refusal.option, found, refusal.instead)
+
+
+def check_options(config: Any) -> None:
+    """Raises UnsupportedRecipeError for the first unsupported option."""
+    for error in refusals(config):
+        raise error
+
+
+def check_recipe(config: Any, settings: Any, world: int) -> None:
+    """Everything that can be said before the process group is there.
+
+    Raises UnsupportedRecipeError, StrategyWorldsError for strategies of another number of ranks, and the errors of
+    parsing a strategy.
+    """
+    check_options(config)
+    strategies: dict[int, str] = settings.strategies
+    if not strategies:
+        raise UnsupportedRecipeError("fxpar.strategies", "there is none", "Write for example --fxpar.strategies 512 dp2")
+    parsed = {limit: (text, Strategy.parse(text).world) for limit, text in sorted(strategies.items())}
+    if any(ranks != world for _, ranks in parsed.values()):
+        raise StrategyWorldsError(parsed, world)
+    longest, seq_len = max(strategies), config.training.seq_len
+    if longest < seq_len:
+        raise UnsupportedRecipeError(
+            "training.seq_len",
+            f"documents have up to {seq_len} tokens, the strategies take up to {longest}",
+            f"Give {strategies[longest]} the limit {seq_len} in fxpar.strategies, or set --training.seq-len {longest}",
+        )
+
+
+def data_parallel_degree(parallelism: Any, world: int) -> int:
+    """The replicas that torchtitan would train with on so many ranks: a step takes as many rows as it would."""
+    other = (
+        parallelism.context_parallel_degree
+        * parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
+    )
+    return max(1, world // other)
+
+
+__all__ = ["check_options", "check_recipe", "data_parallel_degree", "refusals"]

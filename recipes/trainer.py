@@ -1,0 +1,218 @@
+"""torchtitan's Trainer with fxpar's engine under its forward and backward.
+
+To torchtitan the world is one device (`OneDevice`): data is drawn once, alike on every rank; a step is one batch, the
+whole mini-batch; parameters are DTensors, as FSDP2's are. Optimizer, schedules, clipping, metrics, profiler and
+checkpointer stay torchtitan's own. With `fxpar.strategies` unset, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.api import ParallelModule
+from fxpar.losses import cross_entropy_sum
+from fxpar.recipes import torchtitan_api as titan
+from fxpar.recipes.checks import check_recipe, data_parallel_degree
+from fxpar.recipes.documents import split_rows
+from fxpar.recipes.loader import LengthGroupedDataLoader
+from fxpar.recipes.report import group_lines, step_line
+from fxpar.recipes.torchtitan_api import Trainer, logger
+from fxpar.recipes.validator import FxparValidator
+from fxpar.runtime.report import StepReport
+from fxpar.tracer.documents import document_ids_from_positions
+
+
+@dataclass(kw_only=True, slots=True)
+class FxparConfig:
+    """How a recipe trains with fxpar."""
+
+    strategies: dict[int, str] | None = None
+    """Strategy of each length group by its longest sequence, as in `512 dp4 4096 dp2.tp2+sp`; unset: stock torchtitan.
+    The longest must take training.seq_len tokens."""
+
+    token_budget: int | None = None
+    """Most tokens of one micro-batch of one replica; by default that of the group's longest sequence."""
+
+    memory_budget_gib: float | None = None
+    """Memory per rank for weights, gradients and staging of all strategies together; unset: all stay."""
+
+    merge: bool = True
+    """Let a small group join the next longer one where that is cheaper."""
+
+    nan: Literal["error", "skip"] = "error"
+    """What a mini-batch does whose loss is no number: end the run, or be left out."""
+
+    device_tflops: float | None = None
+    """Speed of one device in Tflop/s, for predictions; by default usual figures of its kind."""
+
+    data_ranks: int = 1
+    """Draw data as so many data-parallel ranks of torchtitan would: to go on from their checkpoint."""
+
+    log_groups: bool = True
+    """A line per length group of each logged step."""
+
+
+class FxparTrainer(Trainer):
+    """A torchtitan trainer that switches strategy inside of the mini-batch."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        fxpar: FxparConfig = field(default_factory=FxparConfig)
+        """Hot switching between strategies by sequence length."""
+
+    def __init__(self, config: Config) -> None:
+        titan.bridge_torch()
+        self.settings = config.fxpar
+        # A seed checkpoint is the model's initial state on one device; nothing of a strategy shows in it.
+        self.is_hot = self.settings.strategies is not None and not config.checkpoint.create_seed_checkpoint
+        self.reports: list[StepReport] = []
+        if self.is_hot:
+            world = int(os.environ["WORLD_SIZE"])
+            check_recipe(config, config.fxpar, world)
+            config = self._one_device_config(config, world)
+        super().__init__(config)
+        self._logged_at = time.perf_counter()
+
+    def _one_device_config(self, config: Config, world: int) -> Config:
+        """The recipe as one device runs it: no parallelism of torchtitan's, one batch of the whole mini-batch a step."""
+        assert config.model_spec is not None
+        training, parallelism = config.training, config.parallelism
+        rows = training.global_batch_size
+        if rows < 0:
+            rows = training.local_batch_size * data_parallel_degree(parallelism, world)
+        alone = replace(
+            parallelism,
+            data_parallel_replicate_degree=1,
+            data_parallel_shard_degree=1,
+            context_parallel_degree=1,
+            tensor_parallel_degree=1,
+            pipeline_parallel_degree=1,
+            spmd_backend="partial_dtensor",
+        )
+        return replace(
+            config,
+            model_spec=replace(config.model_spec, parallelize_fn=self._parallelize, pipelining_fn=None),
+            parallelism=alone,
+            training=replace(training, local_batch_size=rows, global_batch_size=rows, disable_cuda_graphs=True),
+            dataloader=LengthGroupedDataLoader.Config(
+                inner=config.dataloader, rows=training.local_batch_size, data_ranks=self.settings.data_ranks
+            ),
+            validator=FxparValidator.of(config.validator),
+        )
+
+    def init_distributed(self) -> Any:
+        if not self.is_hot:
+            return super().init_distributed()
+        world = titan.dist_utils.init_distributed(self.config.comm, base_folder=self.config.dump_folder)
+        if self.config.debug.seed is None:  # all ranks draw the same initial weights
+            seed = torch.randint(2**62, (1,), device=self.device)
+            dist.broadcast(seed, src=0)
+            self.config.debug.seed = int(seed)
+        return titan.OneDevice(world)
+
+    def _parallelize(self, model: nn.Module, *, training: Any, compile_config: Any, **_: Any) -> nn.Module:
+        """torchtitan's `parallelize_fn`: takes the model on the meta device, returns it with storage and values."""
+        assert self.settings.strategies is not None
+        budget = self.settings.memory_budget_gib
+        model.__class__ = _filled(type(model))
+        made = fxpar.parallelize(
+            model,
+            strategies=self.settings.strategies,
+            loss=next_token_loss,
+            token_budget=self.settings.token_budget,
+            merge=self.settings.merge,
+            memory_budget_bytes=None if budget is None else int(budget * 2**30),
+            device_tflops=self.settings.device_tflops,
+            precision=_precision(training),
+            nan=self.settings.nan,
+            compile="inductor" if compile_config.enable else "eager",
+            deterministic=self.config.debug.deterministic,
+            initializer=_fill_own,
+            seed=self.config.debug.seed,
+            timeout_s=float(self.config.comm.init_timeout_seconds),
+        )
+        logger.info(f"[fxpar] {', '.join(f'<={n} {s}' for n, s in sorted(self.settings.strategies.items()))}")
+        return made
+
+    def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor) -> Tensor:
+        """Every document of the mini-batch, each length group under its strategy; `.grad` is filled.
+
+        Returns the loss, a mean over valid tokens of all ranks.
+        """
+        if not self.is_hot:
+            return super().forward_backward_step(
+                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+            )
+        model = cast(ParallelModule, self.model_parts[0])
+        model.load_engine_state({"steps": self.step - 1})  # a resumed run goes on with the step it is at
+        report = model.train_step(split_rows(input_dict, labels))
+        self.ntokens_seen += labels.numel()
+        self.reports.append(report)
+        return torch.tensor(report.loss, dtype=torch.float64, device=self.device)
+
+    def train_step(self, data_iterator: Any) -> None:
+        super().train_step(data_iterator)
+        if self.is_hot and self.metrics_processor.should_log(self.step):
+            self._log_groups()
+
+    def _log_groups(self) -> None:
+        """Valid tokens per second (torchtitan's `tps` counts padding), and a line per group."""
+        now = time.perf_counter()
+        seconds, self._logged_at = now - self._logged_at, now
+        reports, self.reports = self.reports, []
+        ranks = dist.get_world_size()
+        logger.info(step_line(self.step, reports, seconds, ranks))
+        if self.settings.log_groups:
+            for line in group_lines(reports[-1]):
+                logger.info(line)
+        valid = sum(r.valid_tokens for r in reports)
+        metrics = {
+            "fxpar/valid_tps": valid / seconds / ranks,
+            "fxpar/switch_s": sum(g.switch_s for r in reports for g in r.groups),
+            "fxpar/switch_bytes": sum(g.switch_bytes for r in reports for g in r.groups),
+        }
+        self.metrics_processor.logger.log(metrics, self.step)
+
+
+def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Sum of the token losses of a torchtitan decoder; batch tensors are [B, T], logits [B, T, V]."""
+    positions = batch["position_ids"]
+    logits = model(
+        batch["input_ids"], positions=positions, attention_masks=document_ids_from_positions(positions)
+    )
+    return cross_entropy_sum(logits, batch["labels"])
+
+
+def _precision(training: Any) -> str | None:
+    """torchtitan's mixed precision in fxpar's words: parameters are cast, gradients are added and sent in fp32."""
+    return None if training.mixed_precision_param == "float32" else "bf16+reduce=fp32"
+
+
+def _fill_own(module: nn.Module) -> None:
+    """A torchtitan module's own parameters and buffers, as its `init_states` fills them."""
+    if isinstance(module, titan.Module):
+        module._init_self_parameters()
+        module._init_self_buffers()
+    elif hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def _filled(cls: type[nn.Module]) -> type[nn.Module]:
+    """The model's class, whose weights `parallelize` has filled when the trainer asks for it."""
+
+    def init_weights(self: nn.Module, **_: Any) -> None:
+        """Done."""
+
+    return type(cls.__name__, (cls,), {"init_weights": init_weights, "__module__": cls.__module__})
+
+
+__all__ = ["FxparConfig", "FxparTrainer", "next_token_loss"]
