@@ -20,6 +20,7 @@ from fxpar.recipes.torchtitan_api import (
     Module,
     ScaledDotProductAttention,
     VarlenAttention,
+    derive,
     override,
 )
 
@@ -51,14 +52,13 @@ class FxparAttention(Module):
         out_transform: Any = None,
         **_: Any,
     ) -> Tensor:
+        if out_transform is not None:
+            why = "its attention changes the result by its log-sum-exp (attention sinks)"
+            raise UnsupportedRecipeError("model_spec", why, "Use another model")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out, lse = torch.ops.fxpar.attention(q, k, v, attention_masks, None, True, self.window, scale, 0.0)
-        out = out.transpose(1, 2)
-        if out_transform is None:
-            return out
-        raise UnsupportedRecipeError(
-            "model_spec", "its attention changes the result by its log-sum-exp (attention sinks)", "Use another model"
+        return torch.ops.fxpar.attention(q, k, v, attention_masks, None, True, self.window, scale, 0.0)[0].transpose(
+            1, 2
         )
 
 
@@ -71,16 +71,16 @@ class DenseAttention(FlexAttention):
 
     def forward(  # pyrefly: ignore[bad-override]
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q_BLNH: Tensor,  # torchtitan's sharding of attention goes by these names
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
         **_: Any,
     ) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         mask = _written_out(attention_masks, q.shape[0], q.shape[-2], k.shape[-2])
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
         return out.transpose(1, 2)
@@ -121,7 +121,7 @@ def sdpa(config: ScaledDotProductAttention.Config) -> FxparAttention.Config:
 @override(target=FlexAttention.Config, exact=True, description="dense attention that trains on CPU")
 def dense_attention(config: FlexAttention.Config) -> DenseAttention.Config:
     """For stock torchtitan on CPU."""
-    return DenseAttention.Config(block_size=config.block_size, kernel_options=config.kernel_options)
+    return derive(config, DenseAttention.Config)  # with its sharding, which tensor parallelism needs
 
 
 FOR_FXPAR = tuple(f"{__name__}.{f.__name__}" for f in (flex, varlen, sdpa))

@@ -72,7 +72,9 @@ REFUSALS = (
     ),
     Refusal(
         "parallelism.expert_parallel_degree",
-        lambda c: None if c.parallelism.expert_parallel_degree == 1 else f"it is {c.parallelism.expert_parallel_degree}",
+        lambda c: (
+            None if c.parallelism.expert_parallel_degree == 1 else f"it is {c.parallelism.expert_parallel_degree}"
+        ),
         "Set it to 1",
     ),
     Refusal(
@@ -116,7 +118,9 @@ def check_recipe(config: Any, settings: Any, world: int) -> None:
     check_options(config)
     strategies: dict[int, str] = settings.strategies
     if not strategies:
-        raise UnsupportedRecipeError("fxpar.strategies", "there is none", "Write for example --fxpar.strategies 512 dp2")
+        raise UnsupportedRecipeError(
+            "fxpar.strategies", "there is none", "Write for example --fxpar.strategies 512 dp2"
+        )
     parsed = {limit: (text, Strategy.parse(text).world) for limit, text in sorted(strategies.items())}
     if any(ranks != world for _, ranks in parsed.values()):
         raise StrategyWorldsError(parsed, world)
@@ -132,9 +136,7 @@ def check_recipe(config: Any, settings: Any, world: int) -> None:
 def data_parallel_degree(parallelism: Any, world: int) -> int:
     """The replicas that torchtitan would train with on so many ranks: a step takes as many rows as it would."""
     other = (
-        parallelism.context_parallel_degree
-        * parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree
+        parallelism.context_parallel_degree * parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
     )
     return max(1, world // other)
 

@@ -1,9 +1,9 @@
 """`to_fxpar`: any torchtitan recipe becomes one that trains with fxpar.
 
-    def my_recipe():
-        return to_fxpar(llama3_8b(), strategies={2048: "dp8", 8192: "dp4.tp2+sp", 32768: "cp8"})
+def my_recipe():
+    return to_fxpar(llama3_8b(), strategies={2048: "dp8", 8192: "dp4.tp2+sp", 32768: "cp8"})
 
-    torchrun --nproc-per-node 8 -m torchtitan.train --module my_module --config my_recipe
+torchrun --nproc-per-node 8 -m torchtitan.train --module my_module --config my_recipe
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen 3 with torchtitan, hot-switched and static; see `fxpar.recipes.llama3`.
 
-    torchrun --nproc-per-node 2 -m torchtitan.train --module fxpar.recipes.qwen3 --config debug_hot_switch
+torchrun --nproc-per-node 2 -m torchtitan.train --module fxpar.recipes.qwen3 --config debug_hot_switch
 """
 
 from __future__ import annotations

@@ -77,19 +77,15 @@ def shown_import_errors(module: str) -> Iterator[None]:
 
 check_versions()
 with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
-    from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
-    from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
-    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.components.validate import Validator
     from torchtitan.config import manager as config_manager
-    from torchtitan.config.override import override
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import fsdp
+    from torchtitan.config.override import derive, override
+    from torchtitan.distributed import ParallelDims, fsdp
     from torchtitan.distributed import utils as dist_utils
-    from torchtitan.hf_datasets import DatasetConfig
-    from torchtitan.hf_datasets import text_datasets
+    from torchtitan.hf_datasets import DatasetConfig, text_datasets
     from torchtitan.models.common import attention as attention_module
     from torchtitan.models.common import decoder as decoder_module
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
@@ -99,6 +95,44 @@ with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
     from torchtitan.tools import utils as tools
     from torchtitan.tools.logging import logger
     from torchtitan.trainer import Trainer
+
+__all__ = [
+    "BRIDGES",
+    "BaseDataLoader",
+    "BaseTokenizer",
+    "Bridge",
+    "ChunkedLossWrapper",
+    "CrossEntropyLoss",
+    "FlexAttention",
+    "Linear",
+    "ModelSpec",
+    "Module",
+    "OneDevice",
+    "ParallelDims",
+    "ScaledDotProductAttention",
+    "Trainer",
+    "Validator",
+    "VarlenAttention",
+    "add_dataset",
+    "attention_module",
+    "bridge_torch",
+    "check_versions",
+    "config_manager",
+    "decoder_module",
+    "derive",
+    "device_modules",
+    "dist_utils",
+    "fsdp",
+    "has_spmd_types",
+    "logger",
+    "model_spec",
+    "override",
+    "show_import_errors",
+    "shown_import_errors",
+    "stock_recipe",
+    "text_datasets",
+    "tools",
+]
 
 
 def stock_recipe(family: str, name: str) -> Trainer.Config:

@@ -83,7 +83,7 @@ class FxparTrainer(Trainer):
         self._logged_at = time.perf_counter()
 
     def _one_device_config(self, config: Config, world: int) -> Config:
-        """The recipe as one device runs it: no parallelism of torchtitan's, one batch of the whole mini-batch a step."""
+        """The recipe as one device runs it: none of torchtitan's parallelism, one batch of the whole mini-batch a step."""
         assert config.model_spec is not None
         training, parallelism = config.training, config.parallelism
         rows = training.global_batch_size
@@ -186,9 +186,7 @@ class FxparTrainer(Trainer):
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Sum of the token losses of a torchtitan decoder; batch tensors are [B, T], logits [B, T, V]."""
     positions = batch["position_ids"]
-    logits = model(
-        batch["input_ids"], positions=positions, attention_masks=document_ids_from_positions(positions)
-    )
+    logits = model(batch["input_ids"], positions=positions, attention_masks=document_ids_from_positions(positions))
     return cross_entropy_sum(logits, batch["labels"])
 
 
