@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | bench
+# make setup | demo | test | test-titan | lint | bench
 # The first target that is run makes .venv with pip; later runs reuse it until pyproject.toml changes.
 
 VENV := .venv
@@ -15,7 +15,7 @@ BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test test-titan lint format bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -35,7 +35,11 @@ demo: setup
 	$(RUN) -m fxpar train --demo --compare static $(DEMO_ARGS)
 
 test: setup
-	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m "not titan" $(PYTEST_ARGS)
+
+# Training with torchtitan, stock and with fxpar: several minutes.
+test-titan: setup
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m titan $(PYTEST_ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -1154,7 +1154,30 @@ class LoaderStateError(FxparError):
 
 
 class CheckpointModelError(FxparError):
-    """A checkpoint of another model."""
+    """A checkpoint of another model, or of another loader."""
 
     def __init__(self, path: str, what: str) -> None:
-        super().__init__(f"checkpoint {path} does not fit the model: {what}")
+        super().__init__(f"checkpoint {path} does not fit this run: {what}")
+
+
+class ForeignGraphPassError(FxparError):
+    """A pass of fxpar that cannot run on a graph of torchtitan's graph_trainer, or has done it harm."""
+
+    def __init__(self, name: str, why: str, instead: str) -> None:
+        super().__init__(f"pass {name!r} on a graph of graph_trainer: {why}. {instead}")
+
+
+class PipelineNameError(FxparError):
+    """A pass pipeline of graph_trainer under a name that another one has."""
+
+    def __init__(self, name: str, other: str) -> None:
+        super().__init__(
+            f"graph_trainer has a pass pipeline {name!r} already ({other}). Register this one under another name"
+        )
+
+
+class ForeignPassError(FxparError):
+    """A pass of torchtitan's graph_trainer that cannot run on a graph of fxpar, or made something else of it."""
+
+    def __init__(self, name: str, why: str, instead: str) -> None:
+        super().__init__(f"graph_trainer pass {name!r} on a graph of fxpar: {why}. {instead}")

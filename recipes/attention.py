@@ -28,8 +28,8 @@ from fxpar.recipes.torchtitan_api import (
 class FxparAttention(Module):
     """`fxpar::attention`, causal, over packed documents.
 
-    Takes q [B, S, H, E], k and v [B, S, Hkv, E], and in place of a mask the document ids [B or 1, S]; returns
-    [B, S, H, E].
+    Takes q [B, S, H, E], k and v [B, S, Hkv, E]; returns [B, S, H, E]. Documents are those of the surrounding
+    `fxpar.tracer.documents.packed`, as the loss function names them; or `attention_masks` are their ids [B or 1, S].
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -47,19 +47,24 @@ class FxparAttention(Module):
         k: Tensor,
         v: Tensor,
         *,
-        attention_masks: Tensor | None,
+        attention_masks: Tensor | None = None,
         scale: float | None = None,
+        score_mod: Any = None,
         out_transform: Any = None,
+        is_causal: bool = True,
         **_: Any,
     ) -> Tensor:
-        if out_transform is not None:
-            why = "its attention changes the result by its log-sum-exp (attention sinks)"
-            raise UnsupportedRecipeError("model_spec", why, "Use another model")
+        _check_plain(score_mod, out_transform, is_causal)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return torch.ops.fxpar.attention(q, k, v, attention_masks, None, True, self.window, scale, 0.0)[0].transpose(
-            1, 2
-        )
+        if attention_masks is None:
+            if self.window:  # documents of `packed` do not reach the operator
+                raise UnsupportedRecipeError("model_spec", "its attention has a window", "Use full causal attention")
+            # A capture, which knows the documents, makes fxpar::attention of this.
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        else:
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            out, _ = torch.ops.fxpar.attention(q, k, v, attention_masks, None, True, self.window, scale, 0.0)
+        return out.transpose(1, 2)
 
 
 class DenseAttention(FlexAttention):
@@ -78,12 +83,27 @@ class DenseAttention(FlexAttention):
         attention_masks: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
+        score_mod: Any = None,
+        out_transform: Any = None,
         **_: Any,
     ) -> Tensor:
+        _check_plain(score_mod, out_transform)
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         mask = _written_out(attention_masks, q.shape[0], q.shape[-2], k.shape[-2])
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
         return out.transpose(1, 2)
+
+
+def _check_plain(score_mod: Any, out_transform: Any, is_causal: bool = True) -> None:
+    """Raises UnsupportedRecipeError for attention that is more than a causal softmax over documents."""
+    whys = {
+        "changes scores (score_mod)": score_mod is not None,
+        "changes the result by its log-sum-exp (out_transform, as attention sinks do)": out_transform is not None,
+        "is not causal (is_causal)": not is_causal,
+    }
+    for why, found in whys.items():
+        if found:
+            raise UnsupportedRecipeError("model_spec", f"its attention {why}", "Use another model")
 
 
 def _written_out(block_mask: Any, batch: int, queries: int, keys: int) -> Tensor:

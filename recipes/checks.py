@@ -21,7 +21,7 @@ class Refusal:
 
 
 def _converted(config: Any) -> str | None:
-    """A Linear that is none of torchtitan's plain ones: float8, MX and NV formats, LoRA."""
+    """A Linear that is none of torchtitan's plain ones: float8, MX and NV formats, LoRA, collectives in the GEMM."""
     for fqn, linear, _, _ in config.model_spec.model.traverse(titan.Linear.Config):
         if type(linear) is not titan.Linear.Config:
             return f"{fqn} is a {type(linear).__qualname__.removesuffix('.Config')}"
@@ -55,10 +55,15 @@ def _other_loss(config: Any) -> str | None:
     return None if type(loss) is titan.CrossEntropyLoss.Config else f"it is a {type(loss).__qualname__}"
 
 
+# An option of the model says more than what follows from it, so the order matters.
 REFUSALS = (
-    Refusal("model_spec (converters)", _converted, "Build the recipe without quantization and LoRA converters"),
     Refusal("model_spec (MoE)", _moe, "Use a dense model, or stock torchtitan: fxpar.strategies unset"),
     Refusal("model_spec", _other_model, "Use a dense model such as llama3 or qwen3"),
+    Refusal(
+        "model_spec (converters)",
+        _converted,
+        "Build the model without quantization and LoRA converters, and without tp_gemm_backend",
+    ),
     Refusal("loss", _other_loss, "Use CrossEntropyLoss, chunked or not"),
     Refusal(
         "training.dtype",
@@ -97,6 +102,9 @@ REFUSALS = (
 
 def refusals(config: Any) -> Iterator[UnsupportedRecipeError]:
     """An error for every option of a recipe that fxpar does not support."""
+    if config.model_spec is None:
+        yield UnsupportedRecipeError("model_spec", "there is none", "Set it, as torchtitan's recipes do")
+        return
     for refusal in REFUSALS:
         found = refusal.found(config)
         if found is not None:

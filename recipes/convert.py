@@ -36,9 +36,7 @@ def to_fxpar(
 
     Raises UnsupportedRecipeError for an option of the recipe that fxpar does not support.
     """
-    if not torch.cuda.is_available():
-        cpu.enable()
-    titan.bridge_torch()
+    _prepare_host()
     config = FxparTrainer.Config(**{f.name: getattr(recipe, f.name) for f in fields(recipe)})
     config.fxpar = FxparConfig(strategies=None if strategies is None else dict(strategies), **settings)
     if strategies is None:
@@ -57,6 +55,7 @@ def to_fxpar(
 
 def stock(config: Any) -> Any:
     """A recipe for torchtitan alone, with what this torch and a CPU need."""
+    _prepare_host()
     parallelism, training, override = config.parallelism, config.training, config.override
     if not titan.has_spmd_types():
         parallelism = replace(parallelism, spmd_backend="partial_dtensor")
@@ -65,6 +64,13 @@ def stock(config: Any) -> Any:
         if attention.FOR_STOCK_ON_CPU not in override.imports:
             override = replace(override, imports=[*override.imports, attention.FOR_STOCK_ON_CPU])
     return replace(config, parallelism=parallelism, training=training, override=override)
+
+
+def _prepare_host() -> None:
+    """What torchtitan lacks on this machine: functions of torch 2.14, a GPU."""
+    titan.bridge_torch()
+    if not torch.cuda.is_available():
+        cpu.enable()
 
 
 __all__ = ["stock", "to_fxpar"]

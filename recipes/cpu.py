@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -64,7 +65,8 @@ class CpuDevice(ModuleType):
         pass
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
 
 
@@ -77,15 +79,16 @@ def enable() -> None:
     """Make torchtitan train on CPU in this process. Call it before a trainer is built; calling it again is harmless."""
     if is_enabled():
         return
-    device = CpuDevice()
-    for module in titan.device_modules():
-        for name, value in (("device_type", "cpu"), ("device_module", device)):
-            if hasattr(module, name):
-                setattr(module, name, value)
-    titan.dist_utils.set_pg_timeouts = _set_pg_timeouts
-    titan.fsdp.disable_fsdp_gradient_division = _plain_sums
-    titan.attention_module.create_attention_mask = create_block_mask
-    titan.decoder_module.create_attention_mask = create_block_mask
+    replaced = {
+        "device_type": "cpu",
+        "device_module": CpuDevice(),
+        "set_pg_timeouts": _set_pg_timeouts,
+        "disable_fsdp_gradient_division": _plain_sums,
+        "create_attention_mask": create_block_mask,
+    }
+    for module in titan.holders(replaced):
+        for name in replaced.keys() & vars(module).keys():
+            setattr(module, name, replaced[name])
 
 
 def _set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -30,13 +32,9 @@ SUPPORTED_TORCH = ((2, 13), None)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
-    numbers: list[int] = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0), "2.14.0a0" -> (2, 14, 0), "0.4rc1" -> (0, 4)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def check_versions(torchtitan_version: str | None = None, torch_version: str | None = None) -> None:
@@ -77,6 +75,7 @@ def shown_import_errors(module: str) -> Iterator[None]:
 
 check_versions()
 with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
+    from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -101,6 +100,7 @@ __all__ = [
     "BaseDataLoader",
     "BaseTokenizer",
     "Bridge",
+    "CheckpointManager",
     "ChunkedLossWrapper",
     "CrossEntropyLoss",
     "FlexAttention",
@@ -120,10 +120,10 @@ __all__ = [
     "config_manager",
     "decoder_module",
     "derive",
-    "device_modules",
     "dist_utils",
     "fsdp",
     "has_spmd_types",
+    "holders",
     "logger",
     "model_spec",
     "override",
@@ -148,7 +148,7 @@ def model_spec(family: str, flavor: str) -> ModelSpec:
 
 def add_dataset(name: str, loader: Callable[[str], Any], text: Callable[[dict[str, Any]], str]) -> None:
     """Make a dataset known by name: `loader(path)` returns a `datasets.Dataset`, `text(sample)` its text."""
-    text_datasets.DATASETS[name] = DatasetConfig(path=name, loader=loader, sample_processor=text)
+    text_datasets.DATASETS[name.lower()] = DatasetConfig(path=name, loader=loader, sample_processor=text)
 
 
 # ---------------------------------------------------------------------------------------------------------- one device
@@ -240,36 +240,48 @@ def has_spmd_types(torch_version: str | None = None) -> bool:
 
 
 class _Importer:
-    """`importlib` as torchtitan's config manager sees it: errors inside of a recipe module are shown."""
+    """`importlib` as torchtitan's config manager sees it: errors inside of a recipe module are shown.
+
+    The manager asks for `name.config_registry` and then for `name`.
+    """
 
     def import_module(self, name: str) -> ModuleType:
         try:
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
+            registry = f"{name}.config_registry"
+            if registry not in sys.modules and hasattr(module, "__path__") and importlib.util.find_spec(registry):
+                name = registry  # it is there but failed, before this importer was: the same error once more
+                module = importlib.import_module(name)
+            return module
         except ModuleNotFoundError as error:
-            if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            if f"{name}.".startswith(f"{error.name}."):
                 raise  # there is no such recipe module: torchtitan tries another name
-            if error.name is not None and error.name == name.removesuffix(".config_registry"):
-                raise
-            if "is not a package" in str(error):
-                raise
-            raise RecipeImportError(name, error) from error
+            raise RecipeImportError(_failed(name), error) from error
         except ImportError as error:
-            raise RecipeImportError(name, error) from error
+            raise RecipeImportError(_failed(name), error) from error
+
+
+def _failed(name: str) -> str:
+    """The recipe module that failed when `name` was imported: itself, or the package it would be in."""
+    package = name.removesuffix(".config_registry")
+    return name if package in sys.modules else package
 
 
 def show_import_errors() -> None:
     """From now on an ImportError inside of a module given by `--module` is shown."""
-    if not isinstance(config_manager.importlib, _Importer):
-        config_manager.importlib = _Importer()  # type: ignore[assignment]
+    for module in (config_manager, sys.modules["__main__"]):  # python -m torchtitan.config.manager is a second copy
+        if getattr(getattr(module, "__spec__", None), "name", None) == config_manager.__name__:
+            module.importlib = _Importer()  # type: ignore[attr-defined]
 
 
 show_import_errors()
 
 
-def device_modules() -> Sequence[ModuleType]:
-    """The loaded torchtitan modules that hold a copy of `device_type` or of `device_module`."""
+def holders(names: Iterable[str]) -> Sequence[ModuleType]:
+    """The loaded torchtitan modules that hold one of these names, or a copy: many are imported by value."""
+    wanted = set(names)
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.split(".")[0] == "torchtitan" and (hasattr(module, "device_type") or hasattr(module, "device_module"))
+        if name.split(".")[0] == "torchtitan" and wanted & vars(module).keys()
     ]

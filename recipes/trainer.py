@@ -21,6 +21,7 @@ import fxpar
 from fxpar.api import ParallelModule
 from fxpar.losses import cross_entropy_sum
 from fxpar.recipes import torchtitan_api as titan
+from fxpar.recipes.checkpoint import FxparCheckpointManager
 from fxpar.recipes.checks import check_recipe, data_parallel_degree
 from fxpar.recipes.documents import split_rows
 from fxpar.recipes.loader import LengthGroupedDataLoader
@@ -28,7 +29,7 @@ from fxpar.recipes.report import group_lines, step_line
 from fxpar.recipes.torchtitan_api import Trainer, logger
 from fxpar.recipes.validator import FxparValidator
 from fxpar.runtime.report import StepReport
-from fxpar.tracer.documents import document_ids_from_positions
+from fxpar.tracer.documents import document_ids_from_positions, packed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,7 +84,7 @@ class FxparTrainer(Trainer):
         self._logged_at = time.perf_counter()
 
     def _one_device_config(self, config: Config, world: int) -> Config:
-        """The recipe as one device runs it: none of torchtitan's parallelism, one batch of the whole mini-batch a step."""
+        """The recipe as one device runs it: no parallelism of torchtitan's, the whole mini-batch as one batch."""
         assert config.model_spec is not None
         training, parallelism = config.training, config.parallelism
         rows = training.global_batch_size
@@ -106,6 +107,7 @@ class FxparTrainer(Trainer):
             dataloader=LengthGroupedDataLoader.Config(
                 inner=config.dataloader, rows=training.local_batch_size, data_ranks=self.settings.data_ranks
             ),
+            checkpoint=FxparCheckpointManager.of(config.checkpoint),
             validator=FxparValidator.of(config.validator),
         )
 
@@ -186,7 +188,8 @@ class FxparTrainer(Trainer):
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Sum of the token losses of a torchtitan decoder; batch tensors are [B, T], logits [B, T, V]."""
     positions = batch["position_ids"]
-    logits = model(batch["input_ids"], positions=positions, attention_masks=document_ids_from_positions(positions))
+    with packed(document_ids_from_positions(positions)):
+        logits = model(batch["input_ids"], positions=positions)
     return cross_entropy_sum(logits, batch["labels"])
 
 

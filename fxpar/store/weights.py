@@ -57,7 +57,7 @@ class WeightStore:
         self.trained = {out.fqn for out in first.outputs if out.kind == "grad"}
         self.wire = wire_layout(home, self.specs)
         self.layouts = {name: layout_of(program, name) for name, program in programs.items()}
-        self._home_flat, self.home_tensors = self._views(list(home.params))
+        _, self.home_tensors = self._views(list(home.params))
         self._grad_flat, self.home_grads = self._views([f for f in home.params if f in self.trained])
         flat = {key: torch.zeros(count, dtype=key[1], device=device) for key, count in storage.numel.items()}
         # Zeros once: padding is never written again, and a graph may count on it.
@@ -80,7 +80,10 @@ class WeightStore:
         flat = {dtype: torch.zeros(count, dtype=dtype, device=self.device) for dtype, count in sizes.items()}
         views = {}
         for fqn, (dtype, offset, shape) in place.items():
-            views[fqn] = flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape)
+            piece = flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape)
+            # The same memory as a storage of its own: a DTensor shows the offset of its piece as an address, and DCP
+            # would copy from there when it saves asynchronously.
+            views[fqn] = torch.from_dlpack(piece)
         return list(flat.values()), views
 
     def compute(self, name: str) -> dict[str, Tensor]:
@@ -127,7 +130,7 @@ class WeightStore:
 
     def version(self) -> tuple[int, ...]:
         """Changes whenever the home weights are written to (an optimizer's step, a checkpoint)."""
-        return tuple(flat._version for flat in self._home_flat)
+        return tuple(piece._version for piece in self.home_tensors.values())
 
     @contextmanager
     def shown_without_values(self, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:

@@ -1,0 +1,132 @@
+"""`to_fxpar` changes what it says it changes, and nothing of the recipe that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from fxpar.errors import UnsupportedRecipeError
+from fxpar.recipes import cpu
+from fxpar.recipes import torchtitan_api as titan
+from fxpar.recipes.attention import FOR_FXPAR, FOR_STOCK_ON_CPU
+from fxpar.recipes.convert import to_fxpar
+from fxpar.recipes.trainer import FxparConfig, FxparTrainer
+
+SWITCHED = {"fxpar", "loss", "activation_checkpoint", "training", "override"}
+ON_CPU = {"training", "override"}
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same on every machine; `enable()` stays, as it would in a training process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return
+
+
+def recipe(name: str = "llama3_debugmodel") -> Any:
+    return titan.stock_recipe("llama3", name)
+
+
+def changed_fields(config: Any, given: Any) -> set[str]:
+    """Fields that are no longer the very objects of the given recipe."""
+    return {f.name for f in fields(config) if getattr(config, f.name) is not getattr(given, f.name, None)}
+
+
+def test_the_given_recipe_is_left_alone():
+    given = recipe()
+    before = repr(given)
+    to_fxpar(given, strategies={2048: "dp2"}, merge=False)
+    to_fxpar(given, strategies=None)
+    assert repr(given) == before
+
+
+def test_what_changes_with_strategies():
+    given = recipe()
+    config = to_fxpar(given, strategies={2048: "dp2"})
+    assert type(config) is FxparTrainer.Config
+    assert changed_fields(config, given) == SWITCHED
+    assert config.activation_checkpoint is None
+    assert config.training == replace(given.training, disable_cuda_graphs=True)
+    assert isinstance(given.loss, ChunkedLossWrapper.Config)
+    assert config.loss is given.loss.loss_fn
+    assert config.override.imports == list(FOR_FXPAR)
+    assert cpu.is_enabled()
+
+
+def test_without_strategies_it_is_torchtitans_recipe():
+    """Only what this torch and a CPU need is added; trained numbers are held by tests/titan."""
+    given = recipe()
+    config = to_fxpar(given, strategies=None)
+    assert type(config) is FxparTrainer.Config
+    assert config.fxpar == FxparConfig()
+    needs = set() if titan.has_spmd_types() else {"spmd_backend"}
+    assert changed_fields(config, given) <= {"fxpar", "parallelism"} | ON_CPU
+    assert {f for f in config.parallelism.__slots__ if differs(config.parallelism, given.parallelism, f)} == needs
+    assert config.training == replace(given.training, disable_cuda_graphs=True)
+    assert config.override.imports == [FOR_STOCK_ON_CPU]
+
+
+def differs(a: Any, b: Any, name: str) -> bool:
+    return getattr(a, name) != getattr(b, name)
+
+
+def test_a_torch_with_spmd_types_keeps_the_recipes_backend(monkeypatch):
+    monkeypatch.setattr(titan, "has_spmd_types", lambda: True)
+    given = recipe()
+    assert to_fxpar(given, strategies=None).parallelism is given.parallelism
+
+
+def test_settings():
+    config = to_fxpar(recipe(), strategies={2048: "dp2"}, token_budget=4096, data_ranks=2, nan="skip", merge=False)
+    assert config.fxpar == FxparConfig(
+        strategies={2048: "dp2"}, token_budget=4096, data_ranks=2, nan="skip", merge=False
+    )
+    with pytest.raises(TypeError, match="no_such_setting"):
+        to_fxpar(recipe(), strategies={2048: "dp2"}, no_such_setting=1)
+
+
+def test_strategies_are_copied():
+    strategies = {2048: "dp2"}
+    config = to_fxpar(recipe(), strategies=strategies)
+    strategies[4096] = "tp2"
+    assert config.fxpar.strategies == {2048: "dp2"}
+
+
+def test_a_plain_loss_stays():
+    given = recipe("llama3_debugmodel_ce_loss")
+    config = to_fxpar(given, strategies={2048: "dp2"})
+    assert config.loss is given.loss
+    assert type(config.loss) is CrossEntropyLoss.Config
+
+
+def test_overrides_of_the_recipe_come_first():
+    given = recipe()
+    given.override.imports = ["my.overrides.rope", ("my.overrides.norm", {"eps": 1e-6})]
+    assert to_fxpar(given, strategies={2048: "dp2"}).override.imports == [*given.override.imports, *FOR_FXPAR]
+    assert to_fxpar(given, strategies=None).override.imports == [*given.override.imports, FOR_STOCK_ON_CPU]
+
+
+def test_the_dense_override_is_listed_once():
+    twice = to_fxpar(to_fxpar(recipe(), strategies=None), strategies=None)
+    assert twice.override.imports == [FOR_STOCK_ON_CPU]
+
+
+def test_parallelism_of_the_recipe_stays_as_given():
+    """It says how many rows a step takes; the trainer runs none of it."""
+    given = recipe("llama3_70b")
+    given.activation_checkpoint = FullAC.Config()
+    config = to_fxpar(given, strategies={8192: "tp8"})
+    assert config.parallelism is given.parallelism
+    assert config.parallelism.tensor_parallel_degree == 8
+
+
+def test_an_unsupported_option_is_refused_when_converting():
+    with pytest.raises(UnsupportedRecipeError, match=r"model_spec \(MoE\)"):
+        to_fxpar(titan.stock_recipe("qwen3", "qwen3_moe_debug"), strategies={2048: "dp2"})
+    assert to_fxpar(titan.stock_recipe("qwen3", "qwen3_moe_debug"), strategies=None).fxpar.strategies is None

@@ -1,0 +1,117 @@
+"""Training with torchtitan's trainer in forked ranks: what each step logged, and the weights at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fxpar.recipes import llama3, qwen3
+from fxpar.recipes.convert import to_fxpar
+from fxpar.recipes.debug import debug_recipe
+from fxpar.runtime.forked import run_forked
+
+STOCK = {"llama3": llama3.debug_stock, "qwen3": qwen3.debug_stock}
+SWITCHING = {64: "dp2", 160: "tp2+sp", 512: "cp2"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Loss and gradient norm by step, validation losses by step, and (if asked for) whole weights by name.
+
+    Norms are computed here, in fp64: torch adds up half a million squares in fp32, which is off by 1e-4 on CPU, more or
+    less according to how the gradients are cut.
+    """
+
+    losses: dict[int, float]
+    norms: dict[int, float]
+    validation: dict[int, float]
+    weights: dict[str, torch.Tensor]
+
+
+def recipe(family: str, strategies: dict[int, str] | None, **settings: Any) -> Any:
+    """A debug recipe in fp32 with two rows of 512 tokens a step."""
+    config = to_fxpar(debug_recipe(family), strategies=strategies, **settings)
+    config.training.seq_len = 512
+    config.training.local_batch_size = 2
+    config.training.global_batch_size = 2
+    config.training.mixed_precision_param = "float32"
+    config.training.steps = 10
+    config.lr_scheduler.warmup_steps = 2
+    return config
+
+
+def train(
+    world: int,
+    make: Callable[[], Any],
+    folder: Path,
+    *,
+    weights: bool = False,
+    inspect: Callable[[Any], None] | None = None,
+    timeout_s: float = 300.0,
+) -> Run:
+    """Train `make()` on forked gloo ranks, after `inspect(trainer)`; what rank 0 saw."""
+
+    def work(rank: int) -> Run:
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({key: str(value) for key, value in environment.items()})
+        os.chdir(folder)
+        return _train(make(), weights, inspect)
+
+    folder.mkdir(exist_ok=True, parents=True)
+    return run_forked(world, work, timeout_s=timeout_s)[0]
+
+
+def _train(config: Any, weights: bool, inspect: Callable[[Any], None] | None) -> Run:
+    import torchtitan.trainer
+
+    torchtitan.trainer.time.sleep = lambda seconds: None  # rank 0 waits two seconds for the others' logs
+    config.debug.enable_structured_logging = False
+    trainer = config.build()
+    found = Run({}, {}, {}, {})
+    metrics = trainer.metrics_processor
+    log, log_validation = metrics.log, metrics.log_validation
+
+    def kept(step: int, loss: float, max_loss: float, norm: float, **more: Any) -> None:
+        found.losses[step] = loss
+        log(step, loss, max_loss, norm, **more)
+
+    def kept_validation(loss: float, step: int) -> None:
+        found.validation[step] = loss
+        log_validation(loss=loss, step=step)
+
+    clip = torchtitan.trainer.dist_utils.clip_grad_norm_
+
+    def exact(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        squares = [whole(p.grad).double().square().sum() for p in parameters if p.grad is not None]
+        found.norms[trainer.step] = float(torch.stack(squares).sum().sqrt())
+        return clip(parameters, *args, **kwargs)
+
+    metrics.log, metrics.log_validation = kept, kept_validation
+    torchtitan.trainer.dist_utils.clip_grad_norm_ = exact
+    if inspect is not None:
+        inspect(trainer)
+    if config.checkpoint.create_seed_checkpoint:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    else:
+        trainer.train()
+    if weights:
+        for name, value in trainer.model_parts[0].state_dict().items():
+            found.weights[name] = whole(value).clone()
+    saving = getattr(trainer.checkpointer, "save_future", None)
+    if saving is not None:  # an interrupted process would lose what it saves in the background
+        saving.result()
+    trainer.close()
+    dist.barrier()
+    return found
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """The global value of a DTensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,95 @@
+"""The same losses and gradient norms as stock torchtitan on one rank, whatever the strategy."""
+
+from __future__ import annotations
+
+import pytest
+
+from .runs import SWITCHING, Run, recipe, train
+
+pytestmark = [pytest.mark.titan, pytest.mark.xdist_group("titan")]
+
+STRATEGIES = {
+    "dp2": {512: "dp2"},
+    "tp2+sp": {512: "tp2+sp"},
+    "pp2": {512: "pp2"},
+    "cp2": {512: "cp2"},
+    "three": SWITCHING,
+}
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def seed_checkpoint(family, tmp_path_factory):
+    """The initial weights, as torchtitan makes a checkpoint of them on one rank."""
+    folder = tmp_path_factory.mktemp(f"seed-{family}")
+
+    def make():
+        config = recipe(family, None)
+        config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = True
+        return config
+
+    train(1, make, folder)
+    return folder / "outputs" / "checkpoint" / "step-0"
+
+
+def from_seed(family, strategies, path, **training):
+    def make():
+        config = recipe(family, strategies, **({} if strategies is None else {"merge": False}))
+        config.checkpoint.enable = config.checkpoint.load_only = True
+        config.checkpoint.initial_load_path = str(path)
+        config.debug.seed = 5  # the weights come from the checkpoint
+        for key, value in training.items():
+            setattr(config.training, key, value)
+        return config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def stock(family, seed_checkpoint, tmp_path_factory):
+    return train(1, from_seed(family, None, seed_checkpoint), tmp_path_factory.mktemp("stock"))
+
+
+def largest_difference(a: dict[int, float], b: dict[int, float]) -> float:
+    assert a.keys() == b.keys()
+    return max(abs(a[step] - b[step]) for step in a)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ten_steps_from_one_seed_checkpoint(name, family, seed_checkpoint, stock: Run, tmp_path):
+    found = train(2, from_seed(family, STRATEGIES[name], seed_checkpoint), tmp_path)
+    assert len(found.losses) == 10
+    assert largest_difference(found.losses, stock.losses) < 1e-5
+    assert largest_difference(found.norms, stock.norms) < 1e-5
+
+
+def test_bf16(family, seed_checkpoint, tmp_path):
+    made = {
+        name: from_seed(family, strategies, seed_checkpoint, mixed_precision_param="bfloat16", steps=5)
+        for name, strategies in (("stock", None), ("three", SWITCHING))
+    }
+    stock = train(1, made["stock"], tmp_path / "stock")
+    found = train(2, made["three"], tmp_path / "three")
+    assert 0 < largest_difference(found.losses, stock.losses) < 2e-3
+
+
+def test_the_initial_weights_are_those_of_one_rank(family, tmp_path):
+    """From one seed of the random generator, without a checkpoint."""
+
+    def make(strategies):
+        def made():
+            config = recipe(family, strategies)
+            config.training.steps = 1
+            config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
+            return config
+
+        return made
+
+    one = train(1, make(None), tmp_path / "one", weights=True)
+    two = train(2, make({512: "tp2+sp"}), tmp_path / "two", weights=True)
+    assert one.weights.keys() == two.weights.keys()
+    assert all((one.weights[name] == two.weights[name]).all() for name in one.weights)

@@ -1,0 +1,127 @@
+"""What stays as it is with fxpar off, validation, chat data, and the commands that users type."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets.text_datasets import ChatDataLoader, HuggingFaceTextDataLoader
+from torchtitan.trainer import Trainer
+
+from fxpar.recipes import debug_data
+from fxpar.recipes.convert import stock
+from fxpar.recipes.debug import debug_recipe
+
+from .runs import SWITCHING, recipe, train
+
+pytestmark = [pytest.mark.titan, pytest.mark.xdist_group("titan-runs")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_off_is_stock_to_the_bit(world, tmp_path):
+    def off():
+        config = recipe("llama3", None)
+        config.training.steps = 3
+        config.training.local_batch_size = 2 // world
+        return config
+
+    def without():
+        config = stock(debug_recipe("llama3"))
+        assert type(config) is Trainer.Config
+        given = off()
+        config.training, config.lr_scheduler = given.training, given.lr_scheduler
+        return config
+
+    found = train(world, off, tmp_path / "off", weights=True)
+    plain = train(world, without, tmp_path / "plain", weights=True)
+    assert (found.losses, found.norms) == (plain.losses, plain.norms)
+    assert all((found.weights[name] == value).all() for name, value in plain.weights.items())
+
+
+def test_validation(tmp_path):
+    def make(strategies):
+        def made():
+            config = recipe("llama3", strategies)
+            config.training.steps = 2
+            config.validator.enable, config.validator.freq, config.validator.steps = True, 1, 3
+            config.validator.dataloader = HuggingFaceTextDataLoader.Config(dataset=debug_data.DATASET, infinite=True)
+            return config
+
+        return made
+
+    one = train(1, make(None), tmp_path / "one")
+    two = train(2, make(SWITCHING), tmp_path / "two")
+    assert one.validation.keys() == {1, 2} == two.validation.keys()
+    assert all(abs(one.validation[step] - two.validation[step]) < 1e-5 for step in one.validation)
+
+
+def test_chat(tmp_path):
+    """Prompts without labels, rows padded at their ends."""
+    rows = [{"question": "what " * (3 + i % 7), "answer": "that " * (2 + 17 * i % 60)} for i in range(400)]
+    (tmp_path / "chat.json").write_text(json.dumps(rows))
+
+    def messages(sample):
+        return [{"role": "user", "content": sample["question"]}, {"role": "assistant", "content": sample["answer"]}]
+
+    def make(strategies):
+        def made():
+            config = recipe("llama3", strategies)
+            config.training.steps = 3
+            config.tokenizer = HuggingFaceTokenizer.Config()
+            config.dataloader = ChatDataLoader.Config(
+                dataset_path="json",
+                load_dataset_kwargs={"data_files": str(tmp_path / "chat.json"), "split": "train"},
+                sample_processor=messages,
+            )
+            return config
+
+        return made
+
+    one = train(1, make(None), tmp_path / "one")
+    two = train(2, make({64: "dp2", 512: "tp2+sp"}), tmp_path / "two")
+    assert max(abs(one.losses[step] - two.losses[step]) for step in one.losses) < 1e-5
+    assert max(abs(one.norms[step] - two.norms[step]) for step in one.norms) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+def torchrun(folder, ranks, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--local-ranks-filter", "0", "-m", "torchtitan.train", *arguments]
+    small = ["--training.seq-len", "512", "--training.local-batch-size", "1", "--metrics.disable-color-printing"]
+    return subprocess.run(
+        [*command, *small], cwd=folder, capture_output=True, text=True, timeout=300, env={**os.environ}, check=False
+    )
+
+
+def test_the_command_of_the_docs(tmp_path):
+    arguments = ("--module", "fxpar.recipes.llama3", "--config", "debug_hot_switch", "--training.steps", "2")
+    done = torchrun(tmp_path, 2, *arguments, "--fxpar.strategies", "128", "dp2", "512", "tp2+sp", "--fxpar.no-merge")
+    log = done.stderr + done.stdout
+    assert done.returncode == 0, log[-3000:]
+    assert re.search(r"\[fxpar\] step 1: 1,024 valid tokens of \d+ documents, valid_tps \d", log)
+    assert re.search(r"\[fxpar\]   <=128 dp2: \d+ documents, .* switch \d.* gradients \d", log)
+    assert re.search(r"\[fxpar\]   <=512 tp2\+sp: \d+ documents", log)
+    assert "step:  2  loss:" in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--fxpar.strategies", "512", "dp4"), "StrategyWorldsError: each strategy must take all 2 ranks, but 'dp4'"),
+        (
+            ("--fxpar.strategies", "256", "dp2"),
+            "UnsupportedRecipeError: recipe option training.seq_len: documents have",
+        ),
+        (("--training.dtype", "bfloat16"), "UnsupportedRecipeError: recipe option training.dtype: it is bfloat16"),
+    ],
+    ids=["ranks", "length", "dtype"],
+)
+def test_bad_input(arguments, message, tmp_path):
+    done = torchrun(tmp_path, 2, "--module", "fxpar.recipes.llama3", "--config", "debug_hot_switch", *arguments)
+    assert done.returncode != 0
+    assert message in done.stderr + done.stdout
