@@ -74,7 +74,7 @@ class DenseAttention(FlexAttention):
     class Config(FlexAttention.Config):
         pass
 
-    def forward(  # pyrefly: ignore[bad-override]
+    def forward(
         self,
         q_BLNH: Tensor,  # torchtitan's sharding of attention goes by these names
         k_BLNH: Tensor,

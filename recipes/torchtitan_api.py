@@ -198,8 +198,8 @@ def _steps_without_arg_mbs() -> list[type]:
         if isinstance(cls, type)
         and "step" in vars(cls)
         and cls.__name__.startswith("PipelineSchedule")
-        and not hasattr(cls.step, "takes_micro_batches")
-        and "arg_mbs" not in inspect.signature(cls.step).parameters
+        and not hasattr(vars(cls)["step"], "takes_micro_batches")
+        and "arg_mbs" not in inspect.signature(vars(cls)["step"]).parameters
     ]
 
 
