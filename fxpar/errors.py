@@ -1142,7 +1142,7 @@ class UnsupportedRecipeError(FxparError):
         super().__init__(f"recipe option {option}: {why}. {instead}")
 
 
-class LoaderStateError(FxparError):
+class DataRanksError(FxparError):
     """A checkpoint's place in the data that this loader cannot go on from."""
 
     def __init__(self, saved_ranks: int, data_ranks: int) -> None:

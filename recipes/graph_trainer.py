@@ -22,9 +22,9 @@ with shown_import_errors(__name__):
     from fxpar.pass_base import GraphPass
     from fxpar.recipes import cpu, debug_data
     from fxpar.recipes import graph_trainer_api as host
-    from fxpar.recipes.convert import stock
     from fxpar.recipes.passes_in import as_fxpar_pass
     from fxpar.recipes.passes_out import for_graph_trainer, resolve
+    from fxpar.recipes.stock import stock
 
 DEFAULT_PASSES = ("bucket_collectives", "reuse_buffers", "sink_waits", "write_in_place")
 """Passes of fxpar that do something for a graph of graph_trainer, in the order of fxpar's own ladder."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.errors import LoaderStateError, UnsupportedRecipeError
+from fxpar.errors import DataRanksError, UnsupportedRecipeError
 from fxpar.recipes.torchtitan_api import BaseDataLoader, BaseTokenizer
 
 
@@ -86,10 +86,10 @@ class LengthGroupedDataLoader(BaseDataLoader):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises LoaderStateError for the state of a loader with another number of data-parallel ranks."""
+        """Raises DataRanksError for the state of a loader with another number of data-parallel ranks."""
         saved = state_dict.get("world_size", self.data_ranks)
         if saved != self.data_ranks:
-            raise LoaderStateError(saved, self.data_ranks)
+            raise DataRanksError(saved, self.data_ranks)
         for loader in self.loaders:
             loader.load_state_dict(state_dict)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -21,11 +21,13 @@ import fxpar
 from fxpar.api import ParallelModule
 from fxpar.losses import cross_entropy_sum
 from fxpar.recipes import torchtitan_api as titan
+from fxpar.recipes.attention import FOR_FXPAR
 from fxpar.recipes.checkpoint import FxparCheckpointManager
 from fxpar.recipes.checks import check_recipe, data_parallel_degree
 from fxpar.recipes.documents import split_rows
 from fxpar.recipes.loader import LengthGroupedDataLoader
 from fxpar.recipes.report import group_lines, step_line
+from fxpar.recipes.stock import prepare_host, stock, with_overrides
 from fxpar.recipes.torchtitan_api import Trainer, logger
 from fxpar.recipes.validator import FxparValidator
 from fxpar.runtime.report import StepReport
@@ -71,7 +73,7 @@ class FxparTrainer(Trainer):
         """Hot switching between strategies by sequence length."""
 
     def __init__(self, config: Config) -> None:
-        titan.bridge_torch()
+        prepare_host()
         self.settings = config.fxpar
         # A seed checkpoint is the model's initial state on one device; nothing of a strategy shows in it.
         self.is_hot = self.settings.strategies is not None and not config.checkpoint.create_seed_checkpoint
@@ -79,37 +81,11 @@ class FxparTrainer(Trainer):
         if self.is_hot:
             world = int(os.environ["WORLD_SIZE"])
             check_recipe(config, config.fxpar, world)
-            config = self._one_device_config(config, world)
+            config = one_device(config, world, self._parallelize)
+        else:
+            config = stock(config)
         super().__init__(config)
         self._logged_at = time.perf_counter()
-
-    def _one_device_config(self, config: Config, world: int) -> Config:
-        """The recipe as one device runs it: no parallelism of torchtitan's, the whole mini-batch as one batch."""
-        assert config.model_spec is not None
-        training, parallelism = config.training, config.parallelism
-        rows = training.global_batch_size
-        if rows < 0:
-            rows = training.local_batch_size * data_parallel_degree(parallelism, world)
-        alone = replace(
-            parallelism,
-            data_parallel_replicate_degree=1,
-            data_parallel_shard_degree=1,
-            context_parallel_degree=1,
-            tensor_parallel_degree=1,
-            pipeline_parallel_degree=1,
-            spmd_backend="partial_dtensor",
-        )
-        return replace(
-            config,
-            model_spec=replace(config.model_spec, parallelize_fn=self._parallelize, pipelining_fn=None),
-            parallelism=alone,
-            training=replace(training, local_batch_size=rows, global_batch_size=rows, disable_cuda_graphs=True),
-            dataloader=LengthGroupedDataLoader.Config(
-                inner=config.dataloader, rows=training.local_batch_size, data_ranks=self.settings.data_ranks
-            ),
-            checkpoint=FxparCheckpointManager.of(config.checkpoint),
-            validator=FxparValidator.of(config.validator),
-        )
 
     def init_distributed(self) -> Any:
         if not self.is_hot:
@@ -124,7 +100,9 @@ class FxparTrainer(Trainer):
     def _parallelize(self, model: nn.Module, *, training: Any, compile_config: Any, **_: Any) -> nn.Module:
         """torchtitan's `parallelize_fn`: takes the model on the meta device, returns it with storage and values."""
         assert self.settings.strategies is not None
-        budget = self.settings.memory_budget_gib
+        budget, seed = self.settings.memory_budget_gib, self.config.debug.seed
+        assert seed is not None  # `init_distributed` has seen to it
+        compiled = compile_config.enable and "model" in compile_config.components
         model.__class__ = _filled(type(model))
         made = fxpar.parallelize(
             model,
@@ -136,10 +114,10 @@ class FxparTrainer(Trainer):
             device_tflops=self.settings.device_tflops,
             precision=_precision(training),
             nan=self.settings.nan,
-            compile="inductor" if compile_config.enable else "eager",
+            compile="inductor" if compiled else "eager",
             deterministic=self.config.debug.deterministic,
             initializer=_fill_own,
-            seed=self.config.debug.seed,
+            seed=seed,
             timeout_s=float(self.config.comm.init_timeout_seconds),
         )
         logger.info(f"[fxpar] {', '.join(f'<={n} {s}' for n, s in sorted(self.settings.strategies.items()))}")
@@ -185,6 +163,41 @@ class FxparTrainer(Trainer):
         self.metrics_processor.logger.log(metrics, self.step)
 
 
+def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..., nn.Module]) -> FxparTrainer.Config:
+    """The recipe as torchtitan sees it on `world` ranks that fxpar runs: one device, the whole mini-batch as one batch.
+
+    A copy; the recipe's own degrees say how many rows a step takes, if it does not say so itself.
+    """
+    assert config.model_spec is not None
+    training, parallelism = config.training, config.parallelism
+    rows = training.global_batch_size
+    if rows < 0:
+        rows = training.local_batch_size * data_parallel_degree(parallelism, world)
+    alone = replace(
+        parallelism,
+        data_parallel_replicate_degree=1,
+        data_parallel_shard_degree=1,
+        context_parallel_degree=1,
+        tensor_parallel_degree=1,
+        pipeline_parallel_degree=1,
+        spmd_backend="partial_dtensor",
+    )
+    return replace(
+        config,
+        model_spec=replace(config.model_spec, parallelize_fn=parallelize, pipelining_fn=None),
+        parallelism=alone,
+        loss=config.loss.loss_fn if isinstance(config.loss, titan.ChunkedLossWrapper.Config) else config.loss,
+        activation_checkpoint=None,
+        override=with_overrides(config.override, *FOR_FXPAR),
+        training=replace(training, local_batch_size=rows, global_batch_size=rows, disable_cuda_graphs=True),
+        dataloader=LengthGroupedDataLoader.Config(
+            inner=config.dataloader, rows=training.local_batch_size, data_ranks=config.fxpar.data_ranks
+        ),
+        checkpoint=FxparCheckpointManager.of(config.checkpoint),
+        validator=FxparValidator.of(config.validator),
+    )
+
+
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Sum of the token losses of a torchtitan decoder; batch tensors are [B, T], logits [B, T, V]."""
     positions = batch["position_ids"]
@@ -204,7 +217,7 @@ def _fill_own(module: nn.Module) -> None:
         module._init_self_parameters()
         module._init_self_buffers()
     elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+        module.reset_parameters()  # type: ignore[operator]
 
 
 def _filled(cls: type[nn.Module]) -> type[nn.Module]:
@@ -216,4 +229,4 @@ def _filled(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"init_weights": init_weights, "__module__": cls.__module__})
 
 
-__all__ = ["FxparConfig", "FxparTrainer", "next_token_loss"]
+__all__ = ["FxparConfig", "FxparTrainer", "next_token_loss", "one_device"]

@@ -13,7 +13,17 @@ from fxpar.errors import PrecisionGlobError
 from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.precision.loss_region import loss_region
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import ACCUMULATING, BATCH_NORMS, INDEX_PUTS, NORM_NAMES, NORMS, PAIRS, PRODUCTS, SOFTMAXES, VIEWS
+from fxpar.precision.tables import (
+    ACCUMULATING,
+    BATCH_NORMS,
+    INDEX_PUTS,
+    NORM_NAMES,
+    NORMS,
+    PAIRS,
+    PRODUCTS,
+    SOFTMAXES,
+    VIEWS,
+)
 
 aten = torch.ops.aten
 _VALUES = ("param", "batch", "tangent")

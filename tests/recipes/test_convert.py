@@ -10,15 +10,28 @@ import pytest
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.experiments.torchft.llama3.config_registry import llama3_torchft_debugmodel
 
 from fxpar.errors import UnsupportedRecipeError
 from fxpar.recipes import cpu
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR, FOR_STOCK_ON_CPU
 from fxpar.recipes.convert import to_fxpar
-from fxpar.recipes.trainer import FxparConfig, FxparTrainer
+from fxpar.recipes.stock import stock
+from fxpar.recipes.trainer import FxparConfig, FxparTrainer, one_device
 
-SWITCHED = {"fxpar", "loss", "activation_checkpoint", "training", "override"}
+SWITCHED = {
+    "fxpar",
+    "model_spec",
+    "parallelism",
+    "loss",
+    "activation_checkpoint",
+    "training",
+    "override",
+    "dataloader",
+    "checkpoint",
+    "validator",
+}
 ON_CPU = {"training", "override"}
 
 
@@ -46,23 +59,38 @@ def test_the_given_recipe_is_left_alone():
     assert repr(given) == before
 
 
-def test_what_changes_with_strategies():
+def switched(given: Any, strategies: dict[int, str], world: int = 2) -> Any:
+    """What the trainer makes of it."""
+    return one_device(to_fxpar(given, strategies=strategies), world, lambda model, **_: model)
+
+
+def test_only_fxpars_settings_are_added():
     given = recipe()
     config = to_fxpar(given, strategies={2048: "dp2"})
     assert type(config) is FxparTrainer.Config
+    assert changed_fields(config, given) == {"fxpar"}
+    assert cpu.is_enabled()
+
+
+def test_what_the_trainer_changes_with_strategies():
+    given = recipe()
+    config = switched(given, {2048: "dp2"})
     assert changed_fields(config, given) == SWITCHED
     assert config.activation_checkpoint is None
-    assert config.training == replace(given.training, disable_cuda_graphs=True)
+    rows = 2 * given.training.local_batch_size
+    sizes = {"local_batch_size": rows, "global_batch_size": rows}
+    assert config.training == replace(given.training, disable_cuda_graphs=True, **sizes)
     assert isinstance(given.loss, ChunkedLossWrapper.Config)
     assert config.loss is given.loss.loss_fn
     assert config.override.imports == list(FOR_FXPAR)
-    assert cpu.is_enabled()
+    assert config.model_spec.model is given.model_spec.model
+    assert (config.dataloader.inner, config.dataloader.rows) == (given.dataloader, given.training.local_batch_size)
 
 
 def test_without_strategies_it_is_torchtitans_recipe():
     """Only what this torch and a CPU need is added; trained numbers are held by tests/titan."""
     given = recipe()
-    config = to_fxpar(given, strategies=None)
+    config = stock(to_fxpar(given, strategies=None))
     assert type(config) is FxparTrainer.Config
     assert config.fxpar == FxparConfig()
     needs = set() if titan.has_spmd_types() else {"spmd_backend"}
@@ -79,7 +107,7 @@ def differs(a: Any, b: Any, name: str) -> bool:
 def test_a_torch_with_spmd_types_keeps_the_recipes_backend(monkeypatch):
     monkeypatch.setattr(titan, "has_spmd_types", lambda: True)
     given = recipe()
-    assert to_fxpar(given, strategies=None).parallelism is given.parallelism
+    assert stock(to_fxpar(given, strategies=None)).parallelism is given.parallelism
 
 
 def test_settings():
@@ -100,7 +128,7 @@ def test_strategies_are_copied():
 
 def test_a_plain_loss_stays():
     given = recipe("llama3_debugmodel_ce_loss")
-    config = to_fxpar(given, strategies={2048: "dp2"})
+    config = switched(given, {2048: "dp2"})
     assert config.loss is given.loss
     assert type(config.loss) is CrossEntropyLoss.Config
 
@@ -108,22 +136,35 @@ def test_a_plain_loss_stays():
 def test_overrides_of_the_recipe_come_first():
     given = recipe()
     given.override.imports = ["my.overrides.rope", ("my.overrides.norm", {"eps": 1e-6})]
-    assert to_fxpar(given, strategies={2048: "dp2"}).override.imports == [*given.override.imports, *FOR_FXPAR]
-    assert to_fxpar(given, strategies=None).override.imports == [*given.override.imports, FOR_STOCK_ON_CPU]
+    assert switched(given, {2048: "dp2"}).override.imports == [*given.override.imports, *FOR_FXPAR]
+    assert stock(given).override.imports == [*given.override.imports, FOR_STOCK_ON_CPU]
 
 
-def test_the_dense_override_is_listed_once():
-    twice = to_fxpar(to_fxpar(recipe(), strategies=None), strategies=None)
-    assert twice.override.imports == [FOR_STOCK_ON_CPU]
+def test_converted_twice():
+    hot = to_fxpar(to_fxpar(recipe(), strategies={2048: "dp2"}), strategies={256: "dp2", 2048: "tp2"})
+    assert hot.fxpar.strategies == {256: "dp2", 2048: "tp2"}
+    again = to_fxpar(to_fxpar(recipe(), strategies=None), strategies={2048: "dp2"})
+    assert switched(again, {2048: "dp2"}).override.imports == list(FOR_FXPAR)
+    assert stock(stock(recipe())).override.imports == [FOR_STOCK_ON_CPU]
+
+
+@pytest.mark.parametrize("strategies", [None, {2048: "dp2"}])
+def test_a_recipe_of_another_trainer_is_refused(strategies):
+    """Its own fields and its own train_step would be lost without a word."""
+    with pytest.raises(UnsupportedRecipeError, match=r"fault_tolerance"):
+        to_fxpar(llama3_torchft_debugmodel(), strategies=strategies)
+    with pytest.raises(UnsupportedRecipeError, match=r"FluxTrainer"):
+        to_fxpar(titan.stock_recipe("flux", "flux_debugmodel"), strategies=strategies)
 
 
 def test_parallelism_of_the_recipe_stays_as_given():
     """It says how many rows a step takes; the trainer runs none of it."""
     given = recipe("llama3_70b")
     given.activation_checkpoint = FullAC.Config()
-    config = to_fxpar(given, strategies={8192: "tp8"})
-    assert config.parallelism is given.parallelism
-    assert config.parallelism.tensor_parallel_degree == 8
+    assert to_fxpar(given, strategies={8192: "tp8"}).parallelism is given.parallelism
+    config = switched(given, {8192: "tp8"}, world=16)
+    assert config.parallelism.tensor_parallel_degree == 1
+    assert config.training.local_batch_size == 2 * given.training.local_batch_size
 
 
 def test_an_unsupported_option_is_refused_when_converting():

@@ -18,7 +18,7 @@ from torchtitan.hf_datasets.text_datasets import (
     InterleavedHuggingFaceTextDataLoader,
 )
 
-from fxpar.errors import LoaderStateError, UnsupportedRecipeError
+from fxpar.errors import DataRanksError, UnsupportedRecipeError
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.debug_data import CHAT
 from fxpar.recipes.documents import split_rows
@@ -180,7 +180,7 @@ def test_resume(inner, data_ranks, turns):
 @pytest.mark.parametrize("inner", ["text"], indirect=True)
 def test_the_state_of_another_number_of_ranks_names_the_flags(inner, saved, now):
     state = ours(inner, saved, 1).state_dict()
-    with pytest.raises(LoaderStateError) as error:
+    with pytest.raises(DataRanksError) as error:
         ours(inner, now, 1).load_state_dict(state)
     assert f"{saved} data-parallel rank(s)" in str(error.value)
     assert f"draws as {now}." in str(error.value)

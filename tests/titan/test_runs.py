@@ -14,8 +14,8 @@ from torchtitan.hf_datasets.text_datasets import ChatDataLoader, HuggingFaceText
 from torchtitan.trainer import Trainer
 
 from fxpar.recipes import debug_data
-from fxpar.recipes.convert import stock
 from fxpar.recipes.debug import debug_recipe
+from fxpar.recipes.stock import stock
 
 from .runs import SWITCHING, recipe, train
 
@@ -107,6 +107,19 @@ def test_the_command_of_the_docs(tmp_path):
     assert re.search(r"\[fxpar\]   <=128 dp2: \d+ documents, .* switch \d.* gradients \d", log)
     assert re.search(r"\[fxpar\]   <=512 tp2\+sp: \d+ documents", log)
     assert "step:  2  loss:" in log
+
+
+def test_strategies_from_the_command_line(tmp_path):
+    """Set on a stock recipe, and unset on a switching one."""
+    fp32 = ("--training.mixed-precision-param", "float32", "--training.steps", "1")
+    module = ("--module", "fxpar.recipes.llama3", "--config")
+    on = torchrun(tmp_path, 2, *module, "debug_stock", *fp32, "--fxpar.strategies", "512", "dp2")
+    off = torchrun(tmp_path, 2, *module, "debug_hot_switch", *fp32, "--fxpar.strategies", "None")
+    for done, is_on in ((on, True), (off, False)):
+        log = done.stderr + done.stdout
+        assert done.returncode == 0, log[-3000:]
+        assert ("[fxpar] <=512 dp2" in log) == is_on
+        assert re.search(r"step:  1  loss:  8\.\d", log)
 
 
 @pytest.mark.parametrize(
