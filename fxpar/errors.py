@@ -1147,8 +1147,8 @@ class DataRanksError(FxparError):
 
     def __init__(self, saved_ranks: int, data_ranks: int) -> None:
         super().__init__(
-            f"the checkpoint says where {saved_ranks} data-parallel rank(s) of torchtitan's loader were, this run draws "
-            f"as {data_ranks}. Set --fxpar.data-ranks {saved_ranks} to go on from there, or "
+            f"the checkpoint says where {saved_ranks} data-parallel rank(s) of torchtitan's loader were, this run "
+            f"draws as {data_ranks}. Set --fxpar.data-ranks {saved_ranks} to go on from there, or "
             "--checkpoint.exclude-from-loading dataloader to begin the data anew"
         )
 

@@ -63,7 +63,7 @@ def largest_difference(a: dict[int, float], b: dict[int, float]) -> float:
 def test_ten_steps_from_one_seed_checkpoint(name, family, seed_checkpoint, stock: Run, tmp_path):
     found = train(2, from_seed(family, STRATEGIES[name], seed_checkpoint), tmp_path)
     assert len(found.losses) == 10
-    assert largest_difference(found.losses, stock.losses) < 1e-5
+    assert largest_difference(found.losses, stock.losses) < 2e-6  # two units in the last place of fp32
     assert largest_difference(found.norms, stock.norms) < 1e-5
 
 
