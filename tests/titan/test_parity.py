@@ -64,7 +64,7 @@ def test_ten_steps_from_one_seed_checkpoint(name, family, seed_checkpoint, stock
     found = train(2, from_seed(family, STRATEGIES[name], seed_checkpoint), tmp_path)
     assert len(found.losses) == 10
     assert largest_difference(found.losses, stock.losses) < 2e-6  # two units in the last place of fp32
-    assert largest_difference(found.norms, stock.norms) < 1e-5
+    assert max(abs(found.norms[step] / norm - 1) for step, norm in stock.norms.items()) < 1e-5
 
 
 def test_bf16(family, seed_checkpoint, tmp_path):
