@@ -50,7 +50,7 @@ def llama3_8b_hot_switch() -> FxparTrainer.Config:
 
 def llama3_70b_static() -> FxparTrainer.Config:
     """70B on 64 GPUs under one strategy, for documents of up to 32k tokens."""
-    return to_fxpar(_long("llama3_70b", 32768), strategies={32768: "pp8.tp8+sp+remat"})
+    return to_fxpar(_long("llama3_70b", 32768), strategies={32768: "cp2.pp4.tp8+sp+remat"})
 
 
 def llama3_70b_hot_switch() -> FxparTrainer.Config:
@@ -60,7 +60,7 @@ def llama3_70b_hot_switch() -> FxparTrainer.Config:
         strategies={
             4096: "dp4.pp4.tp4+sp+zero1+remat(selective)",
             16384: "dp2.pp4.tp8+sp+zero1+remat",
-            32768: "pp8.tp8+sp+remat",
+            32768: "cp2.pp4.tp8+sp+remat",
         },
     )
 

@@ -30,7 +30,7 @@ def debug_hot_switch() -> FxparTrainer.Config:
 
 def qwen3_14b_static() -> FxparTrainer.Config:
     """14B on 8 GPUs under one strategy, for documents of up to 32k tokens."""
-    return to_fxpar(_long(32768), strategies={32768: "tp8+sp+remat(selective)"})
+    return to_fxpar(_long(32768), strategies={32768: "tp8+sp+remat"})
 
 
 def qwen3_14b_hot_switch() -> FxparTrainer.Config:
@@ -40,7 +40,7 @@ def qwen3_14b_hot_switch() -> FxparTrainer.Config:
         strategies={
             4096: "dp4.tp2+sp+zero1+remat(selective)",
             16384: "dp2.tp4+sp+zero1+remat(selective)",
-            32768: "tp8+sp+remat(selective)",
+            32768: "tp8+sp+remat",
         },
     )
 
