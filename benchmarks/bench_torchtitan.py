@@ -10,7 +10,7 @@ Documents are the same in all modes that draw alike: as two data-parallel ranks 
     fsdp2       stock torchtitan, FSDP2 over both ranks
     fsdp2+fxpar::attention   the same, with fxpar's attention instead of a dense mask: what the packing alone is worth
     tp2         stock torchtitan, tensor parallel with sequence parallel
-    fxpar ...   one strategy, and the hot-switched set
+    fxpar ...   one strategy, and the hot-switched set; micro-batches of as many tokens as torchtitan's batches
 
 Stock attention on CPU is dense (FlexAttention has no backward there): `fxpar.recipes.attention.dense_attention`.
 """
@@ -94,7 +94,11 @@ class _OwnAttention(FxparAttention):
 
 
 def config_of(mode: Mode, arguments: argparse.Namespace) -> Any:
-    settings = {} if mode.strategies is None else {"merge": "every" not in mode.name, "log_groups": False}
+    # A micro-batch of a replica has as many tokens as a batch of a rank of torchtitan's.
+    budget = arguments.rows * arguments.seq_len // mode.draws
+    settings = {"merge": "every" not in mode.name, "log_groups": False, "token_budget": budget}
+    if mode.strategies is None:
+        settings = {}
     config = to_fxpar(debug_recipe("llama3"), strategies=mode.strategies, **settings)
     training = config.training
     training.seq_len, training.global_batch_size = arguments.seq_len, arguments.rows
