@@ -89,7 +89,6 @@ with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
     from torchtitan.models.common import decoder as decoder_module
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
     from torchtitan.models.common.linear import Linear
-    from torchtitan.protocols.model_spec import ModelSpec
     from torchtitan.protocols.module import Module
     from torchtitan.tools import utils as tools
     from torchtitan.tools.logging import logger
@@ -105,7 +104,6 @@ __all__ = [
     "CrossEntropyLoss",
     "FlexAttention",
     "Linear",
-    "ModelSpec",
     "Module",
     "OneDevice",
     "ParallelDims",
@@ -125,7 +123,6 @@ __all__ = [
     "has_spmd_types",
     "holders",
     "logger",
-    "model_spec",
     "override",
     "show_import_errors",
     "shown_import_errors",
@@ -139,11 +136,6 @@ def stock_recipe(family: str, name: str) -> Trainer.Config:
     """The result of a config function of torchtitan's own, such as ("llama3", "llama3_8b")."""
     module = importlib.import_module(f"torchtitan.models.{family}.config_registry")
     return getattr(module, name)()
-
-
-def model_spec(family: str, flavor: str) -> ModelSpec:
-    """A model of torchtitan's, such as ("qwen3", "4B")."""
-    return importlib.import_module(f"torchtitan.models.{family}").model_registry(flavor)
 
 
 def add_dataset(name: str, loader: Callable[[str], Any], text: Callable[[dict[str, Any]], str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -245,6 +246,56 @@ def test_a_model_on_the_meta_device_gets_the_weights_of_a_real_one():
     torch.manual_seed(11)
     want = dict(Meta().named_parameters())
     assert all(torch.equal(found[name], value) for name, value in want.items())
+
+
+def test_an_initializer_fills_a_tied_model_on_the_meta_device():
+    """A shared weight has the values of the last module that fills it, as on one device; `to_empty` keeps them."""
+
+    def make():
+        model = Meta()
+        model.head.weight = model.embed.weight
+        return model
+
+    def fill(module):
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    def on_one_device():
+        torch.manual_seed(7)
+        model = make()
+        for module in (model.embed, model.norm, model.head, model):
+            with torch.no_grad():
+                fill(module)
+        return dict(model.named_parameters())
+
+    def work(rank):
+        with torch.device("meta"):
+            model = make()
+        # What is drawn before does not matter: one device draws its first values in its constructor.
+        torch.manual_seed(7)
+        make()
+        fxpar.parallelize(model, strategies={64: "tp2"}, monitor=False, initializer=fill)
+        assert model.to_empty(device="cpu") is model
+        assert model.head.weight is model.embed.weight
+        return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+    found, want = run_forked(2, work)[0], on_one_device()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+
+
+def test_weights_are_staged_for_an_asynchronous_checkpoint():
+    """DCP's stager copies storages; it must meet each piece as one of its own."""
+
+    def work(rank):
+        model = load("llama", seed=2).model
+        fxpar.parallelize(model, strategies={64: "dp2"}, monitor=False)
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged = stager.stage({name: p.detach() for name, p in model.named_parameters()})
+        pairs = [(staged[name].to_local(), p.to_local()) for name, p in model.named_parameters()]
+        return all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs if b.numel())
+
+    assert all(run_forked(2, work))
 
 
 def test_tied_weights_stay_tied():
