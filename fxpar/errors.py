@@ -167,6 +167,13 @@ class GraphFormatError(FxparError):
     """A saved graph cannot be read here."""
 
 
+class GraphFileError(FxparError):
+    """A graph file is missing, damaged, of another version, or holds another kind of graph than is asked for."""
+
+    def __init__(self, path: object, why: str, do: str) -> None:
+        super().__init__(f"graph file {str(path)!r}: {why}. {do}.")
+
+
 class VerifyError(FxparError):
     """A graph breaks an invariant; raised by the verifier between passes, always a bug of the pass it names."""
 
@@ -1181,3 +1188,11 @@ class ForeignPassError(FxparError):
 
     def __init__(self, name: str, why: str, instead: str) -> None:
         super().__init__(f"graph_trainer pass {name!r} on a graph of fxpar: {why}. {instead}")
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+class VizDependencyError(FxparError):
+    """A package that draws is not installed."""
+
+    def __init__(self, package: str, what: str) -> None:
+        super().__init__(f'{what} need the package {package}, which is not installed: pip install "fxpar[viz]"')

@@ -102,14 +102,14 @@ def group_cost(
     total += work.memory_bytes * (1 / (Fraction(memory_gb_per_s) * 10**9))
     total += Polynomial(work.kernels * Fraction(launch_us) / 10**6)
     seconds_per_byte = {
-        axis: _seconds_per_byte(program, axis, cluster, first_rank) for axis in {t.axis for t in work.traffic}
+        axis: seconds_per_byte(program, axis, cluster, first_rank) for axis in {t.axis for t in work.traffic}
     }
     for one in work.traffic:
         total += one.sent_bytes * seconds_per_byte[one.axis] + Polynomial(Fraction(cluster.latency_us) / 10**6)
     return GroupCost(float(total.c0), float(total.c1), float(total.c2))
 
 
-def _seconds_per_byte(program: Program, axis: str, cluster: ClusterSpec, first_rank: int) -> Fraction:
+def seconds_per_byte(program: Program, axis: str, cluster: ClusterSpec, first_rank: int) -> Fraction:
     """Of one rank, while all ranks take part in a collective of theirs over `axis`."""
     bandwidth = cluster.intra_gb_per_s
     if link_crosses_nodes(program, axis, cluster.node_of, first_rank):

@@ -1,0 +1,59 @@
+"""The data of a page: what all tabs share, and one section per tab."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fxpar.cluster import ClusterSpec
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.viz.viewed import Viewed
+
+FORMAT, VERSION = "fxpar view", 1
+TABS = ("graph", "mesh", "timeline", "memory", "run")  # in the order of the page
+
+
+def view_document(
+    title: str,
+    views: Sequence[Viewed],
+    sections: Mapping[str, dict[str, Any] | None],
+    *,
+    made_with: str = "fxpar",
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The sections that have something to say, under a head with what holds for all of them.
+
+    A section is plain JSON. One that differs by strategy has `by_strategy`, keyed by the texts in "strategies".
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "title": title,
+        "made_with": made_with,
+        "strategies": [view.strategy for view in views],
+        "about": {view.strategy: about(view) for view in views},
+        "notes": list(notes),
+        "sections": {name: sections[name] for name in TABS if sections.get(name) is not None},
+    }
+
+
+def about(view: Viewed) -> list[list[str]]:
+    """(label, value) pairs of a strategy for the head of the page."""
+    strategy = view.graph.strategy
+    mesh = " × ".join(f"{axis} {degree}" for axis, degree in strategy.mesh.axes) or "one rank"
+    rows = [["mesh", mesh], ["ranks", str(strategy.world)]]
+    if isinstance(view.graph, PipelineGraph):
+        rows.append(["stages", f"{len(view.graph.stages)} ({strategy.pipeline.schedule})"])
+    rows.append(["micro-batch", f"{view.tokens:,} tokens"])
+    if view.runs > 1:
+        rows.append(["micro-batches", str(view.runs)])
+    rows.append(["cluster", cluster_text(view.links) + ("" if view.cluster else " (assumed)")])
+    return rows
+
+
+def cluster_text(cluster: ClusterSpec) -> str:
+    """`2 × 8 devices, 200 GB/s inside a node, 25 between, 20 µs`."""
+    text = f"{cluster.nodes} × {cluster.devices_per_node} devices, {cluster.intra_gb_per_s:g} GB/s inside a node"
+    if cluster.nodes > 1:
+        text += f", {cluster.inter_gb_per_s:g} between"
+    return f"{text}, {cluster.latency_us:g} µs"

@@ -1,0 +1,93 @@
+"""`Viewed`: one strategy of the page, and what every tab reads off it: sizes, bytes on the wire, predicted times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from fxpar.batching.cost import seconds_per_byte
+from fxpar.batching.work import TOKEN_KEYS
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import DimNameError
+from fxpar.exec_graph import Communication, Program
+from fxpar.graph import LogicalGraph
+from fxpar.memory.state import padded_sizes
+from fxpar.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.runtime.options import Figures, figures
+
+DEVICES_PER_NODE = 8
+GPU: Figures = figures(torch.device("cuda"))
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """A model under one strategy.
+
+    `graph`: lowered by itself (casts and gathers in the prologue, reductions in the epilogue). `stored`: lowered for a
+    weight store, as a run has it and memory is predicted from. `sizes`: dynamic dims of a micro-batch by name, those of
+    the example where missing. `cluster` is None where the user named none.
+    """
+
+    strategy: str
+    graph: TrainGraph
+    logical: LogicalGraph | None = None
+    stored: TrainGraph | None = None
+    cluster: ClusterSpec | None = None
+    sizes: Mapping[str, int] | None = None
+    micro_batches: int | None = None
+
+    @property
+    def links(self) -> ClusterSpec:
+        """The cluster that times are predicted for."""
+        return self.cluster or assumed_cluster(self.graph.strategy.world)
+
+    @property
+    def stages(self) -> tuple[tuple[int, Program], ...]:
+        """(first rank, program) of each pipeline stage; without pp the whole model from rank 0."""
+        return self.graph.placed
+
+    def whole_sizes(self) -> dict[str, int]:
+        """The dynamic dims by name, rounded up as the runtime pads them. Raises DimNameError."""
+        return padded_sizes(self.graph, self.sizes or {})
+
+    def dims(self) -> dict[sympy.Symbol, int]:
+        """The same by symbol, for `TensorMeta.numel` and `Communication.wire_bytes`."""
+        sizes = self.whole_sizes()
+        return {dim.symbol: sizes[dim.name] for dim in self.graph.dims}
+
+    @property
+    def tokens(self) -> int:
+        """Elements of the token ids of a replica's micro-batch; of its first tensor if it has no token ids."""
+        batch = {info.fqn: info.meta for info in self.graph.inputs if info.kind == "batch"}
+        named = [batch[key] for key in TOKEN_KEYS if key in batch]
+        return next((meta.numel(self.dims()) for meta in [*named, *batch.values()]), 0)
+
+    @property
+    def runs(self) -> int:
+        """Micro-batches of a mini-batch: as told, else one, under pipeline stages one per rank of the pp axis."""
+        degree = self.graph.strategy.degree("pp") if isinstance(self.graph, PipelineGraph) else 1
+        return self.micro_batches or degree
+
+
+def assumed_cluster(world: int) -> ClusterSpec:
+    """Nodes of eight devices with usual figures of a GPU, enough for `world` ranks."""
+    nodes, local = -(-world // DEVICES_PER_NODE), min(world, DEVICES_PER_NODE)
+    return ClusterSpec(nodes, local, GPU.intra_gb_per_s, GPU.inter_gb_per_s, GPU.latency_us)
+
+
+def wire_bytes(program: Program, found: Communication, dims: Mapping[sympy.Symbol, int]) -> int:
+    """Bytes that one rank sends in a collective of `program`."""
+    return round(found.wire_bytes(program.strategy.mesh.degree(found.axis), dict(dims)))
+
+
+def wire_ms(
+    program: Program, found: Communication, dims: Mapping[sympy.Symbol, int], cluster: ClusterSpec, first_rank: int = 0
+) -> float:
+    """Predicted time of a collective, as `fxpar.batching.group_cost` counts it; nothing overlaps."""
+    if program.strategy.mesh.degree(found.axis) == 1:
+        return 0.0
+    per_byte = float(seconds_per_byte(program, found.axis, cluster, first_rank))
+    return 1e3 * per_byte * wire_bytes(program, found, dims) + cluster.latency_us / 1e3
