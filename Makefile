@@ -1,4 +1,4 @@
-# make setup | demo | test | test-titan | lint | bench
+# make setup | demo | test | test-titan | lint | bench | docs | docs-serve
 # The first target that is run makes .venv with pip; later runs reuse it until pyproject.toml changes.
 
 VENV := .venv
@@ -15,7 +15,7 @@ BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test test-titan lint format bench clean
+.PHONY: setup demo test test-titan lint format bench docs docs-serve clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -54,6 +54,13 @@ bench: setup
 	@test -n "$(BENCHMARKS)" || { echo "there is no benchmarks/bench_*.py to run"; exit 1; }
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script $(BENCH_ARGS); done
 
+# The site opens from the disk: site/index.html. Nothing is loaded from elsewhere.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
+
+docs-serve: setup
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve
+
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find fxpar passes recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,156 @@
+"""What readers have at hand when they copy a block, and the commands that are not run as they stand.
+
+SETUPS: per page a function that fills the namespace of its Python blocks and the folder that its commands run in.
+WAYS: commands that would take minutes or start processes, each with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.models import load
+
+ROOT = Path(__file__).resolve().parents[2]
+Namespace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a command that matches is tried: "shrunk" runs it with `words` added, "parsed" only looks at its words."""
+
+    pattern: str
+    how: str
+    reason: str
+    words: tuple[str, ...] = ()
+
+
+WAYS = (
+    Way(r"^train\b", "parsed", "starts a process per rank, seconds each; tests/cli/test_train.py trains"),
+    Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
+    Way(r"hf:\w+@.*\bpp(2|4)\b", "shrunk", "a published size takes 20 CPU s", ("--set", "num_hidden_layers=4")),
+    Way(r"hf:\w+@", "shrunk", "a published size takes 20 CPU s", ("--set", "num_hidden_layers=1")),
+)
+
+
+def way_of(command: str) -> Way | None:
+    """The first row that matches the words behind `fxpar`; None: it runs as it stands."""
+    return next((way for way in WAYS if re.search(way.pattern, command)), None)
+
+
+# ------------------------------------------------------------------------------------------------ hidden set-ups
+class TinyBlock(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class TinyModel(nn.Module):
+    """The smallest causal language model with an attention, [B, T] -> [B, T, 64]: what pages call "your model"."""
+
+    def __init__(self, layers: int = 1, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, dim)
+        self.layers = nn.ModuleList(TinyBlock(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, 64)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def row(length: int = 24) -> dict[str, Tensor]:
+    ids = torch.arange(length)[None] % 64
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": torch.arange(length)[None]}
+
+
+def mini_batch(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 64, (n,), generator=generator) for n in (5, 9, 300, 700)]
+
+
+def _your_model(names: Namespace, folder: Path) -> None:
+    names.update(model=TinyModel(), batch=row(), MyModel=TinyModel, nn=nn, torch=torch, fxpar=fxpar)
+
+
+def _captured(names: Namespace, folder: Path) -> None:
+    _your_model(names, folder)
+    loaded = load("llama", options={"layers": "4"})
+    logical = fxpar.capture(loaded.model, loaded.loss_fn, loaded.example_batch, name="llama")
+    names.update(
+        model=loaded.model, logical=logical, params=loaded.params(), buffers=loaded.buffers(), batches=loaded.batches
+    )
+
+
+def _strategies(names: Namespace, folder: Path) -> None:
+    from fxpar.torch_api import kernels  # noqa: F401 - what a rank has imported
+
+    _captured(names, folder)
+
+
+def _hot(names: Namespace, folder: Path) -> None:
+    _your_model(names, folder)
+    _module(
+        folder,
+        "mine",
+        """
+        from tests.docs.pages import TinyModel as Model, mini_batch
+        loader = [mini_batch(seed) for seed in range(2)]
+        """,
+    )
+    ids = torch.arange(24)[None] % 64
+    names.update(F=nn.functional, ids=ids, positions=ids, labels=ids)
+
+
+def _module(folder: Path, name: str, text: str) -> None:
+    """A module that a page imports; it lies in the page's folder."""
+    (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    sys.modules.pop(name, None)
+
+
+def _cluster_file(names: Namespace, folder: Path) -> None:
+    (folder / "cluster.json").write_text(
+        fxpar.ClusterSpec().to_json() if hasattr(fxpar.ClusterSpec, "to_json") else "{}"
+    )
+
+
+def _nothing(names: Namespace, folder: Path) -> None:
+    """Pages that bring all that they need."""
+
+
+SETUPS: dict[str, Callable[[Namespace, Path], None]] = {
+    "capture.md": _your_model,
+    "strategies.md": _strategies,
+    "pipeline.md": _captured,
+    "precision.md": _captured,
+    "hot_switching.md": _hot,
+    "torchtitan.md": _captured,
+    "passes.md": _captured,
+}
+
+
+def prepare(page: str, folder: Path) -> Namespace:
+    """The namespace of a page; its folder sees the examples and benchmarks of the repository."""
+    for name in ("examples", "benchmarks", "tests"):
+        os.symlink(ROOT / name, folder / name)
+    names: Namespace = {"__name__": "__main__"}
+    SETUPS.get(page, _nothing)(names, folder)
+    return names
