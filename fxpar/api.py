@@ -57,6 +57,7 @@ def parallelize(
     precision: Precision | str | None = None,
     loss_scale: float | None = None,
     deterministic: bool = False,
+    record: bool = False,
     timeout_s: float | None = None,
     monitor: bool | Monitor = True,
     plain: str | None = None,
@@ -86,6 +87,7 @@ def parallelize(
       default as the model is. Masters stay fp32. With fp16 the loss is scaled, at first by `loss_scale` (2**16): an
       overflow on any rank, in any group, leaves the mini-batch out everywhere and halves the factor.
     - `deterministic`: only kernels that give the same bits every time, or an error that names the one which does not.
+    - `record`: what each rank does and when, in `report.trace` of every `train_step`.
     - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
       no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
@@ -183,6 +185,11 @@ class ParallelModule(nn.Module):
     def plan(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> BatchPlan:
         """What `train_step` would run, without running it."""
         return self._session().engine.plan(sequences)
+
+    @property
+    def fxpar_session(self) -> Session:
+        """What is behind the module: its programs, engine, costs and storage."""
+        return self._session()
 
     @property
     def memory(self) -> MemoryReport:

@@ -101,11 +101,9 @@ def group_cost(
     total = work.flops * (1 / (Fraction(device_tflops) * 10**12))
     total += work.memory_bytes * (1 / (Fraction(memory_gb_per_s) * 10**9))
     total += Polynomial(work.kernels * Fraction(launch_us) / 10**6)
-    seconds_per_byte = {
-        axis: seconds_per_byte(program, axis, cluster, first_rank) for axis in {t.axis for t in work.traffic}
-    }
+    per_byte = {axis: seconds_per_byte(program, axis, cluster, first_rank) for axis in {t.axis for t in work.traffic}}
     for one in work.traffic:
-        total += one.sent_bytes * seconds_per_byte[one.axis] + Polynomial(Fraction(cluster.latency_us) / 10**6)
+        total += one.sent_bytes * per_byte[one.axis] + Polynomial(Fraction(cluster.latency_us) / 10**6)
     return GroupCost(float(total.c0), float(total.c1), float(total.c2))
 
 

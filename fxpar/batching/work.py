@@ -86,24 +86,24 @@ PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
 
 def sent_bytes(program: Program, sent: Sequence[TensorMeta]) -> Polynomial:
     """Bytes of these local tensors of `program`, with one row of T tokens."""
-    samples = [_Sizes(program, k) for k in (1, 2, 3)]
+    samples = [Sizes(program, k) for k in (1, 2, 3)]
     values = [Fraction(sum(s.numel(meta) * meta.dtype.itemsize for meta in sent)) for s in samples]
-    return _through(values, samples[0].tokens)
+    return fitted(values, samples[0].tokens)
 
 
 def body_work(program: Program) -> Work:
     """The work of the parts of `program` that run per micro-batch, with one row of T tokens."""
-    samples = [_Sizes(program, k) for k in (1, 2, 3)]
+    samples = [Sizes(program, k) for k in (1, 2, 3)]
     nodes = list(_kernels(program))
     counts = [_count(nodes, sizes) for sizes in samples]
 
     def fit(values: list[Fraction]) -> Polynomial:
-        return _through(values, samples[0].tokens)
+        return fitted(values, samples[0].tokens)
 
     products, attention, moved, held = (fit([c[what] for c in counts]) for what in _COUNTED)
     mesh = program.strategy.mesh
     traffic = tuple(
-        Traffic(c.axis, fit([Fraction(s.numel(c.sent)) for s in samples]) * _bytes_per_element(c, mesh.degree(c.axis)))
+        Traffic(c.axis, fit([Fraction(s.numel(c.sent)) for s in samples]) * bytes_per_element(c, mesh.degree(c.axis)))
         for c in program.communications()
         if c.part in PER_MICRO_BATCH
     )
@@ -165,7 +165,7 @@ def link_crosses_nodes(program: Program, axis: str, node_of: Callable[[int], int
 _COUNTED = ("products", "attention", "moved", "held")
 
 
-def _count(nodes: list[fx.Node], sizes: _Sizes) -> dict[str, Fraction]:
+def _count(nodes: list[fx.Node], sizes: Sizes) -> dict[str, Fraction]:
     count = dict.fromkeys(_COUNTED, Fraction(0))
     for node in nodes:
         products, attention = product_flops(node, sizes), attention_flops(node, sizes)
@@ -178,11 +178,14 @@ def _count(nodes: list[fx.Node], sizes: _Sizes) -> dict[str, Fraction]:
 def _kernels(program: Program) -> Iterator[fx.Node]:
     """Calls that compute on the device; collectives are counted by what they send."""
     parts = [part for name, part in program.parts.items() if name in PER_MICRO_BATCH]
-    for node in (node for part in parts for node in part.graph.nodes):
-        computes = node.op == "call_function" and any(True for _ in _metas(node))
-        is_view = node.target in NO_KERNEL or getattr(node.target, "is_view", False)
-        if computes and not is_view and not collective_kind(node):
-            yield node
+    return (node for part in parts for node in part.graph.nodes if is_kernel(node))
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a call computes on the device: no view, no collective."""
+    computes = node.op == "call_function" and any(True for _ in _metas(node))
+    is_view = node.target in NO_KERNEL or getattr(node.target, "is_view", False)
+    return computes and not is_view and not collective_kind(node)
 
 
 def _metas(value: Any) -> Iterator[TensorMeta]:
@@ -195,20 +198,20 @@ def _meta(value: Any) -> TensorMeta:
     return next(_metas(value))
 
 
-def _bytes_per_element(found: Communication, degree: int) -> Fraction:
+def bytes_per_element(found: Communication, degree: int) -> Fraction:
     """Bytes that a rank sends for each element that it puts in."""
     one = replace(found, sent=TensorMeta((1,), found.sent.dtype))
     return Fraction(one.wire_bytes(degree, {})).limit_denominator(10**9)
 
 
-def _through(values: list[Fraction], tokens: int) -> Polynomial:
+def fitted(values: list[Fraction], tokens: int) -> Polynomial:
     """The polynomial with these values at `tokens`, twice and three times as many."""
     a, b, c = map(Fraction, values)
     linear, square = -5 * a + 8 * b - 3 * c, a - 2 * b + c
     return Polynomial(3 * a - 3 * b + c, linear / (2 * tokens), square / (2 * tokens * tokens))
 
 
-class _Sizes:
+class Sizes:
     """Sizes of local tensors with `k` times a base number of tokens in one row; called with a TensorMeta."""
 
     def __init__(self, program: Program, k: int) -> None:

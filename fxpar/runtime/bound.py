@@ -14,6 +14,7 @@ from fxpar.exec_graph import ExecGraph, Part, Program, Source, compile_graph, su
 from fxpar.passes.write_in_place import undo
 from fxpar.runtime.accumulate import accumulating, own_memory
 from fxpar.runtime.micro import MicroRun, local_batch
+from fxpar.runtime.spans import NO_SPANS, Spans
 
 Backend = Literal["eager", "inductor"]
 c10d = torch.ops._c10d_functional
@@ -86,13 +87,14 @@ class BoundGraph:
         else:
             self._carry_buffers()
 
-    def run_all(self, micro_batches: Sequence[MicroRun]) -> None:
+    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS) -> None:
         """All micro-batches of a group, one after the other."""
         if not micro_batches:
             self.skip()
-        for one in micro_batches:
-            batch = local_batch(self.program, one.load(), self.rank, self._device())
-            self.run(batch, one.scale, one.seed, idle=one.idle)
+        for number, one in enumerate(micro_batches):
+            with spans.span("micro_batch", number):
+                batch = local_batch(self.program, one.load(), self.rank, self._device())
+                self.run(batch, one.scale, one.seed, idle=one.idle)
 
     def skip(self) -> None:
         """This replica has no micro-batch in the group: zeros, and buffers as they are. Not for ZeRO-2 and 3."""

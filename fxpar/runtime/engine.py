@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.runtime.report import GroupReport, StepReport
+from fxpar.runtime.spans import NO_SPANS, GroupRun, Recorder, Spans, StepTrace
 from fxpar.runtime.switching import Switching
 
 Sequence_ = Tensor | Mapping[str, Tensor]
@@ -77,6 +79,7 @@ class Engine:
     watcher: Watcher | None = None
     world_group: Any = None
     scaler: LossScaler | None = None
+    recorder: Recorder | None = None
     steps: int = 0
     _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -122,6 +125,8 @@ class Engine:
 
     def _step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
         begun = time.perf_counter()
+        if self.recorder is not None:
+            self.recorder.begin()
         plan, valid = self._agreed_plan(sequences)
         planned = time.perf_counter()
         factor = 1.0 if self.scaler is None else self.scaler.scale
@@ -148,6 +153,7 @@ class Engine:
             groups=tuple(reports),
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
             skipped=skipped,
+            trace=self._trace(by_strategy, sequences),
         )
 
     def _agreed_plan(self, sequences: Sequence[Sequence_]) -> tuple[BatchPlan, int]:
@@ -175,19 +181,24 @@ class Engine:
         visited: Sequence[str],
     ) -> tuple[GroupReport, float]:
         spec, name = self.groups[group.group], self.names[group.group]
+        if self.recorder is not None:
+            self.recorder.enter(len(visited))
+        spans: Spans = NO_SPANS if self.recorder is None else self.recorder
         begun = time.perf_counter()
-        with self._phase(f"switch to {name}"):
+        with self._phase(f"switch to {name}"), spans.span("switch"):
             switched_bytes = self.switching.to(name, visited)
         switched = time.perf_counter()
         bound = self.bound[name]
         with self._phase(f"run {name}"):
-            bound.prepare(self.switching.store.compute(name), buffers)
-            bound.run_all(self._micro_batches(bound, group, sequences, scale))
-            result = bound.finish()
+            with spans.span("prologue"):
+                bound.prepare(self.switching.store.compute(name), buffers)
+            bound.run_all(self._micro_batches(bound, group, sequences, scale), spans)
+            with spans.span("epilogue"):
+                result = bound.finish()
+                loss = float(result["loss"])
         buffers.update(result["buffers"])
-        loss = float(result["loss"])
         ran = time.perf_counter()
-        with self._phase(f"reduce gradients of {name}"):
+        with self._phase(f"reduce gradients of {name}"), spans.span("reduce"):
             reduced_bytes = self.gradients.add(name, result["grads"])
         done = time.perf_counter()
         mine = group.sequences
@@ -204,8 +215,25 @@ class Engine:
             switch_bytes=switched_bytes,
             reduce_s=done - ran,
             reduce_bytes=reduced_bytes,
+            predicted_s=group.predicted_s,
+            predicted_switch_s=self.switching.predicted_s(name, visited),
+            predicted_reduce_s=self.gradients.predicted_s(name),
+            lengths=length_counts(lengths),
         )
         return report, loss
+
+    def _trace(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_]) -> StepTrace | None:
+        """What was recorded of the mini-batch; None if nobody asked."""
+        if self.recorder is None:
+            return None
+        runs = []
+        for group in groups:
+            micro_batches = tuple(
+                tuple(tuple(sequence_length(sequences[i]) for i in micro.sequences) for micro in replica)
+                for replica in group.replicas
+            )
+            runs.append(GroupRun(self.groups[group.group].limit, self.names[group.group], micro_batches))
+        return self.recorder.trace(runs)
 
     def _micro_batches(
         self, bound: Bound, group: GroupPlan, sequences: Sequence[Sequence_], scale: float
@@ -266,6 +294,11 @@ class Engine:
 
     def _phase(self, text: str) -> AbstractContextManager[object]:
         return nullcontext() if self.watcher is None else self.watcher.phase(f"step {self.steps + 1}, {text}")
+
+
+def length_counts(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(2**k, number of lengths in (2**(k-1), 2**k]), ascending."""
+    return tuple(sorted(Counter(1 << (length - 1).bit_length() for length in lengths).items()))
 
 
 def sequence_length(sequence: Sequence_) -> int:

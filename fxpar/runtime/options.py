@@ -83,6 +83,7 @@ class Options:
     precision: Precision | str | None = None
     loss_scale: float | None = None
     deterministic: bool = False
+    record: bool = False
     timeout_s: float | None = None
     monitor: bool | Monitor = True
     plain: str | None = None

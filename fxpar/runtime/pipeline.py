@@ -17,6 +17,7 @@ from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, Work
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.padding import batch_dims
+from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.runtime.stage import BoundStage, Half
 from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, Wait, schedule, simulate, with_transfers
 
@@ -100,7 +101,7 @@ class BoundPipeline:
         for stage in self.stages.values():
             stage.prepare(params, buffers)
 
-    def run_all(self, micro_batches: Sequence[MicroRun]) -> None:
+    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS) -> None:
         """All micro-batches of this replica, in the order of the schedule; they may differ in length."""
         if not micro_batches:
             for stage in self.stages.values():
@@ -110,16 +111,18 @@ class BoundPipeline:
         idle = replace(micro_batches[-1], idle=True)
         filled = [*micro_batches, *[idle] * (plan.micro_batches - len(micro_batches))]
         group = _Group(filled, left=dict.fromkeys(range(len(filled)), len(self.stages)))
-        self._run_steps(steps, plan, group)
+        self._run_steps(steps, plan, group, spans)
 
-    def _run_steps(self, steps: Sequence[Step], plan: Schedule, group: _Group) -> None:
+    def _run_steps(self, steps: Sequence[Step], plan: Schedule, group: _Group, spans: Spans = NO_SPANS) -> None:
         for step in steps:
             if isinstance(step, Action):
-                self._act(step, plan, group)
+                with spans.span(step.part, step.micro_batch, step.stage):
+                    self._act(step, plan, group)
             elif isinstance(step, Receive):
                 self._receive(step.transfer, plan, group)
             elif isinstance(step, Wait):
-                self._wait(step.transfer, group)
+                with spans.span("wait", step.transfer.micro_batch, step.transfer.target):
+                    self._wait(step.transfer, group)
             else:
                 self._send(step, plan, group)
         for work, _ in group.sending:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from fxpar.runtime.spans import StepTrace
 
 
 @dataclass(frozen=True)
 class GroupReport:
     """One length group of a mini-batch. Times are this rank's wall seconds; bytes are those of all ranks together.
 
-    `micro_batches` is the largest number on a replica; `tokens` are without padding.
+    `micro_batches` is the largest number on a replica; `tokens` are without padding. The three predictions are those
+    that the mini-batch was planned with: of the micro-batches, the switch and the reduction. `lengths` counts the
+    sequences of 2**(k-1) < tokens <= 2**k as (2**k, sequences).
     """
 
     limit: int
@@ -24,6 +28,10 @@ class GroupReport:
     switch_bytes: int
     reduce_s: float
     reduce_bytes: int
+    predicted_s: float = 0.0
+    predicted_switch_s: float = 0.0
+    predicted_reduce_s: float = 0.0
+    lengths: tuple[tuple[int, int], ...] = ()
 
     @property
     def compute_s(self) -> float:
@@ -33,7 +41,10 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One mini-batch: `loss` is the mean over its valid tokens, the same on every rank; groups in order of running."""
+    """One mini-batch: `loss` is the mean over its valid tokens, the same on every rank; groups in order of running.
+
+    `trace` is there if spans are recorded (`parallelize(..., record=True)`).
+    """
 
     step: int
     loss: float
@@ -45,6 +56,10 @@ class StepReport:
     groups: tuple[GroupReport, ...]
     merged: tuple[tuple[int, int], ...] = ()  # limits (from, into)
     skipped: bool = False
+    trace: StepTrace | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Everything but the trace."""
+        found = asdict(replace(self, trace=None))
+        del found["trace"]
+        return found

@@ -43,6 +43,7 @@ from fxpar.runtime.options import (
     strategy_names,
 )
 from fxpar.runtime.report import StepReport
+from fxpar.runtime.spans import Recorder
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import (
     MemoryReport,
@@ -160,6 +161,7 @@ def open_session(
             deterministic=options.deterministic,
         ),
         scaler=_scaler(store, options),
+        recorder=Recorder(device) if options.record else None,
         watcher=_watcher(options, world),
         world_group=world_group,
     )

@@ -47,10 +47,8 @@ class Switching:
 
     def to(self, name: str, visited: Sequence[str]) -> int:
         """Fill the layout of `name`; `visited` have run before in this mini-batch. Returns bytes moved by all ranks."""
-        if name in visited and name in self.schedule.resident:
+        if self.is_filled(name, visited):
             return 0
-        if visited and visited[-1] == name:
-            return 0  # the arena still holds it
         key = (name, self.schedule.sources(visited))
         plan = self.schedule.plan(name, visited)
         if key not in self._compiled:
@@ -66,3 +64,11 @@ class Switching:
             )
         self._compiled[key].run()
         return plan.intra_node_bytes + plan.inter_node_bytes
+
+    def is_filled(self, name: str, visited: Sequence[str]) -> bool:
+        """Whether the layout of `name` has its weights already: it is resident, or the arena still holds it."""
+        return (name in visited and name in self.schedule.resident) or (bool(visited) and visited[-1] == name)
+
+    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
+        """Predicted seconds of `to`."""
+        return 0.0 if self.is_filled(name, visited) else self.schedule.plan(name, visited).predicted_s

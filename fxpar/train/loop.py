@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxpar.errors import GradientNormError
 from fxpar.train.records import GroupRecord, StepRecord
+from fxpar.train.traces import StepTraces
 
 
 class Trained(Protocol):
@@ -33,20 +34,21 @@ class Training:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     clip: float = 0.0
     nan: str = "error"
+    traces: StepTraces | None = None
 
 
 @dataclass(frozen=True)
 class Hooks:
     """What happens around a step.
 
-    `sync(cpu_s)` is called before the first step and after each with this rank's CPU seconds; it returns whether to
-    stop, alike on all ranks, and the CPU seconds of all ranks. `validate(step)` returns the loss of held-out sequences,
-    or None if it is not due. `phase` says what is about to happen (for the other
-    ranks' error messages).
+    `sync(cpu_s, wall_s)` is called before the first step and after each with this rank's CPU and wall seconds; it
+    returns whether to stop, and the sums over all ranks: the same on all of them. `validate(step)` returns the loss of
+    held-out sequences, or None if it is not due. `phase` says what is about to happen (for the other ranks' error
+    messages).
     """
 
     done: Callable[[StepRecord], None]
-    sync: Callable[[float], tuple[bool, float]] = lambda cpu_s: (False, cpu_s)
+    sync: Callable[[float, float], tuple[bool, float, float]] = lambda cpu_s, wall_s: (False, cpu_s, wall_s)
     save: Callable[[int], None] = lambda step: None
     phase: Callable[[str], object] = lambda text: None
     validate: Callable[[int], float | None] = lambda step: None
@@ -57,12 +59,14 @@ def run_steps(training: Training, first: int, steps: int, every: int, hooks: Hoo
 
     A run that is stopped saves too, unless no step was done. Raises GradientNormError and what `train_step` raises.
     """
-    if hooks.sync(0.0)[0]:
+    if hooks.sync(0.0, 0.0)[0]:
         return True
     for step in range(first + 1, steps + 1):
         hooks.phase(f"step {step}")
         record = one_step(training, step)
-        stop, cpu_s = hooks.sync(record.cpu_s)
+        stop, cpu_s, wall_s = hooks.sync(record.cpu_s, record.wall_s)
+        if training.traces is not None:
+            training.traces.choose(wall_s)
         hooks.done(replace(record, cpu_s=cpu_s, validation_loss=hooks.validate(step)))
         if stop or step == steps or (every and step % every == 0):
             hooks.phase(f"step {step}, saving a checkpoint")
@@ -93,6 +97,8 @@ def one_step(training: Training, step: int) -> StepRecord:
     training.scheduler.step()
     training.optimizer.zero_grad()
     ended = time.perf_counter()
+    if training.traces is not None:
+        training.traces.take(step, report.trace, (optimizer_begun - engine_begun) * 1e3, (ended - engine_begun) * 1e3)
     return StepRecord(
         step=step,
         loss=float(report.loss),

@@ -199,7 +199,7 @@ def _run(
 
         hooks = Hooks(
             done=done,
-            sync=lambda cpu_s: agree(place.stop.asked, cpu_s, place.device),
+            sync=lambda cpu_s, wall_s: agree(place.stop.asked, cpu_s, wall_s, place.device),
             save=save,
             phase=place.monitor.phase,
             validate=session.validate,

@@ -21,6 +21,10 @@ GROUP_FIELDS = (
     "switch_bytes",
     "reduce_s",
     "reduce_bytes",
+    "predicted_s",
+    "predicted_switch_s",
+    "predicted_reduce_s",
+    "lengths",
 )
 
 

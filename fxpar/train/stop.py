@@ -44,10 +44,10 @@ class StopRequest:
         self._asked = True
 
 
-def agree(asked: bool, cpu_s: float, device: torch.device) -> tuple[bool, float]:
-    """(any rank was asked to stop, CPU seconds of all ranks): one small all-reduce per step."""
-    both = torch.tensor([float(asked), cpu_s], dtype=torch.float64, device=device)
+def agree(asked: bool, cpu_s: float, wall_s: float, device: torch.device) -> tuple[bool, float, float]:
+    """(any rank was asked to stop, CPU seconds, wall seconds of all ranks): one small all-reduce per step."""
+    sums = torch.tensor([float(asked), cpu_s, wall_s], dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
-        dist.all_reduce(both)
-    asked_count, total = both.tolist()
-    return asked_count > 0, total
+        dist.all_reduce(sums)
+    asked_count, cpu_sum, wall_sum = sums.tolist()
+    return asked_count > 0, cpu_sum, wall_sum

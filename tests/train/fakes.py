@@ -54,6 +54,10 @@ def group_report(limit, strategy, sequences):
         switch_bytes=2_000_000 if strategy == "cp4" else 0,
         reduce_s=0.0625,
         reduce_bytes=1000,
+        predicted_s=0.25,
+        predicted_switch_s=0.0625 if strategy == "cp4" else 0.0,
+        predicted_reduce_s=0.03125,
+        lengths=((8 if limit == 8 else 32, len(sequences)),),
     )
 
 

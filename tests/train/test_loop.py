@@ -44,7 +44,9 @@ def test_saves_every_few_steps_and_at_the_end():
 def test_stop(ask_after, done, saves):
     records, saved = [], []
     hooks = Hooks(
-        done=records.append, sync=lambda cpu_s: (len(records) + (cpu_s > 0) >= ask_after, 4 * cpu_s), save=saved.append
+        done=records.append,
+        sync=lambda cpu_s, wall_s: (len(records) + (cpu_s > 0) >= ask_after, 4 * cpu_s, wall_s),
+        save=saved.append,
     )
     stopped = run_steps(training(7), 0, 7, 0, hooks)
     assert (len(records), saved) == (done, saves)
@@ -85,7 +87,7 @@ def test_without_clipping_no_norm_is_computed():
 
 def test_totals():
     records = []
-    run_steps(training(5), 0, 5, 0, Hooks(done=records.append, sync=lambda cpu_s: (False, 2.0)))
+    run_steps(training(5), 0, 5, 0, Hooks(done=records.append, sync=lambda cpu_s, wall_s: (False, 2.0, wall_s)))
     totals = Totals.of(records)
     assert totals.cpu_s == 10.0
     assert totals.tokens == sum(r.tokens for r in records) == sum(g.tokens for g in totals.groups)
