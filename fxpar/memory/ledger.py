@@ -1,4 +1,4 @@
-"""`Ledger`: what a rank holds, by stage and purpose, and when it held most."""
+"""`Ledger`: what a rank holds, by stage and purpose, at all times and when it held most."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from fxpar.memory.liveness import Peak
+from torch import fx
 
-_KINDS = ("forward", "again", "backward", "result", "message")
+from fxpar.memory.series import KINDS, NOTHING, Moment
+
+_PLACE = {kind: i for i, kind in enumerate(KINDS)}
 
 
-@dataclass
-class _Best:
-    total: int = -1
-    node: str = ""
-    workspace: int = 0
-    sums: dict[str, int] = field(default_factory=dict)
-
-    def peak(self, saved_bytes: int) -> Peak:
-        found = {f"{kind}_bytes": self.sums.get(kind, 0) for kind in _KINDS}
-        return Peak(self.node, **found, workspace_bytes=self.workspace, saved_bytes=saved_bytes)
+def _nothing() -> list[int]:
+    return [0] * len(KINDS)
 
 
 @dataclass
 class Ledger:
-    """Storages with their holders counted, as Python counts references: one without any is free."""
+    """Storages with their holders counted, as Python counts references: one without any is free.
+
+    `moments` are those of the rank, all its stages together; `fullest` has one of each stage alone.
+    """
 
     holders: Counter[Hashable] = field(default_factory=Counter)
     held: dict[Hashable, tuple[int, str, int]] = field(default_factory=dict)  # key -> stage, kind, bytes
-    sums: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    totals: Counter[int] = field(default_factory=Counter)
-    best: dict[int | None, _Best] = field(default_factory=lambda: defaultdict(_Best))  # None: of the rank
+    sums: dict[int, list[int]] = field(default_factory=lambda: defaultdict(_nothing))
+    whole: list[int] = field(default_factory=_nothing)
+    moments: list[Moment] = field(default_factory=list)
+    fullest: dict[int, Moment] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
 
     def take(self, key: Hashable, stage: int, kind: str, nbytes: int) -> None:
         """One more holder; the first one allocates."""
@@ -68,16 +66,13 @@ class Ledger:
         """Bytes of different storages."""
         return sum(self.held[key][2] for key in set(keys))
 
-    def look(self, stage: int, node: str, workspace: int = 0) -> None:
-        """Note the moment if the rank, or the stage, has never held as much."""
-        total = sum(self.totals.values()) + workspace
-        if total > self.best[None].total:
-            whole: Counter[str] = sum(self.sums.values(), Counter())
-            self.best[None] = _Best(total, node, workspace, dict(whole))
-        mine = self.totals[stage] + workspace
-        if mine > self.best[stage].total:
-            self.best[stage] = _Best(mine, node, workspace, dict(self.sums[stage]))
+    def look(self, stage: int, node: fx.Node | None, during: str, workspace: int = 0) -> None:
+        """Note what the rank, and the stage, hold at this moment."""
+        self.moments.append(Moment(node, tuple(self.whole), workspace, during))
+        mine = Moment(node, tuple(self.sums[stage]), workspace, during)
+        if mine.total_bytes > self.fullest[stage].total_bytes:
+            self.fullest[stage] = mine
 
     def _add(self, stage: int, kind: str, nbytes: int) -> None:
-        self.sums[stage][kind] += nbytes
-        self.totals[stage] += nbytes
+        self.sums[stage][_PLACE[kind]] += nbytes
+        self.whole[_PLACE[kind]] += nbytes

@@ -35,7 +35,7 @@ _PER_MICRO_BATCH = ("batch", "received", "received_grad")
 class Step:
     """One node: (storage, what it is for) of what it makes; storages that nothing of its part uses later."""
 
-    node: str
+    node: fx.Node
     births: tuple[tuple[int, str], ...]
     workspace_bytes: int
     deaths: tuple[int, ...]
@@ -123,17 +123,33 @@ def trace_stage(
         if info is not None and info.kind in _PER_MICRO_BATCH:
             (inputs[info.kind, info.fqn],) = storages.of[node]
     lasting = storages.borrowed - set(inputs.values())
-    finals = _finals(joined, names[-1], storages, stage)
     born = set(storages.borrowed)
+    reads = {name: _reads(joined, name, storages) for name in names}
+    saved = frozenset().union(*(reads[name] for name in names[1:]))
+    kinds = _kinds(joined, storages, saved, _finals(joined, names[-1], storages, stage))
     parts = {}
     for name in names:
-        steps = _steps(joined.calls[name], storages, finals, born, dims, conditions)
-        reads = {s for n in joined.calls[name] for o in n.all_input_nodes for s in storages.of[o]}
-        reads |= {s for n in joined.results[name] for s in storages.of[n]}
+        steps = _steps(joined.calls[name], storages, kinds, born, dims, conditions)
         made = {s for step in steps for s, _ in step.births}
         results = tuple(next(iter(storages.of[n]), None) for n in joined.results[name])
-        parts[name] = PartTrace(steps, frozenset(reads - made - lasting), frozenset(made), results)
+        parts[name] = PartTrace(steps, frozenset(reads[name] - made - lasting), frozenset(made), results)
     return StageTrace(parts, storages.nbytes, lasting, inputs)
+
+
+def _reads(joined: _Joined, name: str, storages: Storages) -> set[int]:
+    """Storages that a part reads or hands on."""
+    reads = {s for node in joined.calls[name] for o in node.all_input_nodes for s in storages.of[o]}
+    return reads | {s for node in joined.results[name] for s in storages.of[node]}
+
+
+def _kinds(joined: _Joined, storages: Storages, saved: frozenset[int], finals: set[int]) -> dict[int, str]:
+    """What each storage is for, by the node that makes it."""
+    kinds = dict.fromkeys(finals, "result")
+    for calls in joined.calls.values():
+        for node in calls:
+            for storage in storages.of[node]:
+                kinds.setdefault(storage, kind_of(node, storage in saved))
+    return kinds
 
 
 def _apart(part: Part) -> Part:
@@ -164,7 +180,7 @@ def _finals(joined: _Joined, last: str, storages: Storages, stage: StageProgram)
 def _steps(
     calls: list[fx.Node],
     storages: Storages,
-    finals: set[int],
+    kinds: Mapping[int, str],
     born: set[int],
     dims: Mapping[sympy.Symbol, int],
     conditions: Conditions,
@@ -175,7 +191,7 @@ def _steps(
     for i, node in enumerate(calls):
         made = [s for s in storages.of[node] if s not in born]
         born.update(made)
-        births.append([(s, "result" if s in finals else kind_of(node)) for s in made])
+        births.append([(s, kinds[s]) for s in made])
         # A collective reads its operand until it is waited for.
         pending = [o for c in node.all_input_nodes if collective_kind(c) for o in c.all_input_nodes]
         for value in (node, *node.all_input_nodes, *pending):
@@ -184,6 +200,6 @@ def _steps(
     for storage, i in last.items():
         deaths.setdefault(i, []).append(storage)
     return tuple(
-        Step(node.name, tuple(births[i]), workspace_bytes(node, dims, conditions), tuple(deaths.get(i, ())))
+        Step(node, tuple(births[i]), workspace_bytes(node, dims, conditions), tuple(deaths.get(i, ())))
         for i, node in enumerate(calls)
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import sympy
 
 from fxpar.exec_graph import Stored
-from fxpar.memory.prediction import MemoryPrediction, StageMemory
+from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory, StageMemory
 from fxpar.memory.state import home_bytes
 from fxpar.memory.walk import RankPeak, rank_peak
 from fxpar.memory.workspace import Conditions
@@ -17,46 +17,47 @@ from fxpar.schedule import Schedule, schedule, simulate
 from fxpar.switch.layout import layout_of
 
 
-def predict_pipeline(
+def pipeline_over_time(
     program: PipelineGraph,
     sizes: Mapping[str, int],
     dims: Mapping[sympy.Symbol, int],
     micro_batches: int | None,
     staging_bytes: int,
     conditions: Conditions,
-) -> MemoryPrediction:
-    """The prediction for the fullest rank, with all stages; `micro_batches` per replica, by default one per pipeline
-    rank. `sizes` are padded. Raises MicroBatchCountError.
+) -> MemoryOverTime:
+    """All pipeline ranks, and the prediction for the fullest one with all stages; `micro_batches` per replica, by
+    default one per pipeline rank. `sizes` are padded. Raises MicroBatchCountError.
     """
     ranks = program.strategy.degree("pp")
     plan = schedule_of(program, micro_batches or ranks)
     layout, in_flight = layout_of(program), simulate(plan).peak_saved
     masters, optimizer, gradients = home_bytes(program)
-    found: list[MemoryPrediction] = []
+    found: list[RankMemory] = []
     stages: list[StageMemory] = []
     for position in range(ranks):
         peak = pipeline_peak(program, plan, position, dims, conditions)
         mine = [stage for stage in program.stages if plan.rank_of(stage.index) == position]
         weights = layout.bytes_of_rank(position * program.block)
-        found.append(
-            MemoryPrediction(
-                strategy=str(program.strategy),
-                sizes=sizes,
-                micro_batches=plan.micro_batches,
-                master_bytes=masters,
-                optimizer_bytes=optimizer,
-                weight_bytes=weights,
-                home_gradient_bytes=gradients,
-                gradient_bytes=sum(_bytes(stage.given("grad"), dims) for stage in mine),
-                staging_bytes=min(staging_bytes, 2 * weights),
-                body=peak.whole,
-                schedule=str(plan),
-            )
+        here = MemoryPrediction(
+            strategy=str(program.strategy),
+            sizes=sizes,
+            micro_batches=plan.micro_batches,
+            master_bytes=masters,
+            optimizer_bytes=optimizer,
+            weight_bytes=weights,
+            home_gradient_bytes=gradients,
+            gradient_bytes=sum(_bytes(stage.given("grad"), dims) for stage in mine),
+            staging_bytes=min(staging_bytes, 2 * weights),
+            body=peak.whole,
+            schedule=str(plan),
         )
         lines = [_stage_memory(program, stage, in_flight[stage.index], peak, dims) for stage in mine]
-        stages += [replace(line, rank_peak_bytes=found[-1].peak_bytes) for line in lines]
-    fullest = max(found, key=lambda prediction: prediction.peak_bytes)
-    return replace(fullest, stages=tuple(sorted(stages, key=lambda stage: stage.stage)))
+        stages += [replace(line, rank_peak_bytes=here.peak_bytes) for line in lines]
+        first = position * program.block
+        found.append(RankMemory((first, first + program.block - 1), here, peak.series))
+    fullest = max((rank.prediction for rank in found), key=lambda prediction: prediction.peak_bytes)
+    whole = replace(fullest, stages=tuple(sorted(stages, key=lambda stage: stage.stage)))
+    return MemoryOverTime(whole, tuple(found))
 
 
 def schedule_of(program: PipelineGraph, micro_batches: int) -> Schedule:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import sympy
 
 from fxpar.exec_graph import ExecGraph
-from fxpar.memory.liveness import ONE_THREAD, Peak, body_peak
+from fxpar.memory.liveness import ONE_THREAD, body_series
 from fxpar.memory.parts import accumulating
-from fxpar.memory.pipeline import predict_pipeline
-from fxpar.memory.prediction import MemoryPrediction
+from fxpar.memory.pipeline import pipeline_over_time
+from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
+from fxpar.memory.series import Peak, Series
 from fxpar.memory.state import home_bytes, padded_sizes
 from fxpar.memory.workspace import Conditions
 from fxpar.pipeline_graph import PipelineGraph, TrainGraph
@@ -33,14 +34,30 @@ def predict_memory(
 
     Raises DimNameError for a name that is no dynamic dim, MicroBatchCountError for a number that a schedule cannot run.
     """
+    found = memory_over_time(
+        program, sizes, micro_batches=micro_batches, staging_bytes=staging_bytes, conditions=conditions
+    )
+    return found.prediction
+
+
+def memory_over_time(
+    program: TrainGraph,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    micro_batches: int | None = None,
+    staging_bytes: int = 64 << 20,
+    conditions: Conditions = ONE_THREAD,
+) -> MemoryOverTime:
+    """The prediction with all moments that it is the maximum of; arguments and errors as in `predict_memory`."""
     whole = padded_sizes(program, sizes or {})
     dims = {dim.symbol: whole[dim.name] for dim in program.dims}
     if isinstance(program, PipelineGraph):
-        return predict_pipeline(program, whole, dims, micro_batches, staging_bytes, conditions)
+        return pipeline_over_time(program, whole, dims, micro_batches, staging_bytes, conditions)
     layout, count = layout_of(program), micro_batches or 1
     masters, optimizer, gradients = home_bytes(program)
     grads = [s for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.kind == "grad"]
-    return MemoryPrediction(
+    series = program_series(program, dims, micro_batches=count, conditions=conditions)
+    found = MemoryPrediction(
         strategy=str(program.strategy),
         sizes=whole,
         micro_batches=count,
@@ -50,8 +67,9 @@ def predict_memory(
         home_gradient_bytes=gradients,
         gradient_bytes=sum(s.local.numel(dims) * s.local.dtype.itemsize for s in grads),
         staging_bytes=min(staging_bytes, 2 * layout.max_bytes()) if program.strategy.world > 1 else 0,
-        body=program_peak(program, dims, micro_batches=count, conditions=conditions),
+        body=series.peak,
     )
+    return MemoryOverTime(found, (RankMemory((0, program.strategy.world - 1), found, series),))
 
 
 def program_peak(
@@ -62,8 +80,19 @@ def program_peak(
     conditions: Conditions = ONE_THREAD,
 ) -> Peak:
     """The peak of the program's body on the fullest rank: of the first and the last place on each mesh axis."""
+    return program_series(program, dims, micro_batches=micro_batches, conditions=conditions).peak
+
+
+def program_series(
+    program: ExecGraph,
+    dims: Mapping[sympy.Symbol, int],
+    *,
+    micro_batches: int = 1,
+    conditions: Conditions = ONE_THREAD,
+) -> Series:
+    """What that rank holds at each call of the body; with several micro-batches in the later ones, which add up."""
     kept = tuple(i for i, node in enumerate(program.body.results) if "buffer" in node.meta)
     graph = program.body.graph if micro_batches == 1 else accumulating(program.body, kept).graph
     last = {axis: degree - 1 for axis, degree in program.strategy.axes}
     places = [{}, last] if program.strategy.world > 1 else [{}]
-    return max((body_peak(graph, dims, at, conditions) for at in places), key=lambda peak: peak.total_bytes)
+    return max((body_series(graph, dims, at, conditions) for at in places), key=lambda s: s.peak.total_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fxpar.memory.liveness import Peak
+from fxpar.memory.series import Peak, Series
 
 
 @dataclass(frozen=True)
@@ -87,3 +87,34 @@ class MemoryPrediction:
         sums = {name: getattr(self, name) for name in ("state_bytes", "step_bytes", "switch_bytes", "peak_bytes")}
         stages = [stage.to_json() for stage in self.stages]
         return {**asdict(self), "sizes": dict(self.sizes), "body": body, "stages": stages, **sums}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What the ranks `ranks[0]` to `ranks[1]` hold; `series` is above `level_bytes`.
+
+    The series is that of a micro-batch which adds to gradients of earlier ones, if there are several; with pipeline
+    stages that of the schedule.
+    """
+
+    ranks: tuple[int, int]
+    prediction: MemoryPrediction
+    series: Series
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Gradients of earlier micro-batches, as far as the series does not count them."""
+        return self.prediction.step_bytes - self.prediction.body.total_bytes
+
+    @property
+    def level_bytes(self) -> int:
+        """What is there at all moments."""
+        return self.prediction.state_bytes + self.accumulator_bytes
+
+
+@dataclass(frozen=True)
+class MemoryOverTime:
+    """`prediction` as `predict_memory` makes it; `ranks` has one line, or one per rank of the pp axis."""
+
+    prediction: MemoryPrediction
+    ranks: tuple[RankMemory, ...]

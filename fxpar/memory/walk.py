@@ -14,8 +14,8 @@ import sympy
 
 from fxpar.exec_graph import Stored
 from fxpar.memory.ledger import Ledger
-from fxpar.memory.liveness import Peak
 from fxpar.memory.parts import StageTrace, trace_stage
+from fxpar.memory.series import Peak, Series
 from fxpar.memory.workspace import Conditions
 from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, with_transfers
@@ -27,13 +27,18 @@ _SENT = {"activation": "sent", "gradient": "sent_grad"}
 
 @dataclass(frozen=True)
 class RankPeak:
-    """The fullest moment of a rank (at `place` of its stages' mesh), and of each stage on it alone, by index; the bytes
-    that a micro-batch leaves for its backward, by stage.
+    """What a rank holds over a schedule, and by stage (index) the fullest moment of that stage alone and the bytes that
+    a micro-batch leaves for its backward.
     """
 
-    whole: Peak
+    series: Series
     stages: Mapping[int, Peak]
     saved_bytes: Mapping[int, int]
+
+    @property
+    def whole(self) -> Peak:
+        """The fullest moment of the rank."""
+        return self.series.peak
 
 
 def rank_peak(
@@ -90,9 +95,9 @@ class _Walk:
                 else:
                     self._backward(step)
                 self._count_saved()
-        best = self.ledger.best
-        peaks = {stage: best[stage].peak(self.most_saved[stage]) for stage in self.stages}
-        return RankPeak(best[None].peak(self.most_saved[None]), peaks, self.saved)
+        fullest = self.ledger.fullest
+        peaks = {stage: fullest[stage].peak(self.most_saved[stage]) for stage in self.stages}
+        return RankPeak(Series(tuple(self.ledger.moments), self.most_saved[None]), peaks, self.saved)
 
     # ------------------------------------------------------------------------------------------------- messages
     def _receive(self, transfer: Transfer) -> None:
@@ -103,7 +108,7 @@ class _Walk:
             keys.append(self._input(stage, transfer.micro_batch, (_RECEIVED[transfer.what], fqn)))
             self.ledger.take(keys[-1], stage, "message", self._local_bytes(stored))
         self.messages[transfer] = keys
-        self.ledger.look(stage, str(transfer))
+        self.ledger.look(stage, None, str(transfer))
 
     def _send(self, transfer: Transfer) -> None:
         keys = self.messages.pop(transfer, [])
@@ -133,7 +138,7 @@ class _Walk:
         kept = self._keys(stage, number, trace.kept("forward"))
         for key in kept:
             self.ledger.hold(key)
-            self.ledger.turn(key, "forward")
+            self.ledger.turn(key, "saved")
         self.kept[stage, number] = kept
         self.saved[stage] = self.ledger.nbytes(kept)
         self._pass_on(action, "activation", trace)
@@ -179,7 +184,7 @@ class _Walk:
             for storage, kind in step.births:
                 self.ledger.take(self._key(stage, number, storage), stage, kind, trace.nbytes[storage])
             if step.births or step.workspace_bytes:
-                self.ledger.look(stage, f"{action}.{step.node}", step.workspace_bytes)
+                self.ledger.look(stage, step.node, str(action), step.workspace_bytes)
             for storage in step.deaths:
                 key = self._key(stage, number, storage)
                 if key in owned:

@@ -2,6 +2,14 @@
 
 from fxpar.remat.choose import choose
 from fxpar.remat.forward import ForwardValues, forward_values
-from fxpar.remat.storages import Storages, saved_bytes, trace_storages
+from fxpar.remat.storages import Storages, saved_bytes, saved_storages, trace_storages
 
-__all__ = ["ForwardValues", "Storages", "choose", "forward_values", "saved_bytes", "trace_storages"]
+__all__ = [
+    "ForwardValues",
+    "Storages",
+    "choose",
+    "forward_values",
+    "saved_bytes",
+    "saved_storages",
+    "trace_storages",
+]

@@ -70,6 +70,11 @@ def trace_storages(
 
 def saved_bytes(graph: fx.Graph, storages: Storages) -> int:
     """Bytes of forward values that the backward reads: the activations that live from the forward to the backward."""
+    return sum(storages.nbytes[s] for s in saved_storages(graph, storages))
+
+
+def saved_storages(graph: fx.Graph, storages: Storages) -> frozenset[int]:
+    """Storages of forward values that the backward reads; parameters, what is made of them, and results left out."""
     (output,) = graph.find_nodes(op="output")
     returned = {s for node in output.all_input_nodes for s in storages.of[node]}
     saved: set[int] = set()
@@ -78,7 +83,7 @@ def saved_bytes(graph: fx.Graph, storages: Storages) -> int:
             for operand in node.all_input_nodes:
                 if not operand.meta.get("backward"):
                     saved.update(storages.of[operand])
-    return sum(storages.nbytes[s] for s in saved - storages.borrowed - storages.weights - returned)
+    return frozenset(saved - storages.borrowed - storages.weights - returned)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
