@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fxpar.version import __version__
+
 if TYPE_CHECKING:
     from fxpar import losses
     from fxpar.api import ParallelModule, parallelize
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from fxpar.strategy import Strategy
     from fxpar.tp_plan import overrides_from_tp_plan
     from fxpar.tracer import capture
-
-__version__ = "0.1.0"
 
 _WHERE = {
     "AnnotatedGraph": "fxpar.graph",

@@ -174,6 +174,34 @@ class GraphFileError(FxparError):
         super().__init__(f"graph file {str(path)!r}: {why}. {do}.")
 
 
+class UnknownRankError(FxparError):
+    """A rank that the strategy does not have."""
+
+    def __init__(self, rank: int, strategy: str, world: int) -> None:
+        super().__init__(f"there is no rank {rank}: '{strategy}' has ranks 0 to {world - 1}.")
+
+
+class NoModuleError(FxparError):
+    """A glob over FQNs that matches no module and no parameter."""
+
+    def __init__(self, glob: str, hint: str) -> None:
+        super().__init__(f"no module or parameter matches {glob!r}{hint or '. Globs run over FQNs.'}")
+
+
+class DumpOptionError(FxparError):
+    """Options of `fxpar dump` that do not go together."""
+
+    def __init__(self, option: str, why: str, do: str) -> None:
+        super().__init__(f"{option} {why}. {do}.")
+
+
+class StageNeedsStrategyError(FxparError):
+    """A placed or lowered graph is asked for, and no strategy is named."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(f"the {stage} graph needs a strategy. Add --strategy, such as --strategy dp2.tp2+sp.")
+
+
 class VerifyError(FxparError):
     """A graph breaks an invariant; raised by the verifier between passes, always a bug of the pass it names."""
 
@@ -1196,3 +1224,17 @@ class VizDependencyError(FxparError):
 
     def __init__(self, package: str, what: str) -> None:
         super().__init__(f'{what} need the package {package}, which is not installed: pip install "fxpar[viz]"')
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
+class DifferentModelsError(FxparError):
+    """Two graphs that are to be compared are of different models."""
+
+    def __init__(self, old: str, new: str, fqn: str, left: tuple | None, right: tuple | None) -> None:
+        def says(shape: tuple | None) -> str:
+            return "no such parameter" if shape is None else f"shape {list(shape)}"
+
+        super().__init__(
+            f"{old} and {new} are different models: {fqn!r} has {says(left)} in the first, {says(right)} in the "
+            "second. Compare graphs of one model, with the same options"
+        )

@@ -11,9 +11,10 @@ block and direction; a block that equals an earlier one but for its names is fol
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.exec_graph import PlainGraph, Program, collective_kind
 from fxpar.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta
 from fxpar.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.printer_tables import collective_list, collective_table, reshard_table, stage_list, tensor_operands_of
 from fxpar.serialize import OpOverload
 
 AnyGraph = LogicalGraph | AnnotatedGraph | Program
@@ -36,9 +38,12 @@ _SHORT = 6  # fewer nodes than this do not interrupt a run
 _END = 2**62  # slices to the end are written with a huge number
 
 
-def format_graph(graph: AnyGraph, *, fold: bool = True, nodes: bool = True, stage: int | None = None) -> str:
+def format_graph(
+    graph: AnyGraph, *, fold: bool = True, nodes: bool = True, stage: int | None = None, fqn: str | None = None
+) -> str:
     """The whole text: header, parameters, nodes, collectives; without `nodes` those that communicate only. Of a
-    pipeline what the stages are and send, then each stage, or `stage` alone. Ends with a newline.
+    pipeline what the stages are and send, then each stage, or `stage` alone. With `fqn` parameters and nodes of the
+    modules that match this glob. Ends with a newline.
     """
     sections = [header(graph)]
     shown: list[AnyGraph] = [graph]
@@ -46,9 +51,11 @@ def format_graph(graph: AnyGraph, *, fold: bool = True, nodes: bool = True, stag
         sections.append(stage_list(graph))
         shown = [s for s in graph.stages if stage in (None, s.index)]
     for each in shown:
-        sections += [[f"stage {each.index}:"] if isinstance(each, StageProgram) else [], parameters(each)]
+        sections += [[f"stage {each.index}:"] if isinstance(each, StageProgram) else [], parameters(each, fqn)]
         for part in parts(each) if nodes else []:
-            sections.append([f"{part.name}:", *(f"  {line}" for line in format_part(part, fold=fold))])
+            sections.append([f"{part.name}:", *(f"  {line}" for line in format_part(part, fold=fold, fqn=fqn))])
+        if fqn is not None:
+            continue
         if isinstance(each, AnnotatedGraph):
             sections.append(reshard_table(each))
         if isinstance(each, Program):
@@ -86,11 +93,16 @@ def header(graph: AnyGraph) -> list[str]:
     return lines
 
 
-def parameters(graph: AnyGraph) -> list[str]:
-    """How each parameter is stored; those of repeated blocks that lie alike share a line."""
+def matches(fqn: str, glob: str | None) -> bool:
+    """Whether a module or parameter is one that the glob names, or inside of such a module."""
+    return glob is None or fnmatch.fnmatchcase(fqn, glob) or fnmatch.fnmatchcase(fqn, f"{glob}.*")
+
+
+def parameters(graph: AnyGraph, glob: str | None = None) -> list[str]:
+    """How each parameter (that matches) is stored; those of repeated blocks that lie alike share a line."""
     rows: dict[tuple[str, str], int] = Counter()
     for i, info in enumerate(graph.inputs):
-        if info.kind != "param":
+        if info.kind != "param" or not matches(info.fqn, glob):
             continue
         text = str(info.meta)
         if isinstance(graph, Program):
@@ -159,15 +171,20 @@ def _input_name(info: Input) -> str:
     return f"tangent_{info.fqn}" if info.kind == "tangent" else info.fqn
 
 
-def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None) -> list[str]:
-    """Lines for the inputs, the runs of nodes under headings, and the results; `only` keeps the run of that title."""
-    name = part.names
-    lines = [f"%{name[n]} : {type_of(n)}" for n in part.inputs] if only is None else []
+def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None, fqn: str | None = None) -> list[str]:
+    """Lines for the inputs, the runs of nodes under headings, and the results; `only` keeps the run of that title,
+    `fqn` the nodes of modules that match.
+    """
+    name, whole = part.names, only is None and fqn is None
+    lines = [f"%{name[n]} : {type_of(n)}" for n in part.inputs] if whole else []
     known: dict[tuple[str, ...], str] = {}
     for run in runs(part.graph):
         if only is not None and run.title != only:
             continue
-        body = [node_line(n, name, run.block, _MANY if fold else None) for n in run.nodes]
+        nodes = [n for n in run.nodes if matches(n.meta.get("fqn") or "", fqn)]
+        body = [node_line(n, name, run.block, _MANY if fold else None) for n in nodes]
+        if not body:
+            continue
         key = (str(run.backward), *canonical(body, run.block))
         if fold and key in known:
             _add_fold(lines, run.title, known[key], len(body))
@@ -175,7 +192,7 @@ def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None
         known.setdefault(key, run.title)
         lines += [f"-- {run.title}", *body]
     (output,) = part.graph.find_nodes(op="output")
-    if only is None:
+    if whole:
         lines.append(f"return {_joined([f'%{name[n]}' for n in output.args[0]], _MANY if fold else None)}")
     return lines
 
@@ -314,84 +331,10 @@ def _sent(node: fx.Node) -> str:
 def _reshards(node: fx.Node, name: Mapping[fx.Node, str]) -> list[str]:
     """Operands that an annotated node wants to lie otherwise than they do."""
     found = []
-    for operand, wanted in zip(_tensor_operands(node), node.meta.get("dist_in", ()), strict=False):
+    for operand, wanted in zip(tensor_operands_of(node), node.meta.get("dist_in", ()), strict=False):
         if operand.meta.get("dist") != wanted and isinstance(operand.meta.get("tensor"), TensorMeta):
             found.append(f"wants %{name[operand]} as {wanted.describe(operand.meta['tensor'].shape)}")
     return list(dict.fromkeys(found))
-
-
-def _tensor_operands(node: fx.Node) -> list[fx.Node]:
-    operands: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if "sym" not in n.meta else None)
-    return operands
-
-
-def collective_list(graph: Program) -> list[str]:
-    """Collectives in program order; those of repeated blocks share a line."""
-    rows: dict[tuple[str, ...], int] = Counter()
-    for c in graph.communications():
-        where = _NUMBER.sub("*", c.fqn) or "the root"
-        fused = f" in {c.fused} tensors" if c.fused > 1 else ""
-        rows[(c.part, c.kind, c.axis, f"{c.sent}{fused}", where + ", backward" * c.backward)] += 1
-    cells = [(*row[:3], f"x{n}", *row[3:]) for row, n in rows.items()]
-    return ["collectives in order, with what a rank puts in:", *columns(cells)] if cells else []
-
-
-def collective_table(graph: Program) -> list[str]:
-    """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends."""
-    dims = {d.symbol: d.example for d in graph.dims}
-    rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
-    for c in graph.communications():
-        row = rows[(c.part, c.kind, c.axis)]
-        row[0] += 1
-        row[1] += c.fused
-        row[2] += c.wire_bytes(graph.strategy.mesh.degree(c.axis), dims)
-    title = f"collectives ({_micro_batch(graph)}; bytes that one rank sends):"
-    if not rows:
-        return [title, "  none"]
-    cells = [("part", "kind", "axis", "calls", "tensors", "bytes")]
-    cells += [(*key, str(calls), str(fused), f"{round(sent):,}") for key, (calls, fused, sent) in rows.items()]
-    cells.append(("all", "", "", str(sum(int(r[0]) for r in rows.values())), "", f"{graph.collective_bytes():,}"))
-    return [title, *columns(cells, right=(3, 4, 5))]
-
-
-def stage_list(graph: PipelineGraph) -> list[str]:
-    """Where each stage begins and runs, what it sends to its neighbours, and parameters that several stages have."""
-    lines = [f"stages under {graph.strategy.pipeline.schedule} ({_micro_batch(graph)}; bytes that one rank sends):"]
-    held = Counter(fqn for stage in graph.stages for fqn in stage.taken("param"))
-    for i, stage in enumerate(graph.stages):
-        first, share = graph.first_rank(i), graph.flops[i] / (sum(graph.flops) or 1)
-        ranks = f"ranks {first}-{first + graph.block - 1}" if graph.block > 1 else f"rank {first}"
-        lines.append(f"  {i} on {ranks}, from {graph.cuts[i - 1] if i else 'the start'}, {share:.0%} of the FLOPs")
-        for kind, to in (("sent", i + 1), ("sent_grad", i - 1)):
-            for fqn, stored in stage.given(kind).items():
-                size = stored.local.numel({d.symbol: d.example for d in graph.dims}) * stored.local.dtype.itemsize
-                lines.append(f"    %{fqn} : {stored.local} to stage {to}, {size:,} bytes")
-        lines += [f"    {fqn} is on other stages too" for fqn in stage.taken("param") if held[fqn] > 1]
-    return lines
-
-
-def _micro_batch(graph: Program) -> str:
-    sizes = ", ".join(f"{d.name}={d.example}" for d in graph.dims)
-    return f"one micro-batch{f', {sizes}' if sizes else ''}"
-
-
-def reshard_table(graph: AnnotatedGraph) -> list[str]:
-    """Number of operands that must be moved, by what they are and what is wanted."""
-    counts: Counter[str] = Counter()
-    for node in graph.graph.nodes:
-        for operand, wanted in zip(_tensor_operands(node), node.meta.get("dist_in", ()), strict=False):
-            have = operand.meta.get("dist")
-            if isinstance(have, DistConfig) and have != wanted:
-                counts[f"{have.describe()} -> {wanted.describe()}"] += 1
-    return ["operands to move:", *(f"  {n:3} x {text}" for text, n in sorted(counts.items()))] if counts else []
-
-
-def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of text as lines with aligned columns, two spaces apart."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return [f"  {'  '.join(align[i](c, widths[i]) for i, c in enumerate(row))}".rstrip() for row in cells]
 
 
 def without_folders(text: str) -> str:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before anything imports torch: several workers share few cores, and sums must not depend on them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Caches of captures, tokenizers and tokens: one folder per run, shared by its workers, never the user's.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fxpar-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import sys
 from collections.abc import Iterator

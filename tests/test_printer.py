@@ -20,7 +20,8 @@ from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import canonical, columns, format_graph, format_part, parts, runs, without_folders
+from fxpar.printer import canonical, format_graph, format_part, parts, runs, without_folders
+from fxpar.printer_tables import columns
 from fxpar.strategy import Strategy
 from fxpar.tracer import capture
 

@@ -1,4 +1,4 @@
-"""`fxpar dump`: the graph of a model at one stage, as text or JSON."""
+"""`fxpar dump`: the graph of a model at one stage, as text, JSON or DOT, or as a graph file."""
 
 from __future__ import annotations
 
@@ -6,91 +6,115 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.annotate import annotate
+from fxpar.cli.after_pass import graph_after
 from fxpar.cli.console import stderr_console
+from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
-from fxpar.cli.request import (
-    capture_model,
-    check_output,
-    collected_warnings,
-    in_precision,
-    load_model,
-    parse_strategies,
-    to_json,
-    write_output,
+from fxpar.cli.rank_view import RankView, as_rank
+from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.source import Source, StageName, read_graph, read_logical
+from fxpar.errors import (
+    DumpOptionError,
+    NoModuleError,
+    NoScheduleError,
+    StageIndexError,
+    StageNeedsStrategyError,
+    nearest,
 )
-from fxpar.errors import NoScheduleError, StageIndexError
+from fxpar.exec_graph import Program
 from fxpar.graph import LogicalGraph
-from fxpar.lowering import lower
+from fxpar.graph_file import SavedGraph, kind_of, save_graph
 from fxpar.memory import schedule_of
-from fxpar.models.load import parse_dtype
 from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import AnyGraph, format_graph
+from fxpar.printer import AnyGraph, format_graph, matches, parts
 from fxpar.schedule import Action, Costs, Timeline, chart, simulate
 from fxpar.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class DumpRequest:
-    """The words of the command line; `strategy` is None for the logical stage, `pipeline_stage` for all of them.
+    """The words of the command line; `strategy` is None for the logical graph, `stage` for what `source` leads to.
 
-    `schedule`: of the pipeline, in place of the graph.
+    `pipeline_stage` is None for all of them, `schedule` asks for the pipeline's in place of the graph, `form` is text,
+    json, dot or graph.
     """
 
-    model: str
+    source: Source
     strategy: str | None
-    stage: str
+    stage: StageName | None = None
     pipeline_stage: int | None = None
+    after: str | None = None
+    fqn: str | None = None
+    rank: int | None = None
     schedule: bool = False
     micro_batches: int | None = None
-    as_json: bool = False
+    form: str = "text"
     output: str = "-"
     fold: bool = True
     brief: bool = False
-    dtype: str = "float32"
-    storage: str | None = None
-    tokens: str | None = None
-    options: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    world: int | None = None
-    precision: str | None = None
 
 
 def run_dump(request: DumpRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
     texts = () if request.strategy is None else (request.strategy,)
-    strategies = parse_strategies(texts, request.overrides, request.world)
-    for strategy in strategies:
-        _check_stages(request, strategy)
+    strategies = request.source.strategies(texts)
+    _check_words(request)
     check_output(request.output)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
-        status.update(f"capturing {request.model}")
-        model = load_model(request.model, request.options, request.dtype, request.tokens, device="meta")
-        logical = in_precision(capture_model(model), request.precision)
-        status.update(f"lowering to {request.strategy}")
-        graph = at_stage(logical, request.stage, strategies, request.storage)
-    if request.schedule and isinstance(graph, PipelineGraph):
-        timeline = planned(graph, request.micro_batches)
-        document: dict[str, Any] = schedule_document(graph, timeline)
-        text = schedule_text(graph, timeline)
-    else:
-        document = graph_document(graph, request.stage, request.pipeline_stage) if request.as_json else {}
-        text = format_graph(graph, fold=request.fold, nodes=not request.brief, stage=request.pipeline_stage)
-    if request.as_json:
+        status.update(f"reading {request.source.model}")
+        graph = _graph(request, strategies[0] if strategies else None)
+    _check_stage(request, graph)
+    if request.form == "graph":
+        save_graph(request.output, graph)
+        stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.output}", markup=False)
+        return
+    view = None
+    if request.rank is not None:
+        graph, view = as_rank(_program(graph, request), request.rank)
+    write_output(request.output, _written(request, graph, view, begun))
+
+
+def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
+    if request.after is None:
+        return read_graph(request.source, request.stage, strategy)
+    if strategy is None:
+        raise StageNeedsStrategyError(request.after)
+    return graph_after(read_logical(request.source), strategy, request.after, request.pipeline_stage or 0)
+
+
+def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun: float) -> str:
+    """What goes into the file, or to stdout."""
+    if request.fqn is not None:
+        _check_glob(graph, request.fqn)
+    timeline = planned(graph, request.micro_batches) if request.schedule and isinstance(graph, PipelineGraph) else None
+    stage = request.pipeline_stage
+    if request.form == "dot":
+        return graph_dot(graph, stage=stage, fqn=request.fqn)
+    if request.form == "json":
+        if timeline is not None and isinstance(graph, PipelineGraph):
+            document: dict[str, Any] = schedule_document(graph, timeline)
+        else:
+            document = graph_document(graph, request.stage or _level(graph), stage, request.fqn)
+        document |= {"as_rank": view.to_json()} if view else {}
         document.setdefault("timings", {})["total_cpu_s"] = time.process_time() - begun
-        text = to_json(document)
-    write_output(request.output, text)
+        return to_json(document)
+    if timeline is not None and isinstance(graph, PipelineGraph):
+        return schedule_text(graph, timeline)
+    text = format_graph(graph, fold=request.fold, nodes=not request.brief, stage=_stages(stage, view), fqn=request.fqn)
+    return "\n".join([*view.lines(), "", text]) if view else text
 
 
-def at_stage(logical: LogicalGraph, stage: str, strategies: list[Strategy], storage: str | None) -> AnyGraph:
-    """The graph after capture, after annotate, or after all passes."""
-    if stage == "logical":
-        return logical
-    if stage == "annotated":
-        return annotate(logical, strategies[0])
-    return lower(logical, strategies[0], storage=parse_dtype(storage) if storage else None)
+def _stages(stage: int | None, view: RankView | None) -> int | None:
+    """The stage to print: the one that was asked for, or the only one of the rank."""
+    return view.stages[0] if stage is None and view and len(view.stages) == 1 else stage
+
+
+def _level(graph: AnyGraph) -> str:
+    if isinstance(graph, Program):
+        return "exec"
+    return "logical" if isinstance(graph, LogicalGraph) else "annotated"
 
 
 def planned(graph: PipelineGraph, micro_batches: int | None) -> Timeline:
@@ -113,10 +137,39 @@ def schedule_text(graph: PipelineGraph, timeline: Timeline) -> str:
     return f"{head}\n{chart(timeline)}\n"
 
 
-def _check_stages(request: DumpRequest, strategy: Strategy) -> None:
+def _check_words(request: DumpRequest) -> None:
+    """Options that do not go together. Raises DumpOptionError."""
+    if request.form == "graph" and request.output == "-":
+        raise DumpOptionError("--format graph", "writes a file", "Add -o FILE.fxpar")
+    if request.form == "graph" and (request.rank is not None or request.fqn is not None or request.schedule):
+        raise DumpOptionError("-o FILE.fxpar", "saves the whole graph", "Leave out --rank, --fqn and --schedule")
+
+
+def _check_stage(request: DumpRequest, graph: AnyGraph) -> None:
     """Raises StageIndexError, NoScheduleError."""
+    if isinstance(graph, LogicalGraph) or request.after is not None:
+        if request.schedule:
+            raise NoScheduleError("no strategy")
+        return
+    strategy: Strategy = graph.strategy
     if request.schedule and strategy.degree("pp") == 1:
         raise NoScheduleError(str(strategy))
     index = request.pipeline_stage
     if index is not None and (strategy.degree("pp") == 1 or index >= strategy.stages):
         raise StageIndexError(index, str(strategy), strategy.stages)
+
+
+def _program(graph: AnyGraph, request: DumpRequest) -> Program:
+    if not isinstance(graph, Program):
+        raise DumpOptionError("--rank", "is for a lowered graph", "Name a --strategy, without --stage and --after")
+    return graph
+
+
+def _check_glob(graph: AnyGraph, glob: str) -> None:
+    """Raises NoModuleError for a glob that no module and no parameter matches."""
+    shown = graph.stages if isinstance(graph, PipelineGraph) else (graph,)
+    names = {n.meta.get("fqn") or "" for each in shown for part in parts(each) for n in part.graph.nodes}
+    names |= {info.fqn for info in graph.inputs if info.kind == "param"}
+    if not any(matches(name, glob) for name in names):
+        prefixes = {".".join(name.split(".")[: i + 1]) for name in names for i in range(name.count(".") + 1)}
+        raise NoModuleError(glob, nearest(glob, prefixes - {""}))

@@ -10,16 +10,18 @@ from fxpar.dist_config import DistConfig
 from fxpar.exec_graph import Program
 from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.printer import AnyGraph, PrintedPart, parts
+from fxpar.printer import AnyGraph, PrintedPart, matches, parts
 from fxpar.schedule import Timeline
 from fxpar.serialize import target_name
 
 TIMINGS = ("capture_cpu_s", "annotate_cpu_s", "lower_cpu_s")
 
 
-def graph_document(graph: AnyGraph, stage: str, pipeline_stage: int | None = None) -> dict[str, Any]:
+def graph_document(
+    graph: AnyGraph, stage: str, pipeline_stage: int | None = None, fqn: str | None = None
+) -> dict[str, Any]:
     """One dict per graph; sizes are integers or expressions in the dynamic dims, as text. Of a pipeline the document
-    has one such dict per stage, or that of `pipeline_stage` alone.
+    has one such dict per stage, or that of `pipeline_stage` alone. With `fqn` nodes of modules that match the glob.
     """
     divisors = {} if isinstance(graph, LogicalGraph) else graph.divisors
     document: dict[str, Any] = {
@@ -43,10 +45,13 @@ def graph_document(graph: AnyGraph, stage: str, pipeline_stage: int | None = Non
     if isinstance(graph, PipelineGraph):
         stages = [s for s in graph.stages if pipeline_stage in (None, s.index)]
         document |= _pipeline(graph)
-        document["stages"] = [_stage(graph, s) for s in stages]
+        document["stages"] = [_stage(graph, s, fqn) for s in stages]
         document["nodes"] = sum(s["nodes"] for s in document["stages"])
     else:
-        document["parts"] = {p.name: [_node(n, p) for n in p.graph.nodes if n.op != "output"] for p in parts(graph)}
+        document["parts"] = {
+            p.name: [_node(n, p) for n in p.graph.nodes if n.op != "output" and matches(n.meta.get("fqn") or "", fqn)]
+            for p in parts(graph)
+        }
         document["nodes"] = sum(len(nodes) for nodes in document["parts"].values())
     if not isinstance(graph, LogicalGraph):
         strategy = graph.strategy
@@ -105,11 +110,11 @@ def _pipeline(graph: PipelineGraph) -> dict[str, Any]:
     }
 
 
-def _stage(graph: PipelineGraph, stage: StageProgram) -> dict[str, Any]:
+def _stage(graph: PipelineGraph, stage: StageProgram, fqn: str | None) -> dict[str, Any]:
     """One stage: a document of its own, and where it runs."""
     first = graph.first_rank(stage.index)
     where = {"index": stage.index, "ranks": [first, first + graph.block - 1], "flops": graph.flops[stage.index]}
-    return {**where, **graph_document(stage, "exec")}
+    return {**where, **graph_document(stage, "exec", fqn=fqn)}
 
 
 def _input(graph: AnyGraph, index: int) -> dict[str, Any]:

@@ -6,16 +6,8 @@ import time
 from dataclasses import dataclass
 
 from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
-from fxpar.cli.request import (
-    capture_model,
-    check_output,
-    collected_warnings,
-    load_model,
-    parse_strategies,
-    to_json,
-    write_output,
-)
-from fxpar.lowering import lower
+from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.source import Source, read_for_store
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
 
@@ -23,39 +15,31 @@ from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memo
 class MemoryRequest:
     """The words of the command line; `tokens`: of a replica's micro-batch; `longest`: of its longest document."""
 
-    model: str
+    source: Source
     strategy: str
-    tokens: str | None = None
     longest: int | None = None
     micro_batches: int | None = None
-    dtype: str = "float32"
     json: str | None = None
-    options: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    world: int | None = None
 
 
 def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    (strategy,) = parse_strategies((request.strategy,), request.overrides, request.world)
+    (strategy,) = request.source.strategies((request.strategy,))
     if request.json is not None:
         check_output(request.json)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
-        status.update(f"capturing {request.model}")
-        model = load_model(request.model, request.options, request.dtype, request.tokens, device="meta")
-        logical = capture_model(model)
-        status.update(f"lowering to {strategy}")
-        program = lower(logical, strategy, for_store=True)
+        status.update(f"lowering {request.source.model} to {strategy}")
+        program = read_for_store(request.source, strategy)
         count = request.micro_batches or (strategy.degree("pp") if strategy.degree("pp") > 1 else 2)
         found = predict_memory(program, micro_batches=count, conditions=Conditions(longest=request.longest))
-    document = {"model": request.model, "world": strategy.world, **found.to_json()}
+    document = {"model": request.source.model, "world": strategy.world, **found.to_json()}
     document["cpu_s"] = time.process_time() - begun
     if request.json is not None:
         write_output(request.json, to_json(document))
     if request.json != "-":
-        _show(request.model, strategy.world, found, [*notes, *program.notes])
+        _show(request.source.model, strategy.world, found, [*notes, *program.notes])
 
 
 def _show(model: str, world: int, found: MemoryPrediction, notes: list[str]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fxpar.errors import MemoryBudgetError
 from fxpar.exec_graph import Program
 from fxpar.passes.share_weights import share_weights
-from fxpar.printer import columns
+from fxpar.printer_tables import columns
 from fxpar.switch.layout import ParamLayout
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpar.cli import dump as cli_dump
-from fxpar.cli import request
+from fxpar.cli import request, source
 from fxpar.dist_config import DistConfig
 from tests.cli.helpers import fxpar
 
@@ -152,8 +151,8 @@ def test_weights_are_on_meta(monkeypatch):
         seen.append({p.device.type for p in model.model.parameters()})
         return request.capture_model(model)
 
-    monkeypatch.setattr(cli_dump, "capture_model", capture_model)
-    fxpar("dump", "mlp")
+    monkeypatch.setattr(source, "capture_model", capture_model)
+    fxpar("dump", "mlp", "--no-cache")
     assert seen == [{"meta"}]
 
 
@@ -187,6 +186,13 @@ def test_8b_model_needs_no_weights():
             1,
             "needs a multiple of 2 micro-batches, got 1",
         ),
+        (("mlp", "--after", "casts"), 2, "it needs a strategy"),
+        (("mlp", "-s", "tp2", "--after", "cast"), 1, "did you mean 'casts'"),
+        (("mlp", "-s", "tp2", "--fqn", "layer.*"), 1, "no module or parameter matches 'layer.*'; did you mean 'layers"),
+        (("mlp", "-s", "tp2", "--rank", "2"), 1, "there is no rank 2: 'tp2' has ranks 0 to 1"),
+        (("mlp", "--rank", "0"), 1, "--rank is for a lowered graph"),
+        (("mlp", "--format", "graph"), 1, "Add -o FILE.fxpar"),
+        (("mlp", "-s", "tp2", "--rank", "0", "-o", "x.fxpar"), 1, "saves the whole graph"),
         (("mlp", "--format", "xml"), 2, "'xml' is not one of"),
         (("mlp", "-s", "tp2", "--world", "3"), 1, "needs 2 ranks"),
         (("mlp", "-s", "tpp2"), 1, "unknown axis 'tpp'"),

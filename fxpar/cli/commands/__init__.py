@@ -1,0 +1,1 @@
+"""The commands: the words of each, with examples. The bodies are in `fxpar.cli`, imported when a command runs."""

@@ -1,0 +1,31 @@
+"""The words of `fxpar switch`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fxpar.cli.options import Cluster, Debug, Model, Override, Set
+
+EXAMPLES = ("fxpar switch llama --from pp2 --to tp2 --cluster c.toml",)
+
+
+def switch_command(
+    model: Model,
+    source: Annotated[str, typer.Option("--from", metavar="S1", help="Strategy before, such as pp2.tp16.")],
+    target: Annotated[str, typer.Option("--to", metavar="S2", help="Strategy after, such as dp8.tp4.")],
+    cluster: Cluster,
+    planner: Annotated[
+        str, typer.Option(metavar="P", help="first_come, round_robin, hotspa, relay, or auto: the fastest of them.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights on the wire.")] = "bf16",
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the plan's numbers; - is stdout.")] = None,
+    set_: Set = [],  # noqa: B006
+    override: Override = [],  # noqa: B006
+    debug: Debug = False,
+) -> None:
+    """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
+    from fxpar.cli.switch import SwitchRequest, run_switch
+
+    run_switch(SwitchRequest(model, source, target, cluster, planner, dtype, json, tuple(set_), tuple(override)))

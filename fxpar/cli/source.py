@@ -1,0 +1,193 @@
+"""From MODEL on the command line to a graph: captured and lowered, from the cache, or out of a graph file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from fxpar.annotate import annotate
+from fxpar.cli.cache import CaptureCache, model_files, recorded
+from fxpar.cli.options import SUFFIX
+from fxpar.cli.request import capture_model, in_precision, load_model, parse_strategies
+from fxpar.errors import GraphFileError, StageNeedsStrategyError
+from fxpar.graph import AnnotatedGraph, LogicalGraph
+from fxpar.graph_file import SavedGraph, kind_of, load_graph
+from fxpar.lowering import lower
+from fxpar.models import LoadedModel
+from fxpar.models.load import parse_dtype
+from fxpar.pipeline_graph import TrainGraph
+from fxpar.strategy import Strategy
+
+StageName = Literal["logical", "annotated", "exec"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What MODEL and its options say. `model` may be a graph file; `cache` False captures and lowers anew."""
+
+    model: str
+    dtype: str = "float32"
+    tokens: str | None = None
+    options: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    world: int | None = None
+    precision: str | None = None
+    storage: str | None = None
+    cache: bool = True
+
+    @property
+    def is_file(self) -> bool:
+        return self.model.endswith(SUFFIX)
+
+    def strategies(self, texts: tuple[str, ...]) -> list[Strategy]:
+        """Parsed, with the overrides of this source. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
+        return parse_strategies(texts, self.overrides, self.world)
+
+
+def read_logical(source: Source) -> LogicalGraph:
+    """The logical graph, in the precision that was asked for.
+
+    Raises GraphFileError (a file that holds another graph), the errors of loading and of `fxpar.capture`.
+    """
+    if source.is_file:
+        graph = load_graph(source.model)
+        if not isinstance(graph, LogicalGraph):
+            raise _wrong_kind(source.model, graph, "a logical graph", "without --strategy")
+        return in_precision(graph, source.precision)
+    return in_precision(_captured(source), source.precision)
+
+
+def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
+    """What the ranks run under `strategy`; None is for a graph file that holds just that.
+
+    Raises StageNeedsStrategyError, GraphFileError (a file of another strategy, or of an annotated graph), the errors of
+    `read_logical` and `fxpar.lower`.
+    """
+    if source.is_file:
+        graph = load_graph(source.model)
+        if isinstance(graph, TrainGraph):
+            _same_strategy(source.model, graph.strategy, strategy)
+            return graph
+        if not isinstance(graph, LogicalGraph):
+            raise _wrong_kind(source.model, graph, "a lowered graph", "with --strategy")
+    if strategy is None:
+        raise StageNeedsStrategyError("exec")
+    storage = parse_dtype(source.storage) if source.storage else None
+
+    def build() -> TrainGraph:
+        return lower(read_logical(source), strategy, storage=storage)
+
+    return build() if source.is_file else from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build)
+
+
+def read_for_store(source: Source, strategy: Strategy) -> TrainGraph:
+    """What the ranks run in training, where a weight store keeps the parameters. Raises as `read_lowered` does, and
+    GraphFileError for a file of any other than a logical graph.
+    """
+
+    def build() -> TrainGraph:
+        return lower(read_logical(source), strategy, for_store=True)
+
+    if source.is_file:
+        return build()
+    return from_cache(source, {"kind": "for store", **_placed(source, strategy)}, build)
+
+
+def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
+    """The graph with placements. Raises as `read_lowered` does, and NotYetError for pipeline stages."""
+    if source.is_file:
+        graph = load_graph(source.model)
+        if isinstance(graph, AnnotatedGraph):
+            _same_strategy(source.model, graph.strategy, strategy)
+            return graph
+        if not isinstance(graph, LogicalGraph):
+            raise _wrong_kind(source.model, graph, "an annotated graph", "with --strategy and --stage annotated")
+    if strategy is None:
+        raise StageNeedsStrategyError("annotated")
+
+    def build() -> AnnotatedGraph:
+        return annotate(read_logical(source), strategy)
+
+    return build() if source.is_file else from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build)
+
+
+def read_graph(source: Source, stage: StageName | None, strategy: Strategy | None) -> SavedGraph:
+    """The graph at a stage; without one that of the file, else "exec" with a strategy and "logical" without."""
+    if stage is None:
+        if source.is_file:
+            graph = load_graph(source.model)
+            if strategy is None or not isinstance(graph, LogicalGraph):
+                if not isinstance(graph, LogicalGraph):
+                    _same_strategy(source.model, graph.strategy, strategy)
+                return graph
+        stage = "logical" if strategy is None else "exec"
+    if stage == "logical":
+        return read_logical(source)
+    return read_annotated(source, strategy) if stage == "annotated" else read_lowered(source, strategy)
+
+
+def load_meta(source: Source) -> LoadedModel:
+    """The model on the meta device: nothing is allocated. Raises what `fxpar.models.load` raises."""
+    return load_model(source.model, source.options, source.dtype, source.tokens, device="meta")
+
+
+def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T]) -> T:
+    """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values.
+
+    A build that captures has to do so through `read_logical`, else it is made again each time.
+    """
+    if not source.cache:
+        return build()
+    cache = CaptureCache.of_user(_words(source))
+    capture = cache.find()
+    if capture is not None:
+        value = cache.read(capture, what)
+        if value is not None:
+            return value
+    value, texts = recorded(build)
+    capture = cache.find()
+    if capture is not None:
+        cache.write(capture, what, value, texts)
+    return value
+
+
+def _captured(source: Source) -> LogicalGraph:
+    def build() -> LogicalGraph:
+        model = load_meta(source)
+        graph = capture_model(model)
+        if source.cache:
+            CaptureCache.of_user(_words(source)).note(model_files(model, source.model))
+        return graph
+
+    return from_cache(source, {"kind": "logical"}, build)
+
+
+def _words(source: Source) -> dict[str, Any]:
+    """What names the capture, as JSON."""
+    words: dict[str, Any] = {
+        "model": source.model,
+        "dtype": source.dtype,
+        "tokens": source.tokens,
+        "options": list(source.options),
+    }
+    if ":" in source.model and not source.model.startswith("hf:"):
+        words["folder"] = str(Path.cwd())  # decides what a path or the name of a package means
+    return words
+
+
+def _placed(source: Source, strategy: Strategy) -> dict[str, Any]:
+    """What decides how a capture is placed and lowered, as JSON."""
+    return {**strategy.to_json(), "precision": source.precision, "storage": source.storage}
+
+
+def _same_strategy(path: str, have: Strategy, wanted: Strategy | None) -> None:
+    if wanted is not None and wanted != have:
+        why = f"it holds a graph under {have}, not {wanted}"
+        raise GraphFileError(path, why, "Leave --strategy out, or dump the model without a strategy and name one here")
+
+
+def _wrong_kind(path: str, graph: SavedGraph, wanted: str, how: str) -> GraphFileError:
+    return GraphFileError(path, f"it holds the {kind_of(graph)} graph, and this needs {wanted}", f"Dump it {how}")
