@@ -1,0 +1,240 @@
+"""What a graph has, in a form that does not depend on how its nodes happen to be numbered: see `Digest`.
+
+Graphs at any stage of the lowering have one, so what a pass changes in place can be compared with what was there. The
+body of a step counts as `forward` and `backward`, by the direction of each node, so that graphs with and without
+pipeline stages have the same parts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+from torch import fx
+
+from fxpar import collectives
+from fxpar.exec_graph import Communication, Program, Stored, collective_kind
+from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.graph_diff.lines import Section, places_of, sections_of
+from fxpar.graph_diff.modules import Place, block_of
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.printer import AnyGraph, matches
+from fxpar.strategy import Strategy
+
+BETWEEN_STAGES = "between stages"
+_SENT = {"sent": "forward", "sent_grad": "backward"}
+_STEPS: dict[Any, str] = {
+    collectives.all_reduce: "all_reduce",
+    collectives.all_gather: "all_gather",
+    collectives.reduce_scatter: "reduce_scatter",
+    collectives.all_to_all: "all_to_all",
+}
+Dims = dict[sympy.Symbol, int]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One tensor that a rank sends. Several that share a collective have a part of its call each; `bytes` is 0 for a
+    reshard, which is not a collective yet.
+    """
+
+    kind: str
+    axis: str
+    place: Place
+    bytes: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Lying:
+    """How a parameter is stored: as the printer writes it, and bytes of a rank's piece."""
+
+    text: str
+    local_bytes: int
+
+
+@dataclass(frozen=True)
+class Digest:
+    """All that a comparison needs. `ops` and `sections` by place; a pipeline's are those of all its stages, and its
+    moves those of one rank of each. `stage_bytes`, `stage_weights`: what one rank of each stage sends per micro-batch,
+    and the bytes of its parameters. `divisors` and `sizes` (in the example) of the dynamic dims by name.
+    """
+
+    title: str
+    model: str
+    strategy: Strategy | None
+    divisors: dict[str, int]
+    sizes: dict[str, int]
+    shapes: dict[str, TensorMeta]  # of all parameters, by FQN
+    params: dict[str, Lying]
+    ops: dict[Place, int]
+    moves: tuple[Move, ...]
+    sections: dict[Place, Section]
+    stage_bytes: tuple[int, ...]
+    stage_weights: tuple[int, ...]
+    cuts: tuple[str, ...] = ()
+
+    @property
+    def op_count(self) -> int:
+        return sum(self.ops.values())
+
+    @property
+    def rank_bytes(self) -> int:
+        """What a rank of the busiest stage sends per micro-batch."""
+        return max(self._by_rank(self.stage_bytes))
+
+    @property
+    def weight_bytes(self) -> int:
+        """The parameters that the fullest rank stores."""
+        return max(self._by_rank(self.stage_weights))
+
+    def _by_rank(self, of_stages: tuple[int, ...]) -> list[int]:
+        """Sums over the stages that the same ranks run."""
+        blocks = 1 if self.strategy is None else self.strategy.degree("pp")
+        return [sum(of_stages[i::blocks]) for i in range(blocks)]
+
+
+def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Digest:
+    """The digest of a graph, called `title` (by default its strategy); of the modules that the glob `only` matches.
+
+    It keeps nothing of the graph, which a pass may change afterwards.
+    """
+    if isinstance(graph, PipelineGraph):
+        whole = joined([digest(stage, only=only) for stage in graph.stages], graph.strategy, title)
+        return replace(whole, model=graph.name, cuts=graph.cuts, divisors=graph.divisors)
+    strategy = None if isinstance(graph, LogicalGraph) else graph.strategy
+    dims = {d.symbol: d.example for d in graph.dims}
+    places = places_of(graph)
+    moves = [move for node, place in places.items() for move in _moves(node, place, strategy, dims, only)]
+    moves += _messages(graph, dims) if only is None else []
+    params = {fqn: lying for fqn, lying in _params(graph, dims).items() if matches(fqn, only)}
+    return Digest(
+        title=title or str(strategy or "logical"),
+        model=graph.name,
+        strategy=strategy,
+        divisors={} if isinstance(graph, LogicalGraph) else dict(graph.divisors),
+        sizes={d.name: d.example for d in graph.dims},
+        shapes={info.fqn: info.meta for info in graph.inputs if info.kind == "param"},
+        params=params,
+        ops=dict(Counter(place for node, place in places.items() if matches(node.meta.get("fqn") or "", only))),
+        moves=tuple(moves),
+        sections=sections_of(graph, places, only),
+        stage_bytes=(round(sum(move.bytes for move in moves)),),
+        stage_weights=(sum(lying.local_bytes for lying in params.values()),),
+    )
+
+
+def joined(stages: Sequence[Digest], strategy: Strategy, title: str = "") -> Digest:
+    """One digest of all stages of a pipeline under `strategy`. A parameter that several have is as in the first."""
+    ops: Counter[Place] = Counter()
+    sections: dict[Place, Section] = {}
+    params: dict[str, Lying] = {}
+    for stage in stages:
+        ops.update(stage.ops)
+        params = stage.params | params
+        for place, lines in stage.sections.items():
+            sections[place] = sections.get(place, ()) + lines
+    return replace(
+        stages[0],
+        title=title or str(strategy),
+        strategy=strategy,
+        shapes={fqn: meta for stage in reversed(stages) for fqn, meta in stage.shapes.items()},
+        params=params,
+        ops=dict(ops),
+        moves=tuple(move for stage in stages for move in stage.moves),
+        sections=sections,
+        stage_bytes=tuple(size for stage in stages for size in stage.stage_bytes),
+        stage_weights=tuple(size for stage in stages for size in stage.stage_weights),
+    )
+
+
+def _moves(node: fx.Node, place: Place, strategy: Strategy | None, dims: Dims, only: str | None) -> Iterator[Move]:
+    """What a node sends, by tensor."""
+    if strategy is None:
+        return
+    fqn = node.meta.get("fqn") or ""
+    if node.target is collectives.reshard:
+        if matches(fqn, only):
+            yield Move("reshard", "", place, 0.0, 1)
+        return
+    found = _communication(node)
+    if found is None:
+        return
+    kind, axis, sent = found
+    nbytes = Communication(kind, axis, sent, "", "", backward=False).wire_bytes(strategy.mesh.degree(axis), dims)
+    members = _members(node, dims)
+    whole = sum(size for _, size in members) or 1
+    for i, (name, size) in enumerate(members):
+        if matches(name, only):
+            yield Move(kind, axis, place._replace(block=block_of(name)), nbytes * size / whole, int(i == 0))
+
+
+def _communication(node: fx.Node) -> tuple[str, str, TensorMeta] | None:
+    """Kind, axes and what a rank puts in, of a collective or of the step that becomes one."""
+    kind = collective_kind(node)
+    if kind is not None:
+        return kind, *node.meta["comm"]
+    target: Any = node.target
+    kind = _STEPS.get(target)
+    if kind is None:
+        return None
+    value: Any = node.args[0]
+    sent = value.meta.get("local")
+    if sent is None:
+        whole: TensorMeta = value.meta["tensor"]
+        sent = TensorMeta(value.meta["dist"].local_shape(whole.shape), whole.dtype)
+    if node.args[2:3] == ("logsumexp",):
+        kind = "all_gather"  # which is what it becomes: there is no such reduction
+    return kind, str(node.args[1]), sent
+
+
+def _members(node: fx.Node, dims: Dims) -> list[tuple[str, int]]:
+    """(module, elements) of each tensor in a bucket; of a collective alone one."""
+    own = node.meta.get("fqn") or ""
+    buffer: Any = node.args[0]
+    if node.meta.get("fused", 1) == 1:
+        return [(own, 1)]
+    members: list[fx.Node] = buffer.args[0]
+    if collective_kind(node) == "all_reduce":  # each is lifted to a row, which stands where the bucket does
+        members = [m.args[0] for m in members]  # type: ignore[misc]
+    return [(m.meta.get("fqn") or own, m.meta["local"].numel(dims)) for m in members]
+
+
+def _messages(graph: AnyGraph, dims: Dims) -> list[Move]:
+    """What a pipeline stage sends to its neighbours."""
+    found = []
+    for out, stored in zip(graph.outputs, _stored_outputs(graph), strict=True):
+        if out.kind in _SENT:
+            size = stored.local.numel(dims) * stored.local.dtype.itemsize
+            found.append(Move("send", "pp", Place(BETWEEN_STAGES, _SENT[out.kind]), float(size), 1))
+    return found
+
+
+def _stored_outputs(graph: AnyGraph) -> Sequence[Stored]:
+    if isinstance(graph, Program):
+        return graph.stored_outputs
+    if isinstance(graph, AnnotatedGraph):
+        return [Stored(n.meta["tensor"], n.meta["dist"]) for n in graph.results]
+    return ()
+
+
+def _params(graph: AnyGraph, dims: Dims) -> dict[str, Lying]:
+    found = {}
+    for i, info in enumerate(graph.inputs):
+        if info.kind != "param":
+            continue
+        if isinstance(graph, LogicalGraph):
+            found[info.fqn] = Lying(str(info.meta), info.meta.numel(dims) * info.meta.dtype.itemsize)
+            continue
+        stored = graph.stored_inputs[i] if isinstance(graph, Program) else _placed(graph.placeholders[i])
+        text = stored.dist.describe(stored.meta.shape)
+        text += f"   local {stored.local}" if stored.local != stored.meta else ""
+        found[info.fqn] = Lying(text, stored.local.numel(dims) * stored.local.dtype.itemsize)
+    return found
+
+
+def _placed(node: fx.Node) -> Stored:
+    return Stored(node.meta["tensor"], node.meta["dist"])

@@ -1,0 +1,162 @@
+"""The nodes of a graph as lines that do not change when other nodes come or go, and how two such texts differ.
+
+A node is named by its module, its op and how many of that op the module has had: `%attention.q_proj.mm`. Names are
+relative to the block that a line stands in, so that equal blocks have equal lines. Lines are aligned by name: a node
+that changed stands as `-` and `+` under each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Literal, NamedTuple
+
+from torch import fx
+
+from fxpar.exec_graph import Program
+from fxpar.graph import LogicalGraph
+from fxpar.graph_diff.modules import PARTS, Place, place_of
+from fxpar.printer import AnyGraph, matches, node_line, op_name
+
+Mark = Literal[" ", "-", "+"]
+_MANY = 16  # longer lists of operands are shortened
+_SAME_OP = {"view": "reshape", "_unsafe_view": "reshape"}  # a name outlives these changes of an op
+_ELSEWHERE = re.compile(rf"%(?:(?:{'|'.join(PARTS)})/)?[\w.()]+/[\w.]+")
+
+
+class Line(NamedTuple):
+    """One node."""
+
+    name: str
+    text: str
+
+
+Section = tuple[Line, ...]
+
+
+class _Name(NamedTuple):
+    """`place` is None for an input of the graph."""
+
+    place: Place | None
+    text: str
+
+
+def graphs_of(graph: AnyGraph) -> Iterator[tuple[str, fx.Graph]]:
+    """The fx graphs by name, in the order in which they run; "step" is one that is not yet cut. No pipeline."""
+    if isinstance(graph, Program):
+        yield from ((name, part.graph) for name, part in graph.parts.items())
+    else:
+        yield "step", graph.gm.graph if isinstance(graph, LogicalGraph) else graph.graph
+
+
+def places_of(graph: AnyGraph) -> dict[fx.Node, Place]:
+    """Where each call belongs, in program order."""
+    return {n: place_of(n, name) for name, part in graphs_of(graph) for n in part.nodes if n.op == "call_function"}
+
+
+def sections_of(graph: AnyGraph, places: Mapping[fx.Node, Place], only: str | None) -> dict[Place, Section]:
+    """The lines by block and part, in program order; of the modules that the glob `only` matches."""
+    names = _names(graph, places)
+    sections: dict[Place, list[Line]] = {}
+    for node, place in places.items():
+        fqn = node.meta.get("fqn") or ""
+        if matches(fqn, only):
+            known = {n: _seen_from(place, names[n]) for n in (node, *node.all_input_nodes)}
+            sections.setdefault(place, []).append(Line(known[node], node_line(node, known, fqn, _MANY)))
+    return {place: tuple(lines) for place, lines in sections.items()}
+
+
+def _names(graph: AnyGraph, places: Mapping[fx.Node, Place]) -> dict[fx.Node, _Name]:
+    """A name per node of all parts; what a part takes of an earlier one is called as there."""
+    inputs = [_Name(None, f"tangent.{i.fqn}" if i.kind == "tangent" else i.fqn) for i in graph.inputs]
+    results: dict[str, list[_Name]] = {"input": inputs}
+    names: dict[fx.Node, _Name] = {}
+    counts: Counter[tuple[Place, str]] = Counter()
+    for title, part in graphs_of(graph):
+        known = list(inputs)
+        if isinstance(graph, Program):
+            known = [results[where][index] for where, index in graph.parts[title].sources]
+        names.update(zip(part.find_nodes(op="placeholder"), known, strict=True))
+        names.update((n, _new_name(n, places[n], counts)) for n in part.nodes if n.op == "call_function")
+        (output,) = part.find_nodes(op="output")
+        results[title] = [names[n] for n in output.args[0]]
+    return names
+
+
+def _new_name(node: fx.Node, place: Place, counts: Counter[tuple[Place, str]]) -> _Name:
+    fqn = node.meta.get("fqn") or ""
+    inside = fqn[len(place.block) + 1 :] if fqn.startswith(f"{place.block}.") else ""
+    op = op_name(node)
+    op = _SAME_OP.get(op, op.rstrip("_"))
+    base = f"{inside}.{op}" if inside else op
+    counts[place, base] += 1
+    count = counts[place, base]
+    return _Name(place, base if count == 1 else f"{base}.{count}")
+
+
+def _seen_from(here: Place, name: _Name) -> str:
+    """`mlp.mm` of the same place, `forward/mlp.mm` of another part of the block, `layers.0/mlp.mm` of another block."""
+    if name.place is None:
+        inside = name.text.startswith(f"{here.block}.")
+        return name.text[len(here.block) + 1 :] if inside else name.text
+    part = "" if name.place.part == here.part else f"{name.place.part}/"
+    block = "" if name.place.block == here.block else f"{name.place.block}/"
+    return f"{part}{block}{name.text}"
+
+
+@dataclass(frozen=True)
+class SectionDiff:
+    """How the nodes of a place differ, and the other blocks in which they do in the same way. `lines` are (mark, text),
+    with all that did not change.
+    """
+
+    place: Place
+    blocks: tuple[str, ...]
+    lines: tuple[tuple[Mark, str], ...]
+    removed: int  # nodes
+    added: int
+    changed: int
+
+
+def compare_sections(old: dict[Place, Section], new: dict[Place, Section]) -> list[SectionDiff]:
+    """The places that differ, in the order of the old graph and then of the new one, equal differences once."""
+    found: dict[object, tuple[Place, list[str], Section, Section]] = {}
+    for place in dict.fromkeys([*old, *new]):
+        left, right = old.get(place, ()), new.get(place, ())
+        if left != right:
+            key = (place.part, tuple(_canonical(place, left)), tuple(_canonical(place, right)))
+            found.setdefault(key, (place, [], left, right))[1].append(place.block)
+    return [_diff(*each) for each in found.values()]
+
+
+def _canonical(place: Place, section: Section) -> Iterable[str]:
+    """The lines with what is of other blocks called by its order of appearance."""
+    seen: dict[str, str] = {}
+
+    def rename(match: re.Match[str]) -> str:
+        own = match[0][1:].partition("/")[0] in PARTS and match[0].count("/") == 1  # another part of this block
+        return match[0] if own else seen.setdefault(match[0], f"%{len(seen)}")
+
+    return [_ELSEWHERE.sub(rename, line.text) for line in section]
+
+
+def _diff(place: Place, blocks: list[str], old: Section, new: Section) -> SectionDiff:
+    lines: list[tuple[Mark, str]] = []
+    removed = added = changed = 0
+    matcher = SequenceMatcher(None, [line.name for line in old], [line.name for line in new], autojunk=False)
+    for tag, i, i_end, j, j_end in matcher.get_opcodes():
+        if tag != "equal":
+            removed, added = removed + i_end - i, added + j_end - j
+            lines.extend(("-", line.text) for line in old[i:i_end])
+            lines.extend(("+", line.text) for line in new[j:j_end])
+            continue
+        for left, right in zip(old[i:i_end], new[j:j_end], strict=True):
+            if left.text == right.text:
+                lines.append((" ", left.text))
+            else:
+                changed += 1
+                lines.extend((("-", left.text), ("+", right.text)))
+    return SectionDiff(place, tuple(blocks), tuple(lines), removed, added, changed)
