@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from fxpar.dist_config import Partial, Placement, Replicate, Shard
 
 LAUNCH_BYTES = 16 * 1024  # what one more collective is worth; breaks ties between equal volumes
 COPY_FRACTION = 1e-3  # a local slice costs next to nothing, but not nothing
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`moved_bytes` on the wire of one rank, each collective counted as LAUNCH_BYTES more; `penalty_bytes` is what the
+    policy of the axis adds for work and memory that are not cut.
+    """
+
+    moved_bytes: float = 0.0
+    penalty_bytes: float = 0.0
+
+    @property
+    def total_bytes(self) -> float:
+        """What the search minimises."""
+        return self.moved_bytes + self.penalty_bytes
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.moved_bytes - other.moved_bytes, self.penalty_bytes - other.penalty_bytes)
 
 
 def reshard_bytes(nbytes: int, source: Placement, target: Placement, degree: int) -> float:

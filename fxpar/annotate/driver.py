@@ -17,7 +17,7 @@ from fxpar.annotate.policy import (
     resolve_overrides,
 )
 from fxpar.annotate.problem import AxisProblem, Sizes, build, is_op, normalize_fqn, resolve, tensor_metas
-from fxpar.annotate.solve import Demand, solve
+from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
 from fxpar.errors import NotYetError, warn
 from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
@@ -36,6 +36,11 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
 
     Raises NotYetError for axes that the lowering does not know, OverrideError for an override that fits nothing.
     """
+    return annotate_and_search(logical, strategy)[0]
+
+
+def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[AnnotatedGraph, tuple[AxisSearch, ...]]:
+    """As `annotate`, and the search of each axis that cuts something; their classes hold nodes of the copy."""
     started = time.process_time()
     if strategy.degree("pp") > 1:
         raise NotYetError(f"a graph of one mesh for '{strategy}'", "Cut it into stages: fxpar.pipeline.lower_pipeline.")
@@ -54,22 +59,19 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     overrides = resolve_overrides(logical, strategy)
     named = {copied[node].name: overrides[node.name] for node in logical.placeholders if node.name in overrides}
     _label_variants(result, named)
+    searches: list[AxisSearch] = []
     tp: Choice = {}
     if tensor > 1:
         axis = TensorAxis(tensor, strategy.sp, named, token)
         problem = build(graph, sizes, tensor, None, 1, axis, token)
-        chosen = solve(
-            problem, lambda c, o: axis.node_cost(problem, c, o), _demands(result, problem, token, strategy.sp)
-        )
-        tp = _spread(problem, chosen)
+        searches.append(_search("tp", axis, problem, _demands(result, problem, token, strategy.sp)))
+        tp = _spread(searches[-1])
     cp: Choice = {}
     if context > 1:
         across = ContextAxis(context, token)
-        problem_cp = build(graph, sizes, context, tp, tensor, across, token)
-        chosen = solve(
-            problem_cp, lambda c, o: across.node_cost(problem_cp, c, o), _demands(result, problem_cp, token, None)
-        )
-        cp = _spread(problem_cp, chosen)
+        problem = build(graph, sizes, context, tp, tensor, across, token)
+        searches.append(_search("cp", across, problem, _demands(result, problem, token, None)))
+        cp = _spread(searches[-1])
     _write(result, tp, cp, token)
     _note_attention(result, tp, cp)
     _note_missing_rules(result)
@@ -77,7 +79,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
         result.divisors[str(token)] = context * (tensor if strategy.sp else 1)
         result.padding_hazard = padding_hazard(logical, token)
     result.timings = {**logical.timings, "annotate_cpu_s": time.process_time() - started}
-    return result
+    return result, tuple(searches)
 
 
 def _label_placeholders(graph: AnnotatedGraph) -> None:
@@ -149,8 +151,13 @@ def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | 
     return list(demands.values())
 
 
-def _spread(problem: AxisProblem, chosen: dict[int, Option]) -> Choice:
-    return {node: chosen[index] for node, index in problem.class_of.items()}
+def _search(axis: str, policy: TensorAxis | ContextAxis, problem: AxisProblem, demands: list[Demand]) -> AxisSearch:
+    search = Search(problem, lambda entry, option: policy.node_cost(problem, entry, option), demands)
+    return AxisSearch(axis, policy, search, search.run())
+
+
+def _spread(found: AxisSearch) -> Choice:
+    return {node: found.solution.options[index] for node, index in found.problem.class_of.items()}
 
 
 def _write(graph: AnnotatedGraph, tp: Choice, cp: Choice, token: sympy.Symbol | None) -> None:
@@ -253,4 +260,4 @@ def _note_missing_rules(graph: AnnotatedGraph) -> None:
         warn(note)
 
 
-__all__ = ["annotate", "combine"]
+__all__ = ["annotate", "annotate_and_search", "combine"]

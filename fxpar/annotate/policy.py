@@ -42,7 +42,7 @@ WHOLE_WORK = 64
 WHOLE_ACTIVATION = 0.5
 
 
-def _shards(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool | None]:
+def cut_kinds(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool | None]:
     """Kind (token, static, neither) of every dim that an option cuts."""
     kinds = []
     for result, placement in enumerate(option.outputs):
@@ -130,9 +130,11 @@ class TensorAxis:
     def extra(self, op: OpView) -> list[Option]:
         return attention_options(op, self.degree) if op.target in ATTENTION else []
 
-    def allowed(self, problem: AxisProblem, entry: OpClass, option: Option) -> bool:
-        kinds = _shards(problem, entry, option)
-        return all(kind is False or (kind is True and self.sp) for kind in kinds)
+    def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
+        kinds = cut_kinds(problem, entry, option)
+        if None in kinds:
+            return "it cuts a dynamic dim that is not the tokens"
+        return "it cuts tokens, which tp does under +sp only" if True in kinds and not self.sp else ""
 
     def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
         if entry.view.target == "input":
@@ -174,10 +176,10 @@ class ContextAxis:
     def extra(self, op: OpView) -> list[Option]:
         return attention_options(op, self.degree) if op.target in ATTENTION else []
 
-    def allowed(self, problem: AxisProblem, entry: OpClass, option: Option) -> bool:
-        if entry.view.target in ATTENTION:
-            return True
-        return all(kind is True for kind in _shards(problem, entry, option))
+    def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
+        if entry.view.target in ATTENTION or all(kind is True for kind in cut_kinds(problem, entry, option)):
+            return ""
+        return "it cuts another dim than the tokens, which cp does in attention only"
 
     def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
         return 0.0 if _is_cut(option) else WHOLE_WORK * _work_bytes(problem, entry)
@@ -217,4 +219,12 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
         )
 
 
-__all__ = ["ATTENTION", "ContextAxis", "TensorAxis", "boundary_placement", "grad_cost", "resolve_overrides"]
+__all__ = [
+    "ATTENTION",
+    "VIEWS",
+    "ContextAxis",
+    "TensorAxis",
+    "boundary_placement",
+    "grad_cost",
+    "resolve_overrides",
+]

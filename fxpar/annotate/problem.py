@@ -168,8 +168,8 @@ class AxisPolicy(Protocol):
         """Options that no cut of an operand or result asks for."""
         ...
 
-    def allowed(self, problem: AxisProblem, entry: OpClass, option: Option) -> bool:
-        """Whether the axis may use an option."""
+    def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
+        """Why the axis may not use an option; "" if it may."""
         ...
 
 
@@ -267,7 +267,7 @@ def _enumerate(problem: AxisProblem, policy: AxisPolicy) -> None:
             seeds += [((True, result), s) for s in sorted(shards, key=str)]
         found = options(entry.view, problem.degree, seeds)
         found += [o for o in policy.extra(entry.view) if o not in found]
-        entry.options = [o for o in found if policy.allowed(problem, entry, o)]
+        entry.options = [o for o in found if not policy.refusal(problem, entry, o)]
         changed = set()
         for option in entry.options:
             for result, placement in enumerate(option.outputs):

@@ -7,7 +7,8 @@ every user of v that may want q:  sum of its x wanting q <= sum over p of z[v, p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +16,14 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve_want
-from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
-from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
+from fxpar.annotate.cost import LAUNCH_BYTES, Cost, reshard_bytes
+from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass, tensor_metas
 from fxpar.dist_config import Placement, Shard
 from fxpar.errors import PlacementError
 from fxpar.rules.option import Option
 
 FORCED = 1000.0
+_INFEASIBLE = 2  # a status of scipy's
 NodeCost = Callable[[OpClass, Option], float]
 Want = dict[Placement, list[int]]  # placement -> columns of one user that want it
 
@@ -40,18 +42,28 @@ class Demand:
     ties: tuple[Placement, ...] = ()
 
 
+@dataclass(frozen=True)
+class Solution:
+    """The option of every class, and what they cost together."""
+
+    options: dict[int, Option]
+    cost: Cost
+
+
 class _Program:
     """Rows and columns of the 0/1 program as they are found."""
 
     def __init__(self) -> None:
-        self.cost: list[float] = []
+        self.moved: list[float] = []
+        self.penalty: list[float] = []
         self.integral: list[int] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []
 
-    def column(self, cost: float, integral: bool) -> int:
-        self.cost.append(cost)
+    def column(self, moved: float, penalty: float, integral: bool) -> int:
+        self.moved.append(moved)
+        self.penalty.append(penalty)
         self.integral.append(int(integral))
-        return len(self.cost) - 1
+        return len(self.moved) - 1
 
     def row(self, entries: dict[int, float], low: float, high: float) -> None:
         self.rows.append((entries, low, high))
@@ -59,9 +71,9 @@ class _Program:
     def one_of(self, columns: list[int]) -> None:
         self.row(dict.fromkeys(columns, 1.0), 1, 1)
 
-    def solve(self) -> np.ndarray:
-        if not self.cost:
-            return np.zeros(0)
+    @functools.cached_property
+    def constraints(self) -> LinearConstraint:
+        """All rows; no row is added after the first look."""
         data, row_index, column_index, low, high = [], [], [], [], []
         for i, (entries, lo, hi) in enumerate(self.rows):
             low.append(lo)
@@ -70,22 +82,30 @@ class _Program:
                 data.append(value)
                 row_index.append(i)
                 column_index.append(j)
-        matrix = sparse.csr_matrix((data, (row_index, column_index)), shape=(len(self.rows), len(self.cost)))
+        matrix = sparse.csr_matrix((data, (row_index, column_index)), shape=(len(self.rows), len(self.moved)))
+        return LinearConstraint(matrix, np.array(low), np.array(high))
+
+    def solve(self, fixed: Iterable[int] = ()) -> np.ndarray | None:
+        """0 or 1 per column, with 1 for those of `fixed`; None if the rows do not allow it. Raises PlacementError."""
+        if not self.moved:
+            return np.zeros(0)
+        low = np.zeros(len(self.moved))
+        low[list(fixed)] = 1.0
         result = milp(
-            np.array(self.cost) / LAUNCH_BYTES,
+            (np.array(self.moved) + np.array(self.penalty)) / LAUNCH_BYTES,
             integrality=np.array(self.integral),
-            bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, np.array(low), np.array(high)),
+            bounds=Bounds(low, 1),
+            constraints=self.constraints,
             options={"mip_rel_gap": 1e-9, "time_limit": 60.0},
         )
+        if result.status == _INFEASIBLE:
+            return None
         if result.x is None:
             raise PlacementError(f"the placement search found no solution: {result.message}")
-        return result.x
+        return np.round(result.x)
 
-
-def solve(problem: AxisProblem, node_cost: NodeCost, demands: list[Demand]) -> dict[int, Option]:
-    """The option of every class."""
-    return _Search(problem, node_cost, demands).run()
+    def cost(self, solution: np.ndarray) -> Cost:
+        return Cost(float(np.dot(self.moved, solution)), float(np.dot(self.penalty, solution)))
 
 
 def is_weight(entry: OpClass) -> bool:
@@ -93,48 +113,70 @@ def is_weight(entry: OpClass) -> bool:
     return entry.nodes[0].meta.get("kind") == "param" and len(entry.view.outputs[0]) > 1
 
 
-class _Search:
-    """One run of the search."""
+class Search:
+    """The program of one axis: which option each class takes, at the least communication.
 
-    def __init__(self, problem: AxisProblem, node_cost: NodeCost, demands: list[Demand]) -> None:
-        self.problem, self.demands = problem, demands
-        self.program = _Program()
+    `aliases` are the classes without an option of their own (`fxpar.annotate.contract`).
+    """
+
+    def __init__(self, problem: AxisProblem, node_cost: NodeCost, demands: Sequence[Demand]) -> None:
+        self.problem, self.node_cost, self.demands = problem, node_cost, tuple(demands)
+        self._program = _Program()
         possible: dict[Result, set[Placement]] = {}
         for demand in demands:
             possible.setdefault(demand.value, set()).update(demand.options)
         self.aliases: dict[int, Alias] = find_aliases(problem, possible)
-        self.x: dict[int, list[int]] = {}
-        self.wants: dict[Result, list[Want]] = {}
-        self.demand_columns: list[list[int]] = []
+        self._x: dict[int, list[int]] = {}
+        self._wants: dict[Result, list[Want]] = {}
+        self._demand_columns: list[list[int]] = []
         for entry in problem.classes:
             if entry.index not in self.aliases:
                 count = len(entry.nodes)
-                columns = [self.program.column(node_cost(entry, o) * count, True) for o in entry.options]
-                self.x[entry.index] = columns
-                self.program.one_of(columns)
-
-    def run(self) -> dict[int, Option]:
-        for index, columns in self.x.items():
-            entry = self.problem.classes[index]
+                columns = [self._program.column(0.0, node_cost(entry, o) * count, True) for o in entry.options]
+                self._x[entry.index] = columns
+                self._program.one_of(columns)
+        for index, columns in self._x.items():
+            entry = problem.classes[index]
             for position, producers in enumerate(entry.operands):
                 placements = [o.inputs[position] for o in entry.options]
                 for value in producers:
                     self._want(value, placements, columns)
-        for demand in self.demands:
+        for demand in demands:
             self._demand(demand)
-        for index in self.x:
-            for result in range(len(self.problem.classes[index].view.outputs)):
-                self._reshards(self.problem.classes[index], result)
-        solution = self.program.solve()
+        for index in self._x:
+            for result in range(len(problem.classes[index].view.outputs)):
+                self._reshards(problem.classes[index], result)
+
+    def run(self) -> Solution:
+        """The best solution. Raises PlacementError."""
+        solution = self.forced({})
+        if solution is None:
+            raise PlacementError("the placement search found no solution: no options of the ops fit together")
+        return solution
+
+    def forced(self, options: Mapping[int, Option]) -> Solution | None:
+        """The best solution in which these classes, no aliases, take these options; None if there is none.
+
+        Raises PlacementError where the solver gives up.
+        """
+        fixed = [self._x[i][self.problem.classes[i].options.index(option)] for i, option in options.items()]
+        solution = self._program.solve(fixed)
+        if solution is None:
+            return None
         chosen = {
             index: self.problem.classes[index].options[int(np.argmax([solution[j] for j in columns]))]
-            for index, columns in self.x.items()
+            for index, columns in self._x.items()
         }
         demanded: dict[Result, list[Placement]] = {}
-        for demand, columns in zip(self.demands, self.demand_columns, strict=True):
+        for demand, columns in zip(self.demands, self._demand_columns, strict=True):
             pick = demand.options[int(np.argmax([solution[j] for j in columns]))]
             demanded.setdefault(demand.value, []).append(pick)
-        return expand(self.problem, self.aliases, chosen, demanded)
+        found = expand(self.problem, self.aliases, chosen, demanded)
+        return Solution(found, self._program.cost(solution))
+
+    def with_demand(self, demand: Demand) -> Search:
+        """The same search with one more thing wanted."""
+        return Search(self.problem, self.node_cost, (*self.demands, demand))
 
     def _want(self, value: Result, placements: list[Placement], columns: list[int]) -> None:
         """Note that the user behind `columns` wants `value` so, looking through aliases."""
@@ -143,28 +185,28 @@ class _Search:
         for column, placement in zip(columns, placements, strict=True):
             behind, wanted = resolve_want(self.aliases, value, placement)
             want.setdefault(wanted, []).append(column)
-        self.wants.setdefault(behind, []).append(want)
+        self._wants.setdefault(behind, []).append(want)
 
     def _demand(self, demand: Demand) -> None:
-        columns = [self.program.column(cost, True) for cost in demand.costs]
-        self.demand_columns.append(columns)
-        self.program.one_of(columns)
+        columns = [self._program.column(cost, 0.0, True) for cost in demand.costs]
+        self._demand_columns.append(columns)
+        self._program.one_of(columns)
         self._want(demand.value, list(demand.options), columns)
         if demand.tie is None:
             return
         options = self.problem.classes[demand.tie].options
         for column, tied in zip(columns, demand.ties, strict=True):
-            match = [c for c, o in zip(self.x[demand.tie], options, strict=True) if o.outputs[0] == tied]
-            self.program.row({column: 1.0, **dict.fromkeys(match, -1.0)}, -1, 0)
+            match = [c for c, o in zip(self._x[demand.tie], options, strict=True) if o.outputs[0] == tied]
+            self._program.row({column: 1.0, **dict.fromkeys(match, -1.0)}, -1, 0)
 
     def _reshards(self, entry: OpClass, result: int) -> None:
         """Columns and rows for the placements in which one result is made and wanted."""
         meta = tensor_metas(entry.nodes[0])[result]
-        wants = self.wants.get((entry.index, result), [])
+        wants = self._wants.get((entry.index, result), [])
         if meta is None or not wants:
             return
         makes: dict[Placement, list[int]] = {}
-        for column, option in zip(self.x[entry.index], entry.options, strict=True):
+        for column, option in zip(self._x[entry.index], entry.options, strict=True):
             makes.setdefault(option.outputs[result], []).append(column)
         unique = {tuple(sorted((str(p), *c) for p, c in want.items())): want for want in wants}
         for placement in dict.fromkeys(p for want in wants for p in want):
@@ -172,7 +214,7 @@ class _Search:
             for want in unique.values():
                 if placement in want:
                     row = {**dict.fromkeys(want[placement], 1.0), **dict.fromkeys(supply, -1.0)}
-                    self.program.row(row, -np.inf, 0)
+                    self._program.row(row, -np.inf, 0)
 
     def _supply(
         self, entry: OpClass, nbytes: int, makes: dict[Placement, list[int]], placement: Placement
@@ -186,12 +228,31 @@ class _Search:
             price = reshard_bytes(nbytes, made, placement, self.problem.degree)
             if not np.isfinite(price):
                 continue
+            penalty = 0.0
             if entry.view.target == "input" and not isinstance(placement, Shard):
                 # Gathering an input again is for overrides only, where one cuts a weight as no op can work with it.
-                price *= FORCED
+                penalty = (FORCED - 1) * price
             elif is_weight(entry):
                 continue  # a weight that is whole is whole for a reason
-            column = self.program.column(price * len(entry.nodes), False)
-            self.program.row({column: 1.0, **dict.fromkeys(columns, -1.0)}, -np.inf, 0)
+            count = len(entry.nodes)
+            column = self._program.column(price * count, penalty * count, False)
+            self._program.row({column: 1.0, **dict.fromkeys(columns, -1.0)}, -np.inf, 0)
             supply.append(column)
         return supply
+
+
+@dataclass(frozen=True)
+class AxisSearch:
+    """What the search of one mesh axis knows: the problem, the program, the best solution."""
+
+    axis: str
+    policy: AxisPolicy
+    search: Search
+    solution: Solution
+
+    @property
+    def problem(self) -> AxisProblem:
+        return self.search.problem
+
+
+__all__ = ["FORCED", "AxisSearch", "Demand", "Search", "Solution", "is_weight"]

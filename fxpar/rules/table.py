@@ -21,17 +21,27 @@ Partials = Callable[[OpView], list[Option]]
 
 @dataclass(frozen=True)
 class OpRule:
-    """How an op may be cut: by a sharded operand or result (`cuts`), and by partial operands (`partials`)."""
+    """How an op may be cut: by a sharded operand or result (`cuts`), and by partial operands (`partials`).
+
+    `factors` are the loops that `cuts` speaks of, where it is made of loops.
+    """
 
     cuts: Rule
     partials: Partials | None = None
+    factors: Factors | None = None
+
+    @property
+    def name(self) -> str:
+        """The function that holds the rule, such as `rules.matmul.mm_factors`."""
+        written = self.factors or self.cuts
+        return f"{written.__module__.removeprefix('fxpar.')}.{written.__name__}"
 
 
 def _by(factors: Factors, partials: Partials | None = None) -> OpRule:
     def cuts(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
         return from_factors(factors(op), op, degree, seed, shard)
 
-    return OpRule(cuts, partials)
+    return OpRule(cuts, partials, factors)
 
 
 def _pass_through(op: OpView) -> list[Option]:

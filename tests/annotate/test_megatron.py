@@ -10,6 +10,7 @@ import torch
 
 from fxpar import losses
 from fxpar.annotate import annotate
+from fxpar.annotate.driver import annotate_and_search
 from fxpar.exec_graph import Communication, ExecGraph
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
@@ -191,19 +192,12 @@ def test_sequence_parallel_at_8b(graphs, strategy, gathers):
     assert not [c for c in program.communications() if 128256 in c.sent.shape]
 
 
-def test_repeated_layers_are_solved_once(monkeypatch):
+def test_repeated_layers_are_solved_once():
     """The number of classes does not grow with the layers."""
-    import fxpar.annotate.driver as driver
-
+    strategy = Strategy.parse("cp2.tp2")
     counts = []
-    solve = driver.solve
-
-    def counted(problem, *rest):
-        counts.append(len(problem.classes))
-        return solve(problem, *rest)
-
-    monkeypatch.setattr(driver, "solve", counted)
     for layers in (1, 2, 3):
-        annotate(llama(layers=layers).graph, Strategy.parse("cp2.tp2"))
-    assert len(counts) == 6
-    assert counts[0:2] == counts[2:4] == counts[4:6]
+        _, searches = annotate_and_search(llama(layers=layers).graph, strategy)
+        counts.append([len(search.problem.classes) for search in searches])
+    assert len(counts[0]) == 2
+    assert counts[0] == counts[1] == counts[2]

@@ -1,0 +1,167 @@
+"""Forced alternatives never beat the search, what was chosen costs nothing more, and what is refused says why."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from fxpar.annotate import annotate
+from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
+from fxpar.annotate.driver import annotate_and_search
+from fxpar.annotate.solve import AxisSearch
+from fxpar.graph import AnnotatedGraph, LogicalGraph
+from fxpar.strategy import Strategy
+from tests.captured import Mlp, gpt, llama, squared, take, vectors
+
+Found = tuple[AnnotatedGraph, tuple[AxisSearch, ...]]
+
+
+@functools.cache
+def mlp() -> LogicalGraph:
+    import torch
+
+    torch.manual_seed(0)
+    return take(Mlp(torch.relu, (16, 24, 32, 8)), squared, vectors(16, 8, 12)).graph
+
+
+GRAPHS = {"llama": lambda: llama().graph, "mlp": mlp, "gpt": lambda: gpt().graph}
+
+
+@functools.cache
+def found(model: str, strategy: str) -> Found:
+    return annotate_and_search(GRAPHS[model](), Strategy.parse(strategy))
+
+
+@functools.cache
+def choices(model: str, strategy: str, axis: str) -> dict[int, AxisChoice]:
+    """All classes' choices on one axis."""
+    (search,) = (s for s in found(model, strategy)[1] if s.axis == axis)
+    return {entry.index: axis_choice(search, entry.nodes[0]) for entry in search.problem.classes}
+
+
+def choice_of(model: str, strategy: str, axis: str, param: str) -> AxisChoice:
+    graph, searches = found(model, strategy)
+    node = next(n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.fqn == param)
+    return axis_choice(next(s for s in searches if s.axis == axis), node)
+
+
+CASES = [("llama", "tp2+sp", "tp"), ("llama", "cp2", "cp"), ("mlp", "tp4", "tp"), ("mlp", "cp2.tp2", "cp")]
+
+
+@pytest.mark.parametrize(("model", "strategy", "axis"), CASES)
+def test_no_alternative_beats_the_optimum(model, strategy, axis):
+    for choice in choices(model, strategy, axis).values():
+        for other in choice.alternatives:
+            if other.price is not None:
+                assert other.price.total_bytes >= 0, (choice.nodes[0], other)
+            if other.alone is not None:  # with fewer liberties nothing gets cheaper
+                assert other.price is not None
+                assert other.alone.total_bytes >= other.price.total_bytes, (choice.nodes[0], other)
+
+
+@pytest.mark.parametrize(("model", "strategy", "axis"), CASES)
+def test_what_was_chosen_costs_nothing_more(model, strategy, axis):
+    """Its price is not assumed: forced, it gives the optimum again."""
+    (search,) = (s for s in found(model, strategy)[1] if s.axis == axis)
+    for index, choice in choices(model, strategy, axis).items():
+        (first, *others) = choice.alternatives
+        assert first.chosen
+        assert first.option == choice.chosen
+        assert not any(other.chosen for other in others)
+        if not choice.renames:
+            again = search.search.forced({index: choice.chosen})
+            assert again is not None
+            assert again.cost.total_bytes == pytest.approx(search.solution.cost.total_bytes, rel=1e-9)
+
+
+def test_a_forced_option_is_taken():
+    (search,) = found("llama", "tp2")[1]
+    forced = 0
+    for entry in search.problem.classes:
+        if entry.index not in search.search.aliases and len(entry.options) > 1:
+            other = next(o for o in entry.options if o != search.solution.options[entry.index])
+            solution = search.search.forced({entry.index: other})
+            assert solution is None or solution.options[entry.index] == other
+            forced += solution is not None
+    assert forced > 10
+
+
+def test_searching_changes_nothing():
+    graph = llama().graph
+    plain, (searched, searches) = annotate(graph, Strategy.parse("cp2.tp2")), found("llama", "cp2.tp2")
+    assert [s.axis for s in searches] == ["tp", "cp"]
+    axis_choice(searches[0], searched.placeholders[0])
+    for one, other in zip(plain.graph.nodes, searched.graph.nodes, strict=True):
+        assert one.meta.get("dist") == other.meta.get("dist")
+        assert one.meta.get("dist_in") == other.meta.get("dist_in")
+
+
+def test_repeated_layers_decide_together():
+    choice = choice_of("llama", "tp2", "tp", "layers.1.ffn.down_proj.weight")
+    assert [node.meta["class"][1] for node in choice.nodes] == ["layers.*.ffn.down_proj.weight"] * 2
+    assert str(choice.chosen.outputs[0]) == "S(1)"
+    assert [describe_option(a.option) for a in choice.alternatives[1:]] == ["S(0)", "R"]
+    whole = choice.alternatives[-1].price
+    assert whole is not None
+    assert whole.penalty_bytes > 100 * abs(whole.moved_bytes)  # not traffic, but work that is not cut
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+def refused(choice: AxisChoice) -> dict[str, str]:
+    return {each.text: each.reason for each in choice.refused}
+
+
+def attention(graph: LogicalGraph, strategy: str, axis: str = "tp") -> AxisChoice:
+    annotated, searches = annotate_and_search(graph, Strategy.parse(strategy))
+    node = next(n for n in annotated.graph.nodes if str(n.target) == "fxpar.attention.default")
+    return axis_choice(next(s for s in searches if s.axis == axis), node)
+
+
+def test_heads_that_do_not_divide():
+    why = refused(attention(llama(heads=6, kv_heads=6, dim=36).graph, "tp4"))
+    assert why["(S(1), S(1), S(1)) -> (S(1), S(1))"] == "6 (dim 1 of operand 0) does not divide by tp=4"
+
+
+def test_key_value_heads_that_do_not_divide():
+    """Four query heads divide, two key and value heads do not; the group of each is cut instead."""
+    choice = attention(llama(heads=8, kv_heads=2, dim=64).graph, "tp4")
+    assert refused(choice)["(S(1), S(1), S(1)) -> (S(1), S(1))"] == "2 (dim 1 of operand 1) does not divide by tp=4"
+    assert describe_option(choice.chosen) == "(S(1*2), R, R) -> (S(1*2), S(1*2))"
+
+
+def test_tokens_are_not_cut_without_sp():
+    (search,) = found("llama", "tp2")[1]
+    entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
+    assert refused(axis_choice(search, entry.nodes[0]))["(S(0), R) -> S(0)"] == (
+        "it cuts tokens, which tp does under +sp only"
+    )
+    (batch,) = (n for n, i in zip(found("llama", "tp2")[0].placeholders, llama().graph.inputs) if i.fqn == "input_ids")
+    assert refused(axis_choice(search, batch))["S(1)"] == "it cuts tokens, which tp does under +sp only"
+
+
+def test_context_parallelism_cuts_tokens_only():
+    why = refused(choice_of("llama", "cp2", "cp", "head.weight"))
+    assert set(why.values()) == {"cp cuts tokens; every rank has the whole parameter"}
+    (search,) = found("llama", "cp2")[1]
+    entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
+    reason = refused(axis_choice(search, entry.nodes[0]))["(R, S(1)) -> S(1)"]
+    assert reason == "it cuts another dim than the tokens, which cp does in attention only"
+
+
+def test_an_override_leaves_no_choice():
+    strategy = Strategy.parse("tp2", overrides={"*.down_proj.weight": "R@tp"})
+    graph, (search,) = annotate_and_search(llama().graph, strategy)
+    node = next(n for n, i in zip(graph.placeholders, graph.inputs) if i.fqn == "layers.0.ffn.down_proj.weight")
+    choice = axis_choice(search, node)
+    assert [describe_option(a.option) for a in choice.alternatives] == ["R"]
+    assert refused(choice) == {"S(0)": "an override says R", "S(1)": "an override says R"}
+
+
+def test_rules_are_named():
+    (search,) = found("llama", "tp2+sp")[1]
+    entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
+    rules = {a.rule for a in axis_choice(search, entry.nodes[0]).alternatives}
+    assert rules == {"rules.matmul.mm_factors", "the option that is always legal"}
+    entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.add.Tensor")
+    assert "partial sums pass through" in {a.rule for a in axis_choice(search, entry.nodes[0]).alternatives}
