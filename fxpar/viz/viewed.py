@@ -11,7 +11,6 @@ import torch
 from fxpar.batching.cost import seconds_per_byte
 from fxpar.batching.work import TOKEN_KEYS
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import DimNameError
 from fxpar.exec_graph import Communication, Program
 from fxpar.graph import LogicalGraph
 from fxpar.memory.state import padded_sizes
