@@ -215,7 +215,7 @@ class Sizes:
     """Sizes of local tensors with `k` times a base number of tokens in one row; called with a TensorMeta."""
 
     def __init__(self, program: Program, k: int) -> None:
-        token = _token_dim(program)
+        token = token_dim(program)
         self.tokens = 4096 * k * math.lcm(*program.divisors.values())
         self._dims = {d.symbol: self.tokens if d is token else _rows(program, d) for d in program.dims}
         self._known: dict[Size, int] = {}
@@ -232,7 +232,7 @@ class Sizes:
         return self._known[size]
 
 
-def _token_dim(program: Program) -> Dim | None:
+def token_dim(program: Program) -> Dim | None:
     """The dynamic dim that counts tokens: the last dim of the token ids; without such a batch, the first one."""
     by_symbol = {d.symbol: d for d in program.dims}
     batch = {i.fqn: i.meta for i in program.inputs if i.kind == "batch"}

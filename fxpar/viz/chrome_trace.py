@@ -1,0 +1,114 @@
+"""Steps in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fxpar.viz.inside import ACTION_PARTS, Inside
+from fxpar.viz.step import Lengths, StepGroup, StepSpan, StepTimeline
+
+MOST_INSIDE = 50_000  # events inside of micro-batches
+GROUPS, RUNS, INSIDE = 0, 1, 2
+_TRACKS = {GROUPS: "groups", RUNS: "step", INSIDE: "inside (predicted)"}
+Event = dict[str, Any]
+
+
+def chrome_trace(
+    timelines: StepTimeline | Mapping[str, StepTimeline], insides: Mapping[str, Inside] | None = None
+) -> dict[str, Any]:
+    """{"traceEvents": [...]}, sorted by time: complete events with pid = rank (the first one of a lane), tid = track.
+
+    Several timelines (by title) all begin at 0; the processes of the second one come after those of the first.
+    `insides` (by strategy) puts modules and collectives under predicted micro-batches.
+    """
+    named = {"": timelines} if isinstance(timelines, StepTimeline) else timelines
+    events: list[Event] = []
+    first = 0
+    for title, timeline in named.items():
+        events += _timeline_events(timeline, title, first, insides or {})
+        first += 1 + max((rank for lane in timeline.lanes for rank in lane.ranks), default=0)
+    spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
+    return {
+        "traceEvents": [*(e for e in events if e["ph"] == "M"), *spans],
+        "displayTimeUnit": "ms",
+        "otherData": {"made by": "fxpar"},
+    }
+
+
+def _timeline_events(timeline: StepTimeline, title: str, first: int, insides: Mapping[str, Inside]) -> Iterator[Event]:
+    prefix = f"{title}: " if title else ""
+    tracks = [GROUPS, RUNS, *([INSIDE] if insides and timeline.source == "predicted" else [])]
+    for lane in timeline.lanes:
+        pid = first + lane.ranks[0]
+        yield _metadata("process_name", pid, 0, name=f"{prefix}{lane}")
+        yield _metadata("process_sort_index", pid, 0, sort_index=pid)
+        for track in tracks:
+            yield _metadata("thread_name", pid, track, name=_TRACKS[track])
+        for number, group in enumerate(timeline.groups):
+            start, end = timeline.group_window(number)
+            yield _complete(f"{group.label} {group.strategy}".strip(), "group", pid, GROUPS, start, end, group.tokens)
+    left = MOST_INSIDE
+    for span in timeline.spans:
+        pid = first + timeline.lanes[span.lane].ranks[0]
+        lengths = lengths_of(timeline, span)
+        name = span_name(span)
+        yield _complete(name, span.kind, pid, RUNS, span.start_ms, span.end_ms, sum(lengths))
+        strategy = timeline.groups[span.group].strategy if span.group >= 0 else ""
+        if INSIDE in tracks and strategy in insides and lengths:
+            inside = list(_inside_events(insides[strategy], span, lengths, pid))
+            if len(inside) <= left:
+                left -= len(inside)
+                yield from inside
+
+
+def span_name(span: StepSpan) -> str:
+    """`F3` for the forward of micro-batch 3, `F3 stage 1` where it says which; words for all else."""
+    if span.kind in ACTION_PARTS:
+        return f"{span.kind}{span.micro_batch} stage {span.stage}"
+    return span.kind.replace("_", "-") + (f" {span.micro_batch}" if span.micro_batch >= 0 else "")
+
+
+def lengths_of(timeline: StepTimeline, span: StepSpan) -> Lengths:
+    """The sequences that a span works on; empty where it has none (idle micro-batches, switches)."""
+    if span.group < 0 or span.micro_batch < 0 or span.kind == "wait":
+        return ()
+    group: StepGroup = timeline.groups[span.group]
+    mine: Sequence[Lengths] = group.micro_batches[timeline.lanes[span.lane].replicas[span.group]]
+    return mine[span.micro_batch] if span.micro_batch < len(mine) else ()
+
+
+def _inside_events(inside: Inside, span: StepSpan, lengths: Lengths, pid: int) -> Iterator[Event]:
+    part = ACTION_PARTS.get(span.kind, "body")
+    now = span.start_ms
+    for row in inside.parts[max(span.stage, 0), part].rows:
+        ms = row.ms.at(lengths)
+        label = row.module or "(model)"
+        name = label if row.kind == "compute" else f"{row.kind}@{row.axis} {label}"
+        event = _complete(name, row.kind, pid, INSIDE, now, now + ms, None)
+        event["args"] = {"bytes": round(row.nbytes.at(lengths)), "calls": row.calls, "backward": row.backward}
+        yield event
+        now += ms
+
+
+def _complete(
+    name: str, category: str, pid: int, tid: int, start_ms: float, end_ms: float, tokens: int | None
+) -> Event:
+    args = {"tokens": tokens} if tokens else {}
+    # Times in µs; whole nanoseconds, so that the end of a span is not after the begin of the next one.
+    start, end = round(start_ms * 1e3, 3), round(end_ms * 1e3, 3)
+    duration = round(max(0.0, end - start), 3)
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "ts": start,
+        "dur": duration,
+        "args": args,
+    }
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}

@@ -1,0 +1,167 @@
+"""Inside of a micro-batch: predicted time and bytes of each module block and collective, in program order.
+
+Everything is a polynomial in the lengths of the micro-batch's sequences, so one table serves micro-batches of any size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fxpar.batching.profile import COMPUTE, NodeCost, Rates, node_costs
+from fxpar.batching.work import Polynomial, sent_bytes
+from fxpar.exec_graph import Part, Program
+from fxpar.pipeline_graph import PipelineGraph, StageProgram, TrainGraph
+from fxpar.runtime.pipeline import plan_pipeline
+
+MOST_ROWS = 3000  # of a strategy; beyond that whole layers are one row
+ACTION_PARTS = {"F": "forward", "B": "backward", "I": "input_part", "W": "weight_part"}
+"""Which graph of a stage an action of the schedule runs."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """c0 + c1 * T + c2 * sum(len**2), over the lengths of a micro-batch's sequences; T is their sum."""
+
+    c0: float
+    c1: float
+    c2: float
+
+    @classmethod
+    def of(cls, polynomials: Iterable[Polynomial], factor: float = 1.0) -> Term:
+        """The sum of polynomials, times `factor`."""
+        total = sum(polynomials, Polynomial())
+        return cls(*(float(c) * factor for c in (total.c0, total.c1, total.c2)))
+
+    def at(self, lengths: Sequence[int]) -> float:
+        """The value for sequences of these lengths in tokens."""
+        return self.c0 + self.c1 * sum(lengths) + self.c2 * sum(length * length for length in lengths)
+
+    def to_json(self) -> list[float]:
+        return [float(f"{c:.7g}") for c in (self.c0, self.c1, self.c2)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Neighbouring calls of one module: kernels together ("compute"), or collectives of one kind over one axis."""
+
+    module: str
+    kind: str
+    axis: str
+    backward: bool
+    calls: int
+    ms: Term
+    nbytes: Term
+
+    def to_json(self) -> list[Any]:
+        return [
+            self.module,
+            self.kind,
+            self.axis,
+            int(self.backward),
+            self.calls,
+            self.ms.to_json(),
+            self.nbytes.to_json(),
+        ]
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """One graph: `body`, or of a stage `forward`, `backward` (or its halves); or what runs once around them."""
+
+    rows: tuple[Row, ...]
+    ms: Term
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Costs of a program's parts, by stage (0 without pp) and name."""
+
+    program: TrainGraph
+    rates: Rates
+    sends: dict[tuple[int, str], Term] = field(default_factory=dict)
+
+    @cached_property
+    def parts(self) -> dict[tuple[int, str], PartCost]:
+        """Of all stages; prologue and epilogue too, which run once per group."""
+        nodes = {key: node_costs(*arguments[:2], **arguments[2]) for key, arguments in self._wanted().items()}
+        depth = 2
+        rows = {key: _rows(found, depth) for key, found in nodes.items()}
+        if sum(map(len, rows.values())) > MOST_ROWS:
+            rows = {key: _rows(found, depth - 1) for key, found in nodes.items()}
+        return {key: PartCost(rows[key], Term.of((n.seconds for n in found), 1e3)) for key, found in nodes.items()}
+
+    def ms(self, stage: int, part: str, lengths: Sequence[int]) -> float:
+        """Predicted ms of a part for a micro-batch of sequences of these lengths."""
+        return self.parts[stage, part].ms.at(lengths)
+
+    def once_ms(self, part: str) -> float:
+        """ms of the prologue or the epilogue of a group, on the slowest stage."""
+        return max(cost.ms.c0 for (_, name), cost in self.parts.items() if name == part)
+
+    def send_ms(self, stage: int, what: str, lengths: Sequence[int]) -> float:
+        """ms of the messages with which a stage hands a micro-batch on ("activation" or "gradient")."""
+        if (stage, what) not in self.sends:
+            self.sends[stage, what] = self._send(stage, what)
+        return self.sends[stage, what].at(lengths)
+
+    def _send(self, stage: int, what: str) -> Term:
+        assert isinstance(self.program, PipelineGraph)
+        program, cluster = self.program.stages[stage], self.rates.cluster
+        sent = [stored.local for stored in program.given("sent" if what == "activation" else "sent_grad").values()]
+        other = (stage + 1 if what == "activation" else stage - 1) % len(self.program.stages)
+        ends = {cluster.node_of(self.program.first_rank(index)) for index in (stage, other)}
+        per_byte = 1e-6 / (cluster.intra_gb_per_s if len(ends) == 1 else cluster.inter_gb_per_s)
+        nbytes = Term.of([sent_bytes(program, sent)], per_byte)
+        return Term(nbytes.c0 + len(sent) * cluster.latency_us / 1e3, nbytes.c1, nbytes.c2)
+
+    def _wanted(self) -> dict[tuple[int, str], tuple[Any, Rates, dict[str, Any]]]:
+        found = {}
+        for first, program in self.program.placed:
+            index = program.index if isinstance(program, StageProgram) else 0
+            for name, part in self._parts(program).items():
+                found[index, name] = program, self.rates, {"first_rank": first, "parts": {name: part}}
+        return found
+
+    def _parts(self, program: Program) -> Mapping[str, Part]:
+        """The graphs that run: the backward of a stage whole, or in halves where the schedule has it so."""
+        if not (isinstance(self.program, PipelineGraph) and isinstance(program, StageProgram)):
+            return program.parts
+        actions = plan_pipeline(self.program, self.program.strategy.degree("pp")).actions
+        names = {ACTION_PARTS[action.part] for done in actions for action in done}
+        return {name: getattr(program, name) for name in ("prologue", *sorted(names), "epilogue")}
+
+    def to_json(self) -> dict[str, Any]:
+        """{"stages": [{part: rows}, ...]} of the parts that run per micro-batch."""
+        stages: dict[int, dict[str, Any]] = {}
+        for (stage, name), cost in self.parts.items():
+            if name not in ("prologue", "epilogue"):
+                stages.setdefault(stage, {})[name] = [row.to_json() for row in cost.rows]
+        return {"stages": [stages[index] for index in sorted(stages)]}
+
+
+def block_of(fqn: str, depth: int) -> str:
+    """The module of a row: `layers.3.attention` for `layers.3.attention.q_proj` and depth 2, `layers.3` for depth 1.
+
+    Outside of numbered layers the first `depth` names.
+    """
+    names = fqn.split(".")
+    numbered = next((i for i, name in enumerate(names) if name.isdecimal()), None)
+    return ".".join(names[: depth if numbered is None else numbered + depth])
+
+
+def _rows(nodes: Sequence[NodeCost], depth: int) -> tuple[Row, ...]:
+    rows = []
+    for (module, kind, axis, backward), group in itertools.groupby(nodes, key=lambda node: _key(node, depth)):
+        found = list(group)
+        ms, nbytes = Term.of((n.seconds for n in found), 1e3), Term.of(n.nbytes for n in found)
+        rows.append(Row(module, kind, axis, backward, len(found), ms, nbytes))
+    return tuple(rows)
+
+
+def _key(node: NodeCost, depth: int) -> tuple[str, str, str, bool]:
+    kind = "compute" if node.kind in COMPUTE else node.kind
+    return block_of(node.fqn, depth), kind, node.axis, node.backward

@@ -1,0 +1,233 @@
+"""One step (a mini-batch and its optimizer step) as spans on lanes, predicted or measured; and the prediction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.runtime.micro import replica_of
+from fxpar.runtime.pipeline import plan_pipeline
+from fxpar.schedule import Action, Costs, Span, Transfer, simulate
+from fxpar.viz.inside import ACTION_PARTS, Inside
+
+Lengths = tuple[int, ...]  # of the sequences of a micro-batch
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """A length group of a step: `micro_batches[replica]` are the lengths of the sequences of each micro-batch."""
+
+    label: str
+    strategy: str
+    micro_batches: tuple[tuple[Lengths, ...], ...]
+    switch_bytes: int = 0
+    reduce_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(sum(lengths) for replica in self.micro_batches for lengths in replica)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A group and what its prediction needs."""
+
+    group: StepGroup
+    inside: Inside
+    switch_ms: float = 0.0
+    reduce_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepSpan:
+    """`kind` as in `fxpar.runtime.spans`; -1 where there is no group, micro-batch or stage."""
+
+    lane: int
+    kind: str
+    group: int
+    start_ms: float
+    end_ms: float
+    micro_batch: int = -1
+    stage: int = -1
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Ranks that do the same at the same time; `replicas[g]` is their data-parallel replica in group g."""
+
+    ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if len(self.ranks) == 1:
+            return f"rank {self.ranks[0]}"
+        parts, begin = [], self.ranks[0]
+        for here, after in zip(self.ranks, (*self.ranks[1:], None), strict=True):
+            if after != here + 1:
+                parts.append(str(begin) if begin == here else f"{begin}-{here}")
+                begin = after
+        text = ",".join(map(str, parts))
+        return f"ranks {text}" if len(text) < 20 else f"ranks {self.ranks[0]}.. ({len(self.ranks)})"
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """Spans of one lane never overlap; times from the begin of the step."""
+
+    source: Literal["predicted", "measured"]
+    groups: tuple[StepGroup, ...]
+    lanes: tuple[Lane, ...]
+    spans: tuple[StepSpan, ...]
+    hidden_lanes: int = 0
+
+    @cached_property
+    def end_ms(self) -> float:
+        return max((span.end_ms for span in self.spans), default=0.0)
+
+    def group_window(self, group: int) -> tuple[float, float]:
+        """When the first lane begins a group and the last one ends it."""
+        mine = [span for span in self.spans if span.group == group]
+        return min((s.start_ms for s in mine), default=0.0), max((s.end_ms for s in mine), default=0.0)
+
+    def group_ms(self, group: int) -> dict[str, float]:
+        """Mean over the lanes' ranks: "switch", "reduce", and "run", which is all between them."""
+        found: dict[str, float] = {}
+        ranks = sum(len(lane.ranks) for lane in self.lanes)
+        for lane, name, (start, end) in self._phases(group):
+            found[name] = found.get(name, 0.0) + (end - start) * len(self.lanes[lane].ranks) / ranks
+        return {name: found.get(name, 0.0) for name in ("switch", "run", "reduce")}
+
+    def _phases(self, group: int) -> Iterator[tuple[int, str, tuple[float, float]]]:
+        windows: dict[tuple[int, str], tuple[float, float]] = {}
+        for span in self.spans:
+            if span.group == group:
+                key = span.lane, span.kind if span.kind in ("switch", "reduce") else "run"
+                start, end = windows.get(key, (span.start_ms, span.end_ms))
+                windows[key] = min(start, span.start_ms), max(end, span.end_ms)
+        return ((lane, name, window) for (lane, name), window in windows.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """Spans as rows [lane, kind, group, start, ms, micro-batch, stage]."""
+        return {
+            "source": self.source,
+            "end_ms": _rounded(self.end_ms),
+            "hidden_lanes": self.hidden_lanes,
+            "lanes": [{"name": str(lane), "replicas": list(lane.replicas)} for lane in self.lanes],
+            "spans": [
+                [s.lane, s.kind, s.group, _rounded(s.start_ms), _rounded(s.end_ms - s.start_ms), s.micro_batch, s.stage]
+                for s in self.spans
+            ],
+            "groups": [
+                {"window": [*map(_rounded, self.group_window(i))], **_rounded_all(self.group_ms(i))}
+                for i in range(len(self.groups))
+            ],
+            "optimizer": _rounded(max((s.end_ms - s.start_ms for s in self.spans if s.kind == "optimizer"), default=0)),
+        }
+
+
+def predict_step(planned: Sequence[Planned], world: int, optimizer_ms: float = 0.0) -> StepTimeline:
+    """Groups one after another: switch, prologue, micro-batches, epilogue, reduction; then the optimizer.
+
+    All ranks begin a switch and a reduction together. Micro-batches take what `group_cost` says of them; under pipeline
+    stages they run by the schedule: each part of a stage takes its share of that, a message its bytes over the link.
+    """
+    lanes, places = _lanes(planned, world)
+    spans: list[StepSpan] = []
+    now = 0.0
+    for number, one in enumerate(planned):
+        now = _everyone(spans, lanes, "switch", number, now, one.switch_ms)
+        now = _everyone(spans, lanes, "prologue", number, now, one.inside.once_ms("prologue"))
+        found = {place: _run(one, *place) for place in {where[number] for where in places}}
+        for lane, where in enumerate(places):
+            for kind, start, end, micro, stage in found[where[number]]:
+                spans.append(StepSpan(lane, kind, number, now + start, now + end, micro, stage))
+        now += max((end for run in found.values() for _, _, end, _, _ in run), default=0.0)
+        now = _everyone(spans, lanes, "epilogue", number, now, one.inside.once_ms("epilogue"))
+        now = _everyone(spans, lanes, "reduce", number, now, one.reduce_ms)
+    _everyone(spans, lanes, "optimizer", -1, now, optimizer_ms)
+    return StepTimeline("predicted", tuple(one.group for one in planned), lanes, tuple(spans))
+
+
+def _everyone(spans: list[StepSpan], lanes: Sequence[Lane], kind: str, group: int, start_ms: float, ms: float) -> float:
+    if ms > 0:
+        spans += [StepSpan(lane, kind, group, start_ms, start_ms + ms) for lane in range(len(lanes))]
+    return start_ms + ms
+
+
+_Place = tuple[int, int]  # replica, position in the pipeline
+_Run = list[tuple[str, float, float, int, int]]  # kind, start, end, micro-batch, stage
+
+
+def _lanes(planned: Sequence[Planned], world: int) -> tuple[tuple[Lane, ...], list[tuple[_Place, ...]]]:
+    """Ranks that hold equal micro-batches at the same position of the pipeline in every group share a lane."""
+    alike: dict[Any, list[int]] = defaultdict(list)
+    places: dict[int, tuple[_Place, ...]] = {}
+    for rank in range(world):
+        where = tuple(_place(one, rank) for one in planned)
+        places[rank] = where
+        held = tuple(one.group.micro_batches[replica] for one, (replica, _) in zip(planned, where, strict=True))
+        alike[held, tuple(position for _, position in where)].append(rank)
+    lanes = tuple(Lane(tuple(r), tuple(replica for replica, _ in places[r[0]])) for r in alike.values())
+    return lanes, [places[lane.ranks[0]] for lane in lanes]
+
+
+def _place(one: Planned, rank: int) -> _Place:
+    program = one.inside.program
+    position = rank // program.block if isinstance(program, PipelineGraph) else 0
+    return replica_of(program, rank), position
+
+
+def _run(one: Planned, replica: int, position: int) -> _Run:
+    """What a rank does between the switch and the reduction of a group, from 0."""
+    program, replicas = one.inside.program, one.group.micro_batches
+    lockstep = program.strategy.zero >= 2
+    if isinstance(program, PipelineGraph):
+        slots = max(map(len, replicas)) if lockstep else len(replicas[replica])
+        return _actions(one, program, replica, slots, lockstep)[position] if slots else []
+    found: _Run = []
+    now = 0.0
+    for number, lengths in enumerate(replicas[replica]):
+        mine = one.inside.ms(0, "body", lengths)
+        found.append(("micro_batch", now, now + mine, number, -1))
+        now += _slot_ms(one, number, lambda at: one.inside.ms(0, "body", at)) if lockstep else mine
+    return found
+
+
+def _slot_ms(one: Planned, number: int, ms: Callable[[Lengths], float]) -> float:
+    """In lock step all replicas wait for the slowest one."""
+    return max(ms(replica[number]) for replica in one.group.micro_batches if number < len(replica))
+
+
+def _actions(one: Planned, program: PipelineGraph, replica: int, slots: int, lockstep: bool) -> list[_Run]:
+    plan = plan_pipeline(program, slots)
+    mine = one.group.micro_batches[replica]
+
+    def ms(action: Action) -> float:
+        def of(lengths: Lengths) -> float:
+            return one.inside.ms(action.stage, ACTION_PARTS[action.part], lengths)
+
+        number = min(action.micro_batch, slots - 1)  # a round is filled up with copies of the last one
+        return _slot_ms(one, number, of) if lockstep else of(mine[number])
+
+    def transfer_ms(transfer: Transfer) -> float:
+        lengths = mine[min(transfer.micro_batch, len(mine) - 1)] if mine else ()
+        return one.inside.send_ms(transfer.stage, transfer.what, lengths)
+
+    costs = Costs(forward_ms=ms, backward_ms=ms, input_ms=ms, weight_ms=ms, transfer_ms=transfer_ms)
+    return [[_action(span) for span in done] for done in simulate(plan, costs).spans]
+
+
+def _action(span: Span) -> tuple[str, float, float, int, int]:
+    return span.action.part, span.start_ms, span.end_ms, span.action.micro_batch, span.action.stage
+
+
+def _rounded(ms: float) -> float:
+    return float(f"{ms:.9g}")
+
+
+def _rounded_all(times: dict[str, float]) -> dict[str, float]:
+    return {name: _rounded(ms) for name, ms in times.items()}

@@ -1,0 +1,178 @@
+"""The timeline tab: a step as groups, switches, micro-batches, pipeline actions, reductions; predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.batching.profile import Rates
+from fxpar.batching.work import TOKEN_KEYS, token_dim
+from fxpar.memory.state import home_bytes
+from fxpar.pipeline_graph import TrainGraph
+from fxpar.runtime.gradients import gradient_placements
+from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
+from fxpar.switch import ParamLayout, layout_of
+from fxpar.switch.reduction import plan_reduction
+from fxpar.viz.inside import Inside
+from fxpar.viz.step import Lengths, Planned, StepGroup, StepTimeline, predict_step
+from fxpar.viz.viewed import GPU, Viewed
+
+MOST_LANES = 32
+
+
+@dataclass(frozen=True)
+class ShownStep:
+    """A step of the tab: a prediction, and beside it what was measured, if anything was."""
+
+    title: str
+    predicted: StepTimeline
+    measured: StepTimeline | None = None
+
+
+def timeline_section(
+    views: Sequence[Viewed],
+    rates: Rates | None = None,
+    steps: Sequence[ShownStep] = (),
+    insides: Mapping[str, Inside] | None = None,
+) -> dict[str, Any] | None:
+    """The section: `steps` as they were run, or else one step with all strategies in the given order (`shown_steps`).
+
+    `insides` has the costs of the views' programs by strategy, if they are known already.
+    """
+    if not views:
+        return None
+    used = rates or assumed_rates(views)
+    known = insides or inside_of(views, used)
+    return {
+        "steps": [_step_json(step) for step in steps or shown_steps(views, used, known)],
+        "inside": {name: inside.to_json() for name, inside in known.items()},
+        "assumed": assumptions(used, rates is None and any(view.cluster is None for view in views), bool(steps)),
+    }
+
+
+def assumed_rates(views: Sequence[Viewed]) -> Rates:
+    """The cluster of the views, and usual figures of a GPU."""
+    largest = max(views, key=lambda view: view.links.world)
+    return Rates(largest.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
+
+
+def inside_of(views: Sequence[Viewed], rates: Rates) -> dict[str, Inside]:
+    """Costs by strategy."""
+    return {view.strategy: Inside(program_of(view), rates) for view in views}
+
+
+def program_of(view: Viewed) -> TrainGraph:
+    """The program as a run has it, where there is one."""
+    return view.graph if view.stored is None else view.stored
+
+
+def shown_steps(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, Inside]) -> list[ShownStep]:
+    """One step with a group per strategy; strategies on different numbers of ranks get a step each."""
+    worlds = {view.graph.strategy.world for view in views}
+    together = [list(views)] if len(worlds) == 1 else [[view] for view in views]
+    return [ShownStep(_title(some), predicted_step(some, rates, insides)) for some in together]
+
+
+def _title(views: Sequence[Viewed]) -> str:
+    if len(views) == 1:
+        return f"a step under {views[0].strategy}"
+    return "one step with a group under each strategy"
+
+
+def predicted_step(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, Inside]) -> StepTimeline:
+    """A step in which each view's micro-batches are a group, in the given order, with switches from the home layout."""
+    programs = {view.strategy: program_of(view) for view in views}
+    world = views[0].graph.strategy.world
+    specs = param_specs(next(iter(programs.values())))
+    home = home_layout(specs, world)
+    layouts = {name: layout_of(program, name) for name, program in programs.items()}
+    schedule = SwitchSchedule(layouts, wire_layout(home, specs), tuple(programs), rates.cluster)
+    planned, visited = [], []
+    for view in views:
+        program = programs[view.strategy]
+        switch = schedule.plan(view.strategy, visited)
+        placements = gradient_placements(program)
+        trained = ParamLayout("home", world, {fqn: home.params[fqn] for fqn in placements})
+        reduction = plan_reduction(placements, trained, rates.cluster, name=view.strategy)
+        group = StepGroup(
+            "",
+            view.strategy,
+            ((lengths_of(view),) * view.runs,) * program.strategy.degree("dp"),
+            switch.intra_node_bytes + switch.inter_node_bytes,
+            reduction.intra_node_bytes + reduction.inter_node_bytes,
+        )
+        one = Planned(group, insides[view.strategy], switch.predicted_s * 1e3, reduction.predicted_s * 1e3)
+        planned.append(one)
+        visited.append(view.strategy)
+    return predict_step(planned, world, optimizer_ms(next(iter(programs.values())), rates))
+
+
+def lengths_of(view: Viewed) -> Lengths:
+    """The sequences of a micro-batch of the view: rows of equal length."""
+    dim = token_dim(view.graph)
+    if dim is None:
+        return (view.tokens,)
+    length = view.whole_sizes()[dim.name]
+    has_tokens = any(info.kind == "batch" and info.fqn in TOKEN_KEYS for info in view.graph.inputs)
+    return (length,) * max(1, view.tokens // length) if has_tokens else (length,)
+
+
+def optimizer_ms(program: TrainGraph, rates: Rates) -> float:
+    """AdamW on the fullest rank: masters and moments are read and written, gradients are read."""
+    masters, moments, gradients = home_bytes(program)
+    return (2 * masters + 2 * moments + gradients) / (rates.memory_gb_per_s * 1e6)
+
+
+def assumptions(rates: Rates, is_assumed: bool, is_run: bool) -> list[str]:
+    """What the predictions stand on, in sentences for the page."""
+    cluster = rates.cluster
+    links = f"{cluster.intra_gb_per_s:g} GB/s inside a node"
+    if cluster.nodes > 1:
+        links += f", {cluster.inter_gb_per_s:g} GB/s between nodes"
+    shape = f"{cluster.nodes} × {cluster.devices_per_node} devices"
+    source = "usual figures; name a cluster for yours" if is_assumed else "as the cluster says"
+    return [
+        f"Devices of {rates.device_tflops:g} TFLOP/s and {rates.memory_gb_per_s:g} GB/s of memory, "
+        f"{rates.launch_us:g} µs per kernel.",
+        f"{shape}, {links}, {cluster.latency_us:g} µs per message ({source}).",
+        "Nothing overlaps inside of a micro-batch: kernels and collectives add up, as in the planner of mini-batches.",
+        "The optimizer is AdamW, limited by memory."
+        + (
+            "" if is_run else " A step runs every strategy once, in the order given; weights come from the home layout."
+        ),
+    ]
+
+
+def _step_json(step: ShownStep) -> dict[str, Any]:
+    """A step with the sizes of its micro-batches as [tokens, sum of squares, sequences]."""
+    timelines = [one for one in (step.predicted, step.measured) if one is not None]
+    groups = step.predicted.groups
+    return {
+        "title": step.title,
+        "groups": [_group_json(group) for group in groups],
+        "timelines": [shortened(one).to_json() for one in timelines],
+    }
+
+
+def shortened(timeline: StepTimeline) -> StepTimeline:
+    """At most 32 lanes."""
+    hidden = len(timeline.lanes) - MOST_LANES
+    if hidden <= 0:
+        return timeline
+    spans = tuple(span for span in timeline.spans if span.lane < MOST_LANES)
+    return StepTimeline(timeline.source, timeline.groups, timeline.lanes[:MOST_LANES], spans, hidden)
+
+
+def _group_json(group: StepGroup) -> dict[str, Any]:
+    return {
+        "label": group.label,
+        "strategy": group.strategy,
+        "tokens": group.tokens,
+        "switch_bytes": group.switch_bytes,
+        "reduce_bytes": group.reduce_bytes,
+        "replicas": [
+            [[sum(lengths), sum(n * n for n in lengths), len(lengths)] for lengths in replica]
+            for replica in group.micro_batches
+        ],
+    }
