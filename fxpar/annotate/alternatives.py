@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.annotate.cost import Cost
 from fxpar.annotate.policy import ContextAxis, TensorAxis
 from fxpar.annotate.problem import OpClass
-from fxpar.annotate.solve import AxisSearch, Demand, Search, Solution
+from fxpar.annotate.solve import AxisSearch, Demand, Solution
 from fxpar.dist_config import Placement, R, Shard
 from fxpar.rules.option import Option, OpView, Seed, replicated
 from fxpar.rules.table import OpRule, options, rule_of
@@ -81,8 +81,7 @@ def axis_choice(found: AxisSearch, node: fx.Node) -> AxisChoice:
     rated = []
     for option in entry.options:
         taken = option == chosen
-        price = Cost() if taken else _difference(_forced(found, entry, option, alone=False), found)
-        alone = Cost() if taken else _difference(_forced(found, entry, option, alone=True), found)
+        price, alone = (Cost(), Cost()) if taken else _prices(found, entry, option)
         rated.append(Alternative(option, _offered_by(entry, option), taken, price, alone))
     order = sorted(rated, key=lambda a: (not a.chosen, a.price is None, a.price.total_bytes if a.price else 0.0))
     return AxisChoice(
@@ -97,17 +96,14 @@ def axis_choice(found: AxisSearch, node: fx.Node) -> AxisChoice:
     )
 
 
-def _forced(found: AxisSearch, entry: OpClass, option: Option, *, alone: bool) -> Solution | None:
-    """The best solution with the option; `alone`: all other classes as they are, graph results free to follow."""
-    kept = {
-        index: chosen
-        for index, chosen in found.solution.options.items()
-        if alone and index != entry.index and index not in found.search.aliases
-    }
-    if entry.index not in found.search.aliases:
-        return found.search.forced({**kept, entry.index: option})
-    search: Search = found.search.with_demand(Demand((entry.index, 0), (option.outputs[0],), (0.0,)))
-    return search.forced(kept)
+def _prices(found: AxisSearch, entry: OpClass, option: Option) -> tuple[Cost | None, Cost | None]:
+    """With everything else free; and with all other classes as they are, but graph results free to follow."""
+    search, wanted = found.search, {entry.index: option}
+    kept = {i: taken for i, taken in found.solution.options.items() if i not in {entry.index, *search.aliases}}
+    if entry.index in search.aliases:
+        search, wanted = search.with_demand(Demand((entry.index, 0), (option.outputs[0],), (0.0,))), {}
+    price = _difference(search.forced(wanted), found)
+    return price, None if price is None else _difference(search.forced({**kept, **wanted}), found)
 
 
 def _difference(solution: Solution | None, found: AxisSearch) -> Cost | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from fxpar.annotate import annotate
 from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
@@ -12,20 +13,19 @@ from fxpar.annotate.driver import annotate_and_search
 from fxpar.annotate.solve import AxisSearch
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.strategy import Strategy
-from tests.captured import Mlp, gpt, llama, squared, take, vectors
+from tests.captured import Mlp, llama, squared, take, vectors
 
 Found = tuple[AnnotatedGraph, tuple[AxisSearch, ...]]
 
 
 @functools.cache
 def mlp() -> LogicalGraph:
-    import torch
-
     torch.manual_seed(0)
     return take(Mlp(torch.relu, (16, 24, 32, 8)), squared, vectors(16, 8, 12)).graph
 
 
-GRAPHS = {"llama": lambda: llama().graph, "mlp": mlp, "gpt": lambda: gpt().graph}
+STEP = {"llama": 19, "mlp": 3}
+GRAPHS = {"llama": lambda: llama().graph, "mlp": mlp}
 
 
 @functools.cache
@@ -35,14 +35,14 @@ def found(model: str, strategy: str) -> Found:
 
 @functools.cache
 def choices(model: str, strategy: str, axis: str) -> dict[int, AxisChoice]:
-    """All classes' choices on one axis."""
+    """The choices on one axis, of a sample of the classes: each option is a search of its own."""
     (search,) = (s for s in found(model, strategy)[1] if s.axis == axis)
-    return {entry.index: axis_choice(search, entry.nodes[0]) for entry in search.problem.classes}
+    return {e.index: axis_choice(search, e.nodes[0]) for e in search.problem.classes[:: STEP[model]]}
 
 
-def choice_of(model: str, strategy: str, axis: str, param: str) -> AxisChoice:
+def choice_of(model: str, strategy: str, axis: str, name: str) -> AxisChoice:
     graph, searches = found(model, strategy)
-    node = next(n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.fqn == param)
+    node = next(n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.fqn == name)
     return axis_choice(next(s for s in searches if s.axis == axis), node)
 
 
@@ -78,13 +78,13 @@ def test_what_was_chosen_costs_nothing_more(model, strategy, axis):
 def test_a_forced_option_is_taken():
     (search,) = found("llama", "tp2")[1]
     forced = 0
-    for entry in search.problem.classes:
+    for entry in search.problem.classes[::6]:
         if entry.index not in search.search.aliases and len(entry.options) > 1:
             other = next(o for o in entry.options if o != search.solution.options[entry.index])
             solution = search.search.forced({entry.index: other})
             assert solution is None or solution.options[entry.index] == other
             forced += solution is not None
-    assert forced > 10
+    assert forced > 5
 
 
 def test_searching_changes_nothing():
@@ -136,8 +136,8 @@ def test_tokens_are_not_cut_without_sp():
     assert refused(axis_choice(search, entry.nodes[0]))["(S(0), R) -> S(0)"] == (
         "it cuts tokens, which tp does under +sp only"
     )
-    (batch,) = (n for n, i in zip(found("llama", "tp2")[0].placeholders, llama().graph.inputs) if i.fqn == "input_ids")
-    assert refused(axis_choice(search, batch))["S(1)"] == "it cuts tokens, which tp does under +sp only"
+    batch = choice_of("llama", "tp2", "tp", "input_ids")
+    assert refused(batch)["S(1)"] == "it cuts tokens, which tp does under +sp only"
 
 
 def test_context_parallelism_cuts_tokens_only():
@@ -152,7 +152,9 @@ def test_context_parallelism_cuts_tokens_only():
 def test_an_override_leaves_no_choice():
     strategy = Strategy.parse("tp2", overrides={"*.down_proj.weight": "R@tp"})
     graph, (search,) = annotate_and_search(llama().graph, strategy)
-    node = next(n for n, i in zip(graph.placeholders, graph.inputs) if i.fqn == "layers.0.ffn.down_proj.weight")
+    node = next(
+        n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.fqn == "layers.0.ffn.down_proj.weight"
+    )
     choice = axis_choice(search, node)
     assert [describe_option(a.option) for a in choice.alternatives] == ["R"]
     assert refused(choice) == {"S(0)": "an override says R", "S(1)": "an override says R"}
@@ -163,5 +165,5 @@ def test_rules_are_named():
     entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
     rules = {a.rule for a in axis_choice(search, entry.nodes[0]).alternatives}
     assert rules == {"rules.matmul.mm_factors", "the option that is always legal"}
-    entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.add.Tensor")
+    entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.view.default")
     assert "partial sums pass through" in {a.rule for a in axis_choice(search, entry.nodes[0]).alternatives}
