@@ -22,6 +22,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+import fxpar.ops  # noqa: F401 - registers fxpar's own ops, which graphs are made of
 from fxpar.dist_config import AxisShard, DistConfig, Partial, Replicate, Shard
 from fxpar.errors import GraphFormatError
 from fxpar.exec_graph import ExecGraph, Part, Stored
@@ -30,7 +31,7 @@ from fxpar.mesh import Mesh
 from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.serialize import target_from_name, target_name
 from fxpar.strategy import Pipeline, Remat, Strategy
-from fxpar.torch_api.symbolic import expression_classes
+from fxpar.torch_api.expressions import expression_classes
 
 # Equal values of these are stored once.
 POOLED = (Mesh, AxisShard, DistConfig, Replicate, Shard, Partial, TensorMeta, Dim, Input, Output, Stored, Strategy)

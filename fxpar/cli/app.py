@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fxpar.cli.commands import check, dump, memory, order, passes, switch, train
+from fxpar.cli.commands import check, diff, dump, memory, order, passes, switch, train
 from fxpar.cli.console import reporting
 
 app = typer.Typer(
@@ -15,13 +15,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Capture a model once, lower it to per-rank graphs of any parallel strategy, see and check them.",
+    help="Capture a model once, lower it to per-rank graphs of any parallel strategy, check it, see it, train with it.",
 )
 
 COMMANDS: tuple[tuple[str, Callable[..., Any], Sequence[str]], ...] = (
     ("train", train.train_command, train.EXAMPLES),
     ("check", check.check_command, check.EXAMPLES),
     ("dump", dump.dump_command, dump.EXAMPLES),
+    ("diff", diff.diff_command, diff.EXAMPLES),
     ("memory", memory.memory_command, memory.EXAMPLES),
     ("switch", switch.switch_command, switch.EXAMPLES),
     ("order", order.order_command, order.EXAMPLES),

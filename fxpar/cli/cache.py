@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fxpar
 from fxpar.data.cache import cache_key, default_cache_dir
 from fxpar.errors import FxparWarning, GraphFileError, OutputError, warn
 from fxpar.graph_file import load_value, read_header, save_value
-from fxpar.models import LoadedModel
+
+if TYPE_CHECKING:
+    from fxpar.models import LoadedModel
 
 MOST_ENTRIES = 300
 _PACKAGES = ("torch", "transformers", "sympy", "scipy")

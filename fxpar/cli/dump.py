@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.cli.after_pass import graph_after
 from fxpar.cli.console import stderr_console
 from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
@@ -24,7 +23,6 @@ from fxpar.errors import (
 from fxpar.exec_graph import Program
 from fxpar.graph import LogicalGraph
 from fxpar.graph_file import SavedGraph, kind_of, save_graph
-from fxpar.memory import schedule_of
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import AnyGraph, format_graph, matches, parts
 from fxpar.schedule import Action, Costs, Timeline, chart, simulate
@@ -81,6 +79,8 @@ def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
         return read_graph(request.source, request.stage, strategy)
     if strategy is None:
         raise StageNeedsStrategyError(request.after)
+    from fxpar.cli.after_pass import graph_after
+
     return graph_after(read_logical(request.source), strategy, request.after, request.pipeline_stage or 0)
 
 
@@ -122,6 +122,8 @@ def planned(graph: PipelineGraph, micro_batches: int | None) -> Timeline:
     forward has FLOPs, all of a rank's together 1 ms on average, and twice of it for the backward. Raises
     MicroBatchCountError.
     """
+    from fxpar.memory import schedule_of
+
     mean = sum(graph.flops) / graph.strategy.degree("pp") or 1.0
 
     def forward_ms(action: Action) -> float:

@@ -10,16 +10,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fxpar.errors import FxparWarning, OutputError, OverrideError, StrategySyntaxError, TokensError
-from fxpar.graph import LogicalGraph
-from fxpar.models import LoadedModel, load
-from fxpar.models.options import parse_assignments
-from fxpar.precision import Precision, with_precision
 from fxpar.strategy import Strategy
+
+if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none of these
+    from torch import Tensor
+
+    from fxpar.graph import LogicalGraph
+    from fxpar.models import LoadedModel
 
 _LINE, _DEPTH = 100, 3  # JSON: longer values are broken into lines, down to this depth
 
@@ -61,6 +61,9 @@ def load_model(
     spec: str, options: Sequence[str], dtype: str, tokens: str | None, *, device: str, seed: int = 0
 ) -> LoadedModel:
     """Raises what `fxpar.models.load` raises, TokensError, ModelOptionError."""
+    from fxpar.models import load
+    from fxpar.models.options import parse_assignments
+
     given = parse_assignments(options)
     return load(spec, options=given, dtype=dtype, device=device, seed=seed, tokens=parse_tokens(tokens))
 
@@ -137,7 +140,11 @@ def _finite(value: Any) -> Any:
 
 def in_precision(logical: LogicalGraph, text: str | None) -> LogicalGraph:
     """The graph as `--precision` wants it. Raises PrecisionSyntaxError, PrecisionDtypeError, PrecisionGlobError."""
-    return logical if text is None else with_precision(logical, Precision.parse(text))
+    if text is None:
+        return logical
+    from fxpar.precision import Precision, with_precision
+
+    return with_precision(logical, Precision.parse(text))
 
 
 def as_computed(logical: LogicalGraph, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

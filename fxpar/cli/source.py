@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from fxpar.annotate import annotate
 from fxpar.cli.cache import CaptureCache, model_files, recorded
 from fxpar.cli.options import SUFFIX
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_strategies
 from fxpar.errors import GraphFileError, StageNeedsStrategyError
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.graph_file import SavedGraph, kind_of, load_graph
-from fxpar.lowering import lower
-from fxpar.models import LoadedModel
-from fxpar.models.load import parse_dtype
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.strategy import Strategy
+
+if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache has nothing
+    from fxpar.models import LoadedModel
 
 StageName = Literal["logical", "annotated", "exec"]
 T = TypeVar("T")
@@ -75,9 +74,12 @@ def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
             raise _wrong_kind(source.model, graph, "a lowered graph", "with --strategy")
     if strategy is None:
         raise StageNeedsStrategyError("exec")
-    storage = parse_dtype(source.storage) if source.storage else None
 
     def build() -> TrainGraph:
+        from fxpar.lowering import lower
+        from fxpar.models.load import parse_dtype
+
+        storage = parse_dtype(source.storage) if source.storage else None
         return lower(read_logical(source), strategy, storage=storage)
 
     return build() if source.is_file else from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build)
@@ -89,6 +91,8 @@ def read_for_store(source: Source, strategy: Strategy) -> TrainGraph:
     """
 
     def build() -> TrainGraph:
+        from fxpar.lowering import lower
+
         return lower(read_logical(source), strategy, for_store=True)
 
     if source.is_file:
@@ -109,6 +113,8 @@ def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
         raise StageNeedsStrategyError("annotated")
 
     def build() -> AnnotatedGraph:
+        from fxpar.annotate import annotate
+
         return annotate(read_logical(source), strategy)
 
     return build() if source.is_file else from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build)

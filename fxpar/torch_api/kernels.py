@@ -6,7 +6,6 @@ Names that only stand in tables of ATen ops (sharding rules, costs) are read fro
 from __future__ import annotations
 
 import torch
-import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -14,4 +13,3 @@ flash_attention_cuda = torch.ops.aten._flash_attention_forward.default
 flash_attention_cuda_backward = torch.ops.aten._flash_attention_backward.default
 to_copy = torch.ops.aten._to_copy.default
 unsafe_view = torch.ops.aten._unsafe_view.default
-varlen_attention = torch.ops.torch_attn._varlen_attn

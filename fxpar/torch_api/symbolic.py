@@ -182,10 +182,3 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 def function_of(expression: sympy.Expr) -> Callable[..., Any] | None:
     """How to compute a sympy node from its arguments: `apply(call, *args)`; None if it is not known."""
     return _FUNCTIONS.get(expression.func)
-
-
-def expression_classes() -> dict[str, type[sympy.Basic]]:
-    """The classes of sympy nodes that sizes are made of, by name; torch's own as `torch.Max`."""
-    plain = (sympy.Add, sympy.Mul, sympy.Pow, sympy.Mod, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
-    own = [cls for cls in _FUNCTIONS if cls.__module__.startswith("torch.")]
-    return {**{cls.__name__: cls for cls in plain}, **{f"torch.{cls.__name__}": cls for cls in own}}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import DeviceError
-from fxpar.torch_api import kernels
+from fxpar.torch_api.varlen import varlen_attention
 from fxpar.tracer import documents, dropout, embedding, loss_functions, varlen
 from fxpar.tracer.context import CaptureContext
 
@@ -42,7 +42,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.dropout2d: dropout.channel_dropout(0),
     F.dropout3d: dropout.channel_dropout(5),
     F.embedding: embedding.functional_embedding,
-    kernels.varlen_attention: varlen.varlen_attention,
+    varlen_attention: varlen.varlen_attention,
     **loss_functions.HANDLERS,
 }
 _RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.fractional_max_pool2d}

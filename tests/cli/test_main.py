@@ -38,7 +38,7 @@ def test_help_fits_60_columns():
         "from typer.testing import CliRunner\n"
         "from fxpar.cli.app import COMMANDS, app\n"
         "for words in ([], *([name] for name, _, _ in COMMANDS)):\n"
-        "    print(CliRunner().invoke(app, [*words, '--help']).output)\n"
+        "    print(CliRunner().invoke(app, [*words, '--help'], terminal_width=60).output)\n"
     )
     result = run(code=code, COLUMNS="60", TERMINAL_WIDTH="60")
     assert result.returncode == 0, result.stderr

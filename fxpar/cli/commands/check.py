@@ -8,7 +8,7 @@ import typer
 
 from fxpar.cli.options import Backend, Debug, Model, Override, PrecisionText, Seed, Set, Tokens, World
 
-EXAMPLES = ("fxpar check hf:qwen3 -s dp2,tp2+sp,cp2.tp2 --dtype float64",)
+EXAMPLES = ("fxpar check hf:qwen3 -s dp2,tp2+sp --dtype float64",)
 
 
 def check_command(
