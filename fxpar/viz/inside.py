@@ -74,6 +74,21 @@ class PartCost:
 
     rows: tuple[Row, ...]
     ms: Term
+    kernels: tuple[tuple[str, int, Term], ...]  # kind of kernel, calls, ms
+
+    @classmethod
+    def of(cls, nodes: Sequence[NodeCost], depth: int) -> PartCost:
+        """The sums of calls in program order."""
+        by_kind = {kind: [node.seconds for node in nodes if node.kind == kind] for kind in COMPUTE}
+        kernels = tuple((kind, len(found), Term.of(found, 1e3)) for kind, found in by_kind.items() if found)
+        return cls(_rows(nodes, depth), Term.of((node.seconds for node in nodes), 1e3), kernels)
+
+    def to_json(self) -> dict[str, Any]:
+        """Rows as lists, in the order of their fields."""
+        return {
+            "rows": [row.to_json() for row in self.rows],
+            "kernels": [[kind, calls, ms.to_json()] for kind, calls, ms in self.kernels],
+        }
 
 
 @dataclass(frozen=True)
@@ -88,11 +103,10 @@ class Inside:
     def parts(self) -> dict[tuple[int, str], PartCost]:
         """Of all stages; prologue and epilogue too, which run once per group."""
         nodes = {key: node_costs(*arguments[:2], **arguments[2]) for key, arguments in self._wanted().items()}
-        depth = 2
-        rows = {key: _rows(found, depth) for key, found in nodes.items()}
-        if sum(map(len, rows.values())) > MOST_ROWS:
-            rows = {key: _rows(found, depth - 1) for key, found in nodes.items()}
-        return {key: PartCost(rows[key], Term.of((n.seconds for n in found), 1e3)) for key, found in nodes.items()}
+        parts = {key: PartCost.of(found, 2) for key, found in nodes.items()}
+        if sum(len(part.rows) for part in parts.values()) > MOST_ROWS:
+            parts = {key: PartCost.of(found, 1) for key, found in nodes.items()}
+        return parts
 
     def ms(self, stage: int, part: str, lengths: Sequence[int]) -> float:
         """Predicted ms of a part for a micro-batch of sequences of these lengths."""
@@ -135,11 +149,11 @@ class Inside:
         return {name: getattr(program, name) for name in ("prologue", *sorted(names), "epilogue")}
 
     def to_json(self) -> dict[str, Any]:
-        """{"stages": [{part: rows}, ...]} of the parts that run per micro-batch."""
+        """{"stages": [{part: {"rows", "kernels"}}, ...]} of the parts that run per micro-batch."""
         stages: dict[int, dict[str, Any]] = {}
         for (stage, name), cost in self.parts.items():
             if name not in ("prologue", "epilogue"):
-                stages.setdefault(stage, {})[name] = [row.to_json() for row in cost.rows]
+                stages.setdefault(stage, {})[name] = cost.to_json()
         return {"stages": [stages[index] for index in sorted(stages)]}
 
 

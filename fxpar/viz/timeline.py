@@ -76,8 +76,8 @@ def shown_steps(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, Ins
 
 def _title(views: Sequence[Viewed]) -> str:
     if len(views) == 1:
-        return f"a step under {views[0].strategy}"
-    return "one step with a group under each strategy"
+        return f"A step under {views[0].strategy}"
+    return "One step with a group under each strategy"
 
 
 def predicted_step(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, Inside]) -> StepTimeline:
