@@ -9,6 +9,7 @@ from typing import Any
 
 from fxpar.errors import VizDependencyError
 
+SCRIPTS = {"graph": ("graph_data.js", "graph_layout.js", "graph_panel.js", "graph.js")}  # others: NAME.js
 CHARTED = frozenset({"mesh", "timeline", "memory", "run"})  # tabs that draw with plotly
 # Nothing is loaded from anywhere; plotly makes functions at run time and saves pictures as blobs.
 _POLICY = (
@@ -21,7 +22,8 @@ def page_html(document: dict[str, Any]) -> str:
     """The whole page of a `view_document`. Raises VizDependencyError without plotly, if a tab has charts."""
     sections = document["sections"]
     scripts = [plotly_js()] if CHARTED & set(sections) else []
-    scripts += [asset("core.js"), *filter(None, (asset(f"{name}.js") for name in sections)), "fxpar.start();"]
+    names = [name for tab in sections for name in SCRIPTS.get(tab, (f"{tab}.js",))]
+    scripts += [asset("core.js"), *filter(None, map(asset, names)), "fxpar.start();"]
     return "\n".join(
         [
             "<!doctype html>",
@@ -31,7 +33,7 @@ def page_html(document: dict[str, Any]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             f"<title>{html.escape(document['title'])}</title>",
-            f"<style>\n{asset('style.css')}</style>",
+            f"<style>\n{asset('style.css')}{''.join(asset(f'{tab}.css') for tab in sections)}</style>",
             "</head>",
             "<body>",
             "<noscript>This page needs JavaScript.</noscript>",
