@@ -1,0 +1,277 @@
+"""Collectives of a lowered graph: what each one moves, for which module and parameters, and which pass asked for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fxpar.annotate.policy import VIEWS
+from fxpar.annotate.problem import normalize_fqn, resolve
+from fxpar.dist_config import DistConfig
+from fxpar.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
+from fxpar.graph import Output
+from fxpar.ops import layout
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.printer import PrintedPart, op_name, parts
+
+What = Literal["parameters", "gradients", "loss", "buffers", "activations"]
+_ENDS: dict[str, What] = {"grad": "gradients", "loss": "loss", "buffer": "buffers"}
+_VIEWS = {*VIEWS, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default}
+_REDUCES = ("all_reduce", "reduce_scatter")
+_WAIT = "_c10d_functional.wait_tensor"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One collective, of one `stage` of a pipeline; `wire_bytes` that one rank sends, with the example's sizes.
+
+    `value` and `users` are nodes of the model's own graph by their fx names, as far as they are: what it moves, and who
+    reads that. `module` is the one that causes it: that makes the partial sums, else that wants the value so. `params`
+    are those it moves, reduces the gradients of, or that the causing ops read.
+    """
+
+    name: str
+    part: str
+    comm: Communication
+    wire_bytes: float
+    what: What
+    module: str
+    params: tuple[str, ...]
+    value: str
+    users: tuple[str, ...]
+    source: str | None
+    stage: int | None = None
+
+    @property
+    def added_by(self) -> tuple[str, ...]:
+        """The passes that it comes from."""
+        first = "insert_reshards"
+        if self.what == "parameters":
+            first = "zero_shard"
+        elif self.part == "epilogue" or (self.what == "gradients" and not {"tp"} & set(self.comm.axis.split("."))):
+            first = "reduce_gradients"
+        return (first, *(["bucket_collectives"] if self.comm.fused > 1 else []))
+
+
+@dataclass
+class _Walker:
+    """Walks through what lowering put between ops of the model, in one part of a program."""
+
+    printed: PrintedPart
+    weight_of: dict[fx.Node, str]  # placeholders and views of parameters
+    ends: dict[fx.Node, Output]  # nodes that carry a result of the graph and nothing else
+
+
+def traffic(program: Program) -> tuple[Traffic, ...]:
+    """All collectives in program order, those of all stages of a pipeline."""
+    if isinstance(program, PipelineGraph):
+        return tuple(replace(each, stage=stage.index) for stage in program.stages for each in traffic(stage))
+    return tuple(_traffic(program))
+
+
+def _traffic(program: Program) -> Iterator[Traffic]:
+    dims = {d.symbol: d.example for d in program.dims}
+    mesh = program.strategy.mesh
+    ends, weights = _ends(program), _weights(program)
+    for printed in parts(program):
+        walker = _Walker(printed, weights, ends)
+        for node in printed.graph.nodes:
+            kind = collective_kind(node)
+            if kind is None:
+                continue
+            axis, sent = node.meta["comm"]
+            place = (node.meta.get("fqn", ""), bool(node.meta.get("backward")))
+            comm = Communication(kind, axis, sent, printed.name, *place, node.meta.get("fused", 1))
+            sent_bytes = comm.wire_bytes(mesh.degree(axis), dims)
+            yield _explained(walker, node, comm, sent_bytes)
+
+
+def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: float) -> Traffic:
+    values = [_behind(v) for v in _sent(node)]
+    users = [reader for got in node.users for reader in _readers(got)]
+    moved = [walker.weight_of[v] for v in values if v in walker.weight_of]
+    results = [walker.ends[v] for v in values if v in walker.ends]
+    what: What = "activations"
+    makers = list(dict.fromkeys(_maker(v) for v in values if v.op == "call_function"))
+    if moved and comm.kind == "all_gather":
+        what, params = "parameters", moved
+    elif len(results) == len(values):
+        what, params = _ENDS[results[0].kind], [r.fqn for r in results if r.kind == "grad"]
+    else:
+        causes = makers if comm.kind in _REDUCES else users
+        params = [walker.weight_of[o] for c in causes for o in c.all_input_nodes if o in walker.weight_of]
+    module = comm.fqn
+    if what == "activations" and comm.kind in _REDUCES and makers:
+        module = makers[0].meta.get("fqn") or ""
+    elif what != "activations":
+        owners = {normalize_fqn(name.rpartition(".")[0]) for name in params}
+        module = owners.pop() if len(owners) == 1 else ""
+    return Traffic(
+        walker.printed.names[node],
+        walker.printed.name,
+        comm,
+        wire_bytes,
+        what,
+        module,
+        tuple(dict.fromkeys(params)),
+        values[0].name if len(values) == 1 else "",
+        tuple(dict.fromkeys(u.name for u in users)) if what == "activations" else (),
+        node.meta.get("source"),
+    )
+
+
+def _is_layout(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") == layout.__name__
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return str(node.target).startswith(_WAIT)
+
+
+def _sent(node: fx.Node) -> list[fx.Node]:
+    """What goes into a collective: several tensors where some are fused."""
+    rows: Any = node.args[0]
+    while _is_layout(rows) and rows.target is not layout.fuse:
+        rows = rows.args[0]
+    return list(rows.args[0]) if rows.target is layout.fuse else [rows]
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """The node of the model, or the input, behind what passes put in."""
+    while True:
+        if node.op != "call_function" or node.target in (layout.fuse, layout.unfuse):
+            return node
+        value, index = resolve(node)
+        if value is not node and value.target is layout.unfuse:
+            collective: Any = value.args[0].args[0]  # type: ignore[union-attr]
+            node = _sent(collective)[index]
+        elif (
+            _is_layout(node)
+            or _is_wait(node)
+            or collective_kind(node)
+            or (op_name(node) == "_to_copy" and node.meta.get("phase") in ("prologue", "epilogue"))
+        ):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return node
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The ops of the model that read a value, what passes put in and views looked through."""
+    passed = _is_layout(node) or _is_wait(node) or collective_kind(node) or node.target in _VIEWS
+    through = passed or (resolve(node)[0] is not node and _is_layout(resolve(node)[0]))
+    if node.op == "call_function" and through:
+        for user in node.users:
+            yield from _readers(user)
+    elif node.op == "call_function":
+        yield node
+
+
+def _maker(value: fx.Node) -> fx.Node:
+    """The op whose terms a partial value is the sum of: the last one, where there are several."""
+    best, todo, seen = None, [resolve(value)[0]], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        dist = node.meta.get("dist")
+        terms = dict(dist.partial) if hasattr(dist, "partial") else {}
+        passed = [
+            resolve(o)[0]
+            for o in node.all_input_nodes
+            if o.op == "call_function"
+            and terms
+            and terms.keys() & dict(getattr(o.meta.get("dist"), "partial", ())).keys()
+        ]
+        todo += passed
+        if not passed and (best is None or best < node):
+            best = node
+    return best or value
+
+
+def _partial_axes(node: fx.Node) -> set[str]:
+    dist = node.meta.get("dist")
+    return {axis for axis, _ in dist.partial} if isinstance(dist, DistConfig) else set()
+
+
+def _weights(program: Program) -> dict[fx.Node, str]:
+    """Nodes that are a parameter: placeholders of all parts, and views and casts of them."""
+    found: dict[fx.Node, str] = {}
+    for part in program.parts.values():
+        for place, (where, index) in zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=True):
+            if where == "input":
+                if program.inputs[index].kind == "param":
+                    found[place] = program.inputs[index].fqn
+            else:
+                behind = _behind(program.parts[where].results[index]) if where in program.parts else None
+                if behind is not None and behind in found:
+                    found[place] = found[behind]
+        for node in part.graph.nodes:
+            if node.op == "call_function" and not collective_kind(node):
+                operands = node.all_input_nodes
+                behind = _behind(node)
+                if behind in found and behind is not node:
+                    found[node] = found[behind]
+                elif len(operands) == 1 and operands[0] in found and node.target in _VIEWS:
+                    found[node] = found[operands[0]]
+    return found
+
+
+def _ends(program: Program) -> dict[fx.Node, Output]:
+    """Nodes that end as a result after reductions and casts alone."""
+    found: dict[fx.Node, Output] = {}
+    last = list(program.parts.values())[-1]
+    kinds = ("grad",) if isinstance(program, PlainGraph) else tuple(_ENDS)
+    for node, out in zip(last.results, (o for o in program.outputs if o.kind in kinds), strict=False):
+        _mark(program, last, node, out, found)
+    return found
+
+
+def _mark(program: Program, part: Part, node: fx.Node, out: Output, found: dict[fx.Node, Output]) -> None:
+    behind = _behind(node)
+    found[behind] = out
+    if behind.op == "placeholder":
+        where, index = part.sources[list(part.graph.find_nodes(op="placeholder")).index(behind)]
+        if where in program.parts:
+            earlier = program.parts[where]
+            _mark(program, earlier, earlier.results[index], out, found)
+    elif op_name(behind) == "_to_copy":
+        _mark(program, part, behind.all_input_nodes[0], out, found)
+
+
+def by_module(found: tuple[Traffic, ...]) -> list[dict[str, Any]]:
+    """Traffic per module with repeated layers folded, the largest first."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    kinds: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
+    total = sum(each.wire_bytes for each in found) or 1.0
+    for each in found:
+        key = (normalize_fqn(each.module), each.what)
+        row = rows.setdefault(key, {"module": key[0], "what": each.what, "calls": 0, "wire_bytes": 0.0})
+        row["calls"] += 1
+        row["wire_bytes"] += each.wire_bytes
+        kinds[key][each.comm.kind, each.comm.axis] += 1
+    for key, row in rows.items():
+        row["wire_bytes"] = round(row["wire_bytes"])
+        row["share"] = row["wire_bytes"] / total
+        row["collectives"] = [{"kind": k, "axis": a, "calls": n} for (k, a), n in kinds[key].items()]
+    return sorted(rows.values(), key=lambda row: -row["wire_bytes"])
+
+
+def casts(program: Program) -> dict[str, tuple[str, ...]]:
+    """Casts of parameters in the prologue by FQN, as the pass `casts` puts them there; not of a pipeline."""
+    found: dict[str, list[str]] = defaultdict(list)
+    weights = _weights(program)
+    for printed in parts(program):
+        for node in printed.graph.nodes:
+            if op_name(node) == "_to_copy" and node.meta.get("phase") == "prologue" and node in weights:
+                found[weights[node]].append(printed.names[node])
+    return {fqn: tuple(names) for fqn, names in found.items()}
+
+
+__all__ = ["Traffic", "by_module", "casts", "traffic"]

@@ -1,0 +1,160 @@
+"""Reshards of an annotated graph: who has a value, who wants it otherwise, and which collectives that takes.
+
+The reshards are those that the pass `insert_reshards` makes, and the steps those of `reshard_to_collectives`: what is
+explained here is what is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from fxpar.annotate.policy import VIEWS
+from fxpar.annotate.problem import resolve
+from fxpar.collectives import partial, reshard, shard
+from fxpar.dist_config import DistConfig, Partial
+from fxpar.exec_graph import Communication
+from fxpar.graph import AnnotatedGraph, TensorMeta
+from fxpar.pass_base import tensor_operands
+from fxpar.passes.insert_reshards import InsertReshards
+from fxpar.passes.reshard_to_collectives import steps
+
+LOCAL = {shard: "slice", partial: "keep on first"}  # steps without traffic
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """One step on one axis; `wire_bytes` of one rank with the example's sizes. A slice has none."""
+
+    kind: str
+    axis: str
+    sent: TensorMeta
+    wire_bytes: float
+
+
+@dataclass(frozen=True)
+class Move:
+    """`value` lies as `have` and these users want it as `wanted`.
+
+    `cut_from` is the placement that it is made of, where that is another reshard of the value. `behind` are the ops
+    that the users stand for: where a user is a view, those that read it.
+    """
+
+    value: fx.Node
+    have: DistConfig
+    wanted: DistConfig
+    users: tuple[fx.Node, ...]
+    behind: tuple[fx.Node, ...]
+    cut_from: DistConfig
+    steps: tuple[StepTaken, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        return sum(step.wire_bytes for step in self.steps)
+
+    @property
+    def maker(self) -> fx.Node:
+        """The op behind the value; for one that is partial, that where the partial sums come from."""
+        return origin(self.value) if self.have.partial else resolve(self.value)[0]
+
+
+def moves(graph: AnnotatedGraph) -> tuple[Move, ...]:
+    """All reshards in program order. The graph is left with its reshard nodes in it."""
+    users = {node: list(node.users) for node in graph.graph.nodes}
+    InsertReshards()(graph)
+    dims = {d.symbol: d.example for d in graph.dims}
+    return tuple(_move(graph, node, users, dims) for node in graph.graph.nodes if node.target is reshard)
+
+
+def _move(
+    graph: AnnotatedGraph, node: fx.Node, users: Mapping[fx.Node, list[fx.Node]], dims: dict[sympy.Symbol, int]
+) -> Move:
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    value = source
+    while value.target is reshard:
+        value = value.args[0]  # type: ignore[assignment]
+    wanting = tuple(u for u in node.users if u.target is not reshard)
+    have, wanted = value.meta["dist"], node.meta["dist"]
+    taken = tuple(_steps(graph, node.meta["tensor"], source.meta["dist"], wanted, dims))
+    behind = dict.fromkeys(reader for user in wanting for reader in _readers(user, users))
+    return Move(value, have, wanted, wanting, tuple(behind), source.meta["dist"], taken)
+
+
+def _steps(
+    graph: AnnotatedGraph, meta: TensorMeta, source: DistConfig, target: DistConfig, dims: dict[sympy.Symbol, int]
+) -> Iterator[StepTaken]:
+    current = source
+    for op, args, made in steps(source, target):
+        sent = TensorMeta(current.local_shape(meta.shape), meta.dtype)
+        kind, axis = getattr(op, "__name__", str(op)), args[0]
+        if kind == "all_reduce" and args[1] == "logsumexp":
+            kind = "all_gather"  # the terms themselves are gathered
+        if op in LOCAL:
+            yield StepTaken(LOCAL[op], axis, sent, 0.0)  # type: ignore[index]
+        else:
+            degree = graph.strategy.mesh.degree(axis)
+            yield StepTaken(
+                kind, axis, sent, Communication(kind, axis, sent, "body", "", False).wire_bytes(degree, dims)
+            )
+        current = made
+
+
+def _readers(user: fx.Node, users: Mapping[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
+    """A user; where it is a view of its operand, those who read the view."""
+    if user.op == "call_function" and user.target in VIEWS and users[user]:
+        for reader in users[user]:
+            yield from _readers(reader, users)
+    else:
+        yield user
+
+
+def origin(value: fx.Node) -> fx.Node:
+    """The op in which a partial value's terms are computed: partial sums pass through views and additions. Of several
+    such ops the last one.
+    """
+    found: set[fx.Node] = set()
+    todo, seen = [resolve(value)[0]], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        dist = node.meta.get("dist")
+        terms = {axis for each in (dist if isinstance(dist, tuple) else (dist,)) if each for axis, _ in each.partial}
+        wanted = zip(_values(node), node.meta.get("dist_in", ()), strict=False)
+        passed = [o for o, want in wanted if any(isinstance(want.placement(axis), Partial) for axis in terms)]
+        todo += [resolve(o)[0] for o in passed]
+        found |= set() if passed else {node}
+    return max(found)
+
+
+def _values(node: fx.Node) -> list[fx.Node]:
+    """Operands as they were before reshards stood between."""
+    found = []
+    for operand in tensor_operands(node):
+        while operand.target is reshard:
+            operand = operand.args[0]  # type: ignore[assignment]
+        found.append(operand)
+    return found
+
+
+def weights_of(graph: AnnotatedGraph) -> dict[fx.Node, set[fx.Node]]:
+    """Per node the parameters that it reads, views and casts of them looked through."""
+    read: dict[fx.Node, set[fx.Node]] = {}
+    views: dict[fx.Node, set[fx.Node]] = {
+        node: {node} for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"
+    }
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        operands = _values(node)
+        read[node] = set().union(*(views.get(operand, set()) for operand in operands)) if operands else set()
+        if len(operands) == 1 and read[node]:
+            views[node] = read[node]
+    return read
+
+
+__all__ = ["Move", "StepTaken", "moves", "origin", "weights_of"]
