@@ -1,0 +1,263 @@
+"""The memory tab: what each rank holds over a micro-batch, or over the schedule of its pipeline, and where it peaks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.batching.profile import Rates, node_costs
+from fxpar.exec_graph import ExecGraph
+from fxpar.memory import KINDS, MemoryPrediction, Moment, RankMemory, memory_over_time, schedule_of
+from fxpar.pipeline_graph import PipelineGraph
+from fxpar.printer import op_name
+from fxpar.schedule import Action, Costs, Schedule, Transfer, simulate
+from fxpar.viz.inside import ACTION_PARTS, Inside, Term
+from fxpar.viz.step import Lengths
+from fxpar.viz.timeline import assumed_rates, lengths_of
+from fxpar.viz.viewed import Viewed
+
+MOST_POINTS = 1500
+"""Of all ranks of a strategy together,"""
+LEAST_POINTS = 300
+"""but not fewer of each rank than this."""
+
+LEVELS = {
+    "master_bytes": "master weights",
+    "optimizer_bytes": "optimizer",
+    "weight_bytes": "weights",
+    "home_gradient_bytes": "gradients",
+    "accumulator_bytes": "accumulators",
+}
+MOVING = {
+    "saved": "saved activations",
+    "again": "recomputed",
+    "forward": "forward temporaries",
+    "backward": "backward temporaries",
+    "result": "new gradients",
+    "message": "messages and batches",
+    "workspace": "workspace",
+}
+WHY = {
+    "master weights": "cut over all ranks",
+    "optimizer": "AdamW, two fp32 moments",
+    "weights": "as the graph computes with them",
+    "gradients": "as the optimizer sees them",
+    "accumulators": "gradients of earlier micro-batches",
+    "saved activations": "forward values that the backward reads",
+    "recomputed": "forward values, computed again in the backward",
+    "forward temporaries": "other values of the forward",
+    "backward temporaries": "values of the backward",
+    "new gradients": "of parameters; under pipeline stages what they add up in",
+    "messages and batches": "between stages, and of micro-batches under way",
+    "workspace": "of the kernel that runs",
+}
+
+
+def memory_section(views: Sequence[Viewed], rates: Rates | None = None) -> dict[str, Any] | None:
+    """What `fxpar.memory` predicts of each strategy, over time. None if a view has no program as a run has it.
+
+    Times are predicted with `rates`, as in the timeline. Raises what `predict_memory` raises.
+    """
+    if not views or any(view.stored is None for view in views):
+        return None
+    used = rates or assumed_rates(views)
+    return {
+        "parts": [[*LEVELS.values()], [*MOVING.values()]],
+        "why": WHY,
+        "by_strategy": {view.strategy: _strategy_json(view, used) for view in views},
+    }
+
+
+def micro_batches_of(view: Viewed) -> int:
+    """As told; else 2, under pipeline stages one per rank of the pp axis: the default of `fxpar memory`."""
+    degree = view.graph.strategy.degree("pp")
+    return view.micro_batches or (degree if degree > 1 else 2)
+
+
+def _strategy_json(view: Viewed, rates: Rates) -> dict[str, Any]:
+    """`ranks` have the moments; `peak` is the fullest moment of the fullest rank, by part; `table` reads as
+    `fxpar memory` prints it.
+    """
+    assert view.stored is not None
+    program, count = view.stored, micro_batches_of(view)
+    found = memory_over_time(program, view.sizes, micro_batches=count)
+    if isinstance(program, PipelineGraph):
+        clocks = _schedule_clocks(program, schedule_of(program, count), rates, lengths_of(view))
+    else:
+        clocks = [NodeClock(_node_ms(program, rates, lengths_of(view)))]
+    most = max(LEAST_POINTS, MOST_POINTS // len(found.ranks))
+    ranks = [_rank_json(rank, clock, most) for rank, clock in zip(found.ranks, clocks, strict=True)]
+    fullest = max(found.ranks, key=lambda rank: rank.prediction.peak_bytes)
+    best = found.prediction
+    return {
+        "sizes": dict(best.sizes),
+        "micro_batches": best.micro_batches,
+        "schedule": best.schedule,
+        "peak_bytes": best.peak_bytes,
+        "peak": peak_parts(fullest),
+        "peak_at": "a switch" if best.switch_bytes > best.step_bytes else best.body.node,
+        "table": table_rows(best),
+        "stages": [stage.to_json() for stage in best.stages],
+        "ranks": ranks,
+    }
+
+
+def peak_parts(rank: RankMemory) -> dict[str, int]:
+    """What a rank holds when it holds most, by part; the sum is its `peak_bytes`."""
+    found = rank.prediction
+    if found.switch_bytes > found.step_bytes:
+        return {
+            **level_parts(rank),
+            LEVELS["accumulator_bytes"]: found.gradient_bytes,
+            "messages of a switch": found.staging_bytes,
+        }
+    fullest = max(rank.series.moments, key=lambda moment: moment.total_bytes)
+    return {**level_parts(rank), **moment_parts(fullest)}
+
+
+def level_parts(rank: RankMemory) -> dict[str, int]:
+    """What is there all the time, by part."""
+    found = rank.prediction
+    sizes = {name: getattr(found, name) for name in LEVELS if name != "accumulator_bytes"}
+    sizes["accumulator_bytes"] = rank.accumulator_bytes
+    return {LEVELS[name]: size for name, size in sizes.items()}
+
+
+def moment_parts(moment: Moment) -> dict[str, int]:
+    """What is held at a moment above that, by part."""
+    sums = {**dict(zip(KINDS, moment.sums, strict=True)), "workspace": moment.workspace_bytes}
+    return {name: sums[kind] for kind, name in MOVING.items()}
+
+
+def table_rows(found: MemoryPrediction) -> list[list[Any]]:
+    """(what, bytes, explanation) as `fxpar memory` lists them."""
+    body, staged = found.body, bool(found.stages)
+    backward = body.backward_bytes + (0 if staged else body.result_bytes)
+    rows: list[list[Any]] = [
+        ["master weights", found.master_bytes, WHY["master weights"]],
+        ["optimizer", found.optimizer_bytes, WHY["optimizer"]],
+        ["weights", found.weight_bytes, WHY["weights"]],
+        ["gradients", found.home_gradient_bytes, WHY["gradients"]],
+        ["accumulators", body.result_bytes if staged else found.gradient_bytes, "what later micro-batches add to"],
+        ["activations", body.forward_bytes + body.again_bytes, f"at the peak, %{body.node}"],
+        ["saved", body.saved_bytes, "of activations, what lives from forward to backward, at most"],
+        ["backward", backward, "at the peak" if staged else "at the peak, new gradients included"],
+        ["workspace", body.workspace_bytes, "of the kernel at the peak"],
+        ["staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"],
+        ["peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"],
+    ]
+    if staged:
+        rows.insert(9, ["messages", body.message_bytes, "between stages, at the peak, and batches under way"])
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ series
+def _rank_json(rank: RankMemory, clock: Clock, most: int) -> dict[str, Any]:
+    """Columns of the moments that are shown. `at` are places in `names`: node, module, op and action of each."""
+    moments = rank.series.moments
+    times = clock.times(moments)
+    shown = thinned([moment.total_bytes for moment in moments], most)
+    names: dict[str, int] = {}
+    at = [[names.setdefault(word, len(names)) for word in _words(moments[i])] for i in shown]
+    parts = [moment_parts(moments[i]) for i in shown]
+    used = [name for name in MOVING.values() if any(part[name] for part in parts)]
+    backward = next((i for i, m in enumerate(moments) if m.node is not None and m.node.meta.get("backward")), None)
+    return {
+        "ranks": list(rank.ranks),
+        "peak_bytes": rank.prediction.peak_bytes,
+        "level": level_parts(rank),
+        "moments": len(moments),
+        "end_ms": clock.end_ms,
+        "backward_ms": None if backward is None or moments[backward].during else round(times[backward], 6),
+        "x": [round(times[i], 6) for i in shown],
+        "series": {name: [part[name] for part in parts] for name in used},
+        "names": list(names),
+        "at": at,
+    }
+
+
+def _words(moment: Moment) -> tuple[str, str, str, str]:
+    if moment.node is None:
+        return "", "", "", moment.during
+    return moment.node.name, moment.node.meta.get("fqn") or "", op_name(moment.node), moment.during
+
+
+def thinned(values: Sequence[int], most: int) -> list[int]:
+    """At most `most` places in order: of equal runs of neighbours the first largest and the first smallest of each."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    runs = most // 2
+    ends = [len(values) * i // runs for i in range(runs + 1)]
+    kept: set[int] = set()
+    for begin, end in itertools.pairwise(ends):
+        run = range(begin, end)
+        kept |= {max(run, key=values.__getitem__), min(run, key=values.__getitem__)}
+    return sorted(kept)
+
+
+# ------------------------------------------------------------------------------------------------------------ clocks
+@dataclass
+class NodeClock:
+    """Calls one after another, each for its predicted ms."""
+
+    costs_ms: Mapping[str, float]
+    end_ms: float = 0.0
+
+    def times(self, moments: Sequence[Moment]) -> list[float]:
+        """When each moment's call starts; `end_ms` is when the last one ends."""
+        found = []
+        for moment in moments:
+            found.append(self.end_ms)
+            self.end_ms += self.costs_ms.get(moment.node.name, 0.0) if moment.node is not None else 0.0
+        return found
+
+
+@dataclass
+class ScheduleClock:
+    """Actions of a pipeline rank as the schedule is simulated; inside of one, moments are spread evenly."""
+
+    spans: Mapping[str, tuple[float, float]]
+    end_ms: float
+
+    def times(self, moments: Sequence[Moment]) -> list[float]:
+        """When each moment is. A message is there from the end of the action before it."""
+        counts = Counter(moment.during for moment in moments)
+        done: Counter[str] = Counter()
+        found, now = [], 0.0
+        for moment in moments:
+            name = moment.during
+            if name in self.spans:
+                start, end = self.spans[name]
+                found.append(start + (end - start) * done[name] / counts[name])
+                done[name] += 1
+                now = end
+            else:
+                found.append(now)
+        return found
+
+
+Clock = NodeClock | ScheduleClock
+
+
+def _node_ms(program: ExecGraph, rates: Rates, lengths: Lengths) -> dict[str, float]:
+    """Predicted ms of the calls of the body, by name."""
+    return {cost.name: Term.of([cost.seconds], 1e3).at(lengths) for cost in node_costs(program, rates)}
+
+
+def _schedule_clocks(program: PipelineGraph, plan: Schedule, rates: Rates, lengths: Lengths) -> list[ScheduleClock]:
+    inside = Inside(program, rates)
+
+    def ms(action: Action) -> float:
+        return inside.ms(action.stage, ACTION_PARTS[action.part], lengths)
+
+    def transfer_ms(transfer: Transfer) -> float:
+        return inside.send_ms(transfer.stage, transfer.what, lengths)
+
+    timeline = simulate(plan, Costs(ms, ms, ms, ms, transfer_ms))
+    return [
+        ScheduleClock({str(span.action): (span.start_ms, span.end_ms) for span in spans}, timeline.makespan_ms)
+        for spans in timeline.spans
+    ]

@@ -1,0 +1,182 @@
+"""The mesh tab: which rank holds what of each parameter under each strategy and at home, and what a switch moves.
+
+Parameters that lie alike under all strategies are one *kind* (the same weight of all layers of a stage), and layouts
+that cut a tensor alike are one *placement*, so that the section stays small for deep models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpar.cluster import ClusterSpec
+from fxpar.dist_config import short_dtype
+from fxpar.store import home_layout, param_specs, wire_layout
+from fxpar.strategy import Strategy
+from fxpar.switch import ParamLayout, layout_of, plan_switch
+from fxpar.switch.layout import PlacedParam
+from fxpar.viz.transfers import MOST_RANKS, switch_json
+from fxpar.viz.viewed import Viewed, assumed_cluster
+
+HOME = "home"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters of one shape that lie alike everywhere; `pattern` has `*` for the number of the layer."""
+
+    pattern: str
+    members: tuple[str, ...]
+    placed: tuple[PlacedParam, ...]  # by layout
+
+
+@dataclass
+class Placements:
+    """Different ways to cut a tensor, each listed once."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    known: dict[PlacedParam, int] = field(default_factory=dict)
+
+    def number(self, param: PlacedParam, world: int) -> int:
+        """The row of a placement."""
+        if param not in self.known:
+            self.known[param] = len(self.rows)
+            self.rows.append(placement_json(param, world))
+        return self.known[param]
+
+
+def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
+    """Where all parameters lie under the strategies, and what every switch between two of them moves. None without
+    parameters. Raises ClusterError if the cluster is too small for a strategy.
+
+    `kinds[k]` are parameters, `placements[p]` ways to cut one; `placed[k]` of a layout is the placement of kind k.
+    Boxes are flat: start and stop of each dim. The switches to a strategy stand under it.
+    """
+    layouts = {view.strategy: layout_of(view.stored or view.graph, view.strategy) for view in views}
+    if not layouts or not any(layout.params for layout in layouts.values()):
+        return None
+    world = max(layout.world for layout in layouts.values())
+    cluster = next((view.cluster for view in views if view.cluster is not None), assumed_cluster(world))
+    cluster.require(world)
+    specs = param_specs(views[0].stored or views[0].graph)
+    home = wire_layout(home_layout(specs, world), specs)
+    everywhere = [*layouts.values(), home]
+    kinds, placements = parameter_kinds(everywhere), Placements()
+    placed = [
+        [placements.number(kind.placed[i], layout.world) for kind in kinds] for i, layout in enumerate(everywhere)
+    ]
+    switches = _switches(layouts, home, cluster, kinds) if len(layouts) > 1 else {}
+    return {
+        "cluster": {**cluster.to_json(), "assumed": all(view.cluster is None for view in views)},
+        "kinds": [_kind_json(kind) for kind in kinds],
+        "placements": placements.rows,
+        "home": {"world": world, "coordinates": [""] * world, "placed": placed[-1]},
+        "by_strategy": {
+            view.strategy: {
+                "world": layouts[view.strategy].world,
+                "coordinates": coordinates(view.graph.strategy),
+                "placed": placed[i],
+                "switches": switches.get(view.strategy, []),
+            }
+            for i, view in enumerate(views)
+        },
+    }
+
+
+def parameter_kinds(layouts: Sequence[ParamLayout]) -> list[Kind]:
+    """The parameters of the layouts (which are of one model), those together that lie alike in all of them."""
+    found: dict[tuple, list[str]] = {}
+    for fqn in layouts[0].params:
+        placed = tuple(layout.params[fqn] for layout in layouts)
+        found.setdefault((_NUMBER.sub("*", fqn), placed), []).append(fqn)
+    return [Kind(pattern, tuple(members), placed) for (pattern, placed), members in found.items()]
+
+
+def placement_json(param: PlacedParam, world: int) -> dict[str, Any]:
+    """How a tensor is cut: its different pieces (boxes and bytes), and which of them each rank holds (-1: none)."""
+    held: list[set[tuple[tuple[int, int], ...]]] = [set() for _ in range(world)]
+    for block in param.blocks:
+        for rank in block.ranks:
+            boxes = block.dist.boxes(rank - block.first_rank, param.shape)
+            held[rank].update(box for box in boxes if all(start < stop for start, stop in box))
+    pieces = sorted({tuple(sorted(boxes)) for boxes in held if boxes})
+    number = {piece: i for i, piece in enumerate(pieces)}
+    of_rank = [number[tuple(sorted(boxes))] if boxes else -1 for boxes in held]
+    return {
+        "text": list(dict.fromkeys(block.dist.describe(param.shape) for block in param.blocks)),
+        "pieces": [[[end for side in box for end in side] for box in boxes] for boxes in pieces],
+        "bytes": [param.dtype.itemsize * sum(map(_elements, boxes)) for boxes in pieces],
+        "of_rank": of_rank,
+    }
+
+
+def _elements(box: tuple[tuple[int, int], ...]) -> int:
+    count = 1
+    for start, stop in box:
+        count *= stop - start
+    return count
+
+
+def coordinates(strategy: Strategy) -> list[str]:
+    """Where each rank stands: `stage 1 dp0 tp3`. Stages are blocks of consecutive ranks."""
+    pipelined = strategy.degree("pp") > 1
+    inner = strategy.of_stage() if pipelined else strategy
+    texts = []
+    for rank in range(strategy.world):
+        position, place = divmod(rank, inner.world)
+        words = [f"{axis}{index}" for axis, index in inner.mesh.coordinate(place).items() if inner.degree(axis) > 1]
+        texts.append(" ".join([f"pp{position}", *words] if pipelined else words))
+    return texts
+
+
+def _kind_json(kind: Kind) -> dict[str, Any]:
+    """`drawn`: the dims of a picture, those that any layout cuts first, in order; `cut`: how many those are."""
+    shape, dtype = kind.placed[0].shape, kind.placed[0].dtype
+    cut = {d for param in kind.placed for block in param.blocks for d in range(len(shape)) if block.dist.degrees(d) > 1}
+    wide = [d for d in range(len(shape)) if shape[d] > 1]
+    return {
+        "pattern": kind.pattern,
+        "title": _title(kind),
+        "members": list(kind.members),
+        "shape": list(shape),
+        "dtype": short_dtype(dtype),
+        "bytes": _elements(tuple((0, size) for size in shape)) * dtype.itemsize,
+        "drawn": sorted(sorted(wide, key=lambda d: d not in cut)[:2]),
+        "cut": len(cut),
+    }
+
+
+def _title(kind: Kind) -> str:
+    """`layers.0-15.wq.weight` for layers 0 to 15, the pattern where the numbers leave gaps."""
+    numbers = [_NUMBER.findall(fqn) for fqn in kind.members]
+    varying = [i for i in range(len(numbers[0])) if len({found[i] for found in numbers}) > 1]
+    if len(kind.members) == 1:
+        return kind.members[0]
+    ends = [int(found[varying[0]]) for found in (numbers[0], numbers[-1])]
+    if len(varying) != 1 or ends[1] - ends[0] != len(kind.members) - 1:
+        return kind.pattern
+    texts = iter([f"{ends[0]}-{ends[1]}" if i in varying else numbers[0][i] for i in range(len(numbers[0]))])
+    return _NUMBER.sub(lambda _: next(texts), kind.members[0])
+
+
+def _switches(
+    layouts: Mapping[str, ParamLayout], home: ParamLayout, cluster: ClusterSpec, kinds: Sequence[Kind]
+) -> dict[str, list[dict[str, Any]]]:
+    """The switches to each strategy: from home as at the start of a mini-batch, from each other strategy alone, and
+    from both, as behind a group of that strategy that has kept its weights.
+    """
+    members = [kind.members for kind in kinds]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, target in layouts.items():
+        others = [(text, layout) for text, layout in layouts.items() if text != name]
+        plans = [(HOME, plan_switch(home, target, cluster))]
+        for text, layout in others:
+            plans.append((text, plan_switch(layout, target, cluster)))
+            if home.world <= MOST_RANKS:
+                both = plan_switch(layout, target, cluster, extra_holders=[home])
+                plans.append((f"{text} and {HOME}", both))
+        found[name] = [switch_json(plan, members, source) for source, plan in plans]
+    return found
