@@ -1226,6 +1226,13 @@ class VizDependencyError(FxparError):
         super().__init__(f'{what} need the package {package}, which is not installed: pip install "fxpar[viz]"')
 
 
+class OpenStdoutError(FxparError):
+    """`--open` for something that is written to stdout."""
+
+    def __init__(self) -> None:
+        super().__init__("--open opens a file, and --output is stdout. Name a file with -o")
+
+
 # ------------------------------------------------------------------------------------------------------ comparison
 class DifferentModelsError(FxparError):
     """Two graphs that are to be compared are of different models."""
@@ -1237,4 +1244,35 @@ class DifferentModelsError(FxparError):
         super().__init__(
             f"{old} and {new} are different models: {fqn!r} has {says(left)} in the first, {says(right)} in the "
             "second. Compare graphs of one model, with the same options"
+        )
+
+
+class SidesError(FxparError):
+    """What `fxpar diff` is to compare is not said, or said twice."""
+
+    def __init__(self, why: str, do: str) -> None:
+        super().__init__(f"nothing to compare: {why}. {do}.")
+
+
+class PassNeedsError(FxparError):
+    """A pass was asked to run on a graph that is not what it needs."""
+
+    def __init__(self, name: str, what: str, lack: str, do: str) -> None:
+        super().__init__(f"pass {name!r} needs {what}; in this graph {lack}. {do}. See: fxpar passes {name}")
+
+
+class PassOptionError(FxparError):
+    """An option of a pass that it does not have, or a value that does not fit."""
+
+    def __init__(self, name: str, option: str, why: str) -> None:
+        super().__init__(f"option {option!r} of pass {name!r}: {why}")
+
+
+class PassRunError(FxparError):
+    """A pass failed on a graph for which it may not be meant."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(
+            f"pass {name!r} cannot run on this graph ({type(error).__name__}: {error}). See what holds before it with: "
+            f"fxpar passes {name}"
         )

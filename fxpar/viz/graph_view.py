@@ -93,12 +93,13 @@ def _strategy(view: Viewed, tables: Tables) -> dict[str, Any]:
 
 
 def directions(part: PartFacts) -> dict[str, list[int]]:
-    """The node numbers of each part to show: a body has a forward and a backward."""
-    if part.name != "body":
-        return {part.name: list(range(len(part.nodes)))}
-    found: dict[str, list[int]] = {"forward": [], "backward": []}
+    """The node numbers of each part to show: a body has a forward and a backward. Integers made of sizes are left out:
+    they are many, and say nothing about the model.
+    """
+    found: dict[str, list[int]] = {"forward": [], "backward": []} if part.name == "body" else {part.name: []}
     for number, node in enumerate(part.nodes):
-        found["backward" if node.backward else "forward"].append(number)
+        if node.type != "int":
+            found[("backward" if node.backward else "forward") if part.name == "body" else part.name].append(number)
     return {name: numbers for name, numbers in found.items() if numbers}
 
 

@@ -39,15 +39,18 @@
     fill(shown.root);
     arrange(shown.root);
     zoomTo(kept.zoom);
-    select(part.boxes.get(kept.selected) ?? null);
+    const { frame } = shown;
+    frame.scrollTo((frame.scrollWidth - frame.clientWidth) / 2, 0);
+    const selected = part.boxes.get(kept.selected);
+    select(selected?.element?.isConnected ? selected : null);
   }
 
   // At first modules are unfolded that hold most of what is around them, but not long rows of layers.
   function openFirst(part, box) {
     kept.open.add(box.key);
     for (const child of part.children(box)) {
-      if (child.kind !== "module" || child.sums.nodes < 0.5 * box.sums.nodes) continue;
-      if (blocks(child).length <= STACK && part.children(child).length <= 40) openFirst(part, child);
+      const most = child.kind === "module" && child.sums.nodes > 0.5 * box.sums.nodes && !/^\d+$/.test(child.name);
+      if (most && blocks(child).length <= STACK && part.children(child).length <= 40) openFirst(part, child);
     }
   }
 

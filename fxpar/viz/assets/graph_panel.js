@@ -116,6 +116,7 @@
   function links(title, items, part, go, none = "None.") {
     const one = (item) => {
       if (typeof item === "string") return el("li", { class: "mono" }, item);
+      if (item.type === "int") return el("li", { class: "mono" }, `%${item.name} int`);
       return el("li", {}, link(`%${item.name}`, () => go(part, item)), " ", placed(item.type));
     };
     const most = 40;

@@ -1,0 +1,149 @@
+"""`fxpar viz`: a page that shows a model under one or several strategies, or files for other viewers."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxpar.batching.work import token_dim
+from fxpar.cli.console import human_bytes, stderr_console, stdout_console
+from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.source import Source, read_for_store, read_logical, read_lowered
+from fxpar.cluster import ClusterSpec
+from fxpar.errors import OpenStdoutError, StageNeedsStrategyError
+from fxpar.graph import LogicalGraph
+from fxpar.graph_file import load_graph
+from fxpar.pipeline_graph import TrainGraph
+from fxpar.strategy import Strategy
+from fxpar.version import __version__
+from fxpar.viz import Viewed, page_html, view_document
+from fxpar.viz.chrome_trace import chrome_trace
+from fxpar.viz.graph_view import graph_section
+from fxpar.viz.memory import memory_section
+from fxpar.viz.mesh import mesh_section
+from fxpar.viz.model_explorer import graph_collection, node_data, open_model_explorer
+from fxpar.viz.timeline import assumed_rates, inside_of, shown_steps, timeline_section
+
+
+@dataclass(frozen=True)
+class VizRequest:
+    """The words of the command line; no `strategies` for a graph file that holds a lowered graph. `form` is html, json
+    or model-explorer; `tokens` are those of a row of a replica's micro-batch.
+    """
+
+    source: Source
+    strategies: tuple[str, ...] = ()
+    output: str = "-"
+    form: str = "html"
+    cluster: str | None = None
+    tokens: int | None = None
+    micro_batches: int | None = None
+    trace: str | None = None
+    open: bool = False
+
+
+def run_viz(request: VizRequest) -> None:
+    """Do it. Raises FxparError."""
+    if request.open and request.output == "-":
+        raise OpenStdoutError()
+    for path in (request.output, request.trace):
+        if path is not None:
+            check_output(path)
+    cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
+    notes: list[str] = []
+    with stderr_console().status("") as status, collected_warnings(notes):
+        views = _views(request, cluster, status.update)
+        status.update("drawing")
+        written = _write(request, views, notes)
+    if request.output != "-":
+        console = stdout_console()
+        for path in written:
+            console.print(f"{path}: {human_bytes(Path(path).stat().st_size)}", markup=False)
+        for note in notes:
+            console.print(f"note: {note}", markup=False)
+    if request.open:
+        _open(request, written)
+
+
+def _views(request: VizRequest, cluster: ClusterSpec | None, say: Any) -> list[Viewed]:
+    """One for each strategy, or the one of a graph file."""
+    source = request.source
+    strategies: Sequence[Strategy | None] = source.strategies(request.strategies)
+    if not strategies:
+        if not source.is_file or isinstance(load_graph(source.model), LogicalGraph):
+            raise StageNeedsStrategyError("exec")
+        strategies = [None]
+    for strategy in strategies:
+        if cluster and strategy:
+            cluster.require(strategy.world)
+    views = []
+    for strategy in strategies:
+        say(f"lowering {source.model} to {strategy}" if strategy else f"reading {source.model}")
+        graph = read_lowered(source, strategy)
+        whole = not source.is_file or isinstance(load_graph(source.model), LogicalGraph)
+        views.append(
+            Viewed(
+                str(graph.strategy),
+                graph,
+                logical=read_logical(source) if whole else None,
+                stored=read_for_store(source, graph.strategy) if whole else None,
+                cluster=cluster,
+                sizes=_sizes(graph, request.tokens),
+                micro_batches=request.micro_batches,
+            )
+        )
+        views[-1].links.require(graph.strategy.world)
+    return views
+
+
+def _sizes(graph: TrainGraph, tokens: int | None) -> Mapping[str, int] | None:
+    dim = token_dim(graph)
+    return {dim.name: tokens} if tokens is not None and dim is not None else None
+
+
+def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> list[str]:
+    """The files that were written, the one asked for first."""
+    written = [request.output]
+    if request.form == "model-explorer":
+        collection = graph_collection(request.source.model, views)
+        write_output(request.output, json.dumps(collection))
+        if request.output != "-":
+            for name, data in node_data(views).items():
+                path = str(Path(request.output).with_suffix(f".{name}.json"))
+                write_output(path, json.dumps(data))
+                written.append(path)
+    else:
+        document = _document(request, views, notes)
+        write_output(request.output, page_html(document) if request.form == "html" else to_json(document))
+    if request.trace is not None:
+        write_output(request.trace, json.dumps(_trace(views)))
+        written.append(request.trace)
+    return written
+
+
+def _document(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> dict[str, Any]:
+    sections = {
+        "graph": graph_section(views),
+        "mesh": mesh_section(views),
+        "timeline": timeline_section(views),
+        "memory": memory_section(views),
+    }
+    return view_document(request.source.model, views, sections, made_with=f"fxpar {__version__}", notes=notes)
+
+
+def _trace(views: list[Viewed]) -> dict[str, Any]:
+    """The predicted steps, with what is inside of micro-batches."""
+    rates = assumed_rates(views)
+    insides = inside_of(views, rates)
+    return chrome_trace({step.title: step.predicted for step in shown_steps(views, rates, insides)}, insides)
+
+
+def _open(request: VizRequest, written: Sequence[str]) -> None:
+    if request.form == "model-explorer":
+        open_model_explorer(request.output, [path for path in written[1:] if path != request.trace])
+    else:
+        webbrowser.open(Path(request.output).resolve().as_uri())
