@@ -1276,3 +1276,23 @@ class PassRunError(FxparError):
             f"pass {name!r} cannot run on this graph ({type(error).__name__}: {error}). See what holds before it with: "
             f"fxpar passes {name}"
         )
+
+
+# ----------------------------------------------------------------------------------------------------- explanations
+class UnknownSubjectError(FxparError):
+    """`fxpar explain` is asked about something that the graph does not have."""
+
+    def __init__(self, name: str, model: str, known: Iterable[str]) -> None:
+        close = difflib.get_close_matches(name.removeprefix("%"), list(dict.fromkeys(known)), n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+        super().__init__(
+            f"{model} has nothing called {name!r}{hint} Name a parameter or a module (globs too), a node as "
+            "`fxpar dump --stage annotated` prints it, or a collective as `fxpar dump` does"
+        )
+
+
+class SubjectStageError(FxparError):
+    """A name that means something else on each pipeline stage."""
+
+    def __init__(self, name: str, stages: Iterable[int]) -> None:
+        super().__init__(f"{name!r} is on stages {', '.join(map(str, stages))} alike. Add --stage N to name one of them")

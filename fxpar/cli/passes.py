@@ -1,31 +1,76 @@
-"""`fxpar passes`: what each pass does, from its docstring."""
+"""`fxpar passes`: what each pass does, from its docstring. Running one is in `fxpar.cli.run_pass`."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from fxpar import pass_registry
 from fxpar.cli.console import plain_table, stdout_console
+from fxpar.cli.request import check_output, to_json, write_output
 from fxpar.errors import FxparError
 from fxpar.lowering import default_passes
 
+_WIDE = 110  # columns that the list needs to be a table
 
-def run_passes(name: str | None) -> None:
-    """Print the list (the passes of `lower` in their order, then others), or the description of `name`.
 
-    Raises the errors of the registry.
+def run_passes(name: str | None, json: str | None = None) -> None:
+    """Print the list (the passes of `lower` in their order, then others), or the description of `name`; with `json`
+    write what there is to know of them to this file.
+
+    Raises the errors of the registry, OutputError.
     """
+    ladder = [step.name for step in default_passes()]
+    others = [n for n in pass_registry.available() if n not in ladder]
+    if json is not None:
+        check_output(json)
+        found = [name] if name is not None else [*ladder, *others]
+        entries = [_entry(n, ladder, loaded=name is not None) for n in found]
+        write_output(json, to_json({"passes": entries}))
+    if json == "-":
+        return
     console = stdout_console()
     if name is not None:
-        text = f"{name}\n\n{description(pass_registry.get(name))}"
-    else:
-        ladder = [step.name for step in default_passes()]
-        others = [n for n in pass_registry.available() if n not in ladder]
-        rows = [(str(i), n, first_line(n)) for i, n in enumerate(ladder, 1)]
-        text = plain_table(("step", "pass", "what it does"), [*rows, *(("", n, first_line(n)) for n in others)], (0,))
-    console.print(text, markup=False)
+        console.print(f"{name}\n\n{description(pass_registry.get(name))}", markup=False)
+        return
+    rows = [(str(i), n, first_line(n)) for i, n in enumerate(ladder, 1)]
+    rows += [("", n, first_line(n)) for n in others]
+    if console.is_terminal and console.width < _WIDE:
+        for step, title, line in rows:
+            console.print(f"{step:>2}  {title}", markup=False, style="bold")
+            console.print(textwrap.indent(textwrap.fill(line, console.width - 4), "    "), markup=False)
+        return
+    console.print(plain_table(("step", "pass", "what it does"), rows, (0,)), markup=False, soft_wrap=True)
+
+
+def _entry(name: str, ladder: list[str], *, loaded: bool) -> dict[str, Any]:
+    """One pass as JSON; of a pass that cannot be loaded why not, unless it must be (`loaded`)."""
+    step = ladder.index(name) + 1 if name in ladder else None
+    try:
+        cls = pass_registry.get(name)
+    except FxparError as error:
+        if loaded:
+            raise
+        return {"name": name, "step": step, "error": str(error)}
+    options = [
+        {
+            "name": f.name,
+            "type": str(f.type),
+            "default": None if f.default is MISSING else _plain(f.default),
+            "required": f.default is MISSING and f.default_factory is MISSING,
+        }
+        for f in (fields(cls) if is_dataclass(cls) else ())
+    ]
+    tier = getattr(cls, "tier", None)
+    return {"name": name, "step": step, "tier": tier, "options": options, "description": description(cls)}
+
+
+def _plain(value: Any) -> Any:
+    """A default as a JSON value."""
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def first_line(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -69,12 +69,15 @@ class GraphDiff:
 
     @cached_property
     def params(self) -> list[ParamChange]:
-        found: Counter[tuple[str, str, str]] = Counter()
+        found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for fqn, old in self.old.params.items():
             new = self.new.params[fqn]
             if old != new:
-                found[_NUMBER.sub("*", fqn), old.text, new.text] += 1
-        return [ParamChange(name, count, old, new) for (name, old, new), count in found.items()]
+                found[_NUMBER.sub("*", fqn), old.text, new.text].append(fqn)
+        return [
+            ParamChange(name if len(fqns) > 1 else fqns[0], len(fqns), old, new)
+            for (name, old, new), fqns in found.items()
+        ]
 
     @cached_property
     def collectives(self) -> list[Row[tuple[str, str, str]]]:
@@ -84,7 +87,7 @@ class GraphDiff:
 
     @cached_property
     def blocks(self) -> list[Row[Place]]:
-        """By block and part: blocks in the order of the old graph and then of the new one, each with its parts."""
+        """By block and part, without calls: blocks in the order of the old graph and then of the new one."""
         rows = {row.key: row for row in _rows(self, lambda move: move.place, ops=True)}
         order = {block: i for i, block in enumerate(dict.fromkeys(place.block for place in rows))}
         return sorted(rows.values(), key=lambda row: (order[row.key.block], PARTS.index(row.key.part)))
@@ -144,7 +147,8 @@ def _rows(diff: GraphDiff, key: Callable[[Move], Key], *, ops: bool = False) -> 
         for place, count in side.ops.items() if ops else ():
             counts[place] += Counts(ops=count)
         for move in side.moves:
-            counts[key(move)] += Counts(0, 1, move.calls, move.bytes)
+            calls = 0 if ops else move.calls  # a call with tensors of several blocks is none's
+            counts[key(move)] += Counts(0, 1, calls, move.bytes)
         sums.append(counts)
     old, new = sums
     return [Row(k, old.get(k, Counts()), new.get(k, Counts())) for k in dict.fromkeys([*old, *new])]

@@ -103,8 +103,8 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
     It keeps nothing of the graph, which a pass may change afterwards.
     """
     if isinstance(graph, PipelineGraph):
-        whole = joined([digest(stage, only=only) for stage in graph.stages], graph.strategy, title)
-        return replace(whole, model=graph.name, cuts=graph.cuts, divisors=graph.divisors)
+        stages = [digest(stage, only=only) for stage in graph.stages]
+        return replace(joined(stages, graph.name, graph.strategy, title), cuts=graph.cuts, divisors=graph.divisors)
     strategy = None if isinstance(graph, LogicalGraph) else graph.strategy
     dims = {d.symbol: d.example for d in graph.dims}
     places = places_of(graph)
@@ -127,8 +127,8 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
     )
 
 
-def joined(stages: Sequence[Digest], strategy: Strategy, title: str = "") -> Digest:
-    """One digest of all stages of a pipeline under `strategy`. A parameter that several have is as in the first."""
+def joined(stages: Sequence[Digest], model: str, strategy: Strategy, title: str = "") -> Digest:
+    """One digest of all stages of a model under `strategy`. A parameter that several have is as in the first."""
     ops: Counter[Place] = Counter()
     sections: dict[Place, Section] = {}
     params: dict[str, Lying] = {}
@@ -140,6 +140,7 @@ def joined(stages: Sequence[Digest], strategy: Strategy, title: str = "") -> Dig
     return replace(
         stages[0],
         title=title or str(strategy),
+        model=model,
         strategy=strategy,
         shapes={fqn: meta for stage in reversed(stages) for fqn, meta in stage.shapes.items()},
         params=params,
@@ -167,9 +168,9 @@ def _moves(node: fx.Node, place: Place, strategy: Strategy | None, dims: Dims, o
     nbytes = Communication(kind, axis, sent, "", "", backward=False).wire_bytes(strategy.mesh.degree(axis), dims)
     members = _members(node, dims)
     whole = sum(size for _, size in members) or 1
-    for i, (name, size) in enumerate(members):
-        if matches(name, only):
-            yield Move(kind, axis, place._replace(block=block_of(name)), nbytes * size / whole, int(i == 0))
+    shown = [(name, size) for name, size in members if matches(name, only)]
+    for i, (name, size) in enumerate(shown):
+        yield Move(kind, axis, place._replace(block=block_of(name)), nbytes * size / whole, int(i == 0))
 
 
 def _communication(node: fx.Node) -> tuple[str, str, TensorMeta] | None:
@@ -200,12 +201,14 @@ def _members(node: fx.Node, dims: Dims) -> list[tuple[str, int]]:
     members: list[fx.Node] = buffer.args[0]
     if collective_kind(node) == "all_reduce":  # each is lifted to a row, which stands where the bucket does
         members = [m.args[0] for m in members]  # type: ignore[misc]
-    return [(m.meta.get("fqn") or own, m.meta["local"].numel(dims)) for m in members]
+    return [(m.meta.get("fqn", own), m.meta["local"].numel(dims)) for m in members]
 
 
 def _messages(graph: AnyGraph, dims: Dims) -> list[Move]:
     """What a pipeline stage sends to its neighbours."""
-    found = []
+    found: list[Move] = []
+    if isinstance(graph, LogicalGraph):
+        return found
     for out, stored in zip(graph.outputs, _stored_outputs(graph), strict=True):
         if out.kind in _SENT:
             size = stored.local.numel(dims) * stored.local.dtype.itemsize
@@ -213,12 +216,8 @@ def _messages(graph: AnyGraph, dims: Dims) -> list[Move]:
     return found
 
 
-def _stored_outputs(graph: AnyGraph) -> Sequence[Stored]:
-    if isinstance(graph, Program):
-        return graph.stored_outputs
-    if isinstance(graph, AnnotatedGraph):
-        return [Stored(n.meta["tensor"], n.meta["dist"]) for n in graph.results]
-    return ()
+def _stored_outputs(graph: AnnotatedGraph | Program) -> Sequence[Stored]:
+    return graph.stored_outputs if isinstance(graph, Program) else [_placed(node) for node in graph.results]
 
 
 def _params(graph: AnyGraph, dims: Dims) -> dict[str, Lying]:

@@ -1,0 +1,133 @@
+"""`fxpar passes NAME --on FILE`: one pass on the graph of a file, and what it changed."""
+
+from __future__ import annotations
+
+import json
+import time
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Any
+
+import torch
+
+from fxpar import pass_registry
+from fxpar.cli.console import stderr_console, stdout_console
+from fxpar.cli.diff_show import show
+from fxpar.cli.pass_needs import check_needs
+from fxpar.cli.request import check_output, to_json, write_output
+from fxpar.errors import (
+    FxparError,
+    GraphFileError,
+    ModelOptionError,
+    PassContractError,
+    PassOptionError,
+    PassRunError,
+    nearest,
+)
+from fxpar.graph import AnnotatedGraph
+from fxpar.graph_diff import compare, digest
+from fxpar.graph_file import kind_of, load_graph, save_graph
+from fxpar.models.load import parse_dtype
+from fxpar.models.options import parse_assignments, typed
+from fxpar.pass_base import GraphPass
+from fxpar.verify import verify
+
+_DUMP = "Make one with: fxpar dump MODEL --strategy S --after PASS -o FILE.fxpar"
+
+
+@dataclass(frozen=True)
+class RunPassRequest:
+    """The words of the command line; `options` are `field=value` of the pass."""
+
+    name: str
+    on: str
+    output: str | None = None
+    options: tuple[str, ...] = ()
+    text: bool = False
+    json: str | None = None
+
+
+def run_pass(request: RunPassRequest) -> None:
+    """Do it. Raises FxparError."""
+    step = make_pass(request.name, request.options)
+    for path in (request.output, request.json):
+        if path is not None:
+            check_output(path)
+    graph = load_graph(request.on)
+    if not isinstance(graph, AnnotatedGraph):
+        why = f"it holds the {kind_of(graph)} graph, and passes change an annotated one"
+        raise GraphFileError(request.on, why, _DUMP)
+    verify(graph, f"(read from {request.on})")
+    check_needs(request.name, graph)
+    strategy = str(graph.strategy)
+    old = digest(graph, f"{strategy} in {request.on}")
+    begun = time.process_time()
+    try:
+        step(graph)
+    except FxparError:
+        raise
+    except Exception as error:
+        raise PassRunError(request.name, error) from error
+    cpu_s = time.process_time() - begun
+    verify(graph, request.name)
+    diff = compare(old, digest(graph, f"{strategy} after {request.name}"))
+    if request.output is not None:
+        save_graph(request.output, graph)
+        stderr_console().print(f"wrote the graph to {request.output}", markup=False)
+    if request.json is not None:
+        write_output(request.json, to_json({"pass": request.name, "cpu_s": cpu_s, **diff.to_json()}))
+    if request.json != "-":
+        console = stdout_console()
+        console.print(f"{step!r}: {cpu_s * 1e3:.1f} CPU ms, verified", markup=False, soft_wrap=True)
+        show(console, diff, text=request.text)
+
+
+def make_pass(name: str, options: Sequence[str]) -> GraphPass:
+    """The pass with the options filled in. Raises the errors of the registry, PassOptionError, PassContractError."""
+    cls = pass_registry.get(name)
+    try:
+        given = parse_assignments(options)
+    except ModelOptionError as error:
+        raise PassOptionError(name, ", ".join(options), "write field=value") from error
+    known = {f.name: f for f in fields(cls)} if is_dataclass(cls) else {}
+    for key in given:
+        if key not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise PassOptionError(name, key, f"there is none of this name{nearest(key, known) or ';'} {has}")
+    hints = typing.get_type_hints(cls) if known else {}
+    values = {key: _value(name, key, text, hints[key]) for key, text in given.items()}
+    try:
+        step: object = cls(**values) if isinstance(cls, type) else cls
+    except TypeError as error:  # narrow_gradients has an option that must be given
+        raise PassOptionError(name, ", ".join(known), f"give it with --set ({error})") from error
+    if not isinstance(step, GraphPass):
+        raise PassContractError(name, "it does not change an annotated graph")
+    return step
+
+
+def _value(name: str, key: str, text: str, hint: Any) -> Any:
+    """`text` as the field's type. Raises PassOptionError."""
+    choices = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if text in ("None", "null") and type(None) in choices:
+        return None
+    if torch.dtype in choices:
+        return parse_dtype(text)
+    try:
+        if any(choice in (bool, int, float, str) for choice in choices):
+            kind = next(c for c in choices if c in (bool, int, float, str))
+            return typed(key, text, kind())
+        return _tuples(json.loads(text))
+    except ModelOptionError as error:
+        raise PassOptionError(name, key, f"{text!r} is no {choices[0].__name__}") from error
+    except ValueError as error:
+        raise PassOptionError(name, key, f'{text!r} is no JSON; write for example [["T", 4096]]') from error
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, so that a pass stays hashable."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+__all__ = ["RunPassRequest", "make_pass", "run_pass"]
