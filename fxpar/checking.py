@@ -21,7 +21,7 @@ from fxpar.dist_config import DistConfig
 from fxpar.eager import NOISE, relative_error
 from fxpar.errors import FxparError
 from fxpar.exec_graph import compile_graph
-from fxpar.graph import LogicalGraph
+from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.lowering import lower
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.binding import bind_here
@@ -65,7 +65,7 @@ class CheckResult:
 
 def check(
     logical: LogicalGraph,
-    strategies: Sequence[Strategy | str],
+    strategies: Sequence[Strategy | str | TrainGraph],
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     batches: Sequence[Batch],
@@ -74,25 +74,34 @@ def check(
     tolerance: float | None = None,
     compile: Backend = "eager",
 ) -> list[CheckResult]:
-    """Check each strategy on `batches`: replica r of dp runs batches r, r + dp, ... (their number is rounded up by
-    reuse).
+    """Check each strategy, or each program that `lower` made of `logical` already.
 
-    `params` and `buffers` are whole tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the
-    parameters' narrowest dtype: 1e-10 for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5
-    for float32.
+    Replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse). `params` and `buffers` are whole
+    tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the parameters' narrowest dtype: 1e-10
+    for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for float32. A program is run as it
+    is: nothing of it is widened, and the narrowest dtype in the graph counts.
     """
     if compile == "inductor":
         torch.set_num_threads(1)  # ranks are forked, and a forked process has no thread pool
     floats = [t.dtype for t in params.values() if t.is_floating_point()]
     dtype = min(floats, key=lambda d: d.itemsize, default=torch.float32)
+    ready = any(isinstance(each, TrainGraph) for each in strategies)
+    if ready:
+        dtype = min([dtype, *_dtypes(logical)], key=lambda d: d.itemsize)
     limit = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
-    if dtype == torch.float64:
+    if dtype == torch.float64 and not ready:
         logical = widen(logical)
         buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
         params = {fqn: wide_tensor(value) for fqn, value in params.items()}
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
     oracle = _Oracle(logical, params, buffers, scale)
     return [_check_one(logical, s, params, buffers, batches, scale, limit, oracle, compile) for s in strategies]
+
+
+def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
+    """Floating-point dtypes in which the graph computes."""
+    metas = [node.meta.get("tensor") for node in logical.gm.graph.nodes]
+    return {m.dtype for m in metas if isinstance(m, TensorMeta) and m.dtype.is_floating_point}
 
 
 class _Oracle:
@@ -141,7 +150,7 @@ def assign(strategy: Strategy, count: int) -> list[list[int]]:
 
 def _check_one(
     logical: LogicalGraph,
-    strategy: Strategy | str,
+    strategy: Strategy | str | TrainGraph,
     params: Batch,
     buffers: Batch,
     batches: Sequence[Batch],
@@ -150,9 +159,8 @@ def _check_one(
     oracle: _Oracle,
     compile: Backend,
 ) -> CheckResult:
-    if isinstance(strategy, str):
-        strategy = Strategy.parse(strategy)
-    program = lower(logical, strategy)
+    program = strategy if isinstance(strategy, TrainGraph) else lower(logical, strategy)
+    strategy = program.strategy
     plan = assign(strategy, len(batches))
     expected = _sum([values for micro in plan for values in oracle.replica(micro, batches)], logical)
     begun, error = time.perf_counter(), ""
@@ -173,8 +181,8 @@ def _check_one(
         collectives=program.collectives(),
         collective_bytes=program.collective_bytes(),
         capture_cpu_s=round(program.timings.get("capture_cpu_s", 0.0), 3),
-        annotate_cpu_s=round(program.timings["annotate_cpu_s"], 3),
-        lower_cpu_s=round(program.timings["lower_cpu_s"], 3),
+        annotate_cpu_s=round(program.timings.get("annotate_cpu_s", 0.0), 3),
+        lower_cpu_s=round(program.timings.get("lower_cpu_s", 0.0), 3),
         nodes=program.node_count,
         run_wall_s=round(time.perf_counter() - begun, 3),
         error=error,

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpar.checking import CheckResult, check
+from fxpar.cli.check_file import check_file
 from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console
+from fxpar.cli.options import SUFFIX
 from fxpar.cli.request import (
     as_computed,
     capture_model,
@@ -87,6 +89,8 @@ def run_check(request: CheckRequest) -> bool:
         check_output(request.json)
     notes: list[str] = []
     console = stderr_console() if request.json == "-" else stdout_console()
+    if request.model.endswith(SUFFIX):
+        return _run_file(console, request, strategies)
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"capturing {request.model}")
         model = load_model(
@@ -104,6 +108,19 @@ def run_check(request: CheckRequest) -> bool:
     if request.json:
         write_output(request.json, to_json(report(request, model, results, eager)))
     return all(result.ok for result in results) and (eager is None or equals_model(eager, request))
+
+
+def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy]) -> bool:
+    """The same for a graph file, which has no model to compare the captured graph with."""
+    with stderr_console().status(f"checking {request.model}"):
+        logical, results = check_file(
+            request.model, strategies, tolerance=request.tolerance, compile=request.compile, seed=request.seed
+        )
+    _show_results(console, results, [])
+    if request.json:
+        found = {"model": logical.name, "file": request.model, "eager": None, "results": [r.to_json() for r in results]}
+        write_output(request.json, to_json(found))
+    return all(result.ok for result in results)
 
 
 def equals_model(eager: EagerComparison, request: CheckRequest) -> bool:
@@ -188,6 +205,11 @@ def show(
             f"{eager.grad_max_rel_err:.1e} ({eager.worst_param})",
             markup=False,
         )
+    _show_results(console, results, notes)
+
+
+def _show_results(console: Console, results: Sequence[CheckResult], notes: Sequence[str]) -> None:
+    """The table of the strategies, what was noted of each, and the verdict."""
     width = console.width if console.is_terminal else 1000
     shown = [column for column in COLUMNS if column.width <= width]
     if console.is_terminal:

@@ -11,7 +11,7 @@ from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, StageName, read_graph, read_logical
+from fxpar.cli.source import Source, StageName, read_graph, read_logical, read_origin
 from fxpar.errors import (
     DumpOptionError,
     NoModuleError,
@@ -65,7 +65,7 @@ def run_dump(request: DumpRequest) -> None:
         graph = _graph(request, strategies[0] if strategies else None)
     _check_stage(request, graph)
     if request.form == "graph":
-        save_graph(request.output, graph)
+        save_graph(request.output, graph, read_origin(request.source, graph))
         stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.output}", markup=False)
         return
     view = None

@@ -12,11 +12,13 @@ from fxpar.cli.options import SUFFIX
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_strategies
 from fxpar.errors import GraphFileError, StageNeedsStrategyError
 from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.graph_file import SavedGraph, kind_of, load_graph
+from fxpar.graph_file import Origin, SavedGraph, kind_of, load_graph, load_origin
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.strategy import Strategy
 
 if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache has nothing
+    from torch import Tensor
+
     from fxpar.models import LoadedModel
 
 StageName = Literal["logical", "annotated", "exec"]
@@ -100,6 +102,18 @@ def read_for_store(source: Source, strategy: Strategy) -> TrainGraph:
     return from_cache(source, {"kind": "for store", **_placed(source, strategy)}, build)
 
 
+def read_origin(source: Source, graph: SavedGraph) -> Origin | None:
+    """What a graph of this source can be checked against. Raises what loading and capture raise."""
+    if source.is_file:
+        found = load_origin(source.model)
+        logical = load_graph(source.model)
+        if found is None or isinstance(graph, LogicalGraph) or not isinstance(logical, LogicalGraph):
+            return found
+        return Origin(logical, found.batches)
+    batches = from_cache(source, {"kind": "batches"}, lambda: _batches(load_meta(source)))
+    return Origin(None if isinstance(graph, LogicalGraph) else read_logical(source), batches)
+
+
 def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
     """The graph with placements. Raises as `read_lowered` does, and NotYetError for pipeline stages."""
     if source.is_file:
@@ -165,10 +179,15 @@ def _captured(source: Source) -> LogicalGraph:
         model = load_meta(source)
         graph = capture_model(model)
         if source.cache:
-            CaptureCache.of_user(_words(source)).note(model_files(model, source.model))
+            cache = CaptureCache.of_user(_words(source))
+            cache.write(cache.note(model_files(model, source.model)), {"kind": "batches"}, _batches(model))
         return graph
 
     return from_cache(source, {"kind": "logical"}, build)
+
+
+def _batches(model: LoadedModel) -> tuple[dict[str, Tensor], ...]:
+    return tuple({name: value.cpu() for name, value in batch.items()} for batch in model.batches)
 
 
 def _words(source: Source) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,12 @@ class LoadedModel:
 
     def scale(self) -> float:
         """1/(valid tokens of all micro-batches): with it, the sum of the losses is the mean."""
-        return 1.0 / max(1, sum(valid_count(batch) for batch in self.batches))
+        return mean_scale(self.batches)
+
+
+def mean_scale(batches: Sequence[Batch]) -> float:
+    """1/(valid tokens of all micro-batches)."""
+    return 1.0 / max(1, sum(valid_count(batch) for batch in batches))
 
 
 def valid_count(batch: Batch) -> int:

@@ -6,16 +6,23 @@ from typing import Annotated
 
 import typer
 
-from fxpar.cli.options import Backend, Debug, Model, Override, PrecisionText, Seed, Set, Tokens, World
+from fxpar.cli.options import SUFFIX, Backend, Debug, ModelOrGraph, Override, PrecisionText, Seed, Set, Tokens, World
 
 EXAMPLES = ("fxpar check hf:qwen3 -s dp2,tp2+sp --dtype float64",)
 
 
 def check_command(
-    model: Model,
+    model: ModelOrGraph,
     strategies: Annotated[
-        str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1.")
-    ],
+        str | None,
+        typer.Option(
+            "--strategies",
+            "-s",
+            metavar="S,...",
+            help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1; none for the file of a lowered graph.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters; float64 checks to 1e-10.")] = "float32",
     tokens: Tokens = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON; - is stdout.")] = None,
@@ -34,11 +41,13 @@ def check_command(
 
     Exits with 1 if a strategy misses or cannot be run.
     """
+    if not strategies and not model.endswith(SUFFIX):
+        raise typer.BadParameter("say which strategies to check", param_hint="--strategies")
     from fxpar.cli.check import CheckRequest, run_check
 
     request = CheckRequest(
         model=model,
-        strategies=tuple(strategies.split(",")),
+        strategies=tuple(strategies.split(",")) if strategies else (),
         dtype=dtype,
         tokens=tokens,
         json=json,

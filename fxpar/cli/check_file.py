@@ -1,0 +1,67 @@
+"""`fxpar check FILE.fxpar`: the graph of a file, run by all ranks in this process and compared with one device.
+
+A graph file has shapes and batches but no weights, so they are random: what is checked is the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxpar.checking import CheckResult, check
+from fxpar.errors import GraphFileError
+from fxpar.graph import AnnotatedGraph, Input, LogicalGraph
+from fxpar.graph_file import Origin, load_graph, load_origin
+from fxpar.models.loaded import mean_scale
+from fxpar.pipeline_graph import TrainGraph
+from fxpar.runtime.bound import Backend
+from fxpar.strategy import Strategy
+
+
+def check_file(
+    path: str, strategies: list[Strategy], *, tolerance: float | None, compile: Backend, seed: int
+) -> tuple[LogicalGraph, list[CheckResult]]:
+    """The logical graph of the file, and a result per strategy: those given for a file of a logical graph, else the one
+    that the graph was lowered for. Raises GraphFileError.
+    """
+    graph, origin = load_graph(path), load_origin(path)
+    if isinstance(graph, AnnotatedGraph):
+        raise GraphFileError(path, "it holds a graph on its way through the passes, which no rank can run", _LOWERED)
+    if origin is None:
+        raise GraphFileError(path, "it holds no batches to check with", "Write it with: fxpar dump MODEL -o FILE.fxpar")
+    logical, programs = _to_check(path, graph, origin, strategies)
+    params = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "param"}
+    buffers = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "buffer"}
+    scale = mean_scale(origin.batches)
+    words = {"scale": scale, "tolerance": tolerance, "compile": compile}
+    return logical, check(logical, programs, params, buffers, origin.batches, **words)
+
+
+_LOWERED = "Dump it with --strategy alone, or without"
+
+
+def _to_check(
+    path: str, graph: LogicalGraph | TrainGraph, origin: Origin, strategies: list[Strategy]
+) -> tuple[LogicalGraph, list[Strategy | TrainGraph]]:
+    if isinstance(graph, LogicalGraph):
+        if not strategies:
+            raise GraphFileError(path, "it holds a logical graph", "Say for which strategies: --strategies dp2,tp2+sp")
+        return graph, [*strategies]
+    if strategies and strategies != [graph.strategy]:
+        raise GraphFileError(path, f"it holds a graph under {graph.strategy}", "Leave --strategies out")
+    if origin.logical is None:
+        raise GraphFileError(path, "the logical graph to compare with is not in it", "Dump it again with this fxpar")
+    return origin.logical, [graph]
+
+
+def _random(info: Input, seed: int) -> Tensor:
+    """Values in which an error shows, as `fxpar.models.perturb` makes them: weights of variance 1/D, vectors around 1;
+    positive buffers, as one of them may be a variance; zeros for integers.
+    """
+    shape, dtype = tuple(map(int, info.meta.shape)), info.meta.dtype
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if info.kind == "buffer":
+        return (0.5 + noise.abs()).to(dtype)
+    return (1 + 0.1 * noise if len(shape) < 2 else noise / max(1, shape[-1]) ** 0.5).to(dtype)
