@@ -61,12 +61,12 @@ def lower_pipeline(
 def _lower_stage(
     stage: StageGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None
 ) -> StageProgram:
-    graph, report, _ = run_passes(stage, _strategy_of(stage, strategy), ladder, on_pass)
+    graph, report, _ = run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass)
     parts = split_parts(graph)
     return StageProgram(**common_fields(graph), passes=report, index=stage.index, **vars(parts))
 
 
-def _strategy_of(stage: StageGraph, strategy: Strategy) -> Strategy:
+def strategy_of_stage(stage: StageGraph, strategy: Strategy) -> Strategy:
     """What a stage runs under; of globs only those that match something of it."""
     mine = strategy.of_stage()
     names = [name for info in stage.params() for name in (info.fqn, *info.aliases)]
@@ -107,4 +107,4 @@ def _terms(staged: StagedGraph) -> dict[str, tuple[int, ...]]:
     return {shared.fqn: shared.terms for shared in staged.shared}
 
 
-__all__ = ["lower_pipeline"]
+__all__ = ["lower_pipeline", "strategy_of_stage"]

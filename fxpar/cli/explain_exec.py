@@ -97,7 +97,7 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
     moved = [walker.weight_of[v] for v in values if v in walker.weight_of]
     results = [walker.ends[v] for v in values if v in walker.ends]
     what: What = "activations"
-    makers = list(dict.fromkeys(_maker(v) for v in values if v.op == "call_function"))
+    makers = [maker for v in values if v.op == "call_function" for maker in _makers(v)]
     if moved and comm.kind == "all_gather":
         what, params = "parameters", moved
     elif len(results) == len(values):
@@ -172,27 +172,22 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _maker(value: fx.Node) -> fx.Node:
-    """The op whose terms a partial value is the sum of: the last one, where there are several."""
-    best, todo, seen = None, [resolve(value)[0]], set()
+def _makers(value: fx.Node) -> list[fx.Node]:
+    """The ops whose terms a partial value is the sum of, the last first; those behind a term that is sent for itself
+    are left out.
+    """
+    found: set[fx.Node] = set()
+    todo, seen = [resolve(value)[0]], set()
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        dist = node.meta.get("dist")
-        terms = dict(dist.partial) if hasattr(dist, "partial") else {}
-        passed = [
-            resolve(o)[0]
-            for o in node.all_input_nodes
-            if o.op == "call_function"
-            and terms
-            and terms.keys() & dict(getattr(o.meta.get("dist"), "partial", ())).keys()
-        ]
-        todo += passed
-        if not passed and (best is None or best < node):
-            best = node
-    return best or value
+        axes = _partial_axes(node)
+        passed = [o for o in node.all_input_nodes if o.op == "call_function" and axes & _partial_axes(o)]
+        todo += [resolve(o)[0] for o in passed if not any(_is_layout(u) or collective_kind(u) for u in o.users)]
+        found |= set() if passed else {node}
+    return sorted(found, reverse=True) or [value]
 
 
 def _partial_axes(node: fx.Node) -> set[str]:

@@ -40,7 +40,8 @@ class Move:
     """`value` lies as `have` and these users want it as `wanted`.
 
     `cut_from` is the placement that it is made of, where that is another reshard of the value. `behind` are the ops
-    that the users stand for: where a user is a view, those that read it.
+    that the users stand for: where a user is a view, those that read it. `terms` are the ops whose results a partial
+    value is the sum of, the last first; a term that is moved for itself too stands at the end.
     """
 
     value: fx.Node
@@ -48,6 +49,7 @@ class Move:
     wanted: DistConfig
     users: tuple[fx.Node, ...]
     behind: tuple[fx.Node, ...]
+    terms: tuple[fx.Node, ...]
     cut_from: DistConfig
     steps: tuple[StepTaken, ...]
 
@@ -55,32 +57,25 @@ class Move:
     def wire_bytes(self) -> float:
         return sum(step.wire_bytes for step in self.steps)
 
-    @property
-    def maker(self) -> fx.Node:
-        """The op behind the value; for one that is partial, that where the partial sums come from."""
-        return origin(self.value) if self.have.partial else resolve(self.value)[0]
-
 
 def moves(graph: AnnotatedGraph) -> tuple[Move, ...]:
     """All reshards in program order. The graph is left with its reshard nodes in it."""
     users = {node: list(node.users) for node in graph.graph.nodes}
     InsertReshards()(graph)
-    dims = {d.symbol: d.example for d in graph.dims}
-    return tuple(_move(graph, node, users, dims) for node in graph.graph.nodes if node.target is reshard)
+    made = [node for node in graph.graph.nodes if node.target is reshard]
+    moved = {_unmoved(node) for node in made}
+    return tuple(_move(graph, node, users, moved) for node in made)
 
 
-def _move(
-    graph: AnnotatedGraph, node: fx.Node, users: Mapping[fx.Node, list[fx.Node]], dims: dict[sympy.Symbol, int]
-) -> Move:
+def _move(graph: AnnotatedGraph, node: fx.Node, users: Mapping[fx.Node, list[fx.Node]], moved: set[fx.Node]) -> Move:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    value = source
-    while value.target is reshard:
-        value = value.args[0]  # type: ignore[assignment]
+    value, dims = _unmoved(node), {d.symbol: d.example for d in graph.dims}
     wanting = tuple(u for u in node.users if u.target is not reshard)
     have, wanted = value.meta["dist"], node.meta["dist"]
     taken = tuple(_steps(graph, node.meta["tensor"], source.meta["dist"], wanted, dims))
     behind = dict.fromkeys(reader for user in wanting for reader in _readers(user, users))
-    return Move(value, have, wanted, wanting, tuple(behind), source.meta["dist"], taken)
+    terms = _terms(value, moved) if have.partial else (resolve(value)[0],)
+    return Move(value, have, wanted, wanting, tuple(behind), terms, source.meta["dist"], taken)
 
 
 def _steps(
@@ -111,11 +106,10 @@ def _readers(user: fx.Node, users: Mapping[fx.Node, list[fx.Node]]) -> Iterator[
         yield user
 
 
-def origin(value: fx.Node) -> fx.Node:
-    """The op in which a partial value's terms are computed: partial sums pass through views and additions. Of several
-    such ops the last one.
-    """
+def _terms(value: fx.Node, moved: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """The ops in which a partial value's terms are computed: partial sums pass through views and additions."""
     found: set[fx.Node] = set()
+    apart: set[fx.Node] = set()
     todo, seen = [resolve(value)[0]], set()
     while todo:
         node = todo.pop()
@@ -123,22 +117,25 @@ def origin(value: fx.Node) -> fx.Node:
             continue
         seen.add(node)
         dist = node.meta.get("dist")
-        terms = {axis for each in (dist if isinstance(dist, tuple) else (dist,)) if each for axis, _ in each.partial}
+        axes = {axis for each in (dist if isinstance(dist, tuple) else (dist,)) if each for axis, _ in each.partial}
         wanted = zip(_values(node), node.meta.get("dist_in", ()), strict=False)
-        passed = [o for o, want in wanted if any(isinstance(want.placement(axis), Partial) for axis in terms)]
-        todo += [resolve(o)[0] for o in passed]
+        passed = [o for o, want in wanted if any(isinstance(want.placement(axis), Partial) for axis in axes)]
+        apart |= {resolve(o)[0] for o in passed if o in moved}
+        todo += [resolve(o)[0] for o in passed if o not in moved]
         found |= set() if passed else {node}
-    return max(found)
+    return (*sorted(found, reverse=True), *sorted(apart - found, reverse=True))
+
+
+def _unmoved(node: fx.Node) -> fx.Node:
+    """The value behind reshards."""
+    while node.target is reshard:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _values(node: fx.Node) -> list[fx.Node]:
     """Operands as they were before reshards stood between."""
-    found = []
-    for operand in tensor_operands(node):
-        while operand.target is reshard:
-            operand = operand.args[0]  # type: ignore[assignment]
-        found.append(operand)
-    return found
+    return [_unmoved(operand) for operand in tensor_operands(node)]
 
 
 def weights_of(graph: AnnotatedGraph) -> dict[fx.Node, set[fx.Node]]:
@@ -157,4 +154,4 @@ def weights_of(graph: AnnotatedGraph) -> dict[fx.Node, set[fx.Node]]:
     return read
 
 
-__all__ = ["Move", "StepTaken", "moves", "origin", "weights_of"]
+__all__ = ["Move", "StepTaken", "moves", "weights_of"]

@@ -1,0 +1,228 @@
+"""`fxpar explain`: why a value lies as it does under a strategy, and what the alternatives would cost."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fxpar.cli.console import stderr_console, stdout_console
+from fxpar.cli.explain_document import (
+    PRICES,
+    Document,
+    collective_document,
+    heading,
+    moves_document,
+    passes_document,
+    stored_document,
+    subject_document,
+    summary_document,
+)
+from fxpar.cli.explain_exec import Traffic, by_module, casts, traffic
+from fxpar.cli.explain_subject import Placed, Subject, find, placed, vocabulary
+from fxpar.cli.request import check_output, collected_warnings, in_precision, to_json, write_output
+from fxpar.cli.source import Source, read_graph, read_logical, read_lowered, read_origin
+from fxpar.errors import StageIndexError, StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
+from fxpar.exec_graph import Program
+from fxpar.graph import AnnotatedGraph, LogicalGraph
+from fxpar.graph_file import SavedGraph, load_graph
+from fxpar.strategy import Strategy
+
+_COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all)_\d+")
+NO_LOGICAL = "the file holds no logical graph, so there is nothing to search again: no alternatives, no prices"
+
+
+@dataclass(frozen=True)
+class ExplainRequest:
+    """The words of the command line. `subject` None: the strategy as a whole. `stage` is one of a pipeline.
+
+    `passes`: say of parameters what passes added for them. `top`: rows of the summary's table of modules.
+    """
+
+    source: Source
+    strategy: str | None
+    subject: str | None = None
+    stage: int | None = None
+    passes: bool = False
+    top: int = 12
+    json: str | None = None
+
+
+def run_explain(request: ExplainRequest) -> None:
+    """Do it. Raises FxparError."""
+    texts = () if request.strategy is None else (request.strategy,)
+    strategies = request.source.strategies(texts)
+    if request.json is not None:
+        check_output(request.json)
+    notes: list[str] = []
+    with stderr_console().status("") as status, collected_warnings(notes):
+        status.update(f"reading {request.source.model}")
+        graphs = _Graphs(request.source, strategies[0] if strategies else None)
+        document = explained(request, graphs)
+    if request.json is not None:
+        write_output(request.json, to_json(document))
+    if request.json != "-":
+        from fxpar.cli.explain_show import show
+
+        show(stdout_console(), document, top=request.top)
+
+
+class _Graphs:
+    """What MODEL gives, read when it is asked for."""
+
+    def __init__(self, source: Source, strategy: Strategy | None) -> None:
+        self.source = source
+        self.file: SavedGraph | None = load_graph(source.model) if source.is_file else None
+        if self.file is not None and not isinstance(self.file, LogicalGraph):
+            self.file = read_graph(source, None, strategy)  # checks that it is of this strategy
+            strategy = self.file.strategy
+        if strategy is None:
+            raise StageNeedsStrategyError("explained")
+        self.strategy = strategy
+
+    @functools.cached_property
+    def logical(self) -> LogicalGraph | None:
+        if self.file is None:
+            return read_logical(self.source)
+        if isinstance(self.file, LogicalGraph):
+            return in_precision(self.file, self.source.precision)
+        origin = read_origin(self.source, self.file)
+        return None if origin is None else origin.logical
+
+    @functools.cached_property
+    def program(self) -> Program | None:
+        """The lowered graph; None where all there is is an annotated one."""
+        if isinstance(self.file, Program):
+            return self.file
+        if isinstance(self.file, AnnotatedGraph):
+            from fxpar.lowering import lower
+
+            return None if self.logical is None else lower(self.logical, self.strategy)
+        return read_lowered(self.source, self.strategy)
+
+    @functools.cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        return traffic(self.program) if self.program else ()
+
+    def placed(self, stage: int | None, param: str = "") -> Iterator[Placed]:
+        """The annotated graph; of a pipeline that of each stage, or of `stage`, or of those that have `param`."""
+        from fxpar.annotate.driver import annotate_and_search
+
+        if self.logical is None:
+            if isinstance(self.file, AnnotatedGraph):
+                yield placed(self.file, ())
+            return
+        if self.strategy.degree("pp") == 1:
+            yield placed(*annotate_and_search(self.logical, self.strategy))
+            return
+        from fxpar.pipeline import strategy_of_stage
+        from fxpar.stages import cut_stages
+
+        staged = cut_stages(self.logical, self.strategy.stages, cuts=self.strategy.pipeline.cuts or None)
+        has = {s.index for s in staged.stages for i in s.params() if param in (i.fqn, *i.aliases)}
+        for part in staged.stages:
+            if part.index == stage or (stage is None and part.index in (has or range(self.strategy.stages))):
+                yield placed(*annotate_and_search(part, strategy_of_stage(part, self.strategy)), part.index)
+
+
+def explained(request: ExplainRequest, graphs: _Graphs) -> Document:
+    """The whole answer. Raises UnknownSubjectError, SubjectStageError, StageIndexError."""
+    strategy = graphs.strategy
+    if request.stage is not None and (strategy.degree("pp") == 1 or request.stage >= strategy.stages):
+        raise StageIndexError(request.stage, str(strategy), strategy.stages)
+    if request.subject is None:
+        return _summary(graphs)
+    answers, head = _answers(request, request.subject, graphs)
+    missing = {} if graphs.logical else {"missing": NO_LOGICAL}
+    return {**head, "asked": request.subject, "prices": PRICES, **missing, "answers": answers}
+
+
+def _summary(graphs: _Graphs) -> Document:
+    program, strategy = graphs.program, graphs.strategy
+    if program is None:
+        return heading(graphs.source.model, strategy, ()) | {"kind": "summary", "missing": NO_LOGICAL}
+    stages = range(strategy.stages) if strategy.stages > 1 else ()
+    head = heading(program.name, strategy, program.dims, stages)
+    return head | summary_document(program, graphs.traffic, by_module(graphs.traffic))
+
+
+def _answers(request: ExplainRequest, text: str, graphs: _Graphs) -> tuple[list[Document], Document]:
+    if _COLLECTIVE.fullmatch(text):
+        found = [t for t in graphs.traffic if t.name == text.removeprefix("%") and request.stage in (None, t.stage)]
+        if len(found) > 1:
+            raise SubjectStageError(text, [t.stage for t in found if t.stage is not None])
+        if found:
+            return [_collective(graphs, found[0])], _heading_of(graphs)
+    known = list(graphs.placed(request.stage, text))
+    subjects = [(each, subject) for each in known if (subject := find(each, text))]
+    if not subjects:
+        if graphs.logical is None and (stored := _stored_only(graphs, text)):
+            return stored, _heading_of(graphs)
+        raise UnknownSubjectError(text, request.source.model, _words(graphs, known))
+    if len(subjects) > 1 and any(subject.kind == "node" for _, subject in subjects):
+        raise SubjectStageError(text, [each.stage for each, _ in subjects if each.stage is not None])
+    answers = []
+    for each, subject in subjects:
+        answers.append(subject_document(each, subject))
+        if request.passes:
+            answers[-1]["passes"] = _passes(graphs, _params_of(each, subject))
+    graph = known[0].graph
+    return answers, heading(graph.name, graphs.strategy, graph.dims)
+
+
+def _heading_of(graphs: _Graphs) -> Document:
+    program = graphs.program
+    name, dims = (program.name, program.dims) if program else (graphs.source.model, ())
+    return heading(name, graphs.strategy, dims)
+
+
+def _words(graphs: _Graphs, known: Sequence[Placed]) -> Iterator[str]:
+    for each in known:
+        yield from vocabulary(each)
+    if not known or "traffic" in vars(graphs):
+        yield from (t.name for t in graphs.traffic)
+    if graphs.logical is None and graphs.program is not None:
+        yield from (info.fqn for info, _ in graphs.program.params())
+
+
+def _collective(graphs: _Graphs, found: Traffic) -> Document:
+    """The collective, and the reshard that it comes from, where it moves an activation."""
+    document = collective_document(found)
+    if found.what != "activations" and not found.value:
+        return document
+    for known in graphs.placed(found.stage):
+        moved = [m for m in known.moves if m.value.name == found.value]
+        same = [m for m in moved if any(s.axis == found.comm.axis for s in m.steps)]
+        ours = [m for m in same if {u.name for u in (*m.users, *m.behind)} & set(found.users)] or same
+        document["comes_from"] = moves_document(known, ours[:1])
+    return document
+
+
+def _params_of(known: Placed, subject: Subject) -> list[str]:
+    """The parameters of a subject, one of each kind."""
+    nodes = [n for n in subject.nodes if n in known.inputs and known.inputs[n].kind == "param"]
+    kinds = {n.meta.get("class", n.name): known.inputs[n].fqn for n in reversed(nodes)}
+    return [fqn for fqn in reversed(list(kinds.values()))]
+
+
+def _passes(graphs: _Graphs, fqns: Sequence[str]) -> list[Document]:
+    program = graphs.program
+    if program is None:
+        return []
+    cast = casts(program)
+    found = []
+    for fqn in fqns:
+        stored = stored_document(program, fqn)
+        found.append({**(stored or {"name": fqn}), "added": passes_document(graphs.traffic, cast.get(fqn, ()), fqn)})
+    return found
+
+
+def _stored_only(graphs: _Graphs, text: str) -> list[Document]:
+    """What a lowered graph alone says of a parameter."""
+    if graphs.program is None or stored_document(graphs.program, text) is None:
+        return []
+    return [{"kind": "stored", "passes": _passes(graphs, [text])}]
+
+
+__all__ = ["ExplainRequest", "explained", "run_explain"]

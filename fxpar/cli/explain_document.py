@@ -1,0 +1,340 @@
+"""The answer of `fxpar explain` as plain data: what `--json` writes, and what the text is made of."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
+from fxpar.annotate.cost import LAUNCH_BYTES, Cost
+from fxpar.annotate.problem import Sizes, normalize_fqn, resolve, tensor_metas
+from fxpar.cli.explain_exec import Traffic
+from fxpar.cli.explain_moves import Move
+from fxpar.cli.explain_subject import Placed, Subject, alike
+from fxpar.exec_graph import Program
+from fxpar.graph import Dim, Input
+from fxpar.printer import op_name, type_of, without_folders
+from fxpar.strategy import Strategy
+
+Document = dict[str, Any]
+PRICES = {"tokens": Sizes.NOMINAL, "bytes_per_float": 2, "bytes_per_collective": LAUNCH_BYTES}
+
+
+def heading(model: str, strategy: Strategy, dims: Sequence[Dim], stages: Sequence[int] = ()) -> Document:
+    """What every answer begins with."""
+    found: Document = {"model": model, **strategy.to_json(), "mesh": [list(axis) for axis in strategy.mesh.axes]}
+    found["sizes"] = {d.name: d.example for d in dims}
+    return found | ({"pipeline_stages": list(stages)} if stages else {})
+
+
+def decided_by(strategy: Strategy, info: Input) -> Document:
+    """The override that fixes a parameter, or the search."""
+    for glob, placement in strategy.overrides:
+        if any(fnmatch.fnmatchcase(name, glob) for name in (info.fqn, *info.aliases)):
+            return {"by": "override", "glob": glob, "placement": placement}
+    return {"by": "search" if strategy.degree("tp") > 1 else "nothing to decide"}
+
+
+# --------------------------------------------------------------------------------------------------------- one subject
+def subject_document(known: Placed, subject: Subject) -> Document:
+    """What was asked about, each group of alike nodes once."""
+    found: Document = {"kind": subject.kind} | ({} if known.stage is None else {"stage": known.stage})
+    if subject.kind == "module":
+        return found | _module(known, subject)
+    return found | {"values": [_value(known, group) for group in alike(known, subject.nodes)]}
+
+
+def _value(known: Placed, nodes: tuple[fx.Node, ...]) -> Document:
+    (first, *_), strategy = nodes, known.graph.strategy
+    info = known.inputs.get(first)
+    is_param = info is not None and info.kind == "param"
+    choices = [axis_choice(search, first) for search in known.searches]
+    found: Document = {
+        "name": _name(known, nodes),
+        "nodes": [known.label(n) for n in nodes],
+        "kind": info.kind if info else "op",
+        "lies": type_of(first),
+        "made": "" if info else f"{op_name(first)}({', '.join(known.label(o) for o in operands_of(first))})",
+        **_place(first),
+        "decided": decided_by(strategy, info) if info and is_param else {"by": "search"},
+        "axes": [_axis(known, choice) for choice in choices],
+        "undecided_axes": [name for name, degree in strategy.mesh.axes if degree > 1 and name not in ("tp", "cp")],
+    }
+    chosen = set(nodes)
+    made = [m for m in known.moves if resolve(m.value)[0] in chosen]
+    wants = [m for m in known.moves if chosen & set(m.users)]
+    found["wanted_otherwise"] = moves_document(known, made)
+    found["wants_otherwise"] = moves_document(known, wants)
+    if is_param:
+        read = [m for m in known.moves if m not in made and _because_of(known, m, chosen)]
+        found["because_of_it"] = moves_document(known, read)
+    return found
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands as the annotated graph has them, without the reshards in front."""
+    found = []
+    for operand in node.all_input_nodes:
+        while op_name(operand) == "reshard":
+            operand = operand.all_input_nodes[0]
+        if "sym" not in operand.meta:
+            found.append(operand)
+    return found
+
+
+def _name(known: Placed, nodes: tuple[fx.Node, ...]) -> str:
+    (first, *rest) = nodes
+    if first in known.inputs:
+        return normalize_fqn(known.inputs[first].fqn) if rest else known.inputs[first].fqn
+    return known.label(first)
+
+
+def _place(node: fx.Node) -> Document:
+    source = node.meta.get("source")
+    return {
+        "module": node.meta.get("fqn") or "",
+        "source": without_folders(source) if source else None,
+        "backward": bool(node.meta.get("backward")),
+    }
+
+
+def _because_of(known: Placed, move: Move, params: set[fx.Node]) -> bool:
+    """Whether an op that reads one of the parameters makes the partial sums, or wants the value so."""
+    causes = move.terms if move.have.partial else move.behind
+    return any(params & known.weights.get(cause, set()) for cause in causes)
+
+
+def _axis(known: Placed, choice: AxisChoice) -> Document:
+    return {
+        "axis": choice.axis,
+        "degree": choice.degree,
+        "chosen": describe_option(choice.chosen),
+        "renames": choice.renames,
+        "together": [known.label(n) for n in choice.nodes],
+        "best_bytes": round(choice.best.total_bytes),
+        "alternatives": [
+            {
+                "option": describe_option(a.option),
+                "rule": a.rule,
+                "chosen": a.chosen,
+                "price": _cost(a.price),
+                "alone": _cost(a.alone),
+            }
+            for a in choice.alternatives
+        ],
+        "refused": [{"option": r.text, "reason": r.reason} for r in choice.refused],
+    }
+
+
+def _cost(cost: Cost | None) -> Document | None:
+    if cost is None:
+        return None
+    return {
+        "bytes": round(cost.total_bytes),
+        "moved_bytes": round(cost.moved_bytes),
+        "penalty_bytes": round(cost.penalty_bytes),
+    }
+
+
+def moves_document(known: Placed, found: Iterable[Move]) -> list[Document]:
+    """Moves, those of repeated layers once with their number."""
+    rows: dict[object, Document] = {}
+    for move in found:
+        document = _move(known, move)
+        key = (
+            document["have"],
+            document["wanted"],
+            normalize_fqn(document["module"]),
+            bool(move.value.meta.get("backward")),
+            tuple((op_name(u), normalize_fqn(u.meta.get("fqn") or "")) for u in move.users),
+        )
+        if key in rows:
+            rows[key]["count"] += 1
+        else:
+            rows[key] = document
+    return list(rows.values())
+
+
+def _move(known: Placed, move: Move) -> Document:
+    shape = tensor_metas(resolve(move.value)[0])[resolve(move.value)[1]].shape  # type: ignore[union-attr]
+    found: Document = {
+        "value": known.label(move.value),
+        **_place(resolve(move.value)[0]),
+        "have": move.have.describe(shape),
+        "wanted": move.wanted.describe(shape),
+        "steps": [
+            {"kind": s.kind, "axis": s.axis, "sent": str(s.sent), "wire_bytes": round(s.wire_bytes)} for s in move.steps
+        ],
+        "wire_bytes": round(move.wire_bytes),
+        "count": 1,
+        "users": [_user(known, u) for u in move.users],
+        "behind": [_user(known, u) for u in move.behind] if move.behind != move.users else [],
+    }
+    if move.cut_from != move.have:
+        found["cut_from"] = move.cut_from.describe(shape)
+    if move.have.partial and move.terms != (resolve(move.value)[0],):
+        found["terms"] = [_user(known, node) for node in move.terms]
+    return found
+
+
+def _user(known: Placed, node: fx.Node) -> Document:
+    return {"node": known.label(node), **_place(node)}
+
+
+def _module(known: Placed, subject: Subject) -> Document:
+    """Parameters as they lie, and what moves because of the module's ops: in, out and inside."""
+    inside = set(subject.nodes)
+    params = [n for n in subject.nodes if n in known.inputs and known.inputs[n].kind == "param"]
+
+    def causes(move: Move) -> bool:
+        return any(n in inside for n in (move.terms if move.have.partial else (*move.users, *move.behind)))
+
+    return {
+        "nodes": len(inside - set(params)),
+        "params": [
+            {
+                "name": _name(known, group),
+                "count": len(group),
+                "lies": type_of(group[0]),
+                "decided": decided_by(known.graph.strategy, known.inputs[group[0]]),
+            }
+            for group in alike(known, params)
+        ],
+        "moves": moves_document(known, [m for m in known.moves if causes(m)]),
+    }
+
+
+# ------------------------------------------------------------------------------------------ what a lowered graph says
+def collective_document(found: Traffic) -> Document:
+    """One collective of the lowered graph."""
+    return {
+        "kind": "collective",
+        **({} if found.stage is None else {"stage": found.stage}),
+        "name": found.name,
+        "part": found.part,
+        "collective": found.comm.kind,
+        "axis": found.comm.axis,
+        "sent": str(found.comm.sent),
+        "fused": found.comm.fused,
+        "wire_bytes": round(found.wire_bytes),
+        "what": found.what,
+        "module": found.module,
+        "backward": found.comm.backward,
+        "source": without_folders(found.source) if found.source else None,
+        "params": list(found.params),
+        "added_by": list(found.added_by),
+    }
+
+
+def passes_document(found: Sequence[Traffic], cast: Sequence[str], fqn: str) -> list[Document]:
+    """What passes put between a stored parameter (or its gradient) and the ops of the model."""
+    rows: list[Document] = [{"pass": ["casts"], "node": name, "what": "a cast to what the body uses"} for name in cast]
+    for each in found:
+        if fqn in each.params and each.what in ("parameters", "gradients"):
+            what = f"{each.comm.kind} on {each.comm.axis} of {each.what}"
+            what += f", {each.comm.fused} tensors in one" if each.comm.fused > 1 else ""
+            rows.append({"pass": list(each.added_by), "node": each.name, "what": what})
+    return rows
+
+
+def stored_document(program: Program, fqn: str) -> Document | None:
+    """How a parameter is stored in a lowered graph."""
+    for info, stored in program.params():
+        if fqn in (info.fqn, *info.aliases):
+            local = stored.local
+            return {
+                "name": info.fqn,
+                "stored": stored.dist.describe(stored.meta.shape),
+                "local": str(local),
+                "local_bytes": local.numel({}) * local.dtype.itemsize,
+            }
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- summary
+def summary_document(program: Program, found: Sequence[Traffic], modules: list[Document]) -> Document:
+    """The strategy as a whole, from the lowered graph."""
+    strategy = program.strategy
+    params = _params(program, found)
+    return {
+        "kind": "summary",
+        "axes": [{"axis": a, "degree": d, "does": _does(strategy, a, params)} for a, d in strategy.mesh.axes],
+        "params": params,
+        "modules": modules,
+        "collectives": len(found),
+        "wire_bytes": round(sum(each.wire_bytes for each in found)),
+        "overrides": [
+            {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
+            for glob, placement in strategy.overrides
+        ],
+        "notes": [without_folders(note) for note in program.notes],
+    }
+
+
+def _params(program: Program, found: Sequence[Traffic]) -> list[Document]:
+    """Parameters of a kind and placement in one row. Traffic that several cause is shared by their sizes."""
+    strategy = program.strategy
+    sizes = {info.fqn: info.meta.numel({}) for info, _ in program.params()}
+    caused: dict[str, float] = dict.fromkeys(sizes, 0.0)
+    for each in found:
+        whole = sum(sizes.get(fqn, 0) for fqn in each.params) or 1
+        for fqn in each.params:
+            if fqn in caused:
+                caused[fqn] += each.wire_bytes * sizes[fqn] / whole
+    rows: dict[tuple, Document] = {}
+    for info, stored in program.params():
+        decided = decided_by(strategy, info)
+        text = stored.dist.describe(stored.meta.shape)
+        key = (normalize_fqn(info.fqn), text, decided.get("glob"))
+        row = rows.setdefault(
+            key,
+            {
+                "name": key[0],
+                "count": 0,
+                "stored": text,
+                "cut_by": sorted({a for axis in stored.dist.shard_axes for a in axis.split(".")}),
+                "local_bytes": 0,
+                "wire_bytes": 0.0,
+                "override": decided.get("glob"),
+            },
+        )
+        row["count"] += 1
+        row["local_bytes"] += stored.local.numel({}) * stored.local.dtype.itemsize
+        row["wire_bytes"] += caused[info.fqn]
+    for row in rows.values():
+        row["wire_bytes"] = round(row["wire_bytes"])
+    return list(rows.values())
+
+
+def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
+    """One line on what an axis is for here."""
+    count = sum(p["count"] for p in params)
+    cut = sum(p["count"] for p in params if axis in p["cut_by"])
+    zero = f"; ZeRO-{strategy.zero} stores {cut} of {count} parameters in pieces over it" if strategy.zero else ""
+    match axis:
+        case "dp":
+            return f"replicas with a micro-batch each; gradients are summed over it{zero}"
+        case "pp":
+            plan = strategy.pipeline
+            return f"cuts the model into {strategy.stages} stages, scheduled as {plan.schedule}"
+        case "cp":
+            return f"cuts the tokens of a micro-batch; attention swaps them for heads where these divide{zero}"
+        case _:
+            sp = "; +sp: tokens are cut where no weight is involved" if strategy.sp else ""
+            return f"cuts {cut} of {count} parameters and the work on them{sp}"
+
+
+__all__ = [
+    "PRICES",
+    "Document",
+    "collective_document",
+    "heading",
+    "moves_document",
+    "passes_document",
+    "stored_document",
+    "subject_document",
+    "summary_document",
+]

@@ -1,0 +1,265 @@
+"""The answer of `fxpar explain` as text: headings, tables and sentences, made of the document that `--json` writes.
+
+Where nobody looks lines are as long as they need to be. On a narrow terminal tables fold and sentences wrap; no number
+is cut off.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from fxpar.cli.console import human_bytes
+from fxpar.cli.diff_show import Styled, Table
+from fxpar.cli.explain_document import Document
+
+MOST_NODES = 4  # names of nodes in a row before the rest is counted
+EVERYWHERE = "(no one module)"
+PRICE_LINE = (
+    "price: bytes on the wire of one rank for all nodes that decide together, against the best there is, everything "
+    "else free to follow; alone: everything else as it is. As the search counts: {tokens} tokens, {bytes_per_float} "
+    "bytes per float, {bytes_per_collective} bytes more per collective"
+)
+
+
+def show(console: Console, document: Document, *, top: int = 12) -> None:
+    """Print it; of the summary's modules the `top` largest."""
+    width = console.width if console.is_terminal else None
+    for line in report(document, width, top=top):
+        console.print(Text(line.text, line.style), soft_wrap=True)
+
+
+def report(document: Document, width: int | None = None, *, top: int = 12) -> Iterator[Styled]:
+    """The lines of `show`."""
+    mesh = " x ".join(f"{axis}{degree}" for axis, degree in document["mesh"])
+    yield Styled(f"{document['model']} under {document['strategy']}, mesh {mesh}", "bold")
+    if "missing" in document:
+        yield from _said(f"note: {document['missing']}", width, 0)
+    if document.get("kind") == "summary":
+        yield from _summary(document, width, top)
+        return
+    for answer in document["answers"]:
+        yield Styled("")
+        yield from _ANSWERS[answer["kind"]](answer, width)
+        yield from _passes(answer, width)
+    if any(value["axes"] for answer in document["answers"] for value in answer.get("values", [])):
+        yield Styled("")
+        yield from _said(PRICE_LINE.format(**document["prices"]), width, 0, "dim")
+
+
+def _said(text: str, width: int | None, indent: int, style: str = "") -> Iterator[Styled]:
+    """A sentence, wrapped where the width is limited."""
+    pad = " " * indent
+    if width is None:
+        yield Styled(pad + text, style)
+        return
+    wrapped = textwrap.wrap(
+        text, max(width, 20), initial_indent=pad, subsequent_indent=pad + "  ", break_on_hyphens=False
+    )
+    yield from (Styled(line, style) for line in wrapped)
+
+
+# ------------------------------------------------------------------------------------------------------------- summary
+def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled]:
+    if "params" not in document:
+        return
+    for axis in document["axes"]:
+        yield from _said(f"{axis['axis']}{axis['degree']}: {axis['does']}", width, 2)
+    if "pipeline_stages" in document:
+        yield from _said(f"{len(document['pipeline_stages'])} stages: bytes are the sum over stages", width, 2)
+    yield from (Styled(""), Styled("parameters, one rank's share:", "bold"))
+    yield from _param_table(document).lines(width)
+    yield Styled("")
+    sizes = ", ".join(f"{name}={size}" for name, size in document["sizes"].items())
+    total = f"{document['collectives']} collectives, {human_bytes(document['wire_bytes'])} sent by one rank"
+    yield from _said(f"communication of one micro-batch{f' of {sizes}' if sizes else ''}: {total}", width, 0, "bold")
+    yield from _module_table(document["modules"], top).lines(width)
+    yield Styled("")
+    if not document["overrides"]:
+        yield from _said("decided by the user: the axes and flags; no overrides. By the search: the rest", width, 0)
+    for override in document["overrides"]:
+        text = f"override {override['glob']}={override['placement']}: {override['params']} parameters"
+        yield from _said(text, width, 0)
+    for note in document["notes"]:
+        yield from _said(f"note: {note}", width, 0, "yellow")
+
+
+def _param_table(document: Document) -> Table:
+    rows = [
+        (
+            (row["name"] + (" (override)" if row["override"] else ""), f"x{row['count']}", row["stored"]),
+            (human_bytes(row["local_bytes"]), human_bytes(row["wire_bytes"])),
+        )
+        for row in document["params"]
+    ]
+    return Table(("parameter", "", "stored"), ("holds", "sends for it"), rows)
+
+
+def _module_table(modules: Sequence[Document], top: int) -> Table:
+    rows = []
+    for row in modules[:top]:
+        calls = ", ".join(f"{c['calls']} {c['kind']} {c['axis']}" for c in row["collectives"])
+        rows.append(
+            (
+                (row["module"] or EVERYWHERE, row["what"], calls),
+                (human_bytes(row["wire_bytes"]), f"{row['share']:.1%}"),
+            )
+        )
+    rest = modules[top:]
+    if rest:
+        size, share = sum(r["wire_bytes"] for r in rest), sum(r["share"] for r in rest)
+        calls = f"{sum(r['calls'] for r in rest)} collectives"
+        rows.append(((f"{len(rest)} more", "", calls), (human_bytes(size), f"{share:.1%}")))
+    return Table(("module", "of", "collectives"), ("sends", "share"), rows)
+
+
+# -------------------------------------------------------------------------------------------------- values and modules
+def _values(answer: Document, width: int | None) -> Iterator[Styled]:
+    for i, value in enumerate(answer["values"]):
+        if i:
+            yield Styled("")
+        yield from _value(value, answer.get("stage"), width)
+
+
+def _value(value: Document, stage: int | None, width: int | None) -> Iterator[Styled]:
+    alike = f", {len(value['nodes'])} alike" if len(value["nodes"]) > 1 else ""
+    made = f" = {value['made']}" if value["made"] else ""
+    yield from _said(f"{value['name']} : {value['lies']}{made}{alike}", width, 0, "bold")
+    facts = [value["kind"], f"stage {stage}" if stage is not None else "", _where(value)]
+    yield from _said(", ".join(filter(None, facts)), width, 2)
+    if value["decided"]["by"] == "override":
+        yield from _said("decided by override {glob}={placement}".format(**value["decided"]), width, 2)
+    for axis in value["axes"]:
+        yield from _axis(axis, width)
+    if value["undecided_axes"]:
+        yield from _said(f"no choice on {', '.join(value['undecided_axes'])}", width, 2)
+    for key, title in (
+        ("wanted_otherwise", "others want it otherwise:"),
+        ("wants_otherwise", "it wants its operands otherwise:"),
+        ("because_of_it", "moves because of it:"),
+    ):
+        if value.get(key):
+            yield Styled(f"  {title}", "bold")
+            for move in value[key]:
+                yield from _move(move, width)
+
+
+def _axis(axis: Document, width: int | None) -> Iterator[Styled]:
+    together = f", {len(axis['together'])} nodes together" if len(axis["together"]) > 1 else ""
+    yield from _said(f"{axis['axis']}{axis['degree']}: {axis['chosen']}{together}", width, 2, "bold")
+    if axis["renames"]:
+        yield from _said("it only renames what its operand is: a price is that of having it so as well", width, 4)
+    rows = []
+    for each in axis["alternatives"]:
+        price, alone = each["price"], each["alone"]
+        chosen = "chosen" if each["chosen"] else _signed(price["bytes"]) if price else "impossible"
+        apart = "" if each["chosen"] else _signed(alone["bytes"]) if alone else "impossible"
+        moved = _signed(price["moved_bytes"]) if price and not each["chosen"] else ""
+        work = _signed(price["penalty_bytes"]) if price and not each["chosen"] else ""
+        rows.append(((f"  {each['option']}", each["rule"]), (chosen, moved, work, apart)))
+    table = Table(("  option", "by"), ("price", "moved", "not cut", "alone"), rows)
+    yield from table.lines(width)
+    for refused in axis["refused"]:
+        yield from _said(f"not {refused['option']}: {refused['reason']}", width, 4)
+
+
+def _signed(count: int) -> str:
+    return "0" if not count else ("+" if count > 0 else "-") + human_bytes(abs(count))
+
+
+def _move(move: Document, width: int | None) -> Iterator[Styled]:
+    times = f" (x{move['count']})" if move["count"] > 1 else ""
+    steps = ", then ".join(f"{s['kind']} on {s['axis']}" for s in move["steps"])
+    size = f", {human_bytes(move['wire_bytes'])}" if move["wire_bytes"] else ""
+    yield from _said(f"%{move['value']} : {move['have']} -> {move['wanted']}{times}", width, 4)
+    yield from _said(f"by {steps}{size}", width, 6)
+    if "cut_from" in move:
+        yield from _said(f"cut from {move['cut_from']}, which is there for others", width, 6)
+    if "terms" in move:
+        more = f" and {len(move['terms']) - MOST_NODES} more" if len(move["terms"]) > MOST_NODES else ""
+        yield from _said(f"partial sums of {_users(move['terms'][:MOST_NODES])}{more}", width, 6)
+    yield from _said(f"wanted by {_users(move['users'])}", width, 6)
+    if move["behind"]:
+        yield from _said(f"for {_users(move['behind'])}", width, 6)
+
+
+def _users(users: Sequence[Document]) -> str:
+    """`pow_1, mul_12 (layers.0.norm, model.py:33)`; nodes of one place together."""
+    places: dict[str, list[str]] = {}
+    for user in users:
+        places.setdefault(_where(user), []).append(user["node"])
+    return ", ".join(f"{_some(nodes)} ({where})" if where else _some(nodes) for where, nodes in places.items())
+
+
+def _some(nodes: Sequence[str]) -> str:
+    more = f" and {len(nodes) - MOST_NODES} more" if len(nodes) > MOST_NODES else ""
+    return ", ".join(nodes[:MOST_NODES]) + more
+
+
+def _where(place: Document) -> str:
+    return ", ".join(filter(None, (place["module"], place["source"], "backward" if place["backward"] else "")))
+
+
+def _module(answer: Document, width: int | None) -> Iterator[Styled]:
+    stage = f", stage {answer['stage']}" if "stage" in answer else ""
+    yield from _said(f"{answer['nodes']} ops, {sum(p['count'] for p in answer['params'])} parameters{stage}", width, 0)
+    if answer["params"]:
+        rows = []
+        for row in answer["params"]:
+            by = row["decided"]
+            text = f"override {by['glob']}={by['placement']}" if by["by"] == "override" else by["by"]
+            rows.append(((row["name"], f"x{row['count']}"), (row["lies"], text)))
+        yield from Table(("parameter", ""), ("lies", "decided by"), rows).lines(width)
+    size = sum(move["wire_bytes"] * move["count"] for move in answer["moves"])
+    yield Styled(f"  moves because of it, {human_bytes(size)}:" if answer["moves"] else "  nothing moves", "bold")
+    for move in answer["moves"]:
+        yield from _move(move, width)
+
+
+# --------------------------------------------------------------------------------------------------- the lowered graph
+def _collective(answer: Document, width: int | None) -> Iterator[Styled]:
+    stage = f" of stage {answer['stage']}" if "stage" in answer else ""
+    head = f"{answer['name']}: {answer['collective']} on {answer['axis']} in the {answer['part']}{stage}"
+    yield from _said(head, width, 0, "bold")
+    fused = f" in {answer['fused']} tensors" if answer["fused"] > 1 else ""
+    yield from _said(f"a rank puts in {answer['sent']}{fused}, sends {human_bytes(answer['wire_bytes'])}", width, 2)
+    facts = ", ".join(filter(None, (_where(answer),)))
+    yield from _said(f"moves {answer['what']}{f': {facts}' if facts else ''}", width, 2)
+    if answer["params"]:
+        verb = "reads" if answer["what"] == "activations" else "of"
+        yield from _said(f"{verb} {_some(answer['params'])}", width, 2)
+    yield from _said(f"added by {' and '.join(answer['added_by'])}", width, 2)
+    if answer.get("comes_from"):
+        yield Styled("  the reshard behind it:", "bold")
+        for move in answer["comes_from"]:
+            yield from _move(move, width)
+
+
+def _stored(answer: Document, width: int | None) -> Iterator[Styled]:
+    yield from _said("what the lowered graph says:", width, 0)
+
+
+def _passes(answer: Document, width: int | None) -> Iterator[Styled]:
+    for each in answer.get("passes", []):
+        stored = (
+            f": stored as {each['stored']}, {human_bytes(each['local_bytes'])} on a rank" if "stored" in each else ""
+        )
+        yield from _said(f"passes and {each['name']}{stored}", width, 2, "bold")
+        for row in each["added"]:
+            yield from _said(f"{' and '.join(row['pass'])}: {row['node']}, {row['what']}", width, 4)
+        if not each["added"]:
+            yield from _said("none adds anything for it", width, 4)
+
+
+_ANSWERS = {
+    "parameter": _values,
+    "node": _values,
+    "module": _module,
+    "collective": _collective,
+    "stored": _stored,
+}
+
+__all__ = ["report", "show"]
