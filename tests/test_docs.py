@@ -9,30 +9,30 @@ are checked for what they name. `toml` blocks are configurations of `fxpar train
 from __future__ import annotations
 
 import contextlib
-import doctest
 import io
 import json
+import re
 import runpy
 import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fxpar.cluster import ClusterSpec
 from fxpar.train.config import parse_config
 from tests.cli.helpers import fxpar
 from tests.docs.blocks import Block, find_blocks
-from tests.docs.pages import prepare, way_of
+from tests.docs.pages import RANKS, prepare, way_of
 from tests.docs.ranks import run_ranks
 from tests.docs.shell import check_command, commands, torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md"))]
-_SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MOST_RANKS = 4
 
 
@@ -52,7 +52,6 @@ class Page:
     names: dict[str, Any]
     blocks: list[Block]
     printed: str = ""
-    done: set[str] = field(default_factory=set)  # commands that ran
 
     def run(self) -> None:
         waiting: list[Block] = []  # blocks for ranks, until one comes that is not
@@ -78,23 +77,23 @@ class Page:
             raise AssertionError(f"docs {block.where}: {type(error).__name__}: {error}") from error
 
     def python(self, block: Block) -> None:
-        if block.title and self.is_started(block.title):
+        if block.title and self.is_used(block.title.removesuffix(".py")):
             compile(block.text, block.where, "exec")
             return
         said = io.StringIO()
-        with contextlib.redirect_stdout(said), on_path(self.folder):
+        with contextlib.redirect_stdout(said):
             run_text(block, self.names)
         self.printed = said.getvalue()
 
-    def is_started(self, script: str) -> bool:
-        """Whether a command of the page starts this script."""
-        return any(script in words for b in self.blocks if b.language == "sh" for words in commands(b.text))
+    def is_used(self, module: str) -> bool:
+        """Whether a command starts or reads this file, or another block imports it: then it runs there."""
+        word = re.compile(rf"(?:^\s*(?:from|import) |[ /]){module}(?:\.py\b| import\b|$)", re.MULTILINE)
+        return any(word.search(b.text) for b in self.blocks if b.language in ("sh", "console", "python"))
 
     def on_ranks(self, blocks: list[Block]) -> None:
         def body(rank: int) -> None:
-            with on_path(self.folder):
-                for block in blocks:
-                    run_text(block, self.names)
+            for block in blocks:
+                run_text(block, self.names)
 
         try:
             self.printed = run_ranks(blocks[0].ranks, body)[0]
@@ -103,23 +102,23 @@ class Page:
 
     def shell(self, block: Block) -> None:
         for words in commands(block.text):
-            self.command(words)
+            self.command(words, block.status)
 
     def console(self, block: Block) -> None:
         """`$ command` and what it prints."""
         for part in ("\n" + block.text).split("\n$ ")[1:]:
             command, _, wanted = part.partition("\n")
             for words in commands(command):
-                self.command(words)
+                self.command(words, block.status)
             if wanted.strip():
                 compare(wanted, self.printed, block.where)
 
-    def command(self, words: list[str]) -> None:
+    def command(self, words: list[str], status: int) -> None:
         check_command(words, self.folder)
         if words[0] == "torchrun":
             self.start(words[1:])
         elif words[0] == "fxpar":
-            self.fxpar(words[1:])
+            self.fxpar(words[1:], status)
 
     def start(self, words: list[str]) -> None:
         """Run a script of this page on as many ranks as the line says, if these are few and on one machine."""
@@ -128,24 +127,28 @@ class Page:
             return
 
         def body(_rank: int) -> None:
-            with on_path(self.folder):
-                runpy.run_path(str(self.folder / script), run_name="__main__")
+            runpy.run_path(str(self.folder / script), run_name="__main__")
 
         self.printed = run_ranks(ranks, body)[0]
 
-    def fxpar(self, words: list[str]) -> None:
+    def fxpar(self, words: list[str], expected: int) -> None:
         way = way_of(" ".join(words))
         if way is not None and way.how == "parsed":
             return
-        words = [*words, *(way.words if way else ())]
+        if way is not None:
+            at = next(i for i, word in enumerate(words) if re.match(r"hf:\w+@", word))
+            words = [*words[:at], *way.model.split(), *words[at + 1 :]]
         status, self.printed, said = fxpar(*words)
-        assert status == 0, f"fxpar {' '.join(words)} ended with {status}: {said or self.printed}"
+        assert status == expected, f"fxpar {' '.join(words)} ended with {status}: {said or self.printed}"
 
     def toml(self, block: Block) -> None:
         tables = tomllib.loads(block.text)
         if set(tables) <= {"project", "build-system", "tool"}:
             return
-        parse_config(block.text, block.where, "docs")
+        if "nodes" in tables:
+            ClusterSpec.from_dict(tables)
+        else:
+            parse_config(block.text, block.where, "docs")
 
     def output(self, block: Block) -> None:
         compare(block.text, self.printed, block.where)
@@ -159,8 +162,19 @@ def run_text(block: Block, names: dict[str, Any]) -> None:
 
 
 def compare(wanted: str, got: str, where: str) -> None:
-    same = doctest.OutputChecker().check_output(wanted.strip() + "\n", got.strip() + "\n", _SAME)
-    assert same, f"{where} shows\n{wanted}\nbut this was printed\n{got}"
+    assert shows(wanted, got), f"{where} shows\n{wanted}\nbut this was printed\n{got}"
+
+
+def shows(wanted: str, got: str) -> bool:
+    """Whether a page shows what was printed: a line `...` stands for any lines, `...` in a line for any characters;
+    blank lines and the width of gaps do not count.
+    """
+    pattern = ""
+    for line in filter(None, (" ".join(line.split()) for line in wanted.splitlines())):
+        inside = ".*".join(re.escape(part) for part in line.split("..."))
+        pattern += r"(?:.*\n)*?" if line == "..." else f"{inside}\n"
+    lines = filter(None, (" ".join(line.split()) for line in got.splitlines()))
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None
 
 
 @contextlib.contextmanager
@@ -193,8 +207,11 @@ HANDLERS = {
 def test_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     blocks = find_blocks(path, page)
+    if page in RANKS:
+        blocks = [replace(b, ranks=RANKS[page]) if b.language == "python" else b for b in blocks]
     if not blocks:
         return
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
-    Page(tmp_path, prepare(page, tmp_path), blocks).run()
+    with on_path(tmp_path):
+        Page(tmp_path, prepare(page, tmp_path), blocks).run()

@@ -1,8 +1,8 @@
 """The code blocks of a page, in order.
 
-A block is fenced, or it is an indented line that begins with a program's name. What stands behind the language in the
-fence (`title="train.py"`) is the name of a file; a comment right above the fence, `<!-- test: ranks=4 -->`, says how to
-run it. Nothing else on a page is code.
+A block is fenced (one without a language that begins with a program's name is a command), or it is an indented line
+that begins with a program's name. What stands behind the language in the fence (`title="train.py"`) names a file; a
+comment right above the fence, `<!-- test: ranks=4 -->`, says how to run it. Nothing else on a page is code.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ PROGRAMS = ("fxpar", "make", "torchrun", "python", "python3", "pip", "sbatch", "
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>[^`]*)$")
 _TITLE = re.compile(r'title="([^"]+)"')
 _DIRECTIVE = re.compile(r"^ *<!-- test: (.*?) -->$")
+PLAIN_COMMAND = re.compile(rf"(?:\$ )?(?:{'|'.join(PROGRAMS)}) \S")
 _COMMAND = re.compile(rf"^    (?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS)}) \S")
 
 
@@ -28,6 +29,7 @@ class Block:
     text: str
     title: str = ""
     ranks: int = 0
+    status: int = 0  # exit status of its commands
     skipped: str = ""  # why it is not run
 
     @property
@@ -59,6 +61,8 @@ def find_blocks(path: Path, page: str) -> list[Block]:
         title = _TITLE.search(rest)
         text = "\n".join(line[indent:] for line in lines[start:end])
         options = directive(lines[number - 1], f"{page}:{number}") if number else {}
+        if not language and PLAIN_COMMAND.match(text):
+            language = "console" if text.startswith("$ ") else "sh"
         blocks.append(Block(page, start + 1, language, text, title[1] if title else "", **options))
         number = end + 1
     return blocks
@@ -70,13 +74,13 @@ def blocks_end(blocks: list[Block], number: int) -> bool:
 
 
 def directive(line: str, where: str) -> dict:
-    """Options of `<!-- test: ranks=4 -->` or `<!-- test: skip=why -->`; {} for any other line."""
+    """Options of `<!-- test: ranks=4 -->`, `status=1` or `skip=why`; {} for any other line."""
     match = _DIRECTIVE.match(line)
     if match is None:
         return {}
     key, _, value = match[1].partition("=")
-    if key == "ranks" and value.isdecimal():
-        return {"ranks": int(value)}
+    if key in ("ranks", "status") and value.isdecimal():
+        return {key: int(value)}
     if key == "skip" and len(value.split()) >= 4:
         return {"skipped": value}
-    raise ValueError(f"{where}: {match[1]!r} is neither ranks=N nor skip=REASON (a sentence)")
+    raise ValueError(f"{where}: {match[1]!r} is none of ranks=N, status=N, skip=REASON (a sentence)")

@@ -6,6 +6,7 @@ WAYS: commands that would take minutes or start processes, each with the reason.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -13,13 +14,13 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.models import load
+from fxpar.models import LoadedModel, load
 
 ROOT = Path(__file__).resolve().parents[2]
 Namespace = dict[str, Any]
@@ -27,20 +28,26 @@ Namespace = dict[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """How a command that matches is tried: "shrunk" runs it with `words` added, "parsed" only looks at its words."""
+    """How a command that matches is tried: "parsed" looks at its words only; "swapped" runs it with the model that
+    matches replaced by `model`.
+    """
 
     pattern: str
-    how: str
+    how: Literal["parsed", "swapped"]
     reason: str
-    words: tuple[str, ...] = ()
+    model: str = ""
 
 
 WAYS = (
     Way(r"^train\b", "parsed", "starts a process per rank, seconds each; tests/cli/test_train.py trains"),
     Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
-    Way(r"hf:\w+@.*\bpp(2|4)\b", "shrunk", "a published size takes 20 CPU s", ("--set", "num_hidden_layers=4")),
-    Way(r"hf:\w+@", "shrunk", "a published size takes 20 CPU s", ("--set", "num_hidden_layers=1")),
+    Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "swapped", "a published size takes 20 CPU s", "llama --set layers=4"),
+    Way(r"hf:\w+@\w+", "swapped", "a published size takes 20 CPU s", "llama"),
 )
+
+
+# Pages whose Python starts with torchrun and that have no comments for tests.
+RANKS = {"README.md": 4}
 
 
 def way_of(command: str) -> Way | None:
@@ -91,19 +98,33 @@ def _your_model(names: Namespace, folder: Path) -> None:
     names.update(model=TinyModel(), batch=row(), MyModel=TinyModel, nn=nn, torch=torch, fxpar=fxpar)
 
 
-def _captured(names: Namespace, folder: Path) -> None:
+@functools.cache
+def _llama(layers: int) -> tuple[LoadedModel, fxpar.LogicalGraph]:
+    loaded = load("llama", options={"layers": str(layers)})
+    return loaded, fxpar.capture(loaded.model, loaded.loss_fn, loaded.example_batch, name="llama")
+
+
+def _captured(names: Namespace, folder: Path, layers: int = 1) -> None:
     _your_model(names, folder)
-    loaded = load("llama", options={"layers": "4"})
-    logical = fxpar.capture(loaded.model, loaded.loss_fn, loaded.example_batch, name="llama")
-    names.update(
-        model=loaded.model, logical=logical, params=loaded.params(), buffers=loaded.buffers(), batches=loaded.batches
+    loaded, logical = _llama(layers)
+    names.update(logical=logical, params=loaded.params(), buffers=loaded.buffers(), batches=loaded.batches[:1])
+
+
+def _staged(names: Namespace, folder: Path) -> None:
+    """Four layers for four stages; the model that is trained in two stages has two."""
+    _captured(names, folder, layers=4)
+    names.update(model=TinyModel(layers=2))
+
+
+def _readme(names: Namespace, folder: Path) -> None:
+    _module(
+        folder,
+        "mine",
+        """
+        from tests.docs.pages import TinyModel as MyModel, mini_batch
+        loader = [mini_batch(seed) for seed in range(2)]
+        """,
     )
-
-
-def _strategies(names: Namespace, folder: Path) -> None:
-    from fxpar.torch_api import kernels  # noqa: F401 - what a rank has imported
-
-    _captured(names, folder)
 
 
 def _hot(names: Namespace, folder: Path) -> None:
@@ -126,24 +147,24 @@ def _module(folder: Path, name: str, text: str) -> None:
     sys.modules.pop(name, None)
 
 
-def _cluster_file(names: Namespace, folder: Path) -> None:
-    (folder / "cluster.json").write_text(
-        fxpar.ClusterSpec().to_json() if hasattr(fxpar.ClusterSpec, "to_json") else "{}"
-    )
-
-
 def _nothing(names: Namespace, folder: Path) -> None:
     """Pages that bring all that they need."""
 
 
+def _resume(names: Namespace, folder: Path) -> None:
+    _module(folder, "my_model", "from tests.docs.pages import TinyModel as MyModel, mini_batch")
+
+
 SETUPS: dict[str, Callable[[Namespace, Path], None]] = {
     "capture.md": _your_model,
-    "strategies.md": _strategies,
-    "pipeline.md": _captured,
+    "strategies.md": _captured,
+    "pipeline.md": _staged,
     "precision.md": _captured,
     "hot_switching.md": _hot,
     "torchtitan.md": _captured,
     "passes.md": _captured,
+    "resume.md": _resume,
+    "README.md": _readme,
 }
 
 

@@ -25,10 +25,10 @@ _SBATCH = {
 
 def commands(text: str) -> Iterator[list[str]]:
     """The commands of a block as words: continued lines joined, comments, prompts and assignments left out."""
-    joined = re.sub(r"\\\n\s*", " ", text)
+    joined = re.sub(r"\$\([^)]*\)", "VALUE", re.sub(r"\\\n\s*", " ", text))
     for raw in joined.splitlines():
         line = raw.removeprefix("$ ")
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|()")
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split, lexer.commenters = True, "#"
         words: list[str] = []
         for word in [*lexer, ";"]:
@@ -38,7 +38,7 @@ def commands(text: str) -> Iterator[list[str]]:
                 if words:
                     yield words
                 words = []
-            else:
+            elif word != "...":  # stands for further words
                 words.append(word)
 
 
@@ -48,7 +48,7 @@ class CommandError(AssertionError):
 
 def check_command(words: Sequence[str], folder: Path) -> None:
     """Check what a command names. `folder` is where it is run; names are also looked up in the repository."""
-    program, rest = Path(words[0]).name, list(words[1:])
+    program, rest = words[0].rpartition("/")[2] or words[0], list(words[1:])
     if program not in CHECKS:
         raise CommandError(f"unknown program {program!r}; add it to CHECKS in {Path(__file__).name}")
     CHECKS[program](rest, folder)
