@@ -116,7 +116,7 @@ def _advice(name: str, need: Need) -> str:
     """What to do: run the pass that makes it so, or dump the graph as it is right before the pass."""
     ladder = ["annotate", *(step.name for step in default_passes())]
     if name not in ladder:
-        return "It is no step of the lowering"
+        return f"Run {need.maker} first" if need.maker else "The runtime runs it on the body of a step"
     place = f"ump the model with --after {ladder[ladder.index(name) - 1]}, which comes before it"
     return f"Run {need.maker} first, or d{place}" if need.maker else f"D{place}"
 

@@ -6,7 +6,7 @@ import json
 import time
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any
 
@@ -98,10 +98,10 @@ def make_pass(name: str, options: Sequence[str]) -> GraphPass:
             raise PassOptionError(name, key, f"there is none of this name{nearest(key, known) or ';'} {has}")
     hints = typing.get_type_hints(cls) if known else {}
     values = {key: _value(name, key, text, hints[key]) for key, text in given.items()}
-    try:
-        step: object = cls(**values) if isinstance(cls, type) else cls
-    except TypeError as error:  # narrow_gradients has an option that must be given
-        raise PassOptionError(name, ", ".join(known), f"give it with --set ({error})") from error
+    missing = [k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING and k not in given]
+    if missing:
+        raise PassOptionError(name, missing[0], f"it has no default; give it with --set {missing[0]}=VALUE")
+    step: object = cls(**values) if isinstance(cls, type) else cls
     if not isinstance(step, GraphPass):
         raise PassContractError(name, "it does not change an annotated graph")
     return step

@@ -146,8 +146,7 @@ def _canonical(place: Place, section: Section) -> Iterable[str]:
 def _diff(place: Place, blocks: list[str], old: Section, new: Section) -> SectionDiff:
     lines: list[tuple[Mark, str]] = []
     removed = added = changed = 0
-    matcher = SequenceMatcher(None, [line.name for line in old], [line.name for line in new], autojunk=False)
-    for tag, i, i_end, j, j_end in matcher.get_opcodes():
+    for tag, i, i_end, j, j_end in _alignment([line.name for line in old], [line.name for line in new]):
         if tag != "equal":
             removed, added = removed + i_end - i, added + j_end - j
             lines.extend(("-", line.text) for line in old[i:i_end])
@@ -160,3 +159,10 @@ def _diff(place: Place, blocks: list[str], old: Section, new: Section) -> Sectio
                 changed += 1
                 lines.extend((("-", left.text), ("+", right.text)))
     return SectionDiff(place, tuple(blocks), tuple(lines), removed, added, changed)
+
+
+def _alignment(old: list[str], new: list[str]) -> Iterator[tuple[str, int, int, int, int]]:
+    """The opcodes of difflib, which finds other matches when the sides are swapped: here they stay the same."""
+    swapped = new < old
+    for tag, i, i_end, j, j_end in SequenceMatcher(None, *sorted((old, new)), autojunk=False).get_opcodes():
+        yield (tag, j, j_end, i, i_end) if swapped else (tag, i, i_end, j, j_end)
