@@ -8,6 +8,7 @@ from typing import Any
 
 from fxpar.cli.console import human_bytes, plain_table, stdout_console
 from fxpar.cli.request import check_output, to_json, write_output
+from fxpar.cli.source import Source
 from fxpar.cli.switch import layouts_of, same_world
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import PlannerError
@@ -20,18 +21,15 @@ from fxpar.switch.planners import NAMES
 class OrderRequest:
     """The words of the command line; `first` fixes the first graph."""
 
-    model: str
+    model: Source
     strategies: tuple[str, ...]
     cluster: str
     planner: str = "relay"
-    dtype: str = "bf16"
     first: str | None = None
     gradients: Gradients = "chain"
     by: Objective = "bytes"
     keep_gb: float = 0.0
     json: str | None = None
-    options: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
 
 
 def run_order(request: OrderRequest) -> None:
@@ -39,11 +37,11 @@ def run_order(request: OrderRequest) -> None:
     if request.planner not in NAMES:
         raise PlannerError(request.planner, NAMES)
     cluster = ClusterSpec.from_file(request.cluster)
-    strategies = same_world(request.strategies, request.overrides, cluster)
+    strategies = same_world(request.model, request.strategies, cluster)
     first = None if request.first is None else str(Strategy.parse(request.first))
     if request.json is not None:
         check_output(request.json)
-    layouts = layouts_of(request.model, request.options, request.dtype, strategies)
+    layouts = layouts_of(request.model, strategies)
     begun = time.process_time()
     keep_bytes = int(request.keep_gb * 1e9)
     search = OrderSearch(layouts, cluster, request.planner, request.gradients, keep_bytes, request.by)
@@ -64,7 +62,7 @@ def run_order(request: OrderRequest) -> None:
     if request.json is not None:
         write_output(request.json, to_json(document))
     if request.json != "-":
-        _show(request.model, {"as given": given, "best, same first": same_first, "best": best}, document)
+        _show(request.model.model, {"as given": given, "best, same first": same_first, "best": best}, document)
 
 
 def _show(model: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:

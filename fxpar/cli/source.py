@@ -157,7 +157,7 @@ def load_meta(source: Source) -> LoadedModel:
 def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T]) -> T:
     """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values.
 
-    A build that captures has to do so through `read_logical`, else it is made again each time.
+    A build that captures has to call `note_files` (`read_logical` does), else it is made again each time.
     """
     if not source.cache:
         return build()
@@ -174,13 +174,18 @@ def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T]) 
     return value
 
 
+def note_files(source: Source, model: LoadedModel) -> None:
+    """Tell the cache what the model that was just captured comes from, and its batches."""
+    if source.cache:
+        cache = CaptureCache.of_user(_words(source))
+        cache.write(cache.note(model_files(model, source.model)), {"kind": "batches"}, _batches(model))
+
+
 def _captured(source: Source) -> LogicalGraph:
     def build() -> LogicalGraph:
         model = load_meta(source)
         graph = capture_model(model)
-        if source.cache:
-            cache = CaptureCache.of_user(_words(source))
-            cache.write(cache.note(model_files(model, source.model)), {"kind": "batches"}, _batches(model))
+        note_files(source, model)
         return graph
 
     return from_cache(source, {"kind": "logical"}, build)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from rich.table import Table
 
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
-from fxpar.cli.request import check_output, collected_warnings, load_model, parse_strategies, to_json, write_output
+from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.source import Source, from_cache, load_meta, note_files, read_logical
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import PlannerError
 from fxpar.models.load import parse_dtype
 from fxpar.strategy import Strategy
-from fxpar.switch.analytic import ModelShapes, model_shapes
+from fxpar.switch.analytic import ModelShapes, ParamInfo, graph_shapes, model_shapes
 from fxpar.switch.api import plan_switch
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan, node_links
@@ -28,15 +28,12 @@ MOST_LINKS = 8
 class SwitchRequest:
     """The words of the command line."""
 
-    model: str
+    model: Source
     source: str
     target: str
     cluster: str
     planner: str = "auto"
-    dtype: str = "bf16"
     json: str | None = None
-    options: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
 
 
 def run_switch(request: SwitchRequest) -> None:
@@ -44,42 +41,52 @@ def run_switch(request: SwitchRequest) -> None:
     if request.planner not in NAMES:
         raise PlannerError(request.planner, NAMES)
     cluster = ClusterSpec.from_file(request.cluster)
-    strategies = same_world([request.source, request.target], request.overrides, cluster)
+    strategies = same_world(request.model, [request.source, request.target], cluster)
     if request.json is not None:
         check_output(request.json)
-    layouts = layouts_of(request.model, request.options, request.dtype, strategies)
+    layouts = layouts_of(request.model, strategies)
     plan = plan_switch(layouts[0], layouts[1], cluster, request.planner)
     plan.verify()
     if request.json is not None:
         write_output(request.json, to_json(plan.to_json()))
     if request.json != "-":
-        _show(request.model, plan)
+        _show(request.model.model, plan)
 
 
-def same_world(texts: Sequence[str], overrides: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
+def same_world(model: Source, texts: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
     """The strategies; all of one world size, which the cluster has. Raises StrategySyntaxError, WorldSizeError, ..."""
-    strategies = parse_strategies(texts, overrides, None)
+    strategies = model.strategies(tuple(texts))
     for strategy in strategies:
         strategy.check_world(strategies[0].world)
     cluster.require(strategies[0].world)
     return strategies
 
 
-def layouts_of(model: str, options: Sequence[str], dtype: str, strategies: Sequence[Strategy]) -> list[ParamLayout]:
-    """The layout of a model under each strategy. Weights are never allocated."""
+def layouts_of(source: Source, strategies: Sequence[Strategy]) -> list[ParamLayout]:
+    """The layout of a model under each strategy, in the dtype of the source. Weights are never allocated."""
     notes: list[str] = []
-    wire = parse_dtype(SHORT_DTYPES.get(dtype, dtype))
+    wire = parse_dtype(SHORT_DTYPES.get(source.dtype, source.dtype))
     with stderr_console().status("") as status, collected_warnings(notes):
-        status.update(f"reading the shapes of {model}")
-        shapes = shapes_of(model, options, wire)
-        return [shapes.layout(strategy) for strategy in strategies]
+        status.update(f"reading the shapes of {source.model}")
+        shapes = shapes_of(replace(source, dtype=str(wire).removeprefix("torch.")))
+        return [shapes.layout(strategy).with_dtype(wire) for strategy in strategies]
 
 
-def shapes_of(model: str, options: Sequence[str], wire: torch.dtype) -> ModelShapes:
-    """Shapes of a model of the command line. Raises what `fxpar.models.load` and `fxpar.capture` raise."""
-    name = str(wire).removeprefix("torch.")
-    loaded = load_model(model, options, name, None, device="meta")
-    return model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, loaded.name)
+def shapes_of(source: Source) -> ModelShapes:
+    """Shapes of a model, or of the graph of a file. Raises what `fxpar.models.load` and `fxpar.capture` raise."""
+    if source.is_file:
+        return graph_shapes(read_logical(source))
+    name, params, count, logical = from_cache(source, {"kind": "shapes"}, lambda: _read_shapes(source))
+    return ModelShapes(name, {fqn: ParamInfo(*fields) for fqn, fields in params.items()}, count, logical)
+
+
+def _read_shapes(source: Source) -> tuple:
+    """The fields of ModelShapes as plain values, which the cache keeps."""
+    loaded = load_meta(source)
+    shapes = model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, loaded.name)
+    note_files(source, loaded)
+    params = {fqn: (info.shape, info.dtype, info.layers) for fqn, info in shapes.params.items()}
+    return shapes.name, params, shapes.layer_count, shapes.logical
 
 
 def _show(model: str, plan: SwitchPlan) -> None:

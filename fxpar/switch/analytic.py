@@ -13,7 +13,9 @@ several stages per rank, stage s is on block s % pp.
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +33,7 @@ from fxpar.switch.layout import Block, ParamLayout, PlacedParam
 from fxpar.tracer import capture
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_FIRST_NUMBER = re.compile(r"^(.*?)\.(\d+)\.")
 LossFn = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
@@ -142,6 +145,33 @@ def model_shapes(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
     else:
         logical = capture(model, loss_fn, example_batch, name=name)
     return ModelShapes(name, params, len(layers), logical)
+
+
+def graph_shapes(logical: LogicalGraph) -> ModelShapes:
+    """The same from a graph of the whole model. Its repeated layers are the numbered modules with most parameters."""
+    sizes: dict[str, int] = defaultdict(int)
+    numbers: dict[str, set[int]] = defaultdict(set)
+    infos = list(logical.params())
+    for info in infos:
+        match = _FIRST_NUMBER.match(info.fqn)
+        if match:
+            sizes[match[1]] += math.prod(map(int, info.meta.shape))
+            numbers[match[1]].add(int(match[2]))
+    repeated = [prefix for prefix in sizes if len(numbers[prefix]) > 1]
+    prefix = max(repeated, key=sizes.__getitem__, default="")
+    count = 1 + max(numbers[prefix]) if prefix else 0
+    layer, params = -1, {}
+    for info in infos:
+        places = []
+        for fqn in (info.fqn, *info.aliases):
+            match = _FIRST_NUMBER.match(fqn)
+            if match and match[1] == prefix:
+                layer = int(match[2])
+                places.append(layer)
+            else:
+                places.append(-1 if layer < 0 and fqn == info.fqn else count)
+        params[info.fqn] = ParamInfo(tuple(map(int, info.meta.shape)), info.meta.dtype, tuple(places))
+    return ModelShapes(logical.name, params, count, logical)
 
 
 def _repeated_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from fxpar.cli.options import Cluster, Debug, Gradients, Model, Objective, Override, Set
+from fxpar.cli.options import Cluster, Debug, Gradients, Json, ModelOrGraph, NoCache, Objective, Override, Set
 
 EXAMPLES = ("fxpar order llama -s dp4,dp2.tp2,tp4 --cluster c.toml",)
 
 
 def order_command(
-    model: Model,
+    model: ModelOrGraph,
     strategies: Annotated[
         str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies of the graphs of a mini-batch.")
     ],
@@ -27,26 +27,25 @@ def order_command(
         float, typer.Option(min=0, help="Memory per device (1e9 bytes) for copies of earlier graphs as sources.")
     ] = 0.0,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and gradients on the wire.")] = "bf16",
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write all numbers; - is stdout.")] = None,
+    json: Json = None,
     set_: Set = [],  # noqa: B006
     override: Override = [],  # noqa: B006
+    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Find the order in which the graphs of a mini-batch switch cheapest. Weights are never allocated."""
     from fxpar.cli.order import OrderRequest, run_order
+    from fxpar.cli.source import Source
 
     request = OrderRequest(
-        model=model,
+        model=Source(model, dtype, options=tuple(set_), overrides=tuple(override), cache=not no_cache),
         strategies=tuple(strategies.split(",")),
         cluster=cluster,
         planner=planner,
-        dtype=dtype,
         first=first,
         gradients=gradients.value,
         by=by.value,
         keep_gb=keep_gb,
         json=json,
-        options=tuple(set_),
-        overrides=tuple(override),
     )
     run_order(request)

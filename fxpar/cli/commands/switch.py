@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from fxpar.cli.options import Cluster, Debug, Model, Override, Set
+from fxpar.cli.options import Cluster, Debug, Json, ModelOrGraph, NoCache, Override, Set
 
 EXAMPLES = ("fxpar switch llama --from pp2 --to tp2 --cluster c.toml",)
 
 
 def switch_command(
-    model: Model,
+    model: ModelOrGraph,
     source: Annotated[str, typer.Option("--from", metavar="S1", help="Strategy before, such as pp2.tp16.")],
     target: Annotated[str, typer.Option("--to", metavar="S2", help="Strategy after, such as dp8.tp4.")],
     cluster: Cluster,
@@ -20,12 +20,15 @@ def switch_command(
         str, typer.Option(metavar="P", help="first_come, round_robin, hotspa, relay, or auto: the fastest of them.")
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="Dtype of the weights on the wire.")] = "bf16",
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the plan's numbers; - is stdout.")] = None,
+    json: Json = None,
     set_: Set = [],  # noqa: B006
     override: Override = [],  # noqa: B006
+    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
+    from fxpar.cli.source import Source
     from fxpar.cli.switch import SwitchRequest, run_switch
 
-    run_switch(SwitchRequest(model, source, target, cluster, planner, dtype, json, tuple(set_), tuple(override)))
+    read = Source(model, dtype, options=tuple(set_), overrides=tuple(override), cache=not no_cache)
+    run_switch(SwitchRequest(read, source, target, cluster, planner, json))
