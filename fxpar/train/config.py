@@ -137,6 +137,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nan: Literal["error", "skip"] = "error"
     tensorboard: bool = True
+    report: bool = True
 
 
 SECTIONS: dict[str, type] = {

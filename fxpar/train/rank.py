@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from fxpar.errors import DeviceCountError, FxparWarning, OutputError, StrategyWorldsError
+from fxpar.errors import DeviceCountError, FxparWarning, OutputError, StrategyWorldsError, VizDependencyError
 from fxpar.monitor import Monitor
 from fxpar.strategy import Strategy
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
@@ -26,6 +26,7 @@ from fxpar.train.loop import Hooks, run_steps
 from fxpar.train.metrics import EventsFile, MetricsFile, finite
 from fxpar.train.preflight import preflight
 from fxpar.train.records import StepRecord, Totals
+from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
 from fxpar.train.summary import summary_lines
@@ -136,17 +137,26 @@ def _train(job: Job, place: Place) -> Outcome:
     records: list[StepRecord] = []
     saved: list[Path] = []
     stopped = _run(session, place, records, saved)
+    parts = None
+    if config.run.report:
+        place.monitor.phase("collect the report")
+        parts = collect(session)
     last = str(saved[-1]) if saved else None
     if place.rank == 0 and records:
         totals = Totals.of(records)
         for line in summary_lines(totals):
             place.say(line)
         _write_summary(config.folder, {"run": totals.to_json()})
+    comparison = None
+    if job.compare is not None and not stopped:
+        comparison = _compare(job, session, prepared, place, records)
+    if parts is not None:
+        _report(config, place, parts, comparison)
     if stopped:
         place.say(f"stopped after step {session.step}. " + _how_to_resume(last))
         return Outcome("interrupted", session.step, last)
-    if job.compare is not None:
-        _compare(job, session, prepared, place, records)
+    if comparison is not None:
+        check_agreement(comparison)
     place.say(f"metrics  {config.folder / 'metrics.jsonl'}" + (f"\nweights  {last}" if last else ""))
     return Outcome("done", session.step, last)
 
@@ -224,8 +234,10 @@ def _outputs(config: TrainConfig, step: int, place: Place) -> list[MetricsFile |
     return found
 
 
-def _compare(job: Job, session: TrainSession, prepared: Prepared, place: Place, records: list[StepRecord]) -> None:
-    """Train once more under one strategy, on the same batches from the same weights. Raises CompareError."""
+def _compare(
+    job: Job, session: TrainSession, prepared: Prepared, place: Place, records: list[StepRecord]
+) -> Comparison | None:
+    """Train once more under one strategy, on the same batches from the same weights; None if that was stopped."""
     assert job.compare is not None
     config = static_config(job.config, job.compare)
     place.say(f"\nthe same {len(records)} steps under {job.compare} alone")
@@ -237,13 +249,24 @@ def _compare(job: Job, session: TrainSession, prepared: Prepared, place: Place, 
     stopped = _run(other, place, static, [], files=False)
     if stopped or len(static) < 2:
         place.say("stopped: no comparison")
-        return
+        return None
     comparison = Comparison.of(records, static, job.compare, config.precision.narrowest)
     if place.rank == 0:
         for line in comparison_lines(comparison):
             place.say(line)
         _write_summary(config.folder, {"run": Totals.of(records).to_json(), "comparison": comparison.to_json()})
-    check_agreement(comparison)
+    return comparison
+
+
+def _report(config: TrainConfig, place: Place, parts: ReportParts, comparison: Comparison | None) -> None:
+    """Rank 0 writes `report.html` and `trace.json`; a run does not fail for want of plotly."""
+    place.monitor.phase("write the report")
+    try:
+        path = write_report(config.folder, config.name, parts, None if comparison is None else comparison.to_json())
+    except VizDependencyError as error:
+        place.say(f"no {REPORT}: {error}", "dim")
+    else:
+        place.say(f"report   {path}")
 
 
 def _how_to_resume(checkpoint: str | None) -> str:

@@ -21,6 +21,7 @@ from fxpar.train.loop import Training
 from fxpar.train.model import build_model
 from fxpar.train.optimize import make_optimizer, make_schedule
 from fxpar.train.text import Prepared, held_out_sequences, make_loader, open_tokens
+from fxpar.train.traces import StepTraces
 
 
 @dataclass
@@ -133,16 +134,19 @@ def open_session(
         timeout_s=config.run.timeout_s,
         monitor=monitor if monitor is not None else False,
         seed=config.run.seed,
+        record=config.run.report,
     )
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
     training = Training(model, loader, optimizer, scheduler, config.optimizer.clip, config.run.nan)
+    training.traces = StepTraces() if config.run.report else None
     return TrainSession(
         config, training, model, loader, count, time.perf_counter() - begun, held_out_sequences(held_out, config)
     )
 
 
 def static_config(config: TrainConfig, strategy: str) -> TrainConfig:
-    """The same run under one strategy: own packing and own token budget."""
+    """The same run under one strategy: own packing and own token budget, and no report."""
     engine = replace(config.engine, token_budget=None, token_budgets={}, order=None)
-    return replace(config, strategies=((config.strategies[-1][0], strategy),), engine=engine)
+    strategies = ((config.strategies[-1][0], strategy),)
+    return replace(config, strategies=strategies, engine=engine, run=replace(config.run, report=False))

@@ -10,7 +10,7 @@ from fxpar.pipeline_graph import PipelineGraph
 from fxpar.viz.viewed import Viewed
 
 FORMAT, VERSION = "fxpar view", 1
-TABS = ("graph", "mesh", "timeline", "memory", "run")  # in the order of the page
+TABS = ("run", "graph", "mesh", "timeline", "memory")  # in the order of the page
 
 
 def view_document(

@@ -140,6 +140,7 @@ window.fxpar = (() => {
       margin: { l: 56, r: 16, t: 12, b: 40 },
       hoverlabel: { bgcolor: value("--raised"), bordercolor: value("--line-strong"),
         font: { family: value("--mono"), size: 12, color: value("--ink") }, align: "left" },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: value("--soft"), activecolor: value("--accent") },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
       ...layout,
     };

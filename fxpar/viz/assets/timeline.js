@@ -24,7 +24,6 @@
   const state = { step: 0, chosen: null, strategy: null, sameScale: false };
 
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const modebar = () => ({ bgcolor: "rgba(0,0,0,0)", color: style("--soft"), activecolor: style("--accent") });
   const at = (term, [tokens, squares]) => term[0] + term[1] * tokens + term[2] * squares;
 
   // The colour of compute, lighter or darker towards the ink of the page.
@@ -108,7 +107,6 @@
       el("span", { class: "soft" }, `${ms(timeline.end_ms)} for the step${hidden}`)), chart);
     plot(chart, traces, {
       barmode: "overlay", dragmode: "zoom", height: 70 + ROW * (rows.length + 1), margin: { l: 84, r: 12, t: 30, b: 34 },
-      modebar: modebar(),
       uniformtext: { minsize: 10, mode: "hide" }, hovermode: "closest", bargap: 0,
       xaxis: { range: [0, end * 1.005], ticksuffix: " ms", rangemode: "nonnegative", showgrid: true },
       yaxis: { autorange: "reversed", tickvals: [0, ...rows], ticktext: ["groups", ...timeline.lanes.map((lane) => lane.name)],
@@ -266,7 +264,6 @@
     const silent = found.rows.every((row) => row.kind === "compute");
     plot(chart, insideTraces(found.rows), {
       barmode: "overlay", dragmode: "zoom", height: silent ? 140 : 164, margin: { l: 84, r: 12, t: 30, b: 34 },
-      modebar: modebar(),
       uniformtext: { minsize: 9, mode: "hide" }, hovermode: "closest", bargap: 0,
       xaxis: { range: [0, found.total * 1.005], ticksuffix: " ms" },
       yaxis: { range: [silent ? 1.6 : 2.6, -0.6], tickvals: [0, 1, 2], ticktext: ["modules", "compute", "collectives"], fixedrange: true,

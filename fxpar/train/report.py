@@ -1,0 +1,191 @@
+"""`report.html` and `trace.json` of a run: what was measured, beside what was predicted.
+
+The parts that need the engine are read off it before a comparison replaces it (`ReportParts.of`); the files are written
+at the very end.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpar import __version__
+from fxpar.batching.profile import Rates
+from fxpar.errors import FxparError, OutputError
+from fxpar.pipeline_graph import TrainGraph
+from fxpar.runtime.engine import Engine
+from fxpar.runtime.micro import replica_of
+from fxpar.runtime.options import figures
+from fxpar.runtime.session import Session
+from fxpar.runtime.spans import GroupRun
+from fxpar.train.metrics import METRICS
+from fxpar.train.session import TrainSession
+from fxpar.train.traces import StepSpans, gathered
+from fxpar.viz.chrome_trace import chrome_trace
+from fxpar.viz.document import view_document
+from fxpar.viz.inside import Inside
+from fxpar.viz.measured import measured_step
+from fxpar.viz.page import page_html
+from fxpar.viz.run import run_section
+from fxpar.viz.step import Planned, StepGroup, predict_step
+from fxpar.viz.timeline import ShownStep, optimizer_ms, timeline_section
+from fxpar.viz.viewed import Viewed
+
+REPORT, TRACE = "report.html", "trace.json"
+MOST_NODES = (
+    20_000  # of all strategies together; larger graphs take longer than half a minute, and are left to `fxpar viz`
+)
+Section = Callable[[Sequence[Viewed]], "dict[str, Any] | None"]
+
+
+@dataclass(frozen=True)
+class ReportParts:
+    """What the report needs of a run beside its metrics; plain data."""
+
+    views: tuple[Viewed, ...]
+    rates: Rates
+    insides: Mapping[str, Inside]
+    steps: tuple[ShownStep, ...]
+    environment: tuple[str, ...]
+    notes: list[str] = field(default_factory=list)
+
+
+def collect(session: TrainSession) -> ReportParts | None:
+    """The parts on rank 0, None on the others; all ranks call it."""
+    traces = session.training.traces
+    steps = [] if traces is None else gathered(traces)
+    if not steps:
+        return None
+    fxpar: Session = session.model.fxpar_session
+    rates = rates_of(fxpar)
+    insides = {name: Inside(program, rates) for name, program in fxpar.programs.items()}
+    last = steps[0][0].groups
+    return ReportParts(
+        views=tuple(_view(fxpar, name, program, last) for name, program in fxpar.programs.items()),
+        rates=rates,
+        insides=insides,
+        steps=tuple(_shown(fxpar.engine, insides, ranks, i) for i, ranks in enumerate(steps)),
+        environment=_environment(session, fxpar),
+    )
+
+
+def rates_of(session: Session) -> Rates:
+    """What the engine predicts with."""
+    known = figures(session.engine.device)
+    tflops = session.options.device_tflops or known.tflops
+    return Rates(session.engine.cluster, tflops, known.memory_gb_per_s, known.launch_us)
+
+
+def _view(session: Session, name: str, program: TrainGraph, last: Sequence[GroupRun]) -> Viewed:
+    """A strategy with micro-batches as large as its token budget, and as many as it ran last."""
+    engine = session.engine
+    budget = max(g.token_budget for g, other in zip(engine.groups, engine.names, strict=True) if other == name)
+    runs = max((len(r) for g in last if g.strategy == name for r in g.micro_batches), default=None)
+    sizes = {"T": budget} if any(dim.name == "T" for dim in program.dims) else {}
+    return Viewed(name, program, session.compiled.logical, program, engine.cluster, sizes, runs)
+
+
+def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSpans], position: int) -> ShownStep:
+    """A step as it was predicted for the very micro-batches that ran, and as each rank recorded it."""
+    planned: list[Planned] = []
+    visited: list[str] = []
+    for run in ranks[0].groups:
+        name = run.strategy
+        filled = engine.switching.is_filled(name, visited)
+        switch, reduction = engine.switching.schedule.plan(name, visited), engine.gradients.plan(name)
+        group = StepGroup(
+            f"≤ {run.limit:,}",
+            name,
+            run.micro_batches,
+            0 if filled else switch.intra_node_bytes + switch.inter_node_bytes,
+            reduction.intra_node_bytes + reduction.inter_node_bytes,
+        )
+        switch_ms = 1e3 * engine.switching.predicted_s(name, visited)
+        planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s))
+        visited.append(name)
+    programs = [insides[one.group.strategy].program for one in planned]
+    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], planned[0].inside.rates))
+    replicas = [[replica_of(program, rank) for program in programs] for rank in range(len(ranks))]
+    measured = measured_step(predicted.groups, [one.spans for one in ranks], replicas)
+    return ShownStep(f"Step {ranks[0].step}, the {('last', 'slowest')[position]} one", predicted, measured)
+
+
+def _environment(session: TrainSession, fxpar: Session) -> tuple[str, ...]:
+    config, device = session.config, fxpar.engine.device
+    threads = "1 thread" if config.run.threads == 1 else f"{config.run.threads} threads"
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} each"
+    return (
+        f"{config.model.name}, {session.parameters:,} parameters",
+        f"{config.world} ranks on {kind}",
+        f"torch {torch.__version__}, Python {platform.python_version()}",
+    )
+
+
+def write_report(folder: Path, name: str, parts: ReportParts, comparison: Mapping[str, Any] | None = None) -> Path:
+    """Write both files; gives the path of the page. Raises OutputError, VizDependencyError (without plotly)."""
+    timelines = {
+        f"{one.source}, {step.title.lower()}": one
+        for step in parts.steps
+        for one in (step.measured, step.predicted)
+        if one is not None
+    }
+    _write(folder / TRACE, json.dumps(chrome_trace(timelines, parts.insides)))
+    steps = read_metrics(folder)
+    sections: dict[str, dict[str, Any] | None] = {
+        "run": run_section(steps, comparison=comparison, environment=parts.environment),
+        "timeline": timeline_section(parts.views, parts.rates, parts.steps, parts.insides),
+        **_model_sections(parts),
+    }
+    made_with = f"fxpar {__version__}"
+    document = view_document(f"run {name}", parts.views, sections, made_with=made_with, notes=parts.notes)
+    _write(folder / REPORT, page_html(document))
+    return folder / REPORT
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The steps of the run, those before a resume included; a half-written last line is left out."""
+    steps = []
+    for line in (folder / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            steps.append(json.loads(line))
+        except ValueError:
+            continue
+    return steps
+
+
+def _model_sections(parts: ReportParts) -> dict[str, dict[str, Any] | None]:
+    """The tabs of `fxpar viz`; one that cannot be made leaves a note on the page."""
+    nodes = sum(view.graph.node_count for view in parts.views)
+    if nodes > MOST_NODES:
+        parts.notes.append(f"{nodes:,} nodes are too many for the graph in a report; fxpar viz shows it.")
+        return {}
+    from fxpar.viz.graph_view import graph_section
+    from fxpar.viz.memory import memory_section
+    from fxpar.viz.mesh import mesh_section
+
+    made: dict[str, Section] = {
+        "graph": graph_section,
+        "mesh": mesh_section,
+        "memory": partial(memory_section, rates=parts.rates),
+    }
+    found: dict[str, dict[str, Any] | None] = {}
+    for name, section in made.items():
+        try:
+            found[name] = section(parts.views)
+        except FxparError as error:
+            parts.notes.append(f"no {name}: {error}")
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(str(path), error) from error

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+from fxpar.viz.chrome_trace import chrome_trace
+from tests.viz.steps import STRATEGIES, inside, predicted, shown_step
+
+INSIDES = {strategy: inside(strategy) for strategy in STRATEGIES}
+
+
+def complete(trace):
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def test_events_are_sorted_and_do_not_overlap_on_a_track():
+    trace = json.loads(json.dumps(chrome_trace(predicted(), INSIDES), allow_nan=False))
+    events = complete(trace)
+    assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
+    assert all(e["dur"] >= 0 and e["name"] for e in events)
+    by_track = {}
+    for event in events:
+        by_track.setdefault((event["pid"], event["tid"]), []).append(event)
+    for track in by_track.values():
+        for before, after in itertools.pairwise(track):
+            assert before["ts"] + before["dur"] <= after["ts"] + 2e-3
+
+
+def test_a_process_per_lane_with_names():
+    timeline = predicted()
+    trace = chrome_trace(timeline, INSIDES)
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {lane.ranks[0]: str(lane) for lane in timeline.lanes}
+    assert {e["pid"] for e in complete(trace)} == set(names)
+    threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert threads == {"groups", "step", "inside (predicted)"}
+
+
+def test_what_is_inside_fills_its_micro_batch():
+    trace = complete(chrome_trace(predicted(), INSIDES))
+    first = next(e for e in trace if e["cat"] == "micro_batch" and e["pid"] == 0)
+    mine = [
+        e
+        for e in trace
+        if (e["pid"], e["tid"]) == (0, 2) and first["ts"] <= e["ts"] < first["ts"] + first["dur"] - 1e-3
+    ]
+    assert abs(sum(e["dur"] for e in mine) - first["dur"]) < 1e-3 * (len(mine) + 1)
+    assert {"all_gather", "reduce_scatter", "compute"} <= {e["cat"] for e in mine}
+    assert all(e["args"]["bytes"] >= 0 for e in mine)
+
+
+def test_measured_and_predicted_are_processes_of_their_own():
+    step = shown_step()
+    trace = chrome_trace({"measured": step.measured, "predicted": step.predicted}, INSIDES)
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert list(names.values())[:5] == [f"measured: rank {r}" for r in range(4)] + [
+        f"predicted: {predicted().lanes[0]}"
+    ]
+    assert min(pid for pid, name in names.items() if name.startswith("predicted")) == 4
+
+
+def test_few_events_inside_of_large_steps(monkeypatch):
+    monkeypatch.setattr("fxpar.viz.chrome_trace.MOST_INSIDE", 200)
+    assert 0 < sum(e["tid"] == 2 for e in complete(chrome_trace(predicted(), INSIDES))) <= 200

@@ -1,0 +1,184 @@
+"""Steps as spans: nothing overlaps, sums are the planner's, pipelines run as their schedule does on paper."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from fxpar.batching.cost import group_cost
+from fxpar.batching.pipeline_cost import pipeline_cost
+from fxpar.batching.profile import node_costs
+from fxpar.batching.work import Polynomial
+from fxpar.runtime.pipeline import plan_pipeline
+from fxpar.schedule import Costs, simulate
+from fxpar.viz.inside import ACTION_PARTS, Inside, block_of
+from fxpar.viz.step import Lane
+from fxpar.viz.timeline import timeline_section
+from tests.viz.steps import RATES, inside, planned, predicted, program, shown_step, views
+
+ARGUMENTS = {"memory_gb_per_s": RATES.memory_gb_per_s, "launch_us": RATES.launch_us}
+
+
+def lanes_of(timeline):
+    for lane in range(len(timeline.lanes)):
+        yield sorted((s for s in timeline.spans if s.lane == lane), key=lambda s: s.start_ms)
+
+
+@pytest.mark.parametrize("timeline", [predicted(), shown_step().measured], ids=["predicted", "measured"])
+def test_spans_of_a_lane_never_overlap(timeline):
+    for spans in lanes_of(timeline):
+        assert spans
+        for before, after in itertools.pairwise(spans):
+            assert before.start_ms <= before.end_ms <= after.start_ms + 1e-9
+        assert [s.group for s in spans] == [*sorted(s.group for s in spans[:-1]), -1]
+
+
+@pytest.mark.parametrize("strategy", ["dp2.tp2+sp", "dp4+zero2", "cp4"])
+def test_calls_add_up_to_the_cost_of_a_group(strategy):
+    cost = group_cost(program(strategy), RATES.cluster, RATES.device_tflops, **ARGUMENTS)
+    total = sum((node.seconds for node in node_costs(program(strategy), RATES)), Polynomial())
+    assert (float(total.c0), float(total.c1), float(total.c2)) == (
+        cost.fixed_s,
+        cost.per_token_s,
+        cost.per_square_s,
+    )
+    lengths = (100, 30)
+    rows = inside(strategy).parts[0, "body"].rows
+    assert sum(row.ms.at(lengths) for row in rows) == pytest.approx(1e3 * cost.seconds(lengths))
+    assert inside(strategy).ms(0, "body", lengths) == pytest.approx(1e3 * cost.seconds(lengths))
+
+
+def test_calls_of_a_pipeline_add_up_to_its_cost_but_for_messages():
+    pipeline = program("pp2.dp2")
+    cost = pipeline_cost(pipeline, RATES.cluster, RATES.device_tflops, **ARGUMENTS)
+    lengths = (4096,)
+    found = inside("pp2.dp2")
+    busy = [
+        sum(found.ms(s.index, part, lengths) for part in ("forward", "backward"))
+        + sum(found.send_ms(s.index, what, lengths) for what in ("activation", "gradient"))
+        for s in pipeline.stages
+    ]
+    assert max(busy) == pytest.approx(1e3 * cost.seconds(lengths))
+
+
+def test_micro_batches_take_what_the_planner_predicts():
+    timeline = predicted()
+    cost = group_cost(program("dp2.tp2+sp"), RATES.cluster, RATES.device_tflops, **ARGUMENTS)
+    long, short = (next(i for i, lane in enumerate(timeline.lanes) if lane.replicas[0] == r) for r in (0, 1))
+    for lane, expected in ((long, [(100, 20), (64,)]), (short, [(90,)])):
+        mine = [s for s in timeline.spans if s.lane == lane and s.group == 0 and s.kind == "micro_batch"]
+        assert [s.end_ms - s.start_ms for s in mine] == pytest.approx([1e3 * cost.seconds(n) for n in expected])
+    times = timeline.group_ms(0)
+    assert times["switch"] == 0.5
+    assert times["reduce"] == 0.25
+    start, end = timeline.group_window(0)
+    assert end - start == pytest.approx(
+        0.75 + 1e3 * (cost.seconds((100, 20)) + cost.seconds((64,))) + inside("dp2.tp2+sp").once_ms("epilogue")
+    )
+
+
+def test_pipeline_spans_are_those_of_the_schedule():
+    timeline, found = predicted(), inside("pp2.dp2")
+    replica = timeline.groups[1].micro_batches[0]
+
+    def ms(action):
+        return found.ms(action.stage, ACTION_PARTS[action.part], replica[action.micro_batch])
+
+    def transfer_ms(transfer):
+        return found.send_ms(transfer.stage, transfer.what, replica[transfer.micro_batch])
+
+    costs = Costs(forward_ms=ms, backward_ms=ms, transfer_ms=transfer_ms)
+    expected = simulate(plan_pipeline(program("pp2.dp2"), len(replica)), costs)
+    begin = min(s.start_ms for s in timeline.spans if s.group == 1 and s.kind == "F")
+    for position, rank in ((0, 0), (1, 2)):
+        lane = next(i for i, one in enumerate(timeline.lanes) if rank in one.ranks)
+        mine = [s for s in timeline.spans if (s.lane, s.group) == (lane, 1) and s.kind in ACTION_PARTS]
+        assert [(s.kind, s.micro_batch, s.stage) for s in mine] == [
+            (s.action.part, s.action.micro_batch, s.action.stage) for s in expected.spans[position]
+        ]
+        assert [s.start_ms - begin for s in mine] == pytest.approx([s.start_ms for s in expected.spans[position]])
+        assert [s.end_ms - begin for s in mine] == pytest.approx([s.end_ms for s in expected.spans[position]])
+
+
+def test_halves_of_a_backward():
+    found = Inside(program("pp2.tp2+zb_h1"), RATES)
+    assert {name for _, name in found.parts} == {"prologue", "forward", "input_part", "weight_part", "epilogue"}
+
+
+def test_lock_step_waits_for_the_slowest_replica():
+    timeline = predicted()
+    starts = {}
+    for span in timeline.spans:
+        if span.group == 2 and span.kind == "micro_batch":
+            starts.setdefault(span.micro_batch, []).append(span)
+    first, second = starts[0], starts[1]
+    assert {s.start_ms for s in first} == {first[0].start_ms}
+    assert len(first) == 3  # the fourth replica has nothing to do
+    assert {s.start_ms for s in second} == {max(s.end_ms for s in first)}
+
+
+def test_equal_ranks_share_a_lane():
+    section = timeline_section(views("dp2.tp2+sp", "pp2.dp2"), RATES)
+    lanes = section["steps"][0]["timelines"][0]["lanes"]
+    assert [lane["name"] for lane in lanes] == ["ranks 0-1", "ranks 2-3"]
+    assert str(Lane((0, 1, 4, 7), ())) == "ranks 0-1,4,7"
+    assert str(Lane(tuple(range(0, 64, 2)), ())) == "ranks 0.. (32)"
+
+
+def test_section_of_views():
+    section = timeline_section(views())
+    (step,) = section["steps"]
+    assert [group["strategy"] for group in step["groups"]] == ["dp2.tp2+sp", "pp2.dp2", "dp4+zero2"]
+    assert step["groups"][0]["replicas"] == [[[512, 2 * 256 * 256, 2]] * 3] * 2  # two rows
+    (timeline,) = step["timelines"]
+    assert timeline["source"] == "predicted"
+    assert timeline["groups"][0]["switch"] > 0 < timeline["groups"][0]["reduce"]
+    assert timeline["optimizer"] > 0
+    assert len(section["inside"]["pp2.dp2"]["stages"]) == 2
+    assert set(section["inside"]["pp2.dp2"]["stages"][0]) == {"forward", "backward"}
+    assert "TFLOP/s" in section["assumed"][0]
+    assert json.loads(json.dumps(section, allow_nan=False)) == section
+    assert timeline_section([]) is None
+
+
+def test_strategies_on_other_numbers_of_ranks_get_steps_of_their_own():
+    section = timeline_section(views("dp2.tp2+sp", "tp2"), RATES)
+    assert [step["title"] for step in section["steps"]] == ["A step under dp2.tp2+sp", "A step under tp2"]
+
+
+def test_measured_beside_predicted():
+    section = timeline_section(views(), RATES, [shown_step()])
+    (step,) = section["steps"]
+    predicted_json, measured = step["timelines"]
+    assert (predicted_json["source"], measured["source"]) == ("predicted", "measured")
+    assert [lane["name"] for lane in measured["lanes"]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    for one, two in zip(predicted_json["groups"], measured["groups"], strict=True):
+        assert two["run"] == pytest.approx(2 * one["run"])
+
+
+def test_more_lanes_than_are_shown(monkeypatch):
+    monkeypatch.setattr("fxpar.viz.timeline.MOST_LANES", 3)
+    section = timeline_section(views(), RATES, [shown_step()])
+    measured = section["steps"][0]["timelines"][1]
+    assert (len(measured["lanes"]), measured["hidden_lanes"]) == (3, 1)
+    assert {span[0] for span in measured["spans"]} == {0, 1, 2}
+
+
+def test_a_group_without_switch_has_no_such_span():
+    assert not [s for s in predicted().spans if s.group == 1 and s.kind == "switch"]
+    assert planned("dp2.tp2+sp", [[8]], [[8]]).group.tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("fqn", "depth", "block"),
+    [
+        ("layers.3.attention.q_proj", 2, "layers.3.attention"),
+        ("model.layers.3.mlp.up", 1, "model.layers.3"),
+        ("model.embed.table.x", 2, "model.embed"),
+        ("", 2, ""),
+    ],
+)
+def test_blocks(fqn, depth, block):
+    assert block_of(fqn, depth) == block
