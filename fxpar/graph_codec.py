@@ -14,7 +14,6 @@ The pool holds each placement, type, expression ... once: an 8B model has ten th
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from fxpar.exec_graph import ExecGraph, Part, Stored
 from fxpar.graph import AnnotatedGraph, Dim, Input, LogicalGraph, Output, TensorMeta, dim_symbol
 from fxpar.mesh import Mesh
 from fxpar.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.serialize import target_from_name, target_name
+from fxpar.serialize import OpOverload, target_from_name, target_name
 from fxpar.strategy import Pipeline, Remat, Strategy
 from fxpar.torch_api.expressions import expression_classes
 
@@ -39,6 +38,7 @@ CLASSES = {
     cls.__name__: cls
     for cls in (*POOLED, Remat, Pipeline, Part, LogicalGraph, AnnotatedGraph, ExecGraph, StageProgram, PipelineGraph)
 }
+_OWN_MODULES, _ARITHMETIC = ("fxpar.ops.", "fxpar.markers"), ("operator", "math")
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _EXPRESSIONS = expression_classes()
 _EXPRESSION_NAMES = {cls: name for name, cls in _EXPRESSIONS.items()}
@@ -192,11 +192,16 @@ class Decoder:
         return graph
 
     def _target(self, name: str) -> Any:
-        """The op or function. Only modules of fxpar are imported for a file: it may be anybody's."""
+        """The op or function: an op of torch, arithmetic, or one of fxpar's own. A file may be anybody's, and `check`
+        runs what it holds.
+        """
         if name not in self._targets:
-            module = name.partition(":")[0]
-            known = module == "operator" or module.startswith("fxpar.") or module in sys.modules
-            if ":" in name and not known:
-                raise GraphFormatError(f"function {name!r} is in a module that is not imported here")
-            self._targets[name] = target_from_name(name)
+            module, _, function = name.partition(":")
+            own = module.startswith(_OWN_MODULES) or module in _ARITHMETIC or name.startswith("torch:sym_")
+            if function and not own:
+                raise GraphFormatError(f"function {name!r} is none that graphs are made of")
+            found = target_from_name(name)
+            if not function and not isinstance(found, OpOverload):
+                raise GraphFormatError(f"{name!r} is no op of torch")
+            self._targets[name] = found
         return self._targets[name]

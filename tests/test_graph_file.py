@@ -1,0 +1,193 @@
+"""Graph files: what is read equals what was written, and a file that cannot be read says why."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+
+import pytest
+import sympy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from fxpar.annotate import annotate
+from fxpar.dist_config import DistConfig
+from fxpar.errors import GraphFileError, GraphFormatError, OutputError
+from fxpar.graph import TensorMeta, dim_symbol
+from fxpar.graph_codec import Decoder, Encoder
+from fxpar.graph_file import Origin, kind_of, load_graph, load_origin, read_header, save_graph
+from fxpar.lowering import lower
+from fxpar.mesh import Mesh
+from fxpar.printer import format_graph
+from fxpar.strategy import Strategy
+from tests.captured import gpt, llama, odd
+
+
+def again(graph, folder):
+    save_graph(folder / "g.fxpar", graph)
+    return load_graph(folder / "g.fxpar")
+
+
+@pytest.mark.parametrize("model", [llama, gpt, lambda: odd("counter")])
+def test_a_logical_graph_comes_back(model, tmp_path):
+    graph = model().graph
+    read = again(graph, tmp_path)
+    assert format_graph(read, fold=False) == format_graph(graph, fold=False)
+    for field in ("inputs", "outputs", "dims", "name", "timings"):
+        assert getattr(read, field) == getattr(graph, field)
+    assert [n.meta for n in read.gm.graph.nodes if n.op != "output"] == [
+        n.meta for n in graph.gm.graph.nodes if n.op != "output"
+    ]
+    assert all(torch.equal(read.constants[name], value) for name, value in graph.constants.items())
+
+
+@pytest.mark.parametrize("text", ["tp2+sp+remat", "cp2", "dp2.cp2.tp2+sp+zero3", "pp2.dp2+zb_h1"])
+def test_a_lowered_graph_comes_back(text, tmp_path):
+    program = lower(llama().graph, text)
+    read = again(program, tmp_path)
+    assert format_graph(read, fold=False) == format_graph(program, fold=False)
+    assert read.fingerprint() == program.fingerprint()
+    assert read.passes == program.passes
+    assert read.params() == program.params()
+
+
+def test_an_annotated_graph_comes_back_and_goes_on(tmp_path):
+    """With all that later passes read of a node."""
+    graph = annotate(llama().graph, Strategy.parse("dp2.tp2+sp"))
+    read = again(graph, tmp_path)
+    assert kind_of(read) == "annotated"
+    assert format_graph(read, fold=False) == format_graph(graph, fold=False)
+    for ours, theirs in zip(read.graph.nodes, graph.graph.nodes, strict=True):
+        assert ours.meta.keys() == theirs.meta.keys()
+
+
+def test_what_a_graph_is_checked_against(tmp_path):
+    graph, batch = llama().graph, {"input_ids": torch.arange(6).view(1, 6)}
+    save_graph(tmp_path / "g.fxpar", lower(graph, "tp2"), Origin(graph, (batch,)))
+    origin = load_origin(tmp_path / "g.fxpar")
+    assert format_graph(origin.logical) == format_graph(graph)
+    assert torch.equal(origin.batches[0]["input_ids"], batch["input_ids"])
+    save_graph(tmp_path / "g.fxpar", graph)
+    assert load_origin(tmp_path / "g.fxpar") is None
+
+
+SIZES = st.recursive(
+    st.integers(1, 9) | st.sampled_from([dim_symbol("T"), dim_symbol("B")]),
+    lambda inner: (
+        st.tuples(inner, inner).map(lambda p: p[0] * p[1] + 1)
+        | st.tuples(inner, inner).map(lambda p: sympy.Max(p[0], p[1]))
+        | inner.map(lambda e: sympy.floor(sympy.sympify(e) / 2) + 1)
+    ),
+    max_leaves=5,
+)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5)
+VALUES = st.recursive(
+    PLAIN | SIZES | st.sampled_from([torch.float32, torch.bfloat16, torch.strided, torch.preserve_format]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.lists(SIZES, max_size=3).map(lambda sizes: TensorMeta(tuple(sizes), torch.float32))
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_any_value_comes_back(value):
+    encoder = Encoder()
+    root = json.loads(json.dumps(encoder.encode(value), allow_nan=False))
+    read = Decoder(json.loads(json.dumps(encoder.pool, allow_nan=False)), encoder.tensors).decode(root)
+    assert read == value
+    assert type(read) is type(value) or isinstance(value, sympy.Integer)
+
+
+def test_equal_values_are_stored_once():
+    encoder = Encoder()
+    meta = DistConfig.replicated(Mesh((("tp", 2),)), 2)
+    encoder.encode([meta] * 50)
+    size = len(encoder.pool)
+    encoder.encode(DistConfig.replicated(Mesh((("tp", 2),)), 2))
+    assert len(encoder.pool) == size
+
+
+def test_what_has_no_form_is_refused():
+    with pytest.raises(GraphFormatError, match="no form for"):
+        Encoder().encode(object())
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        (["?"], "tag '\\?'"),
+        (["torch", "load"], "torch.load is no dtype"),
+        (["c", "Path"], "'Path' is not known"),
+        (["c", "Dim", ["size", 1]], "fields of Dim are others"),
+        (["e", "exec", "1"], "'exec' is not known"),
+        (["g", ["call_function", "x", "os:system", ["t", "ls"], ["d"], []]], "'os:system' is none"),
+        (["g", ["call_function", "x", "torch:load", ["t", "x"], ["d"], []]], "'torch:load' is none"),
+        (["g", ["call_function", "x", "load_library", ["t", "x"], ["d"], []]], "'load_library' is no op"),
+        (["g", ["call_function", "x", "not_there_at_all:f", ["t"], ["d"], []]], "is none that graphs"),
+        (["g", ["call_function", "x", "aten.no_such_op.default", ["t"], ["d"], []]], "not available here"),
+    ],
+)
+def test_a_file_of_a_stranger_executes_nothing(root, message):
+    with pytest.raises(GraphFormatError, match=message):
+        Decoder([], []).decode(root)
+
+
+def changed(path, header=None, body=None):
+    """The file with another header or graph."""
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    if header:
+        contents["header.json"] = json.dumps({**json.loads(contents["header.json"]), **header}).encode()
+    if body is not None:
+        contents["graph.json"] = body
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+
+
+def test_bad_files(tmp_path):
+    path = tmp_path / "g.fxpar"
+
+    def says(text):
+        with pytest.raises(GraphFileError, match=re.escape(text)) as info:
+            load_graph(path)
+        assert str(path) in str(info.value)
+
+    says("there is no such file")
+    path.write_text("not a graph")
+    says("it is no graph file")
+    save_graph(path, llama().graph)
+    assert read_header(path)["kind"] == "logical"
+    changed(path, header={"version": 2, "fxpar": "9.1"})
+    says("fxpar 9.1 wrote it in version 2 of the format, this fxpar reads version 1. Dump it again")
+    changed(path, header={"version": 1, "format": "other"})
+    says("it is no graph of fxpar")
+    save_graph(path, llama().graph)
+    changed(path, body=b'{"pool": [], "root": 3}')
+    says("its content is not what was written")
+    path.write_bytes(path.read_bytes()[:-200])
+    says("it is no graph file, or not all of it is there")
+    path.unlink()
+    path.mkdir()
+    says("it cannot be read")
+    with pytest.raises(OutputError, match="no/folder"):
+        save_graph("no/folder/g.fxpar", llama().graph)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    graph = llama().graph
+    node = next(iter(graph.gm.graph.nodes))
+    node.meta["odd"] = fx.Graph.python_code
+    try:
+        with pytest.raises(GraphFormatError):
+            save_graph(tmp_path / "g.fxpar", graph)
+    finally:
+        del node.meta["odd"]
+    assert list(tmp_path.iterdir()) == []
