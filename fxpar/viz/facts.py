@@ -20,7 +20,7 @@ from fxpar.graph import TensorMeta
 from fxpar.printer import PrintedPart, op_name, parts, type_of
 from fxpar.viz.viewed import GPU, Viewed, wire_bytes, wire_ms
 
-MANY = 12  # longer lists of arguments are shortened
+MANY = 12  # longer lists of numbers are shortened
 END = 2**62  # slices to the end are written with a huge number
 
 
@@ -171,8 +171,10 @@ def argument_text(value: Any, number: Mapping[fx.Node, int | str], operands: lis
         operands.append(number[value])
         return "{}"
     if isinstance(value, list | tuple):
-        words = [argument_text(v, number, operands) for v in value[:MANY]]
-        return f"[{', '.join(words)}{f', ... {len(value) - MANY} more' if len(value) > MANY else ''}]"
+        words = [argument_text(v, number, operands) for v in value]
+        if len(words) > MANY and not any(isinstance(v, fx.Node) for v in value):
+            words[MANY:] = [f"... {len(words) - MANY} more"]
+        return f"[{', '.join(words)}]"
     if isinstance(value, torch.dtype):
         return short_dtype(value)
     if isinstance(value, int) and value >= END:

@@ -8,9 +8,9 @@ more than its first copy.
                 by number and wire null or [kind, axis, bytes, ms, fused], operands [[k | "name"]] where k > 0 is the
                 node k before and ".weight" a parameter of the node's own module, drawings [{items, layers, edges}],
                 sums [{nodes, flops, ms, wires: [[kind, axis, count, bytes, ms]]}]
-    by_strategy graphs  [{name, rows, operands, fqns: [[string, count]], inputs: [[name, type, bytes]], results}]
-                parts   [{id, title, about, stage, graph, modules: [[name, first node, drawing, sums, params]]}]
-                params  [[fqn, placed type, local type, local bytes]]
+    by_strategy graphs  [{name, rows, operands, fqns: [[string, count]], inputs: [[name, type, bytes, kind]], results}]
+                parts   [{id, title, about, stage, graph, modules: [[name, first node, drawing, sums]]}]
+                params  [[fqn, placed type, local type, local bytes, stage]]
 
 Modules stand parents first. Items of a drawing are ["m", k] (the module k places on), ["r", title, drawing, nodes...],
 ["n", node], ["i", name], ["o", label, node]; nodes count from the module's first.
@@ -19,7 +19,6 @@ Modules stand parents first. Items of a drawing are ["m", k] (the module k place
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -106,11 +105,18 @@ def directions(part: PartFacts) -> dict[str, list[int]]:
 def _params(view: Viewed, program: Program) -> list[list[Any]]:
     """How each parameter is stored on the ranks of the program."""
     dims = view.dims()
-    return [
-        [info.fqn, stored.dist.describe(stored.meta.shape), str(stored.local), stored.local.numel(dims) * size]
-        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
-        if info.kind == "param" and (size := stored.local.dtype.itemsize)
-    ]
+    stage = stage_of(program)
+    rows = []
+    for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
+        if info.kind == "param":
+            nbytes = stored.local.numel(dims) * stored.local.dtype.itemsize
+            rows.append([info.fqn, stored.dist.describe(stored.meta.shape), str(stored.local), nbytes, stage])
+    return rows
+
+
+def stage_of(program: Program) -> int | None:
+    """The number of a pipeline stage; None for a whole model."""
+    return program.index if isinstance(program, StageProgram) else None
 
 
 @dataclass
@@ -123,8 +129,8 @@ class _Part:
     tables: Tables
 
     def __post_init__(self) -> None:
-        kinds = {info.fqn: info.kind for info in self.program.inputs}
-        self.inputs = {name: node for name, node in self.part.inputs.items() if kinds.get(name) in SHOWN_INPUTS}
+        self.kinds = {info.fqn: info.kind for info in self.program.inputs}
+        self.inputs = {name: node for name, node in self.part.inputs.items() if self.kinds.get(name) in SHOWN_INPUTS}
         self.sizes = {name: value_bytes(node, self.view) for name, node in self.part.inputs.items()}
 
     def graph(self) -> dict[str, Any]:
@@ -136,7 +142,7 @@ class _Part:
             "rows": [self.tables.rows(self._row(node)) for node in nodes],
             "operands": [self.tables.operands(self._operands(i, node)) for i, node in enumerate(nodes)],
             "fqns": [[strings(fqn), len(list(run))] for fqn, run in groupby(node.fqn for node in nodes)],
-            "inputs": [[name, type_of(node), self.sizes[name]] for name, node in self.inputs.items()],
+            "inputs": [[name, type_of(node), self.sizes[name], self.kinds[name]] for name, node in self.inputs.items()],
             "results": [result for result in self.part.results if isinstance(result, int)],
         }
 
@@ -147,7 +153,7 @@ class _Part:
         modules = list(tree.walk())
         place = {id(module): i for i, module in enumerate(modules)}
         title, about = TITLES.get(name, (name, ""))
-        stage = self.program.index if isinstance(self.program, StageProgram) else None
+        stage = stage_of(self.program)
         return {
             "id": name if stage is None else f"stage{stage}.{name}",
             "title": title,
@@ -247,14 +253,11 @@ class _Part:
         return None
 
     def run_title(self, numbers: Sequence[int]) -> str:
-        """What a run of nodes is for: its most expensive op, else its most frequent one."""
+        """What a run of nodes is for: its most expensive op that computes, else its first that communicates."""
         nodes = [self.part.nodes[number] for number in numbers]
-        best = max(nodes, key=lambda node: (node.flops, node.wire.nbytes if node.wire else 0))
-        if best.flops or best.wire:
-            return best.op
-        return (
-            Counter(node.op for node in nodes if node.ms).most_common(1)[0][0] if any(n.ms for n in nodes) else best.op
-        )
+        best = max(nodes, key=lambda node: (node.flops, node.ms if node.wire is None else 0))
+        moving = next((node for node in nodes if node.wire), best)
+        return best.op if best.flops or (best.ms and best.wire is None) else moving.op
 
 
 def value_bytes(node: Any, view: Viewed) -> int:

@@ -49,7 +49,7 @@ def page_html(document: dict[str, Any]) -> str:
 def embedded(document: dict[str, Any]) -> str:
     """JSON that can stand inside of a script element. Raises ValueError for infinities and NaN."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    return text.replace("<", "\\u003c")
 
 
 def asset(name: str) -> str:

@@ -63,6 +63,7 @@
   function make(box) {
     const element = el("div", { class: `box ${box.kind}`, "data-key": box.key, "data-kind-of-box": box.kind,
       "data-fqn": box.fqn || null, "data-node": box.node ? box.node.name : null });
+    if (box.kind === "module" && blocks(box).length > 1) element.classList.add("stack");
     box.element = element;
     box.head = pressable(el("div", { class: "head", role: "button" }), () => press(box));
     element.append(box.head);
@@ -89,9 +90,16 @@
 
   function headOf(box) {
     if (box.kind === "node") return nodeHead(box.node);
-    if (box.kind === "input") return [el("span", { class: "name" }, box.name), placed(box.input.type)];
+    if (box.kind === "input") return inputHead(box.input);
     if (box.kind === "output") return [el("span", { class: "name" }, box.name), chip("send", bytes(box.node.bytes))];
     return moduleHead(box);
+  }
+
+  // What comes from another stage says from which one.
+  function inputHead(input) {
+    const step = { received: -1, received_grad: 1 }[input.kind];
+    return [el("span", { class: "name" }, input.name), placed(input.type),
+      step ? chip("send", `from stage ${shown.part.stage + step}`) : null];
   }
 
   function nodeHead(node) {
@@ -125,7 +133,7 @@
 
   function paramLine(box) {
     if (box.kind !== "module" || direction(shown.part) === "backward") return null;
-    const params = shown.strategy.paramsOf(box.fqn);
+    const params = shown.strategy.paramsOf(box.fqn, shown.part.stage);
     if (!params.length) return null;
     const own = params.filter((param) => !param.fqn.slice(box.fqn.length + 1).includes("."));
     if (own.length === params.length && own.length <= 2) {
@@ -161,6 +169,7 @@
 
   // Edges between single nodes say what they carry when they are pointed at, others always.
   function label([path, sent, , , wire], children) {
+    if (wire && children[path[0]].node?.wire) return ""; // its box says so already
     if (wire) return `${fxpar.code(wire[0])} ${bytes(wire[1])} · ${ms(wire[2])}`;
     const ends = [children[path[0]], children[path.at(-1)]];
     return ends.every((end) => end.kind === "node" || end.kind === "input") || !sent ? "" : bytes(sent);

@@ -18,7 +18,7 @@ fxpar.graph = (() => {
       this.view = view;
       this.parts = view.parts.map((part) => new Part(this, part));
       this.decoded = new Map();
-      this.params = view.params.map(([fqn, type, local, bytes]) => ({ fqn, type, local, bytes }));
+      this.params = view.params.map(([fqn, type, local, bytes, stage]) => ({ fqn, type, local, bytes, stage }));
     }
 
     graph(number) {
@@ -26,9 +26,9 @@ fxpar.graph = (() => {
       return this.decoded.get(number);
     }
 
-    // Parameters of a module and of all below it.
-    paramsOf(fqn) {
-      return fqn ? this.params.filter((param) => param.fqn.startsWith(`${fqn}.`)) : this.params;
+    // Parameters of a module and of all below it, on a pipeline stage.
+    paramsOf(fqn, stage) {
+      return this.params.filter((param) => param.stage === stage && (!fqn || param.fqn.startsWith(`${fqn}.`)));
     }
   }
 
@@ -54,7 +54,7 @@ fxpar.graph = (() => {
       for (const operand of new Set(node.operands)) if (typeof operand !== "string") operand.users.push(node);
     });
     for (const index of graph.results) nodes[index].leaves = true;
-    const inputs = new Map(graph.inputs.map(([name, type, bytes]) => [name, { name, type, bytes }]));
+    const inputs = new Map(graph.inputs.map(([name, type, bytes, kind]) => [name, { name, type, bytes, kind }]));
     return { nodes, inputs };
   }
 
@@ -159,15 +159,17 @@ fxpar.graph = (() => {
     }
   }
 
-  // Nodes and modules that match a glob, or have the text in their name, op or FQN.
+  // Modules and nodes that match a glob over FQNs, ops and FQN.op; without * and ? those that have the text in their FQN,
+  // op or name, or end with it.
   function search(part, text) {
     const glob = /[*?]/.test(text);
-    const escaped = text.replace(/[.+^${}()|[\]\\]/g, "\\$&");
-    const pattern = glob ? new RegExp(`^${escaped.replaceAll("*", ".*").replaceAll("?", ".")}$`, "i") : new RegExp(escaped, "i");
-    const modules = part.modules().filter((box) => pattern.test(box.fqn));
-    const nodes = part.nodes().filter((node) =>
-      pattern.test(node.op) || pattern.test(node.name) || (glob && pattern.test(`${node.fqn}.${node.op}`)));
-    return [...modules.map((box) => ({ box })), ...nodes.map((node) => ({ node }))];
+    const escaped = text.replace(/[.+^${}()|[\]\\]/g, "\\$&").replaceAll("*", ".*").replaceAll("?", ".");
+    const pattern = new RegExp(glob ? `^${escaped}$` : escaped, "i");
+    const end = new RegExp(`${escaped}$`, "i");
+    const place = (node) => `${node.fqn}.${node.op}`;
+    const matches = (node) => pattern.test(node.op) || pattern.test(node.name) || (glob ? pattern : end).test(place(node));
+    return [...part.modules().filter((box) => pattern.test(box.fqn)).map((box) => ({ box })),
+      ...part.nodes().filter(matches).map((node) => ({ node }))];
   }
 
   return { strategyData, search };

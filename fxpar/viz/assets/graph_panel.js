@@ -32,8 +32,8 @@
       facts([["nodes", count(sums.nodes)], ["FLOPs", sums.flops ? `${flops(sums.flops)} per rank` : ""],
         ["predicted", time(sums)]]),
       traffic(sums),
-      params(part.strategy.params),
       legend(),
+      params(part.strategy.paramsOf("", part.stage)),
     ];
   }
 
@@ -45,7 +45,7 @@
       facts([["nodes", count(box.sums.nodes)], ["FLOPs", box.sums.flops ? `${flops(box.sums.flops)} per rank` : ""],
         ["predicted", time(box.sums)]]),
       traffic(box.sums),
-      box.kind === "module" ? params(part.strategy.paramsOf(box.fqn)) : null,
+      box.kind === "module" ? params(part.strategy.paramsOf(box.fqn, part.stage)) : null,
       inside.length ? section("Inside", el("ul", { class: "links" }, inside.map((child) => link(child.name, () => go(part, child))))) : null,
     ];
   }

@@ -1,0 +1,30 @@
+"""What is around the sections."""
+
+from __future__ import annotations
+
+from fxpar.cluster import ClusterSpec
+from fxpar.viz import Viewed, assumed_cluster, view_document
+from tests.viz.shown import viewed
+
+
+def test_head():
+    views = [viewed("dp2.tp2+sp"), viewed("pp2.tp2")]
+    document = view_document("llama", views, {"memory": {"m": 1}, "graph": {"g": 1}, "run": None}, made_with="fxpar 9")
+    assert document["strategies"] == ["dp2.tp2+sp", "pp2.tp2"]
+    assert list(document["sections"]) == ["graph", "memory"]  # in the order of the tabs, without empty ones
+    head = dict(map(tuple, document["about"]["pp2.tp2"]))
+    assert head["mesh"] == "pp 2 × tp 2"
+    assert head["stages"] == "2 (1f1b)"
+    assert head["micro-batches"] == "2"
+    assert head["cluster"].startswith("1 × 4 devices")
+    assert head["cluster"].endswith("(assumed)")
+
+
+def test_the_clusters_of_a_view():
+    assert assumed_cluster(3).world == 3
+    assert (assumed_cluster(12).nodes, assumed_cluster(12).devices_per_node) == (2, 8)
+    cluster = ClusterSpec(2, 2, 100, 10, 5)
+    view = Viewed("tp2", viewed("dp2.tp2+sp").graph, cluster=cluster, sizes={"T": 9})
+    assert view.links is cluster
+    assert view.whole_sizes()["T"] == 10  # padded to what tp divides
+    assert view.tokens == 20  # two rows
