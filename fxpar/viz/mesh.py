@@ -62,16 +62,16 @@ def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
     cluster = next((view.cluster for view in views if view.cluster is not None), assumed_cluster(world))
     cluster.require(world)
     specs = param_specs(views[0].stored or views[0].graph)
-    home = wire_layout(home_layout(specs, world), specs)
+    home = home_layout(specs, world)
     everywhere = [*layouts.values(), home]
     kinds, placements = parameter_kinds(everywhere), Placements()
     placed = [
         [placements.number(kind.placed[i], layout.world) for kind in kinds] for i, layout in enumerate(everywhere)
     ]
-    switches = _switches(layouts, home, cluster, kinds) if len(layouts) > 1 else {}
+    switches = _switches(layouts, wire_layout(home, specs), cluster, kinds) if len(layouts) > 1 else {}
     return {
         "cluster": {**cluster.to_json(), "assumed": all(view.cluster is None for view in views)},
-        "kinds": [_kind_json(kind) for kind in kinds],
+        "kinds": [kind_json(kind) for kind in kinds],
         "placements": placements.rows,
         "home": {"world": world, "coordinates": [""] * world, "placed": placed[-1]},
         "by_strategy": {
@@ -132,7 +132,7 @@ def coordinates(strategy: Strategy) -> list[str]:
     return texts
 
 
-def _kind_json(kind: Kind) -> dict[str, Any]:
+def kind_json(kind: Kind) -> dict[str, Any]:
     """`drawn`: the dims of a picture, those that any layout cuts first, in order; `cut`: how many those are."""
     shape, dtype = kind.placed[0].shape, kind.placed[0].dtype
     cut = {d for param in kind.placed for block in param.blocks for d in range(len(shape)) if block.dist.degrees(d) > 1}

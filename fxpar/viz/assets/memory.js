@@ -44,11 +44,11 @@
     }));
     const totals = names.map((name) => ({
       x: section.by_strategy[name].peak_bytes, y: name, xanchor: "left", showarrow: false, xshift: 4,
-      text: bytes(section.by_strategy[name].peak_bytes) + (section.by_strategy[name].peak_at === "a switch" ? ", in a switch" : "") + (name === fxpar.strategy() ? "  ◂ shown below" : "") }));
+      text: bytes(section.by_strategy[name].peak_bytes) + (section.by_strategy[name].peak_at === "a switch" ? ", in a switch" : "") + (name === fxpar.strategy() ? "  ◂ below" : "") }));
     const most = Math.max(...names.map((name) => section.by_strategy[name].peak_bytes));
     plot(chart, traces, {
       barmode: "stack", bargap: 0.35, annotations: totals, margin: { l: 20, r: 12, t: 10, b: 26 },
-      xaxis: { tickformat: "~s", ticksuffix: "B", range: [0, most * 1.2] },
+      xaxis: { tickformat: "~s", ticksuffix: "B", range: [0, most * 1.3] },
       yaxis: { autorange: "reversed", type: "category", tickfont: { family: style("--mono") } },
       legend: { orientation: "h", y: -28 / (34 * names.length), yanchor: "top", x: 0, traceorder: "normal" },
     }, { displayModeBar: false });
@@ -100,7 +100,8 @@
       type: "scatter", mode: "lines", name: "total", x: rank.x, y: totals, showlegend: false,
       line: { width: 1, shape: "hv", color: style("--ink") }, text: rank.x.map((_, i) => hover(rank, parts, totals, i)),
       hovertemplate: "%{text}<extra></extra>" };
-    const [node, module] = words(rank, peak);
+    const [node, module, , during] = words(rank, peak);
+    const where = [node ? `%${node}` : "", module ? `in ${module}` : "", during ? `(${during})` : ""].filter(Boolean).join(" ");
     plot(chart, [...(state.all ? stays : []), ...parts].map(area).concat(outline), {
       hovermode: "x", hoverdistance: -1, margin: { l: 20, r: 16, t: 12, b: 36 }, shapes: marks(rank),
       xaxis: { title: { text: "predicted ms" }, range: [0, Math.max(rank.end_ms, rank.x.at(-1)) || 1], showspikes: true, spikemode: "across",
@@ -110,7 +111,7 @@
       annotations: [...notes(rank), {
         x: rank.x[peak], y: totals[peak], ax: rank.x[peak] > rank.end_ms / 2 ? -50 : 50, ay: -24, arrowcolor: style("--ink"),
         xanchor: rank.x[peak] > rank.end_ms / 2 ? "right" : "left", bgcolor: style("--raised"), bordercolor: style("--line-strong"),
-        borderpad: 3, text: `<b>peak ${bytes(totals[peak])}</b> at ${plain(node || "a message")}${module ? ` in ${plain(module)}` : ""}` }],
+        borderpad: 3, text: `<b>peak ${bytes(totals[peak])}</b> at ${plain(where)}` }],
     }, { displayModeBar: false });
   }
 
@@ -186,10 +187,12 @@
   let again = () => {};
   function render(root, section, view) {
     again = () => {
+      const focused = root.contains(document.activeElement) ? document.activeElement.dataset.choice : undefined;
       root.replaceChildren();
       if (fxpar.data.strategies.length > 1) peaks(section, root);
       overTime(view, root);
       tables(view, root);
+      if (focused) [...root.querySelectorAll("[data-choice]")].find((node) => node.dataset.choice === focused)?.focus();
     };
     again();
   }

@@ -3,6 +3,7 @@
 (() => {
   const { el, bytes, ms, count, table, plot, placed, tip } = fxpar;
   const PICTURE = 230; // px of a tensor's longer side
+  const MANY = 32; // ranks or pieces: drawn smaller, without lines between
   const state = { kind: null, from: null, rank: null, scope: "kind", by: "ranks", filter: "" };
   let again = () => {};
 
@@ -82,7 +83,7 @@
     placement.pieces.forEach((boxes, piece) => {
       const places = boxes.map(picture.place);
       places.forEach((at, i) => {
-        const node = el("svg:rect", { class: "piece", "data-piece": piece, fill: shade(piece, placement.pieces.length), ...at,
+        const node = el("svg:rect", { class: placement.pieces.length > MANY ? "piece thin" : "piece", "data-piece": piece, fill: shade(piece, placement.pieces.length), ...at,
           onmouseenter: () => mark(piece), onmouseleave: () => mark(null) });
         picture.svg.append(tip(node, () => `${letter(piece)} ${boxText(boxes[i])}\n${holders(placement, piece)}`));
       });
@@ -114,7 +115,7 @@
       const cells = [];
       for (let rank = node * local; rank < Math.min((node + 1) * local, layout.world); rank++) cells.push(cell(rank));
       return el("div", { class: "mesh-node", "data-node": node }, `node ${node}`,
-        el("div", { class: "mesh-ranks", style: `--columns:${Math.min(cells.length, 4)}` }, cells));
+        el("div", { class: "mesh-ranks", style: `--columns:${Math.min(cells.length, layout.world > MANY ? 8 : 4)}` }, cells));
     });
     function cell(rank) {
       const piece = placement.of_rank[rank];
@@ -126,7 +127,7 @@
       return tip(node, () => [`rank ${rank}`, layout.coordinates[rank], piece < 0 ? "holds nothing of it" : `${letter(piece)}: ${bytes(placement.bytes[piece])}`,
         ...(piece < 0 ? [] : placement.pieces[piece].slice(0, 8).map(boxText))].filter(Boolean).join("\n"));
     }
-    return el("div", { class: "mesh-nodes" }, nodes);
+    return el("div", { class: layout.world > MANY ? "mesh-nodes many" : "mesh-nodes" }, nodes);
   }
 
   function layoutCard(section, title, layout, chosen) {
@@ -148,7 +149,7 @@
 
   // ------------------------------------------------------------------------------------------------------ a switch
   function numbers(flow) {
-    const sent = (kind) => `${bytes(flow[`sent_${kind}_bytes`])} (bound ${bytes(flow[`bound_${kind}_bytes`])})`;
+    const sent = (kind) => `${bytes(flow[`sent_${kind}_bytes`])} (without relays at least ${bytes(flow[`bound_${kind}_bytes`])})`;
     const rows = [
       ["planner", flow.planner === flow.chosen ? flow.planner : `${flow.planner}: ${flow.chosen}`],
       ["inside nodes", bytes(flow.inside_bytes)],
@@ -157,7 +158,7 @@
       ["fullest link inside", sent("inside")],
       ["fullest link between", sent("between")],
       ["messages", `${count(flow.transfers)} slices in ${flow.steps} step${flow.steps === 1 ? "" : "s"}`],
-      ["predicted", `${ms(flow.predicted_ms)} (bound ${ms(flow.bound_ms)}, without relays and latency)`],
+      ["predicted", `${ms(flow.predicted_ms)} (without relays at least ${ms(flow.bound_ms)})`],
     ];
     return table([{ title: "all parameters" }, { title: "" }], rows, { "data-switch": `${flow.from} -> ${flow.to}` });
   }
