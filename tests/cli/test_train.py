@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -153,6 +154,43 @@ def test_what_a_run_writes(trained):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("train")
+def test_report_of_a_run(trained):
+    pytest.importorskip("plotly")
+    folder, out = trained[0] / "out", trained[1]
+    assert re.search(r"^report   out/report\.html$", out, re.MULTILINE)
+    sections = report_sections(folder)
+    assert set(sections) == {"run", "graph", "mesh", "timeline", "memory"}
+    assert sections["run"]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert sections["run"]["comparison"]["strategy"] == "tp2+sp"
+    assert all(group["lengths"] and group["points"] for group in sections["run"]["groups"])
+    assert sections["timeline"]["steps"][0]["title"] == "Step 6, the last one"
+    lines = metrics(folder)
+    for step in sections["timeline"]["steps"]:
+        predicted, measured = step["timelines"]
+        assert [lane["name"] for lane in measured["lanes"]] == ["rank 0", "rank 1"]
+        line = lines[int(re.findall(r"\d+", step["title"])[0]) - 1]
+        assert [group["strategy"] for group in step["groups"]] == [group["strategy"] for group in line["groups"]]
+        assert [group["tokens"] for group in step["groups"]] == [group["tokens"] for group in line["groups"]]
+        for group, shown in zip(line["groups"], predicted["groups"], strict=True):
+            assert shown["reduce"] == pytest.approx(1e3 * group["predicted_reduce_s"])
+        for number, group in enumerate(line["groups"]):
+            mine = [span for span in measured["spans"] if span[0] == 0 and span[2] == number]
+            assert {"switch", "micro_batch", "epilogue", "reduce"} <= {span[1] for span in mine}
+            assert 300 * group["wall_s"] < sum(span[4] for span in mine) <= 1e3 * group["wall_s"] + 1
+        assert 0 < measured["end_ms"] < 1.2e3 * line["wall_s"]
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+
+
+def report_sections(folder: Path) -> dict:
+    """The data of the tabs of a run's report."""
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    (found,) = re.findall(r'<script type="application/json" id="fxpar-view">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found.replace("<\\/", "</"))["sections"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("train")
 def test_comparison(trained):
     folder, out = trained
     assert "the same 6 steps under tp2+sp alone" in out
@@ -176,6 +214,8 @@ def test_resumed_equals_uninterrupted(trained, prepared):
     whole, resumed = metrics(trained[0] / "out"), metrics(prepared / "out")
     assert [[line[k] for k in keys] for line in resumed] == [[line[k] for k in keys] for line in whole]
     assert [line["wall_s"] for line in resumed][3:] != [line["wall_s"] for line in whole][3:]
+    if importlib.util.find_spec("plotly"):
+        assert report_sections(prepared / "out")["run"]["steps"] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
@@ -205,6 +245,8 @@ def test_ctrl_c_saves_and_ends_clean(prepared):
     )
     assert [line["step"] for line in metrics(prepared / "out")] == list(range(1, int(step) + 1))
     assert [p.name for p in (prepared / "out/checkpoints").iterdir()] == [f"step-{int(step):08d}"]
+    if importlib.util.find_spec("plotly"):
+        assert report_sections(prepared / "out")["run"]["steps"] == list(range(1, int(step) + 1))
 
 
 @pytest.mark.slow
@@ -227,7 +269,7 @@ def test_second_ctrl_c_ends_at_once(prepared):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("train")
-def test_a_loss_that_is_no_number(prepared, one_rank):
+def test_a_loss_that_is_no_number(prepared, one_rank, monkeypatch):
     (prepared / "bad.py").write_text(
         "import torch\n"
         "from fxpar import losses\n"
@@ -246,9 +288,12 @@ def test_a_loss_that_is_no_number(prepared, one_rank):
     assert status == 1
     assert err.startswith("error: the loss of step 1 is nan"), err
     assert not (prepared / "out/metrics.jsonl").read_text()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)  # as if it were not installed
     status, out, err = one_rank(*words, "run.nan=skip")
     assert status == 0, out + err
     assert out.count("loss nan skipped") == 2
+    assert re.search(r"^no report\.html: .* plotly, .*fxpar\[viz\]", out, re.MULTILINE)
+    assert (prepared / "out/trace.json").exists()
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import re
+import sys
 
 import pytest
 
@@ -59,14 +59,7 @@ def test_large_graphs_are_left_out(folder, monkeypatch):
 
 
 def test_without_plotly_there_is_the_trace(folder, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.startswith("plotly"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
     monkeypatch.setattr(report, "MOST_NODES", 0)
     with pytest.raises(VizDependencyError, match=r"plotly.*pip install"):
         write_report(folder, "tiny", parts())
