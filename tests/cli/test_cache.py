@@ -1,0 +1,131 @@
+"""The cache of captures: found again while nothing changed, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from fxpar.cli import cache as cache_module
+from fxpar.cli import source as source_module
+from fxpar.cli.cache import CaptureCache
+from fxpar.cli.source import Source, read_annotated, read_logical, read_lowered, read_origin
+from fxpar.printer import format_graph
+from fxpar.strategy import Strategy
+from tests.cli.helpers import fxpar
+
+MODEL = """
+from torch import nn
+import torch
+from fxpar import losses
+from sizes import WIDTH
+
+def make(out: int = 4):
+    model = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, out))
+    batch = {"x": torch.randn(5, 6), "labels": torch.randint(0, 4, (5,))}
+    return model, lambda model, batch: losses.cross_entropy_sum(model(batch["x"]), batch["labels"]), batch
+"""
+
+
+@pytest.fixture
+def captures(monkeypatch, tmp_path):
+    """How many captures there were, in a cache of its own."""
+    monkeypatch.setattr(cache_module, "default_cache_dir", lambda: tmp_path / "cache")
+    seen = []
+    real = source_module.capture_model
+    monkeypatch.setattr(source_module, "capture_model", lambda model: (seen.append(model.name), real(model))[1])
+    return seen
+
+
+@pytest.fixture
+def user_model(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "sizes.py").write_text("WIDTH = 8\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Source("mine.py:make")
+    import sys
+
+    sys.modules.pop("sizes", None)
+
+
+def test_a_model_is_captured_once(captures):
+    source, tp2 = Source("mlp"), Strategy.parse("tp2")
+    first = read_logical(source)
+    assert format_graph(read_logical(source)) == format_graph(first)
+    lowered = read_lowered(source, tp2)
+    assert read_lowered(source, tp2).fingerprint() == lowered.fingerprint()
+    assert read_annotated(source, tp2).strategy == tp2
+    assert read_origin(source, lowered).batches[0]["x"].shape[1] == 24
+    assert captures == ["mlp"]
+
+
+def test_other_words_are_other_entries(captures):
+    read_logical(Source("mlp"))
+    read_logical(Source("mlp", dtype="float64"))
+    read_logical(Source("mlp", options=("dim=48",)))
+    read_logical(Source("mlp", cache=False))
+    assert captures == ["mlp"] * 4
+    source, tp2 = Source("mlp"), Strategy.parse("tp2")
+    whole = replace(tp2, overrides=(("layers.0.weight", "R@tp"),))
+    programs = [read_lowered(source, s) for s in (tp2, whole)] + [read_lowered(replace(source, storage="float64"), tp2)]
+    assert len({format_graph(program) for program in programs}) == 3
+
+
+def test_a_changed_file_of_the_user_counts(captures, user_model, tmp_path):
+    """Also one that the model's file imports."""
+    read_logical(user_model)
+    read_logical(user_model)
+    assert len(captures) == 1
+    (tmp_path / "sizes.py").write_text("WIDTH = 10\n")
+    read_logical(user_model)
+    (tmp_path / "mine.py").write_text(MODEL.replace("ReLU", "GELU"))
+    read_logical(user_model)
+    assert len(captures) == 3
+    manifest = json.loads(next((tmp_path / "cache" / "graphs").glob("*.json")).read_text())
+    assert {os.path.basename(path) for path in manifest["files"]} >= {"mine.py", "sizes.py"}
+
+
+def test_a_change_of_fxpar_counts(captures, monkeypatch):
+    read_logical(Source("mlp"))
+    monkeypatch.setattr(cache_module, "_own_digest", lambda: "another")
+    read_logical(Source("mlp"))
+    assert len(captures) == 2
+
+
+def test_warnings_are_issued_again(captures):
+    for _ in range(2):
+        status, _, err = fxpar("dump", "mlp", "-s", "tp2", "--brief", "-o", os.devnull)
+        assert status == 0, err
+    cache = CaptureCache.of_user({"model": "x"})
+    cache.write("1", {}, 5, ["take care"])
+    with pytest.warns(UserWarning, match="take care"):
+        assert cache.read("1", {}) == 5
+
+
+def test_a_damaged_or_missing_cache_is_no_error(captures, tmp_path):
+    read_logical(Source("mlp"))
+    for path in (tmp_path / "cache" / "graphs").iterdir():
+        path.write_bytes(b"damaged")
+    read_logical(Source("mlp"))
+    assert len(captures) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(captures, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cache_module, "default_cache_dir", lambda: tmp_path / "file")
+    read_logical(Source("mlp"))
+    read_logical(Source("mlp"))
+    assert len(captures) == 2
+
+
+def test_old_entries_go(captures, monkeypatch, tmp_path):
+    monkeypatch.setattr(cache_module, "MOST_ENTRIES", 4)
+    cache = CaptureCache.of_user({"model": "x"})
+    cache.note([])
+    for i in range(9):
+        cache.write(str(i), {}, i)
+    assert len(list((tmp_path / "cache" / "graphs").iterdir())) == 4
+    assert cache.read("8", {}) == 8

@@ -1,0 +1,123 @@
+"""The commands on graph files: dumped, read again, checked; and what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.helpers import fxpar
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Graph files of the tiny llama: logical, annotated, lowered, of a pipeline."""
+    folder = tmp_path_factory.mktemp("graphs")
+    words = {
+        "logical": (),
+        "annotated": ("-s", "tp2", "--stage", "annotated"),
+        "exec": ("-s", "dp2.tp2+sp"),
+        "pipeline": ("-s", "pp2.dp2"),
+    }
+    for name, more in words.items():
+        path = folder / f"{name}.fxpar"
+        status, out, err = fxpar("dump", "llama", *more, "-o", path)
+        assert (status, out) == (0, ""), err
+        assert err.startswith(f"wrote the {name} graph of llama to ")
+    return lambda name: folder / f"{name}.fxpar"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("logical", ()),
+        ("logical", ("-s", "dp2.tp2+sp")),
+        ("logical", ("-s", "dp2.tp2+sp", "--after", "casts")),
+        ("annotated", ()),
+        ("annotated", ("-s", "tp2", "--stage", "annotated")),
+        ("exec", ()),
+        ("exec", ("-s", "dp2.tp2+sp", "--brief")),
+        ("exec", ("--rank", "3", "--fqn", "layers.1.*")),
+        ("pipeline", ("--rank", "3")),
+        ("pipeline", ("--stage", "1")),
+        ("pipeline", ("--schedule",)),
+    ],
+)
+def test_a_file_dumps_like_its_model(files, name, words):
+    own = {"annotated": ("-s", "tp2", "--stage", "annotated"), "exec": ("-s", "dp2.tp2+sp")}
+    own |= {"pipeline": ("-s", "pp2.dp2")}
+    more = tuple(word for word in own.get(name, ()) if word not in words) if "-s" not in words else ()
+    if name == "pipeline" and "--stage" in words:
+        more = ("-s", "pp2.dp2")
+    from_file, from_model = fxpar("dump", files(name), *words), fxpar("dump", "llama", *more, *words)
+    assert from_file == from_model
+    assert from_file[0] == 0, from_file[2]
+
+
+@pytest.mark.parametrize(("name", "words"), [("logical", ("-s", "dp2,tp2+sp")), ("exec", ()), ("pipeline", ())])
+def test_check(files, name, words):
+    status, out, err = fxpar("check", files(name), *words, "--json", "-")
+    assert status == 0, err
+    results = json.loads(out)["results"]
+    assert len(results) == 1 + (name == "logical")
+    assert all(result["ok"] for result in results)
+    assert f"{len(results)} of {len(results)} strategies agree" in err
+
+
+def test_check_finds_a_broken_graph(files, tmp_path):
+    """A lost all-reduce in the file of a lowered graph."""
+    from fxpar.exec_graph import collective_kind
+    from fxpar.graph_file import load_graph, load_origin, save_graph
+
+    graph = load_graph(files("exec"))
+    node = next(n for n in graph.epilogue.graph.nodes if collective_kind(n) == "all_reduce")
+    for wait in list(node.users):
+        wait.replace_all_uses_with(node.args[0])
+        graph.epilogue.graph.erase_node(wait)
+    graph.epilogue.graph.erase_node(node)
+    save_graph(tmp_path / "broken.fxpar", graph, load_origin(files("exec")))
+    status, out, _ = fxpar("check", tmp_path / "broken.fxpar")
+    assert status == 1
+    assert "0 of 1 strategies agree" in out
+
+
+def test_memory_and_switch(files, tmp_path):
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text('{"nodes":2,"devices_per_node":2,"intra_gb_per_s":100,"inter_gb_per_s":10,"latency_us":5}')
+    of_file, of_model = (
+        fxpar("memory", model, "-s", "dp2.tp2", "--json", "-") for model in (files("logical"), "llama")
+    )
+    drop = ("cpu_s", "model")
+    one, other = ({k: v for k, v in json.loads(out[1]).items() if k not in drop} for out in (of_file, of_model))
+    assert one == other
+    words = ("--from", "pp2.dp2", "--to", "dp2.tp2", "--cluster", cluster, "--json", "-")
+    plans = [json.loads(fxpar("switch", model, *words)[1]) for model in (files("logical"), "llama")]
+    assert plans[0]["node_matrix"] == plans[1]["node_matrix"]
+    order = ("-s", "pp2.dp2,dp2.tp2", "--cluster", cluster)
+    assert fxpar("order", files("logical"), *order)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("dump", "none.fxpar"), "there is no such file"),
+        (("dump", "exec", "-s", "tp2"), "it holds a graph under dp2.tp2+sp, not tp2. Leave --strategy out"),
+        (("dump", "exec", "--stage", "logical"), "it holds the exec graph, and this needs a logical graph"),
+        (("dump", "exec", "--after", "casts", "-s", "dp2.tp2+sp"), "this needs a logical graph"),
+        (("dump", "annotated", "-s", "tp2", "--stage", "exec"), "it holds the annotated graph, and this needs a low"),
+        (("dump", "logical", "--stage", "annotated"), "the annotated graph needs a strategy. Add --strategy"),
+        (("dump", "exec", "--stage", "1"), "there is no pipeline stage 1: 'dp2.tp2+sp' has none"),
+        (("check", "logical"), "it holds a logical graph. Say for which strategies"),
+        (("check", "exec", "-s", "tp2"), "it holds a graph under dp2.tp2+sp. Leave --strategies out"),
+        (("check", "annotated"), "which no rank can run"),
+        (("memory", "exec", "-s", "dp2"), "this needs a logical graph"),
+        (("dump", "llama", "-s", "tp2", "-o", "no/folder/g.fxpar"), "there is no folder 'no/folder'"),
+    ],
+)
+def test_what_does_not_fit(files, words, message):
+    command, name, *more = words
+    model = files(name) if name in ("logical", "annotated", "exec") else name
+    status, out, err = fxpar(command, model, *more)
+    assert (status, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
