@@ -147,8 +147,12 @@ window.fxpar = (() => {
     for (const name of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key))])) {
       whole[name] = { ...axis, ...layout[name] };
     }
-    return window.Plotly.react(node, traces, whole, {
+    const shown = node.isConnected;
+    const done = window.Plotly.react(node, traces, whole, {
       responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], ...config });
+    // What is drawn before it stands in the page has no room to fit in yet.
+    if (!shown) requestAnimationFrame(() => node.offsetParent && window.Plotly.Plots.resize(node));
+    return done;
   }
 
   // ---------------------------------------------------------------------------------------------- tabs and page
