@@ -1,0 +1,123 @@
+"""`fxpar viz`: the page, its data, Model Explorer's files, a trace, and clear mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests.cli.helpers import fxpar
+
+SMALL = ("mlp",)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Captures of these tests are shared, and are none of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "viz-cache"))
+
+
+def viz(*words) -> str:
+    """stdout of a call that works."""
+    status, out, err = fxpar("viz", *SMALL, *words)
+    assert status == 0, err
+    return out
+
+
+def test_page(tmp_path):
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    out = viz("-s", "dp2,tp2", "-o", page, "--trace", trace, "--tokens", "64", "--micro-batches", "2")
+    assert re.fullmatch(rf"{page}: [\d.]+ MB\n{trace}: [\d.]+ k?B\n", out)
+    (data,) = re.findall(r'id="fxpar-view">(.*?)</script>', page.read_text(), re.DOTALL)
+    document = json.loads(data)
+    assert document["strategies"] == ["dp2", "tp2"]
+    assert list(document["sections"]) == ["graph", "mesh", "timeline", "memory"]
+    assert ["micro-batches", "2"] in document["about"]["tp2"]
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_data_alone(tmp_path):
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("nodes = 2\ndevices_per_node = 2\nintra_gb_per_s = 100\ninter_gb_per_s = 10\nlatency_us = 5\n")
+    document = json.loads(viz("-s", "dp2.tp2", "-o", "-", "--format", "json", "--cluster", cluster))
+    assert document["format"] == "fxpar view"
+    assert document["made_with"].startswith("fxpar ")
+    head = dict(map(tuple, document["about"]["dp2.tp2"]))
+    assert head["cluster"] == "2 × 2 devices, 100 GB/s inside a node, 10 between, 5 µs"
+
+
+def test_model_explorer(tmp_path):
+    graph = tmp_path / "g.json"
+    out = viz("-s", "dp2.tp2", "-o", graph, "--format", "model-explorer")
+    names = ["g.json", "g.wire_bytes.json", "g.predicted_ms.json", "g.local_bytes.json"]
+    assert [line.split(": ")[0].rpartition("/")[2] for line in out.splitlines()] == names
+    found = json.loads(graph.read_text())
+    assert found["label"] == "mlp"
+    ids = {one["id"] for one in found["graphs"]}
+    assert ids == {"dp2.tp2 forward", "dp2.tp2 backward", "dp2.tp2 epilogue"}
+    assert all(set(json.loads((tmp_path / name).read_text())) <= ids for name in names[1:])
+
+
+def test_graph_files(tmp_path):
+    logical, lowered = tmp_path / "mlp.fxpar", tmp_path / "tp2.fxpar"
+    for words in (("-o", logical), ("-s", "tp2", "-o", lowered)):
+        status, _, err = fxpar("dump", *SMALL, *words)
+        assert status == 0, err
+    for words in ((logical, "-s", "tp2"), (lowered,), (lowered, "-s", "tp2")):
+        status, out, err = fxpar("viz", *words, "-o", "-", "--format", "json")
+        assert status == 0, err
+        assert json.loads(out)["strategies"] == ["tp2"]
+    status, _, err = fxpar("viz", logical, "-o", "-")
+    assert status == 1
+    assert "needs a strategy" in err
+
+
+def test_the_page_is_opened(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    page = tmp_path / "page.html"
+    viz("-s", "tp2", "-o", page, "--open")
+    assert opened == [page.as_uri()]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "needs a strategy"),
+        (("-s", "tp2", "-o", "{tmp}/none/page.html"), "there is no folder"),
+        (("-s", "tp2", "-o", "{tmp}"), "it is a folder"),
+        (("-s", "tp2", "--trace", "{tmp}"), "it is a folder"),
+        (("-s", "tp2", "--open"), "--open opens a file"),
+        (("-s", "tp2", "--cluster", "{tmp}/none.toml"), "cannot be read"),
+        (
+            (
+                "-s",
+                "tp2,,dp2",
+            ),
+            "a strategy in the list is empty",
+        ),
+        (
+            (
+                "-s",
+                "tq2",
+            ),
+            "strategy 'tq2'",
+        ),
+    ],
+)
+def test_mistakes(tmp_path, words, message):
+    given = [word.replace("{tmp}", str(tmp_path)) for word in words]
+    status, _, err = fxpar("viz", *SMALL, *(() if "-o" in given else ("-o", "-")), *given)
+    assert status == 1
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_without_plotly(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    status, _, err = fxpar("viz", *SMALL, "-s", "tp2", "-o", tmp_path / "page.html")
+    assert status == 1
+    assert 'pip install "fxpar[viz]"' in err
+    viz("-s", "tp2", "-o", tmp_path / "data.json", "--format", "json")
