@@ -118,8 +118,8 @@ def test_one_module():
 
 
 def test_other_models():
-    with pytest.raises(DifferentModelsError, match=r"llama \(tp2\) and gpt \(logical\) are different models"):
-        compare(side("tp2"), digest(logical("gpt")))
+    with pytest.raises(DifferentModelsError, match=r"llama \(tp2\) and mlp \(logical\) are different models"):
+        compare(side("tp2"), digest(logical("mlp")))
 
 
 def test_any_stage_of_the_lowering():
