@@ -112,7 +112,7 @@
       ...["run", "switch", "reduce"].flatMap((part) => [right(`${part}, predicted`), right("measured"), right("ratio"),
         ...(part === "run" ? [] : [right(part === "switch" ? "moved" : "sent")])])];
     return el("div", { class: "card", style: "overflow-x:auto" }, el("h2", {}, "Groups: predicted and measured"),
-      table(columns, rows, { "data-groups": "" }),
+      table(columns, rows, { "data-groups": "", style: "white-space:nowrap" }),
       el("p", { class: "soft", style: "margin:8px 0 0" }, "Means of the steps in which a group ran, without the first step; " +
         "ratio: measured over predicted. Times are rank 0's, bytes those of all ranks. " +
         "The plan of a mini-batch needs the proportions between groups, not the absolute times."));

@@ -19,6 +19,9 @@
     reduce: ["reduction of gradients", () => colour.reduce_scatter, "\\"],
     optimizer: ["optimizer", () => style("--accent"), "-"],
   };
+  // Spans that are long enough for a seam between two of them; seams would hide what is thin.
+  const THICK = new Set(["micro_batch", "F", "B", "I", "W", "groups", "modules", "compute"]
+    .map((kind) => KINDS[kind]?.[0] ?? kind));
   const LANE = 0, KIND = 1, GROUP = 2, START = 3, LENGTH = 4, MICRO = 5, STAGE = 6; // of a span
   const MODULE = 0, WHAT = 1, AXIS = 2, BACKWARD = 3, CALLS = 4, MS = 5, BYTES = 6; // of a row inside
   const state = { step: 0, chosen: null, strategy: null, sameScale: false };
@@ -65,7 +68,7 @@
     return {
       type: "bar", orientation: "h", name, offset: -0.43, width: 0.86, hoverinfo: "text", textangle: 0,
       insidetextanchor: "middle", textposition: "inside", constraintext: "inside", cliponaxis: true,
-      marker: { color: fill, line: { color: style("--surface"), width: 1 },
+      marker: { color: fill, line: { color: style("--surface"), width: THICK.has(name) ? 1 : 0 },
         pattern: { shape: pattern, size: 6, solidity: 0.25, fgcolor: style("--surface"), fillmode: "overlay" } },
       ...spans, ...extra,
     };
@@ -86,7 +89,7 @@
       text: step.groups.map(groupName),
       hovertext: step.groups.map((group, i) =>
         `<b>${groupName(group)}</b><br>${count(group.tokens)} tokens, ${ms(windows[i][1] - windows[i][0])}`),
-    }, style("--accent-soft"), "", { showlegend: false, textfont: { color: style("--ink"), size: 11 } }));
+    }, style("--accent-soft"), "", { textfont: { color: style("--ink"), size: 11 } }));
     return { traces, rows };
   }
 
@@ -97,6 +100,15 @@
     return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.22 ? "#10141a" : "#ffffff";
   }
 
+  // Swatches of the kinds of bars, with their patterns.
+  const STRIPES = { "/": "135deg", "\\": "45deg", "|": "90deg", "-": "0deg", x: "45deg", ".": "90deg" };
+  function legend(entries) {
+    const swatch = (fill, pattern) => "display:inline-block;width:12px;height:12px;margin-right:5px;vertical-align:-1px;background:" +
+      (pattern ? `repeating-linear-gradient(${STRIPES[pattern]},${fill} 0 3px,${style("--surface")} 3px 4px)` : fill);
+    return el("div", { class: "row soft", style: "gap:2px 14px;margin:4px 0 0 84px;font-size:11px" },
+      entries.map(([title, fill, pattern]) => el("span", {}, el("span", { style: swatch(fill, pattern) }), title)));
+  }
+
   function drawStep(root, step, timeline, end, choose) {
     const { traces, rows } = stepTraces(step, timeline);
     const title = timeline.source === "predicted" ? "Predicted" : "Measured";
@@ -104,15 +116,17 @@
     const chart = el("div", { "data-timeline": timeline.source, style: "width:100%" });
     root.append(el("div", { class: "row", style: "margin:8px 0 0" },
       el("h2", { style: "margin:0" }, title),
-      el("span", { class: "soft" }, `${ms(timeline.end_ms)} for the step${hidden}`)), chart);
+      el("span", { class: "soft" }, `${ms(timeline.end_ms)} for the step${hidden}`)),
+    legend(Object.entries(KINDS).filter(([kind]) => timeline.spans.some((span) => span[KIND] === kind))
+      .map(([, [name, fill, pattern]]) => [name, fill(), pattern])), chart);
     plot(chart, traces, {
-      barmode: "overlay", dragmode: "zoom", height: 70 + ROW * (rows.length + 1), margin: { l: 84, r: 12, t: 30, b: 34 },
+      barmode: "overlay", dragmode: "zoom", height: 30 + ROW * (rows.length + 1), margin: { l: 84, r: 12, t: 4, b: 26 },
       uniformtext: { minsize: 10, mode: "hide" }, hovermode: "closest", bargap: 0,
       xaxis: { range: [0, end * 1.005], ticksuffix: " ms", rangemode: "nonnegative", showgrid: true },
       yaxis: { autorange: "reversed", tickvals: [0, ...rows], ticktext: ["groups", ...timeline.lanes.map((lane) => lane.name)],
         fixedrange: true, showgrid: false, zeroline: false },
-      legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, font: { size: 11 }, itemclick: false, itemdoubleclick: false },
-    });
+      showlegend: false,
+    }, { displayModeBar: false });
     chart.on("plotly_click", (event) => {
       const span = event.points[0]?.customdata;
       if (span && sizes(step, timeline, span)) choose({ source: timeline.source, span });
@@ -145,7 +159,7 @@
       ? "Ratio: measured over predicted. Times are means over the ranks; a run includes waiting for others."
       : "Times are means over the ranks; bytes and tokens are those of all ranks.";
     return el("div", { class: "card", style: "margin-top:12px;overflow-x:auto" }, el("h2", {}, "Groups"),
-      table(columns, rows, { "data-groups": "" }), el("p", { class: "soft", style: "margin:8px 0 0" }, note));
+      table(columns, rows, { "data-groups": "", style: "white-space:nowrap" }), el("p", { class: "soft", style: "margin:8px 0 0" }, note));
   }
 
   // ------------------------------------------------------------------------------------- inside of a micro-batch
@@ -194,8 +208,15 @@
     traces.push(bars("modules", {
       y: layers.map(() => 0), base: layers.map((one) => one.start), x: layers.map((one) => one.ms),
       text: layers.map((one) => one.name), hovertext: layers.map((one) => `<b>${one.name}</b>   ${ms(one.ms)}`),
-    }, style("--accent-soft"), "", { showlegend: false, textfont: { color: style("--ink"), size: 10 } }));
+    }, style("--accent-soft"), "", { textfont: { color: style("--ink"), size: 10 } }));
     return traces;
+  }
+
+  function insideLegend(rows) {
+    const both = [false, true].filter((backward) => rows.some((row) => row.kind === "compute" && row.backward === backward));
+    const kinds = [...new Set(rows.map((row) => row.kind))].filter((kind) => kind !== "compute");
+    return [...both.map((backward) => [`compute, ${backward ? "backward" : "forward"}`, mixed(backward ? 80 : 45), ""]),
+      ...kinds.map((kind) => [`${code(kind)} ${words(kind)}`, colour[kind], ""])];
   }
 
   const short = (module) => module.split(".").at(-1) ?? "";
@@ -259,17 +280,18 @@
     root.append(
       el("div", { class: "row" }, el("h2", { style: "margin:0" }, `Inside ${what} under ${found.strategy}, predicted`),
         el("span", { class: "soft" }, `${count(found.size[0])} tokens in ${count(found.size[2])} sequence` +
-          `${found.size[2] === 1 ? "" : "s"}, ${ms(found.total)}; click another micro-batch above to look into it`)), chart);
+          `${found.size[2] === 1 ? "" : "s"}, ${ms(found.total)}; click another micro-batch above to look into it`)),
+      legend(insideLegend(found.rows)), chart);
     if (!found.rows.length) return;
     const silent = found.rows.every((row) => row.kind === "compute");
     plot(chart, insideTraces(found.rows), {
-      barmode: "overlay", dragmode: "zoom", height: silent ? 140 : 164, margin: { l: 84, r: 12, t: 30, b: 34 },
+      barmode: "overlay", dragmode: "zoom", height: silent ? 88 : 112, margin: { l: 84, r: 12, t: 4, b: 26 },
       uniformtext: { minsize: 9, mode: "hide" }, hovermode: "closest", bargap: 0,
       xaxis: { range: [0, found.total * 1.005], ticksuffix: " ms" },
       yaxis: { range: [silent ? 1.6 : 2.6, -0.6], tickvals: [0, 1, 2], ticktext: ["modules", "compute", "collectives"], fixedrange: true,
         showgrid: false, zeroline: false },
-      legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, font: { size: 11 }, itemclick: false, itemdoubleclick: false },
-    });
+      showlegend: false,
+    }, { displayModeBar: false });
     root.append(breakdown(found));
   }
 
