@@ -74,12 +74,17 @@ class _Graphs:
     def __init__(self, source: Source, strategy: Strategy | None) -> None:
         self.source = source
         self.file: SavedGraph | None = load_graph(source.model) if source.is_file else None
-        if self.file is not None and not isinstance(self.file, LogicalGraph):
-            self.file = read_graph(source, None, strategy)  # checks that it is of this strategy
+        if isinstance(self.file, AnnotatedGraph | Program):
+            read_graph(source, None, strategy)  # checks that it is of this strategy
             strategy = self.file.strategy
         if strategy is None:
             raise StageNeedsStrategyError("explained")
         self.strategy = strategy
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.source.model if self.file is None else self.file.name
 
     @functools.cached_property
     def logical(self) -> LogicalGraph | None:
@@ -141,9 +146,9 @@ def explained(request: ExplainRequest, graphs: _Graphs) -> Document:
 def _summary(graphs: _Graphs) -> Document:
     program, strategy = graphs.program, graphs.strategy
     if program is None:
-        return heading(graphs.source.model, strategy, ()) | {"kind": "summary", "missing": NO_LOGICAL}
+        return heading(graphs.name, strategy, ()) | {"kind": "summary", "missing": NO_LOGICAL}
     stages = range(strategy.stages) if strategy.stages > 1 else ()
-    head = heading(program.name, strategy, program.dims, stages)
+    head = heading(graphs.name, strategy, program.dims, stages)
     return head | summary_document(program, graphs.traffic, by_module(graphs.traffic))
 
 
@@ -167,14 +172,12 @@ def _answers(request: ExplainRequest, text: str, graphs: _Graphs) -> tuple[list[
         answers.append(subject_document(each, subject))
         if request.passes:
             answers[-1]["passes"] = _passes(graphs, _params_of(each, subject))
-    graph = known[0].graph
-    return answers, heading(graph.name, graphs.strategy, graph.dims)
+    return answers, heading(graphs.name, graphs.strategy, known[0].graph.dims)
 
 
 def _heading_of(graphs: _Graphs) -> Document:
     program = graphs.program
-    name, dims = (program.name, program.dims) if program else (graphs.source.model, ())
-    return heading(name, graphs.strategy, dims)
+    return heading(graphs.name, graphs.strategy, program.dims if program else ())
 
 
 def _words(graphs: _Graphs, known: Sequence[Placed]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from fxpar.cli.explain_moves import Move
 from fxpar.cli.explain_subject import Placed, Subject, alike
 from fxpar.exec_graph import Program
 from fxpar.graph import Dim, Input
+from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import op_name, type_of, without_folders
 from fxpar.strategy import Strategy
 
@@ -266,12 +267,22 @@ def summary_document(program: Program, found: Sequence[Traffic], modules: list[D
         "modules": modules,
         "collectives": len(found),
         "wire_bytes": round(sum(each.wire_bytes for each in found)),
+        **_messages(program),
         "overrides": [
             {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
             for glob, placement in strategy.overrides
         ],
         "notes": [without_folders(note) for note in program.notes],
     }
+
+
+def _messages(program: Program) -> Document:
+    """What pipeline stages send to each other."""
+    if not isinstance(program, PipelineGraph):
+        return {}
+    dims = {d.symbol: d.example for d in program.dims}
+    sizes = [meta.numel(dims) * meta.dtype.itemsize for _, _, meta in program.transfers]
+    return {"messages": len(sizes), "message_bytes": sum(sizes)}
 
 
 def _params(program: Program, found: Sequence[Traffic]) -> list[Document]:

@@ -259,13 +259,14 @@ def by_module(found: tuple[Traffic, ...]) -> list[dict[str, Any]]:
 
 
 def casts(program: Program) -> dict[str, tuple[str, ...]]:
-    """Casts of parameters in the prologue by FQN, as the pass `casts` puts them there; not of a pipeline."""
+    """Casts of parameters in the prologue by FQN, as the pass `casts` puts them there."""
     found: dict[str, list[str]] = defaultdict(list)
-    weights = _weights(program)
-    for printed in parts(program):
-        for node in printed.graph.nodes:
-            if op_name(node) == "_to_copy" and node.meta.get("phase") == "prologue" and node in weights:
-                found[weights[node]].append(printed.names[node])
+    for _, each in program.placed:
+        weights = _weights(each)
+        for printed in parts(each):
+            for node in printed.graph.nodes:
+                if op_name(node) == "_to_copy" and node.meta.get("phase") == "prologue" and node in weights:
+                    found[weights[node]].append(printed.names[node])
     return {fqn: tuple(names) for fqn, names in found.items()}
 
 

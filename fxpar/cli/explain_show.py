@@ -56,10 +56,9 @@ def _said(text: str, width: int | None, indent: int, style: str = "") -> Iterato
     if width is None:
         yield Styled(pad + text, style)
         return
-    wrapped = textwrap.wrap(
-        text, max(width, 20), initial_indent=pad, subsequent_indent=pad + "  ", break_on_hyphens=False
-    )
-    yield from (Styled(line, style) for line in wrapped)
+    more = pad + "  "
+    for line in textwrap.wrap(text, max(width, 20), initial_indent=pad, subsequent_indent=more, break_on_hyphens=False):
+        yield Styled(line, style)
 
 
 # ------------------------------------------------------------------------------------------------------------- summary
@@ -68,13 +67,14 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
         return
     for axis in document["axes"]:
         yield from _said(f"{axis['axis']}{axis['degree']}: {axis['does']}", width, 2)
-    if "pipeline_stages" in document:
-        yield from _said(f"{len(document['pipeline_stages'])} stages: bytes are the sum over stages", width, 2)
     yield from (Styled(""), Styled("parameters, one rank's share:", "bold"))
     yield from _param_table(document).lines(width)
     yield Styled("")
     sizes = ", ".join(f"{name}={size}" for name, size in document["sizes"].items())
-    total = f"{document['collectives']} collectives, {human_bytes(document['wire_bytes'])} sent by one rank"
+    each = "one rank of each stage together" if "messages" in document else "one rank"
+    total = f"{document['collectives']} collectives, {human_bytes(document['wire_bytes'])} sent by {each}"
+    if "messages" in document:
+        total += f"; {document['messages']} messages between stages, {human_bytes(document['message_bytes'])}"
     yield from _said(f"communication of one micro-batch{f' of {sizes}' if sizes else ''}: {total}", width, 0, "bold")
     yield from _module_table(document["modules"], top).lines(width)
     yield Styled("")
@@ -244,10 +244,10 @@ def _stored(answer: Document, width: int | None) -> Iterator[Styled]:
 
 def _passes(answer: Document, width: int | None) -> Iterator[Styled]:
     for each in answer.get("passes", []):
-        stored = (
-            f": stored as {each['stored']}, {human_bytes(each['local_bytes'])} on a rank" if "stored" in each else ""
-        )
-        yield from _said(f"passes and {each['name']}{stored}", width, 2, "bold")
+        yield from _said(f"what passes do for {each['name']}:", width, 2, "bold")
+        if "stored" in each:
+            text = f"stored as {each['stored']}, {human_bytes(each['local_bytes'])} on a rank"
+            yield from _said(text, width, 4)
         for row in each["added"]:
             yield from _said(f"{' and '.join(row['pass'])}: {row['node']}, {row['what']}", width, 4)
         if not each["added"]:
