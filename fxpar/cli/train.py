@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import typer
 
 from fxpar.cli.console import stderr_console, stdout_console
+from fxpar.cli.request import check_output, write_output
 from fxpar.errors import CompareError, NoConfigError, RankFailedError
 from fxpar.strategy import Strategy
 from fxpar.train.config import TrainConfig, parse_config, read_config
@@ -32,18 +36,38 @@ class TrainRequest:
     resume: bool
     compare: str | None
     debug: bool
+    json: str | None = None
 
 
 def run_train(request: TrainRequest) -> None:
     """Raises what is wrong with the input; typer.Exit(130) after Ctrl-C."""
     config = configured(request)
     compare = compared(request, config)
-    from fxpar.train.rank import Job
+    from fxpar.train.rank import SUMMARY, Job
 
+    if request.json is not None:
+        check_output(request.json)
     job = Job(config, compare)
-    interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)
+    with _stdout_on_stderr() if request.json == "-" else nullcontext():
+        interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)
+    if request.json is not None and os.environ.get("RANK", "0") == "0":
+        write_output(request.json, (config.folder / SUMMARY).read_text(encoding="utf-8"))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """What this process and its ranks print meanwhile goes to stderr: stdout is for the JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def configured(request: TrainRequest) -> TrainConfig:

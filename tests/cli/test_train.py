@@ -207,9 +207,10 @@ def test_comparison(trained):
 def test_resumed_equals_uninterrupted(trained, prepared):
     shutil.copytree(trained[0] / "out/checkpoints/step-00000003", prepared / "out/checkpoints/step-00000003")
     shutil.copy(trained[0] / "out/metrics.jsonl", prepared / "out")
-    status, out, err = run(prepared, "tiny.toml", "--resume")
+    status, out, err = run(prepared, "tiny.toml", "--resume", "--json", "-")
     assert status == 0, out + err
-    assert "resumed from out/checkpoints/step-00000003, after step 3" in out
+    assert "resumed from out/checkpoints/step-00000003, after step 3" in err
+    assert json.loads(out) == json.loads((prepared / "out/summary.json").read_text())
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     whole, resumed = metrics(trained[0] / "out"), metrics(prepared / "out")
     assert [[line[k] for k in keys] for line in resumed] == [[line[k] for k in keys] for line in whole]

@@ -30,6 +30,10 @@ def train_command(
         str | None,
         typer.Option(metavar="static|S", help="Train again under one strategy (static: the longest's), and compare."),
     ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the run's summary as JSON; - is stdout.", show_default=False),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a language model; each mini-batch switches between strategies by sequence length.
@@ -38,4 +42,4 @@ def train_command(
     """
     from fxpar.cli.train import TrainRequest, run_train
 
-    run_train(TrainRequest(config, demo, tuple(set_), steps, ranks, resume, compare, debug))
+    run_train(TrainRequest(config, demo, tuple(set_), steps, ranks, resume, compare, debug, json))
