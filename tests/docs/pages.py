@@ -40,9 +40,11 @@ class Way:
 
 WAYS = (
     Way(r"^train\b", "parsed", "starts a process per rank, seconds each; tests/cli/test_train.py trains"),
+    Way(r"^check .*-s?\S* \S*(,\S+){7}", "parsed", "many strategies: a figure of the benchmarks"),
     Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
     Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "swapped", "a published size takes 20 CPU s", "llama --set layers=4"),
     Way(r"hf:\w+@\w+", "swapped", "a published size takes 20 CPU s", "llama"),
+    Way(r"^check hf:\w+", "swapped", "tests/models/test_huggingface.py checks decoders of transformers", "llama"),
 )
 
 
@@ -152,6 +154,8 @@ def _nothing(names: Namespace, folder: Path) -> None:
 
 
 def _resume(names: Namespace, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401 - once, not in every forked rank
+
     _module(folder, "my_model", "from tests.docs.pages import TinyModel as MyModel, mini_batch")
 
 

@@ -1,0 +1,51 @@
+"""What the pages are generated with: pictures are up to date, references are complete."""
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from fxpar import errors, pass_registry
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "tools"))
+    yield
+    for name in ("pictures", "generated"):
+        sys.modules.pop(name, None)
+
+
+def test_pictures_are_what_the_script_makes():
+    import pictures
+
+    for name, draw in pictures.PICTURES.items():
+        svg = draw()
+        assert (ROOT / "docs" / "assets" / name).read_text() == svg, f"run python docs/tools/pictures.py: {name}"
+        ElementTree.fromstring(svg)
+
+
+def test_every_pass_has_a_section():
+    import generated
+
+    text = generated.passes_reference()
+    for name in pass_registry.BUILTIN:
+        assert f". `{name}`\n" in text
+    assert text.index("`insert_reshards`") < text.index("`lower_collectives`") < text.index("`accumulate_gradients`")
+    assert "Options: `storage: torch.dtype | None = None`" in text
+    assert "Tier `numeric`: may round differently. `fxpar.passes.casts.Casts`" in text
+
+
+def test_every_error_has_a_row():
+    import generated
+
+    text = generated.errors_reference()
+    known = [n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.FxparError | Warning)]
+    assert len(known) > 100
+    missing = [name for name in known if f"| `{name}` |" not in text]
+    assert missing == []
+    row = next(line for line in text.splitlines() if line.startswith("| `WorldSizeError`"))
+    assert "needs &lt;product&gt; ranks" in row
