@@ -38,7 +38,7 @@ CLASSES = {
     cls.__name__: cls
     for cls in (*POOLED, Remat, Pipeline, Part, LogicalGraph, AnnotatedGraph, ExecGraph, StageProgram, PipelineGraph)
 }
-_OWN_MODULES, _ARITHMETIC = ("fxpar.ops.", "fxpar.markers"), ("operator", "math")
+_OWN_MODULES, _ARITHMETIC = ("fxpar.ops.", "fxpar.markers", "fxpar.collectives"), ("operator", "math")
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _EXPRESSIONS = expression_classes()
 _EXPRESSION_NAMES = {cls: name for name, cls in _EXPRESSIONS.items()}
@@ -201,6 +201,8 @@ class Decoder:
             if function and not own:
                 raise GraphFormatError(f"function {name!r} is none that graphs are made of")
             found = target_from_name(name)
+            if module.startswith(_OWN_MODULES) and getattr(found, "__module__", "") != module:
+                raise GraphFormatError(f"{name!r} is no function of fxpar")
             if not function and not isinstance(found, OpOverload):
                 raise GraphFormatError(f"{name!r} is no op of torch")
             self._targets[name] = found
