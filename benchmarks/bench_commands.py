@@ -1,0 +1,66 @@
+"""CPU seconds of the commands that look at a model: the first time, and when the cache has its graphs.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_commands.py [--model hf:llama@8b] [--json OUT]
+
+Each command is a process of its own, torch's import included; `idle` is `fxpar --version` and one that only imports
+torch. Runs in a cache folder of its own, so the first column is without any cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+COLD_TARGET_S, CACHED_TARGET_S = 30.0, 3.0
+CLUSTER = {"nodes": 4, "devices_per_node": 8, "intra_gb_per_s": 300, "inter_gb_per_s": 25, "latency_us": 10}
+COMMANDS = {
+    "dump": "dump {model} -s dp4.tp8+sp --brief",
+    "diff": "diff {model} -s dp4.tp8 -s dp4.tp8+sp --brief",
+    "explain": "explain {model} -s dp4.tp8+sp model.layers.3.self_attn.q_proj.weight",
+    "switch": "switch {model} --from dp4.tp8 --to pp4.tp8 --cluster {cluster}",
+    "memory": "memory {model} -s dp4.tp8+sp --tokens 8192",
+    "viz": "viz {model} -s dp4.tp8+sp -o {folder}/out.html",
+}
+
+
+def cpu_s(words: list[str], environment: dict[str, str]) -> float:
+    """User and system seconds of one command and its children. Raises CalledProcessError."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="hf:llama@8b")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Path(folder, "cluster.json")
+        cluster.write_text(json.dumps(CLUSTER))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder}
+        import_s = cpu_s([sys.executable, "-c", "import torch"], environment)
+        print(f"import torch {import_s:.1f} CPU s; a command that needs no torch ", end="")
+        print(f"{cpu_s([sys.executable, '-m', 'fxpar', '--version'], environment):.1f} CPU s")
+        for name, text in COMMANDS.items():
+            words = text.format(model=args.model, cluster=cluster, folder=folder).split()
+            alone = {**environment, "XDG_CACHE_HOME": f"{folder}/{name}"}
+            command = [sys.executable, "-m", "fxpar", *words]
+            rows[name] = (cpu_s(command, alone), min(cpu_s(command, alone) for _ in range(2)))
+            cold, cached = rows[name]
+            print(f"{name:8} {cold:5.1f} CPU s the first time (target <= {COLD_TARGET_S:.0f}), ", end="")
+            print(f"{cached:4.1f} from the cache (target <= {CACHED_TARGET_S:.0f})", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "import_torch_s": import_s, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
