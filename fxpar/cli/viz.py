@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.errors import OpenStdoutError, StageNeedsStrategyError
 from fxpar.graph import LogicalGraph
 from fxpar.graph_file import load_graph
+from fxpar.lowering import lower
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.strategy import Strategy
 from fxpar.version import __version__
@@ -69,35 +70,41 @@ def run_viz(request: VizRequest) -> None:
         _open(request, written)
 
 
-def _views(request: VizRequest, cluster: ClusterSpec | None, say: Any) -> list[Viewed]:
+def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str], object]) -> list[Viewed]:
     """One for each strategy, or the one of a graph file."""
     source = request.source
-    strategies: Sequence[Strategy | None] = source.strategies(request.strategies)
-    if not strategies:
-        if not source.is_file or isinstance(load_graph(source.model), LogicalGraph):
-            raise StageNeedsStrategyError("exec")
-        strategies = [None]
+    strategies = source.strategies(request.strategies)
     for strategy in strategies:
-        if cluster and strategy:
+        if cluster:
             cluster.require(strategy.world)
+    held = load_graph(source.model) if source.is_file else None
+    pairs: list[tuple[TrainGraph, TrainGraph | None]] = []
+    if held is not None and not isinstance(held, LogicalGraph):
+        pairs = [(read_lowered(source, strategy), None) for strategy in strategies or [None]]
+    elif not strategies:
+        raise StageNeedsStrategyError("exec")
+    else:
+        logical = None if source.cache and held is None else read_logical(source)
+        for strategy in strategies:
+            say(f"lowering {source.model} to {strategy}")
+            pairs.append(_lowered(source, logical, strategy))
     views = []
-    for strategy in strategies:
-        say(f"lowering {source.model} to {strategy}" if strategy else f"reading {source.model}")
-        graph = read_lowered(source, strategy)
-        whole = not source.is_file or isinstance(load_graph(source.model), LogicalGraph)
+    for graph, stored in pairs:
+        if cluster:
+            cluster.require(graph.strategy.world)
+        sizes = _sizes(graph, request.tokens)
+        text = str(graph.strategy)
         views.append(
-            Viewed(
-                str(graph.strategy),
-                graph,
-                logical=read_logical(source) if whole else None,
-                stored=read_for_store(source, graph.strategy) if whole else None,
-                cluster=cluster,
-                sizes=_sizes(graph, request.tokens),
-                micro_batches=request.micro_batches,
-            )
+            Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
         )
-        views[-1].links.require(graph.strategy.world)
     return views
+
+
+def _lowered(source: Source, logical: LogicalGraph | None, strategy: Strategy) -> tuple[TrainGraph, TrainGraph]:
+    """By itself and for a weight store; from the cache where the logical graph is not given."""
+    if logical is None:
+        return read_lowered(source, strategy), read_for_store(source, strategy)
+    return lower(logical, strategy), lower(logical, strategy, for_store=True)
 
 
 def _sizes(graph: TrainGraph, tokens: int | None) -> Mapping[str, int] | None:

@@ -146,7 +146,7 @@ def _values(module: Module, reads: Reads) -> dict[tuple[int, int], dict[int | st
         if item.kind == "input":
             owner[item.label] = i
         elif item.kind != "output":
-            owner.update(dict.fromkeys(item.nodes, i))
+            owner.update((number, i) for number in item.nodes)
     found: dict[tuple[int, int], dict[int | str, None]] = defaultdict(dict)
     for i, item in enumerate(module.items):
         if item.kind == "output":
