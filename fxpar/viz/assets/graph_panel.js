@@ -46,7 +46,7 @@
         ["predicted", time(box.sums)]]),
       traffic(box.sums),
       box.kind === "module" ? params(part.strategy.paramsOf(box.fqn, part.stage)) : null,
-      inside.length ? section("Inside", el("ul", { class: "links" }, inside.map((child) => link(child.name, () => go(part, child))))) : null,
+      inside.length ? section("Inside", el("ul", { class: "links" }, inside.map((child) => el("li", {}, link(child.name, () => go(part, child)))))) : null,
     ];
   }
 
