@@ -8,6 +8,7 @@ Both hold `torch.fx` graphs whose nodes carry light, picklable metadata instead 
     node.meta["source"]    "file:line" of the user's code, or None
     node.meta["backward"]  True for a node of the backward
     node.meta["dist"]      DistConfig (or tuple) once annotated
+    node.meta["pass"]      name of the pass that made the node; nodes of the capture have none
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class AnnotatedGraph:
 
     The passes of the lowering change `graph` in place. `divisors[dim]` is what a dynamic dim must divide by (the
     runtime pads to it); `notes` say what the compiler decided that a user may not expect. `deferred` has the partial
-    placement of gradients that leave the graph unreduced.
+    placement of gradients that leave the graph unreduced, `passes` the names of those that have run.
     """
 
     graph: fx.Graph
@@ -186,6 +187,7 @@ class AnnotatedGraph:
     notes: list[str] = field(default_factory=list)
     deferred: dict[str, DistConfig] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
+    passes: list[str] = field(default_factory=list)
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -77,17 +77,33 @@ def run_passes(
     verify_placements(graph, "annotate", resharded=False)
     if on_pass:
         on_pass("annotate", graph)
+    return graph, climb(graph, ladder, on_pass), started
+
+
+def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]:
+    """The passes behind the last one of the ladder that has run on `graph`; those of others count for nothing."""
+    done = [i for i, step in enumerate(ladder) if step.name in graph.passes]
+    return ladder[max(done, default=-1) + 1 :]
+
+
+def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None = None) -> tuple[dict[str, Any], ...]:
+    """Run the passes on `graph`, which is verified after each; a report on each of them. Raises VerifyError."""
     report = []
     for step in ladder:
         begun = time.process_time()
+        known = set(graph.graph.nodes)
         step(graph)
+        graph.passes.append(step.name)
+        for node in graph.graph.nodes:
+            if node not in known:
+                node.meta.setdefault("pass", step.name)
         verify(graph, step.name)
         if isinstance(step, InsertReshards):
             verify_placements(graph, step.name, resharded=True)
         report.append(_report(step.name, graph, time.process_time() - begun))
         if on_pass:
             on_pass(step.name, graph)
-    return graph, tuple(report), started
+    return tuple(report)
 
 
 def _report(name: str, graph: AnnotatedGraph, cpu_s: float) -> dict[str, Any]:

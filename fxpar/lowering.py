@@ -17,7 +17,7 @@ from torch import fx
 from fxpar.errors import NotYetError, VerifyError
 from fxpar.exec_graph import ExecGraph, Part, PlainGraph, cut_part
 from fxpar.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
-from fxpar.ladder import OnPass, common_fields, default_passes, run_passes
+from fxpar.ladder import OnPass, climb, common_fields, default_passes, remaining, run_passes
 from fxpar.pass_base import GraphPass, ancestors
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reuse_buffers import SAME_STORAGE
@@ -62,6 +62,19 @@ def lower(
     if strategy.degree("pp") > 1:
         return lower_pipeline(logical, strategy, ladder, on_pass)
     graph, report, started = run_passes(logical, strategy, ladder, on_pass)
+    result = split_phases(graph)
+    result.timings["lower_cpu_s"] = time.process_time() - started
+    result.passes = report
+    return result
+
+
+def finish(graph: AnnotatedGraph, *, storage: torch.dtype | None = None) -> ExecGraph:
+    """What the ranks run of a graph on its way through the ladder: the passes that are left, then the cut in phases.
+
+    `graph` is changed in place. Raises VerifyError for a pass that has left it as no later one can take it.
+    """
+    started = time.process_time()
+    report = climb(graph, remaining(graph, default_passes(storage)))
     result = split_phases(graph)
     result.timings["lower_cpu_s"] = time.process_time() - started
     result.passes = report
@@ -166,4 +179,4 @@ def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
     return value in early or value.op == "placeholder"
 
 
-__all__ = ["PHASES", "OnPass", "default_passes", "lower", "lower_forward", "split_forward", "split_phases"]
+__all__ = ["PHASES", "OnPass", "default_passes", "finish", "lower", "lower_forward", "split_forward", "split_phases"]

@@ -30,6 +30,7 @@ _META = (
     "kind",
     "buffer",
     "again",
+    "pass",
 )
 
 

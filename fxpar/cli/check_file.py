@@ -12,6 +12,7 @@ from fxpar.checking import CheckResult, check
 from fxpar.errors import GraphFileError
 from fxpar.graph import AnnotatedGraph, Input, LogicalGraph
 from fxpar.graph_file import Origin, load_graph, load_origin
+from fxpar.lowering import finish
 from fxpar.models.loaded import mean_scale
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.bound import Backend
@@ -22,11 +23,13 @@ def check_file(
     path: str, strategies: list[Strategy], *, tolerance: float | None, compile: Backend, seed: int
 ) -> tuple[LogicalGraph, list[CheckResult]]:
     """The logical graph of the file, and a result per strategy: those given for a file of a logical graph, else the one
-    that the graph was lowered for. Raises GraphFileError.
+    that the graph was lowered for. A graph on its way through the passes goes through those that are left.
+
+    Raises GraphFileError, VerifyError.
     """
     graph, origin = load_graph(path), load_origin(path)
     if isinstance(graph, AnnotatedGraph):
-        raise GraphFileError(path, "it holds a graph on its way through the passes, which no rank can run", _LOWERED)
+        graph = finish(graph)
     if origin is None:
         raise GraphFileError(path, "it holds no batches to check with", "Write it with: fxpar dump MODEL -o FILE.fxpar")
     logical, programs = _to_check(path, graph, origin, strategies)
@@ -35,9 +38,6 @@ def check_file(
     scale = mean_scale(origin.batches)
     words = {"scale": scale, "tolerance": tolerance, "compile": compile}
     return logical, check(logical, programs, params, buffers, origin.batches, **words)
-
-
-_LOWERED = "Dump it with --strategy alone, or without"
 
 
 def _to_check(

@@ -28,7 +28,7 @@ from fxpar.errors import (
 )
 from fxpar.graph import AnnotatedGraph
 from fxpar.graph_diff import compare, digest
-from fxpar.graph_file import kind_of, load_graph, save_graph
+from fxpar.graph_file import kind_of, load_graph, load_origin, save_graph
 from fxpar.models.load import parse_dtype
 from fxpar.models.options import parse_assignments, typed
 from fxpar.pass_base import GraphPass
@@ -71,10 +71,11 @@ def run_pass(request: RunPassRequest) -> None:
     except Exception as error:
         raise PassRunError(request.name, error) from error
     cpu_s = time.process_time() - begun
+    graph.passes.append(request.name)
     verify(graph, request.name)
     diff = compare(old, digest(graph, f"{strategy} after {request.name}"))
     if request.output is not None:
-        save_graph(request.output, graph)
+        save_graph(request.output, graph, load_origin(request.on))
         stderr_console().print(f"wrote the graph to {request.output}", markup=False)
     if request.json is not None:
         write_output(request.json, to_json({"pass": request.name, "cpu_s": cpu_s, **diff.to_json()}))

@@ -62,18 +62,22 @@ def read_logical(source: Source) -> LogicalGraph:
 
 
 def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
-    """What the ranks run under `strategy`; None is for a graph file that holds just that.
+    """What the ranks run under `strategy`; None is for a graph file that holds just that. A file of a graph on its way
+    through the passes goes through those that are left.
 
-    Raises StageNeedsStrategyError, GraphFileError (a file of another strategy, or of an annotated graph), the errors of
-    `read_logical` and `fxpar.lower`.
+    Raises StageNeedsStrategyError, GraphFileError (a file of another strategy), the errors of `read_logical` and
+    `fxpar.lower`.
     """
     if source.is_file:
         graph = load_graph(source.model)
         if isinstance(graph, TrainGraph):
             _same_strategy(source.model, graph.strategy, strategy)
             return graph
-        if not isinstance(graph, LogicalGraph):
-            raise _wrong_kind(source.model, graph, "a lowered graph", "with --strategy")
+        if isinstance(graph, AnnotatedGraph):
+            from fxpar.lowering import finish
+
+            _same_strategy(source.model, graph.strategy, strategy)
+            return finish(graph)
     if strategy is None:
         raise StageNeedsStrategyError("exec")
 

@@ -195,4 +195,5 @@ def why_text(node: fx.Node, wire: Wire | None) -> str:
         return "rematerialize: computed again for the backward"
     if wire is not None and wire.fused > 1:
         return f"bucketing: one call for {wire.fused} tensors"
-    return ""
+    made_by = node.meta.get("pass")
+    return f"the pass {made_by}" if made_by else ""

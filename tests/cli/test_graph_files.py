@@ -54,7 +54,9 @@ def test_a_file_dumps_like_its_model(files, name, words):
     assert from_file[0] == 0, from_file[2]
 
 
-@pytest.mark.parametrize(("name", "words"), [("logical", ("-s", "dp2,tp2+sp")), ("exec", ()), ("pipeline", ())])
+@pytest.mark.parametrize(
+    ("name", "words"), [("logical", ("-s", "dp2,tp2+sp")), ("annotated", ()), ("exec", ()), ("pipeline", ())]
+)
 def test_check(files, name, words):
     status, out, err = fxpar("check", files(name), *words, "--json", "-")
     assert status == 0, err
@@ -81,6 +83,19 @@ def test_check_finds_a_broken_graph(files, tmp_path):
     assert "0 of 1 strategies agree" in out
 
 
+def test_from_pass_to_pass(files, tmp_path):
+    """Dumped after a pass, one pass by hand, the others by `check` or `dump`: what `lower` makes."""
+    middle, after = tmp_path / "middle.fxpar", tmp_path / "after.fxpar"
+    assert fxpar("dump", files("logical"), "-s", "dp2.tp2+sp", "--after", "mask_padding", "-o", middle)[0] == 0
+    status, _, err = fxpar("passes", "cleanup", "--on", middle, "-o", after)
+    assert status == 0, err
+    assert fxpar("dump", after, "--stage", "exec") == fxpar("dump", files("exec"))
+    status, out, err = fxpar("check", files("logical"), "-s", "dp2.tp2+sp")
+    assert status == 0, err
+    # The batches that `check` needs are those of the dump, which `--after` has too.
+    assert fxpar("check", after)[1].splitlines()[-1] == out.splitlines()[-1]
+
+
 def test_memory_and_switch(files, tmp_path):
     cluster = tmp_path / "cluster.json"
     cluster.write_text('{"nodes":2,"devices_per_node":2,"intra_gb_per_s":100,"inter_gb_per_s":10,"latency_us":5}')
@@ -104,12 +119,10 @@ def test_memory_and_switch(files, tmp_path):
         (("dump", "exec", "-s", "tp2"), "it holds a graph under dp2.tp2+sp, not tp2. Leave --strategy out"),
         (("dump", "exec", "--stage", "logical"), "it holds the exec graph, and this needs a logical graph"),
         (("dump", "exec", "--after", "casts", "-s", "dp2.tp2+sp"), "this needs a logical graph"),
-        (("dump", "annotated", "-s", "tp2", "--stage", "exec"), "it holds the annotated graph, and this needs a low"),
         (("dump", "logical", "--stage", "annotated"), "the annotated graph needs a strategy. Add --strategy"),
         (("dump", "exec", "--stage", "1"), "there is no pipeline stage 1: 'dp2.tp2+sp' has none"),
         (("check", "logical"), "it holds a logical graph. Say for which strategies"),
         (("check", "exec", "-s", "tp2"), "it holds a graph under dp2.tp2+sp. Leave --strategies out"),
-        (("check", "annotated"), "which no rank can run"),
         (("memory", "exec", "-s", "dp2"), "this needs a logical graph"),
         (("dump", "llama", "-s", "tp2", "-o", "no/folder/g.fxpar"), "there is no folder 'no/folder'"),
     ],
