@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve_want
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost, reshard_bytes
@@ -21,6 +20,9 @@ from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass, tensor_meta
 from fxpar.dist_config import Placement, Shard
 from fxpar.errors import PlacementError
 from fxpar.rules.option import Option
+
+if TYPE_CHECKING:  # loading scipy takes half a second, which reading a placed graph need not wait for
+    from scipy.optimize import LinearConstraint
 
 FORCED = 1000.0
 _INFEASIBLE = 2  # a status of scipy's
@@ -74,6 +76,9 @@ class _Program:
     @functools.cached_property
     def constraints(self) -> LinearConstraint:
         """All rows; no row is added after the first look."""
+        from scipy import sparse
+        from scipy.optimize import LinearConstraint
+
         data, row_index, column_index, low, high = [], [], [], [], []
         for i, (entries, lo, hi) in enumerate(self.rows):
             low.append(lo)
@@ -89,6 +94,8 @@ class _Program:
         """0 or 1 per column, with 1 for those of `fixed`; None if the rows do not allow it. Raises PlacementError."""
         if not self.moved:
             return np.zeros(0)
+        from scipy.optimize import Bounds, milp
+
         low = np.zeros(len(self.moved))
         low[list(fixed)] = 1.0
         result = milp(

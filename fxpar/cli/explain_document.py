@@ -69,6 +69,8 @@ def _value(known: Placed, nodes: tuple[fx.Node, ...]) -> Document:
     wants = [m for m in known.moves if chosen & set(m.users)]
     found["wanted_otherwise"] = moves_document(known, made)
     found["wants_otherwise"] = moves_document(known, wants)
+    later = [m for m in known.moves if m not in made and m.have.partial and chosen & set(m.terms)]
+    found["summed_later"] = moves_document(known, later)
     if is_param:
         read = [m for m in known.moves if m not in made and _because_of(known, m, chosen)]
         found["because_of_it"] = moves_document(known, read)

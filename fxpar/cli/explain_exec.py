@@ -53,7 +53,9 @@ class Traffic:
         first = "insert_reshards"
         if self.what == "parameters":
             first = "zero_shard"
-        elif self.part == "epilogue" or (self.what == "gradients" and not {"tp"} & set(self.comm.axis.split("."))):
+        elif self.what == "gradients" and self.comm.axis == "tp" and self.comm.kind == "reduce_scatter":
+            first = "insert_reshards"  # to lie like a parameter that tp cuts
+        elif self.part == "epilogue" or self.what == "gradients":
             first = "reduce_gradients"
         return (first, *(["bucket_collectives"] if self.comm.fused > 1 else []))
 
@@ -101,7 +103,8 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
     if moved and comm.kind == "all_gather":
         what, params = "parameters", moved
     elif len(results) == len(values):
-        what, params = _ENDS[results[0].kind], [r.fqn for r in results if r.kind == "grad"]
+        params = [r.fqn for r in results if r.kind == "grad"]
+        what = "gradients" if params else _ENDS[results[0].kind]  # the loss may go with them
     else:
         causes = makers if comm.kind in _REDUCES else users
         params = [walker.weight_of[o] for c in causes for o in c.all_input_nodes if o in walker.weight_of]

@@ -6,7 +6,7 @@ explained here is what is lowered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import sympy
@@ -60,20 +60,19 @@ class Move:
 
 def moves(graph: AnnotatedGraph) -> tuple[Move, ...]:
     """All reshards in program order. The graph is left with its reshard nodes in it."""
-    users = {node: list(node.users) for node in graph.graph.nodes}
     InsertReshards()(graph)
     made = [node for node in graph.graph.nodes if node.target is reshard]
     moved = {_unmoved(node) for node in made}
-    return tuple(_move(graph, node, users, moved) for node in made)
+    return tuple(_move(graph, node, moved) for node in made)
 
 
-def _move(graph: AnnotatedGraph, node: fx.Node, users: Mapping[fx.Node, list[fx.Node]], moved: set[fx.Node]) -> Move:
+def _move(graph: AnnotatedGraph, node: fx.Node, moved: set[fx.Node]) -> Move:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     value, dims = _unmoved(node), {d.symbol: d.example for d in graph.dims}
     wanting = tuple(u for u in node.users if u.target is not reshard)
     have, wanted = value.meta["dist"], node.meta["dist"]
     taken = tuple(_steps(graph, node.meta["tensor"], source.meta["dist"], wanted, dims))
-    behind = dict.fromkeys(reader for user in wanting for reader in _readers(user, users))
+    behind = dict.fromkeys(reader for user in wanting for reader in _readers(user))
     terms = _terms(value, moved) if have.partial else (resolve(value)[0],)
     return Move(value, have, wanted, wanting, tuple(behind), terms, source.meta["dist"], taken)
 
@@ -97,11 +96,11 @@ def _steps(
         current = made
 
 
-def _readers(user: fx.Node, users: Mapping[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
+def _readers(user: fx.Node) -> Iterator[fx.Node]:
     """A user; where it is a view of its operand, those who read the view."""
-    if user.op == "call_function" and user.target in VIEWS and users[user]:
-        for reader in users[user]:
-            yield from _readers(reader, users)
+    if user.target is reshard or (user.op == "call_function" and user.target in VIEWS and user.users):
+        for reader in user.users:
+            yield from _readers(reader)
     else:
         yield user
 

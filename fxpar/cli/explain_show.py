@@ -61,6 +61,20 @@ def _said(text: str, width: int | None, indent: int, style: str = "") -> Iterato
         yield Styled(line, style)
 
 
+def _table(headers: Sequence[str], words: int, rows: Sequence[Sequence[str]], width: int | None) -> Iterator[Styled]:
+    """Rows of which the first `words` columns are text, the others numbers. Where that is too wide only the first
+    column leads a row, and the others follow below.
+    """
+
+    def cut(at: int) -> Table:
+        pairs = [(tuple(row[:at]), tuple(row[at:])) for row in rows]
+        return Table(tuple(headers[:at]), tuple(headers[at:]), pairs)
+
+    wide = cut(words).lines(None)
+    fits = width is None or max(len(line.text) for line in wide) <= width
+    yield from wide if fits else cut(1).lines(width)
+
+
 # ------------------------------------------------------------------------------------------------------------- summary
 def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled]:
     if "params" not in document:
@@ -68,7 +82,7 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     for axis in document["axes"]:
         yield from _said(f"{axis['axis']}{axis['degree']}: {axis['does']}", width, 2)
     yield from (Styled(""), Styled("parameters, one rank's share:", "bold"))
-    yield from _param_table(document).lines(width)
+    yield from _param_table(document, width)
     yield Styled("")
     sizes = ", ".join(f"{name}={size}" for name, size in document["sizes"].items())
     each = "one rank of each stage together" if "messages" in document else "one rank"
@@ -76,7 +90,7 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     if "messages" in document:
         total += f"; {document['messages']} messages between stages, {human_bytes(document['message_bytes'])}"
     yield from _said(f"communication of one micro-batch{f' of {sizes}' if sizes else ''}: {total}", width, 0, "bold")
-    yield from _module_table(document["modules"], top).lines(width)
+    yield from _module_table(document["modules"], top, width)
     yield Styled("")
     if not document["overrides"]:
         yield from _said("decided by the user: the axes and flags; no overrides. By the search: the rest", width, 0)
@@ -87,33 +101,32 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
         yield from _said(f"note: {note}", width, 0, "yellow")
 
 
-def _param_table(document: Document) -> Table:
+def _param_table(document: Document, width: int | None) -> Iterator[Styled]:
     rows = [
         (
-            (row["name"] + (" (override)" if row["override"] else ""), f"x{row['count']}", row["stored"]),
-            (human_bytes(row["local_bytes"]), human_bytes(row["wire_bytes"])),
+            row["name"] + (" (override)" if row["override"] else ""),
+            f"x{row['count']}",
+            row["stored"],
+            human_bytes(row["local_bytes"]),
+            human_bytes(row["wire_bytes"]),
         )
         for row in document["params"]
     ]
-    return Table(("parameter", "", "stored"), ("holds", "sends for it"), rows)
+    return _table(("parameter", "", "stored", "holds", "sends for it"), 3, rows, width)
 
 
-def _module_table(modules: Sequence[Document], top: int) -> Table:
+def _module_table(modules: Sequence[Document], top: int, width: int | None) -> Iterator[Styled]:
     rows = []
     for row in modules[:top]:
         calls = ", ".join(f"{c['calls']} {c['kind']} {c['axis']}" for c in row["collectives"])
-        rows.append(
-            (
-                (row["module"] or EVERYWHERE, row["what"], calls),
-                (human_bytes(row["wire_bytes"]), f"{row['share']:.1%}"),
-            )
-        )
+        name = row["module"] or EVERYWHERE
+        rows.append((name, row["what"], calls, human_bytes(row["wire_bytes"]), f"{row['share']:.1%}"))
     rest = modules[top:]
     if rest:
         size, share = sum(r["wire_bytes"] for r in rest), sum(r["share"] for r in rest)
         calls = f"{sum(r['calls'] for r in rest)} collectives"
-        rows.append(((f"{len(rest)} more", "", calls), (human_bytes(size), f"{share:.1%}")))
-    return Table(("module", "of", "collectives"), ("sends", "share"), rows)
+        rows.append((f"{len(rest)} more", "", calls, human_bytes(size), f"{share:.1%}"))
+    return _table(("module", "of", "collectives", "sends", "share"), 3, rows, width)
 
 
 # -------------------------------------------------------------------------------------------------- values and modules
@@ -139,6 +152,7 @@ def _value(value: Document, stage: int | None, width: int | None) -> Iterator[St
     for key, title in (
         ("wanted_otherwise", "others want it otherwise:"),
         ("wants_otherwise", "it wants its operands otherwise:"),
+        ("summed_later", "it leaves partial sums, which are taken behind it:"),
         ("because_of_it", "moves because of it:"),
     ):
         if value.get(key):
@@ -159,9 +173,8 @@ def _axis(axis: Document, width: int | None) -> Iterator[Styled]:
         apart = "" if each["chosen"] else _signed(alone["bytes"]) if alone else "impossible"
         moved = _signed(price["moved_bytes"]) if price and not each["chosen"] else ""
         work = _signed(price["penalty_bytes"]) if price and not each["chosen"] else ""
-        rows.append(((f"  {each['option']}", each["rule"]), (chosen, moved, work, apart)))
-    table = Table(("  option", "by"), ("price", "moved", "not cut", "alone"), rows)
-    yield from table.lines(width)
+        rows.append((f"  {each['option']}", each["rule"], chosen, moved, work, apart))
+    yield from _table(("  option", "by", "price", "moved", "not cut", "alone"), 2, rows, width)
     for refused in axis["refused"]:
         yield from _said(f"not {refused['option']}: {refused['reason']}", width, 4)
 
@@ -211,8 +224,8 @@ def _module(answer: Document, width: int | None) -> Iterator[Styled]:
         for row in answer["params"]:
             by = row["decided"]
             text = f"override {by['glob']}={by['placement']}" if by["by"] == "override" else by["by"]
-            rows.append(((row["name"], f"x{row['count']}"), (row["lies"], text)))
-        yield from Table(("parameter", ""), ("lies", "decided by"), rows).lines(width)
+            rows.append((row["name"], f"x{row['count']}", row["lies"], text))
+        yield from _table(("parameter", "", "lies", "decided by"), 4, rows, width)
     size = sum(move["wire_bytes"] * move["count"] for move in answer["moves"])
     yield Styled(f"  moves because of it, {human_bytes(size)}:" if answer["moves"] else "  nothing moves", "bold")
     for move in answer["moves"]:

@@ -1,0 +1,263 @@
+"""`fxpar explain`: reshards and who wants them, collectives and their causes, goldens, narrow terminals, bad input.
+
+To accept a change of the goldens: EXPECTTEST_ACCEPT=1 pytest tests/cli/test_explain.py, then read the diff.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from fxpar.annotate import annotate
+from fxpar.annotate.driver import annotate_and_search
+from fxpar.cli.explain_exec import by_module, traffic
+from fxpar.cli.explain_moves import moves
+from fxpar.cli.explain_show import report
+from fxpar.cli.explain_subject import find, placed, vocabulary
+from fxpar.graph_file import load_graph, save_graph
+from fxpar.lowering import lower
+from fxpar.pass_base import tensor_operands
+from fxpar.strategy import Strategy
+from tests.captured import llama
+from tests.cli.helpers import fxpar
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+STRATEGIES = ["tp2", "tp2+sp", "cp2.tp2", "dp2.tp2+sp+zero3"]
+
+
+@functools.cache
+def file(tmp: Path) -> Path:
+    path = tmp / "llama.fxpar"
+    status, _, err = fxpar("dump", "llama", "-o", path)
+    assert status == 0, err
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The logical graph of the tiny llama, in a file: read faster than captured."""
+    return file(tmp_path_factory.mktemp("graphs"))
+
+
+def explain(model: Path | str, *words: str) -> str:
+    status, out, err = fxpar("explain", model, *words)
+    assert status == 0, err
+    return out
+
+
+def answer(model: Path, *words: str) -> dict:
+    return json.loads(explain(model, *words, "--json", "-"))
+
+
+def compare_golden(name: str, text: str) -> None:
+    path = GOLDEN / f"explain_{name}.txt"
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------ reshards
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_reshard_has_one_set_of_users(strategy):
+    graph = annotate(llama().graph, Strategy.parse(strategy))
+    wanted = defaultdict(set)
+    for node in graph.graph.nodes:
+        for operand, want in zip(tensor_operands(node), node.meta.get("dist_in", ()), strict=False):
+            if operand.meta["dist"] != want:
+                wanted[operand, want].add(node)
+    found = moves(graph)
+    assert {(m.value, m.wanted): set(m.users) for m in found} == wanted
+    assert len(found) == len(wanted) > 0
+    assert all(m.behind and m.terms and m.steps for m in found)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reshards_and_collectives_send_the_same(strategy):
+    """The bytes of the annotated graph's reshards are those of the collectives that they became."""
+    explained = traffic(lower(llama().graph, strategy))
+    body = sum(t.wire_bytes for t in explained if t.added_by == ("insert_reshards",))
+    assert sum(m.wire_bytes for m in moves(annotate(llama().graph, Strategy.parse(strategy)))) == pytest.approx(body)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "dp2", "pp2.dp2+zero2"])
+def test_all_collectives_are_explained(strategy):
+    program = lower(llama().graph, strategy)
+    found = traffic(program)
+    assert len(found) == len(program.communications())
+    rows = by_module(found)
+    assert sum(row["calls"] for row in rows) == len(found)
+    assert sum(row["share"] for row in rows) == pytest.approx(1.0)
+    zero3 = "zero3" in strategy
+    assert any(t.what == "parameters" for t in found) == ("zero" in strategy)
+    assert all(t.params for t in found if t.what in ("parameters", "gradients"))
+    assert {p for t in found if t.what == "parameters" for p in t.params} <= {i.fqn for i in program.inputs}
+    assert not zero3 or {t.added_by[0] for t in found if t.comm.axis == "dp"} <= {"zero_shard", "reduce_gradients"}
+
+
+def test_a_cause_is_named():
+    """What the row-parallel product leaves is its, what the column-parallel ones gather is theirs."""
+    found = traffic(lower(llama().graph, "tp2+sp"))
+    causes = {(t.comm.kind, t.module, t.comm.backward) for t in found if t.module.startswith("layers.0")}
+    assert ("reduce_scatter", "layers.0.ffn.down_proj", False) in causes
+    assert ("all_gather", "layers.0.ffn.gate_proj", False) in causes
+    gather = next(t for t in found if t.module == "layers.0.ffn.gate_proj" and t.comm.kind == "all_gather")
+    assert gather.params == ("layers.0.ffn.gate_proj.weight", "layers.0.ffn.up_proj.weight")
+
+
+def test_a_loss_among_gradients_is_not_the_cause():
+    (rows,) = [t for t in traffic(lower(llama().graph, "dp2.tp2+sp")) if t.comm.axis == "dp" and t.comm.fused > 1]
+    assert rows.what == "gradients"
+    assert rows.added_by == ("reduce_gradients", "bucket_collectives")
+
+
+def test_names_are_those_of_dump(model):
+    known = placed(*annotate_and_search(load_graph(model), Strategy.parse("tp2")))
+    _, out, _ = fxpar("dump", model, "-s", "tp2", "--stage", "annotated", "--full")
+    printed = set(re.findall(r"^ +%([\w.]+) : ", out, re.MULTILINE))
+    assert printed <= set(vocabulary(known))
+    ops = [name for name in printed if not name.startswith("size")]
+    assert all(find(known, name) is not None for name in ops)
+
+
+# ------------------------------------------------------------------------------------------------------------- goldens
+def test_golden_parameter(model):
+    compare_golden("param", explain(model, "-s", "dp2.tp2+sp+zero1", "layers.*.ffn.down_proj.weight", "--passes"))
+
+
+def test_golden_reshard(model):
+    compare_golden("reshard", explain(model, "-s", "dp2.tp2", "all_reduce_2"))
+
+
+def test_golden_summary(model):
+    words = ("-s", "dp2.tp2+zero1", "--override", "*.o_proj.weight=R@tp", "--top", "5")
+    compare_golden("summary", explain(model, *words))
+
+
+# ------------------------------------------------------------------------------------------------------- what is asked
+def test_node(model):
+    document = answer(model, "-s", "tp2", "%mm_3")
+    (value,) = document["answers"][0]["values"]
+    (axis,) = value["axes"]
+    (chosen,) = (a for a in axis["alternatives"] if a["chosen"])
+    assert chosen["option"] == axis["chosen"] == "(S(1), S(0)) -> P"
+    assert chosen["rule"] == "rules.matmul.mm_factors"
+    assert chosen["price"] == {"bytes": 0, "moved_bytes": 0, "penalty_bytes": 0}
+    assert all(a["price"]["bytes"] >= 0 for a in axis["alternatives"] if a["price"])
+    (move,) = value["summed_later"]  # it is added to the residual before
+    assert [step["kind"] for step in move["steps"]] == ["all_reduce"]
+    (same,) = answer(model, "-s", "tp2", move["value"])["answers"][0]["values"][0]["wanted_otherwise"]
+    assert same == move
+    (wants,) = answer(model, "-s", "tp2", move["users"][0]["node"])["answers"][0]["values"][0]["wants_otherwise"]
+    assert wants == move  # seen from the other side
+
+
+def test_module_and_globs(model):
+    (whole,) = answer(model, "-s", "tp2", "layers.0.ffn")["answers"]
+    assert whole["kind"] == "module"
+    assert [p["name"].split(".")[-2] for p in whole["params"]] == ["gate_proj", "up_proj", "down_proj"]
+    assert {m["module"].split(".")[1] for m in whole["moves"]} == {"0"}
+    (both,) = answer(model, "-s", "tp2", "layers.*.ffn")["answers"]
+    assert [p["count"] for p in both["params"]] == [2, 2, 2]
+    (params,) = answer(model, "-s", "tp2", "layers.1.ffn.*.weight")["answers"]
+    assert [v["name"] for v in params["values"]] == [p["name"].replace("layers.0", "layers.1") for p in whole["params"]]
+
+
+def test_no_axis_no_choice(model):
+    (value,) = answer(model, "-s", "dp2", "head.weight")["answers"][0]["values"]
+    assert (value["axes"], value["undecided_axes"]) == ([], ["dp"])
+
+
+def test_override(model):
+    words = ("-s", "tp2", "--override", "*.down_proj.weight=R@tp", "layers.0.ffn.down_proj.weight")
+    (value,) = answer(model, *words)["answers"][0]["values"]
+    assert value["decided"] == {"by": "override", "glob": "*.down_proj.weight", "placement": "R@tp"}
+    assert "decided by override *.down_proj.weight=R@tp" in explain(model, *words)
+
+
+def test_passes():
+    words = ("-s", "dp2+zero1", "--dtype", "bfloat16", "--storage", "float32", "*.weight", "--passes")
+    out = explain("mlp", *words)
+    assert "casts: prologue._to_copy_" in out
+    assert "zero_shard" in out
+    assert "reduce_gradients" in out
+
+
+# ----------------------------------------------------------------------------------------------------------- pipelines
+def test_pipeline(model):
+    (found,) = answer(model, "-s", "pp2.tp2", "head.weight")["answers"]
+    assert found["stage"] == 1
+    assert [a["stage"] for a in answer(model, "-s", "pp2.tp2", "layers.*.ffn")["answers"]] == [0, 1]
+    assert answer(model, "-s", "pp2.tp2", "mm_0", "--stage", "1")["answers"][0]["stage"] == 1
+    summary = answer(model, "-s", "pp2.tp2")
+    assert summary["messages"] == 2
+    (collective,) = answer(model, "-s", "pp2.tp2", "forward.all_reduce_0", "--stage", "1")["answers"]
+    assert collective["comes_from"][0]["module"].startswith("layers.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-s", "tp2", "mm_333"), "did you mean 'mm_33'"),
+        (("-s", "tp2", "layers.0.atention"), "did you mean 'layers.0.attention'"),
+        (("-s", "tp2", "all_reduce_99"), "has nothing called 'all_reduce_99'; did you mean 'all_reduce_9'"),
+        (("-s", "pp2", "mm_0"), "'mm_0' is on stages 0, 1 alike. Add --stage N"),
+        (("-s", "pp2", "mm_0", "--stage", "2"), "there is no pipeline stage 2"),
+        (("-s", "tp2", "mm_0", "--stage", "0"), "there is no pipeline stage 0"),
+        ((), "needs a strategy"),
+        (("-s", "tp2", "--json", "no/such/folder.json"), "there is no folder"),
+    ],
+)
+def test_bad_input(model, words, message):
+    status, out, err = fxpar("explain", model, *words)
+    assert (status, out) == (1, "")
+    assert message in err
+
+
+# --------------------------------------------------------------------------------------------------------- graph files
+def test_a_lowered_graph_alone(model, tmp_path):
+    """What it does not say is said once; with its origin in the file it says all."""
+    program, path = lower(load_graph(model), "dp2.tp2+zero1"), tmp_path / "exec.fxpar"
+    save_graph(path, program)
+    out = explain(path, "head.weight")
+    assert out.count("no alternatives, no prices") == 1
+    assert "stored as f32[131@tp@dp, 64]" in out
+    assert "zero_shard and bucket_collectives" in out
+    assert explain(path) == explain(model, "-s", "dp2.tp2+zero1")
+    assert "moves activations" in explain(path, "all_reduce_2")
+    status, _, err = fxpar("explain", path, "mm_3")
+    assert (status, "has nothing called 'mm_3'" in err) == (1, True)
+    whole = tmp_path / "whole.fxpar"
+    assert fxpar("dump", "llama", "-s", "dp2.tp2+zero1", "-o", whole)[0] == 0
+    assert "S(1)" in explain(whole, "head.weight")
+
+
+def test_an_annotated_graph_alone(model, tmp_path):
+    path = tmp_path / "annotated.fxpar"
+    save_graph(path, annotate(load_graph(model), Strategy.parse("tp2")))
+    out = explain(path, "mm_3")
+    assert out.count("no alternatives, no prices") == 1
+    assert "by all_reduce on tp" in out
+    assert fxpar("explain", path, "mm_3", "-s", "tp4")[0] == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- display
+@pytest.mark.parametrize("words", [("-s", "dp2.tp2+sp"), ("-s", "tp2+sp", "layers.*.q_proj.weight")])
+def test_sixty_columns(model, words):
+    document = answer(model, *words)
+    wide = "\n".join(line.text for line in report(document))
+    narrow = [line.text for line in report(document, 60)]
+    assert all(len(line) <= 60 or " " not in line.strip() for line in narrow)
+    number = re.compile(r"[\d.]+(?: [kMG]?B|%)")
+    assert sorted(number.findall(wide)) == sorted(number.findall(" ".join(" ".join(narrow).split())))
+
+
+def test_piped_text_is_plain(model):
+    out = explain(model, "-s", "tp2", "head.weight")
+    assert "\x1b" not in out
+    assert "price" in out
