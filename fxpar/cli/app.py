@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fxpar.cli.commands import check, diff, dump, memory, order, passes, switch, train, viz
+from fxpar.cli.commands import check, diff, dump, explain, memory, order, passes, switch, train, viz
 from fxpar.cli.console import reporting
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any], Sequence[str]], ...] = (
     ("check", check.check_command, check.EXAMPLES),
     ("dump", dump.dump_command, dump.EXAMPLES),
     ("diff", diff.diff_command, diff.EXAMPLES),
+    ("explain", explain.explain_command, explain.EXAMPLES),
     ("viz", viz.viz_command, viz.EXAMPLES),
     ("memory", memory.memory_command, memory.EXAMPLES),
     ("switch", switch.switch_command, switch.EXAMPLES),
