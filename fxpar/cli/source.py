@@ -192,7 +192,17 @@ def _captured(source: Source) -> LogicalGraph:
         note_files(source, model)
         return graph
 
+    _import_model(source)
     return from_cache(source, {"kind": "logical"}, build)
+
+
+def _import_model(source: Source) -> None:
+    """Import the module of a user's function, which may register ops and rules that the lowering needs."""
+    if ":" in source.model and not source.model.startswith("hf:"):
+        from fxpar.models.user_function import find_function
+
+        place, _, name = source.model.rpartition(":")
+        find_function(source.model, place, name)
 
 
 def _batches(model: LoadedModel) -> tuple[dict[str, Tensor], ...]:

@@ -88,6 +88,27 @@ def test_a_changed_file_of_the_user_counts(captures, user_model, tmp_path):
     assert {os.path.basename(path) for path in manifest["files"]} >= {"mine.py", "sizes.py"}
 
 
+def test_a_rule_of_the_user_counts(captures, user_model, tmp_path):
+    """Also where the capture is in the cache, and the model is not called again."""
+    from fxpar.rules.table import TABLE, aten
+
+    read_logical(user_model)
+    rule = "\nfrom fxpar.rules.table import TABLE, OpRule, aten\n"
+    rule += "TABLE[aten.relu.default] = OpRule(lambda *args: [])\n"
+    (tmp_path / "mine.py").write_text(MODEL + rule)
+    before = TABLE.get(aten.relu.default)
+    try:
+        read_logical(user_model)
+        TABLE.pop(aten.relu.default)
+        read_lowered(user_model, Strategy.parse("tp2"))
+        assert aten.relu.default in TABLE
+    finally:
+        TABLE.pop(aten.relu.default, None)
+        if before is not None:
+            TABLE[aten.relu.default] = before
+    assert len(captures) == 2
+
+
 def test_a_change_of_fxpar_counts(captures, monkeypatch):
     read_logical(Source("mlp"))
     monkeypatch.setattr(cache_module, "_own_digest", lambda: "another")
