@@ -28,12 +28,12 @@ Namespace = dict[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """How a command that matches is tried: "parsed" looks at its words only; "swapped" runs it with the model that
-    matches replaced by `model`.
+    """How a command that matches is tried: "parsed" looks at its words only (options and strategies); "swapped" runs it
+    with its `hf:` model replaced by `model`; "once" does so for the first one of each command and parses the others.
     """
 
     pattern: str
-    how: Literal["parsed", "swapped"]
+    how: Literal["parsed", "swapped", "once"]
     reason: str
     model: str = ""
 
@@ -42,8 +42,8 @@ WAYS = (
     Way(r"^train\b", "parsed", "starts a process per rank, seconds each; tests/cli/test_train.py trains"),
     Way(r"^check .*-s?\S* \S*(,\S+){7}", "parsed", "many strategies: a figure of the benchmarks"),
     Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
-    Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "swapped", "a published size takes 20 CPU s", "llama --set layers=4"),
-    Way(r"hf:\w+@\w+", "swapped", "a published size takes 20 CPU s", "llama"),
+    Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "once", "a published size takes 20 CPU s", "llama --set layers=4"),
+    Way(r"hf:\w+@\w+", "once", "a published size takes 20 CPU s", "llama"),
     Way(r"^check hf:\w+", "swapped", "tests/models/test_huggingface.py checks decoders of transformers", "llama"),
 )
 

@@ -7,6 +7,7 @@ that this module does not know.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import shlex
 import tomllib
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
+
+from fxpar.cli.request import parse_strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 _ASSIGNED = re.compile(r"^[A-Za-z_]\w*=")
@@ -189,12 +192,16 @@ def check_fxpar(words: Sequence[str], folder: Path) -> None:
         option = word.partition("=")[0]
         if re.match(r"--?[a-z]", word) and option not in known:
             raise CommandError(f"fxpar {words[0]} has no option {option!r}")
+    for option, value in itertools.pairwise(words):
+        if option in STRATEGY_OPTIONS:
+            parse_strategies(value.split(","), (), None)
 
 
 def _nothing(_words: list[str], _folder: Path) -> None:
     """Nothing to check: a program of the shell."""
 
 
+STRATEGY_OPTIONS = {"-s", "--strategy", "--strategies", "--from", "--to"}
 CHECKS: dict[str, Callable[[list[str], Path], None]] = {
     "fxpar": check_fxpar,
     "make": _make,

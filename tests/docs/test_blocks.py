@@ -2,6 +2,7 @@
 
 import pytest
 
+from fxpar.errors import FxparError
 from tests.docs.blocks import find_blocks
 from tests.docs.shell import CommandError, check_command, commands, torchrun
 from tests.test_docs import HANDLERS, shows
@@ -90,13 +91,14 @@ def test_commands():
         ("torchrun --nproc-per-node 2 -m fxpar train --nothing", "no option '--nothing'"),
         ("fxpar nothing", "no command"),
         ("fxpar dump llama --nothing", "no option"),
+        ("fxpar dump llama -s dp2.zero1", "strategy"),
         ("sbatch train.sbatch", "no file"),
         ("nothing here", "unknown program"),
     ],
 )
 def test_bad_commands(tmp_path, line, message):
     (words,) = commands(line)
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises((CommandError, FxparError), match=message):
         check_command(words, tmp_path)
 
 
