@@ -62,8 +62,8 @@ def _said(text: str, width: int | None, indent: int, style: str = "") -> Iterato
 
 
 def _table(headers: Sequence[str], words: int, rows: Sequence[Sequence[str]], width: int | None) -> Iterator[Styled]:
-    """Rows of which the first `words` columns are text, the others numbers. Where that is too wide only the first
-    column leads a row, and the others follow below.
+    """Rows of which the first `words` columns stand left, the others, one at least, right. Where that is too wide only
+    the first column leads a row, and the others follow below.
     """
 
     def cut(at: int) -> Table:
@@ -225,7 +225,7 @@ def _module(answer: Document, width: int | None) -> Iterator[Styled]:
             by = row["decided"]
             text = f"override {by['glob']}={by['placement']}" if by["by"] == "override" else by["by"]
             rows.append((row["name"], f"x{row['count']}", row["lies"], text))
-        yield from _table(("parameter", "", "lies", "decided by"), 4, rows, width)
+        yield from _table(("parameter", "", "lies", "decided by"), 3, rows, width)
     size = sum(move["wire_bytes"] * move["count"] for move in answer["moves"])
     yield Styled(f"  moves because of it, {human_bytes(size)}:" if answer["moves"] else "  nothing moves", "bold")
     for move in answer["moves"]:

@@ -162,6 +162,7 @@ def test_module_and_globs(model):
     assert whole["kind"] == "module"
     assert [p["name"].split(".")[-2] for p in whole["params"]] == ["gate_proj", "up_proj", "down_proj"]
     assert {m["module"].split(".")[1] for m in whole["moves"]} == {"0"}
+    assert "3 parameters\n" in explain(model, "-s", "tp2", "layers.0.ffn")
     (both,) = answer(model, "-s", "tp2", "layers.*.ffn")["answers"]
     assert [p["count"] for p in both["params"]] == [2, 2, 2]
     (params,) = answer(model, "-s", "tp2", "layers.1.ffn.*.weight")["answers"]
@@ -247,7 +248,9 @@ def test_an_annotated_graph_alone(model, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------- display
-@pytest.mark.parametrize("words", [("-s", "dp2.tp2+sp"), ("-s", "tp2+sp", "layers.*.q_proj.weight")])
+@pytest.mark.parametrize(
+    "words", [("-s", "dp2.tp2+sp"), ("-s", "tp2+sp", "layers.*.q_proj.weight"), ("-s", "cp2", "layers.1")]
+)
 def test_sixty_columns(model, words):
     document = answer(model, *words)
     wide = "\n".join(line.text for line in report(document))
