@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def tools(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "tools"))
     yield
-    for name in ("pictures", "generated"):
+    for name in ("pictures", "generated", "hooks"):
         sys.modules.pop(name, None)
 
 
@@ -49,3 +49,24 @@ def test_every_error_has_a_row():
     assert missing == []
     row = next(line for line in text.splitlines() if line.startswith("| `WorldSizeError`"))
     assert "needs &lt;product&gt; ranks" in row
+
+
+def test_what_a_page_loads_from_elsewhere_is_found():
+    import hooks
+
+    html = '<script src="https://a.b/c.js"></script> <link rel="x" href=//d.e/f.css> <a href="https://fine.org">'
+    assert hooks.loaded_from_elsewhere(html) == ["https://a.b/c.js", "//d.e/f.css"]
+    assert hooks.loaded_from_elsewhere('<script src="assets/a.js"></script><img src="a.png">') == []
+
+
+def test_links_out_of_the_folder_are_bent():
+    import hooks
+
+    class Page:
+        class file:
+            src_uri = "cli.md"
+
+    bent = hooks.on_page_markdown("[a](../README.md) [b](../examples/my_model.py) [c](train.md)", Page)
+    assert bent == "[a](readme.md) [b](examples/my_model.py) [c](train.md)"
+    Page.file.src_uri = "readme.md"
+    assert hooks.on_page_markdown("[a](docs/cli.md) [l](LICENSE)", Page) == "[a](cli.md) [l](LICENSE.txt)"
