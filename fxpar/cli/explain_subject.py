@@ -61,7 +61,7 @@ def find(known: Placed, text: str) -> Subject | None:
         return Subject("parameter", exact)
     bare = text.removeprefix("%")
     for node, name in known.names.items():
-        if name == bare and (node.op == "placeholder" or is_op(resolve(node)[0])):
+        if name == bare and _is_placed(node):
             return Subject("node", (resolve(node)[0],))
     inside = _inside(known, [text])
     if inside:
@@ -77,8 +77,13 @@ def vocabulary(known: Placed) -> Iterable[str]:
     """All names that `find` knows."""
     for info in known.inputs.values():
         yield from (info.fqn, *info.aliases)
-    yield from known.names.values()
+    yield from (name for node, name in known.names.items() if _is_placed(node))
     yield from _modules(known)
+
+
+def _is_placed(node: fx.Node) -> bool:
+    """A tensor, not an integer."""
+    return node.op == "placeholder" or is_op(resolve(node)[0])
 
 
 def alike(known: Placed, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:

@@ -24,7 +24,7 @@ def mlp() -> LogicalGraph:
     return take(Mlp(torch.relu, (16, 24, 32, 8)), squared, vectors(16, 8, 12)).graph
 
 
-STEP = {"llama": 19, "mlp": 3}
+STEP = {"llama": 37, "mlp": 3}
 GRAPHS = {"llama": lambda: llama().graph, "mlp": mlp}
 
 
@@ -78,13 +78,13 @@ def test_what_was_chosen_costs_nothing_more(model, strategy, axis):
 def test_a_forced_option_is_taken():
     (search,) = found("llama", "tp2")[1]
     forced = 0
-    for entry in search.problem.classes[::6]:
+    for entry in search.problem.classes[::10]:
         if entry.index not in search.search.aliases and len(entry.options) > 1:
             other = next(o for o in entry.options if o != search.solution.options[entry.index])
             solution = search.search.forced({entry.index: other})
             assert solution is None or solution.options[entry.index] == other
             forced += solution is not None
-    assert forced > 5
+    assert forced > 3
 
 
 def test_searching_changes_nothing():
