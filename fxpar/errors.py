@@ -174,6 +174,13 @@ class GraphFileError(FxparError):
         super().__init__(f"graph file {str(path)!r}: {why}. {do}.")
 
 
+class RuleExistsError(FxparError):
+    """A sharding rule is registered for an op that has one."""
+
+    def __init__(self, op: str, rule: str) -> None:
+        super().__init__(f"op {op} has the sharding rule {rule}. Pass replace=True to put another in its place.")
+
+
 class UnknownRankError(FxparError):
     """A rank that the strategy does not have."""
 
@@ -1295,4 +1302,4 @@ class SubjectStageError(FxparError):
     """A name that means something else on each pipeline stage."""
 
     def __init__(self, name: str, stages: Iterable[int]) -> None:
-        super().__init__(f"{name!r} is on stages {', '.join(map(str, stages))} alike. Add --stage N to name one of them")
+        super().__init__(f"{name!r} is on stages {', '.join(map(str, stages))} alike. Add --stage N to name one")

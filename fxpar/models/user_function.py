@@ -96,6 +96,9 @@ def _on_cpu(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _from_file(spec: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ModelFunctionError(spec, f"there is no file {str(path)!r}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as Python does for a program: it may import modules beside it
     name = f"fxpar_model_file_{path.stem}"  # of its own: a module of this name may be imported too
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None

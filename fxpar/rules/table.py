@@ -10,6 +10,7 @@ import torch
 
 import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
 from fxpar.dist_config import Shard
+from fxpar.errors import RuleExistsError
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
 from fxpar.rules.option import Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
 
@@ -143,6 +144,18 @@ REPLICATED_ON_PURPOSE = {
     aten.bucketize.Tensor,
     aten.linspace.default,
 }
+
+
+def register_rule(op: Any, factors: Factors, partials: Partials | None = None, *, replace: bool = False) -> None:
+    """Let an op be cut along the loops that `factors(view)` lists; `partials(view)` lists options in which operands
+    that are sums still spread over ranks pass through.
+
+    It counts for graphs that are placed afterwards, so call it where the op is defined. Raises RuleExistsError for an
+    op that has a rule, unless `replace` is set.
+    """
+    if op in TABLE and not replace:
+        raise RuleExistsError(str(op), TABLE[op].name)
+    TABLE[op] = _by(factors, partials)
 
 
 def rule_of(target: Any) -> OpRule | None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fxpar.dist_config import P, Placement, Shard
+from fxpar.errors import RuleExistsError
 from fxpar.pass_registry import get
-from fxpar.rules.option import Factor, Option, from_factors
-from fxpar.rules.table import TABLE, OpRule, rule_of
+from fxpar.rules.option import Factor, Option, OpView, from_factors
+from fxpar.rules.table import TABLE, OpRule, options, register_rule, rule_of
 from fxpar.rules.validate import trials, validate_op
 from tests.rules import cases, cases_own
 from tests.rules.cases import aten, own, x
@@ -140,3 +141,16 @@ def test_trial_prints():
     found = trials(aten.mm.default, (x(6, 12), x(12, 6)), None, 3, sections=())
     (trial,) = [t for t in found if t.option.outputs == (P,)]
     assert str(trial) == "(S(1), S(0)) -> (P) on 3 ranks: equal"
+
+
+def test_a_rule_of_the_user(monkeypatch):
+    """Registered once; another one only on purpose."""
+    op = torch.ops.aten.bernoulli.p
+    monkeypatch.setattr("fxpar.rules.table.TABLE", dict(TABLE))
+    register_rule(op, lambda view: [Factor((0,), (0,))])
+    view = OpView(op, (), (), ((4, 6),), ((4, 6),))
+    assert any(option.inputs == (Shard(0),) for option in options(view, 2, [((False, 0), Shard(0))]))
+    with pytest.raises(RuleExistsError, match=r"bernoulli.*replace=True"):
+        register_rule(op, lambda view: [])
+    register_rule(op, lambda view: [], replace=True)
+    assert all(option.inputs != (Shard(0),) for option in options(view, 2, [((False, 0), Shard(0))]))
