@@ -24,9 +24,10 @@ from fxpar.version import __version__
 from fxpar.viz import Viewed, page_html, view_document
 from fxpar.viz.chrome_trace import chrome_trace
 from fxpar.viz.graph_view import graph_section
+from fxpar.viz.inside import Inside
 from fxpar.viz.memory import memory_section
 from fxpar.viz.mesh import mesh_section
-from fxpar.viz.model_explorer import graph_collection, node_data, open_model_explorer
+from fxpar.viz.model_explorer import graph_collection, node_data, open_model_explorer, shown_parts
 from fxpar.viz.timeline import assumed_rates, inside_of, shown_steps, timeline_section
 
 
@@ -115,38 +116,41 @@ def _sizes(graph: TrainGraph, tokens: int | None) -> Mapping[str, int] | None:
 def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> list[str]:
     """The files that were written, the one asked for first."""
     written = [request.output]
+    insides = inside_of(views)
     if request.form == "model-explorer":
-        collection = graph_collection(request.source.model, views)
+        shown = shown_parts(views)
+        collection = graph_collection(request.source.model, shown)
         write_output(request.output, json.dumps(collection))
         if request.output != "-":
-            for name, data in node_data(views).items():
+            for name, data in node_data(shown).items():
                 path = str(Path(request.output).with_suffix(f".{name}.json"))
                 write_output(path, json.dumps(data))
                 written.append(path)
     else:
-        document = _document(request, views, notes)
+        document = _document(request, views, insides, notes)
         write_output(request.output, page_html(document) if request.form == "html" else to_json(document))
     if request.trace is not None:
-        write_output(request.trace, json.dumps(_trace(views)))
+        write_output(request.trace, json.dumps(_trace(views, insides)))
         written.append(request.trace)
     return written
 
 
-def _document(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> dict[str, Any]:
+def _document(
+    request: VizRequest, views: list[Viewed], insides: Mapping[str, Inside], notes: Sequence[str]
+) -> dict[str, Any]:
     sections = {
         "graph": graph_section(views),
         "mesh": mesh_section(views),
-        "timeline": timeline_section(views),
-        "memory": memory_section(views),
+        "timeline": timeline_section(views, insides=insides),
+        "memory": memory_section(views, insides),
     }
     return view_document(request.source.model, views, sections, made_with=f"fxpar {__version__}", notes=notes)
 
 
-def _trace(views: list[Viewed]) -> dict[str, Any]:
+def _trace(views: list[Viewed], insides: Mapping[str, Inside]) -> dict[str, Any]:
     """The predicted steps, with what is inside of micro-batches."""
-    rates = assumed_rates(views)
-    insides = inside_of(views, rates)
-    return chrome_trace({step.title: step.predicted for step in shown_steps(views, rates, insides)}, insides)
+    steps = shown_steps(views, assumed_rates(views), insides)
+    return chrome_trace({step.title: step.predicted for step in steps}, insides)
 
 
 def _open(request: VizRequest, written: Sequence[str]) -> None:

@@ -171,9 +171,9 @@ def _model_sections(parts: ReportParts) -> dict[str, dict[str, Any] | None]:
     from fxpar.viz.mesh import mesh_section
 
     made: dict[str, Section] = {
-        "graph": graph_section,
+        "graph": partial(graph_section, rates=parts.rates),
         "mesh": mesh_section,
-        "memory": partial(memory_section, rates=parts.rates),
+        "memory": partial(memory_section, insides=parts.insides),
     }
     found: dict[str, dict[str, Any] | None] = {}
     for name, section in made.items():

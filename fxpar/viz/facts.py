@@ -11,7 +11,6 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.batching.cost import LAUNCH_US, MEMORY_GB_PER_S
 from fxpar.batching.profile import Rates, node_costs
 from fxpar.batching.work import attention_flops, product_flops
 from fxpar.dist_config import DistConfig, short_dtype
@@ -70,10 +69,12 @@ class PartFacts:
     results: tuple[int | str, ...]
 
 
-def program_facts(view: Viewed, program: Program, first_rank: int) -> list[PartFacts]:
-    """The parts of one stage of a view, or of the whole model, that compute or move anything."""
+def program_facts(view: Viewed, program: Program, first_rank: int, rates: Rates | None = None) -> list[PartFacts]:
+    """The parts of one stage of a view, or of the whole model, that compute or move anything. Times are predicted with
+    `rates`, by default with the links of the view and usual figures of a GPU.
+    """
     dims = view.dims()
-    rates = Rates(view.links, GPU.tflops, MEMORY_GB_PER_S, LAUNCH_US)
+    rates = rates or Rates(view.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
     tokens = view.tokens
     costs = node_costs(program, rates, first_rank=first_rank, parts=program.parts)
     spent = {(cost.part, cost.name): 1e3 * float(cost.seconds.at(tokens)) for cost in costs}

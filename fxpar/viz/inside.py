@@ -100,17 +100,32 @@ class Inside:
     sends: dict[tuple[int, str], Term] = field(default_factory=dict)
 
     @cached_property
+    def nodes(self) -> dict[tuple[int, str], list[NodeCost]]:
+        """The calls of each part of all stages, in program order: what all else here is made of."""
+        found: dict[tuple[int, str], list[NodeCost]] = {}
+        for first, program in self.program.placed:
+            index = program.index if isinstance(program, StageProgram) else 0
+            parts = self._parts(program)
+            found |= {(index, name): [] for name in parts}
+            for cost in node_costs(program, self.rates, first_rank=first, parts=parts):
+                found[index, cost.part].append(cost)
+        return found
+
+    @cached_property
     def parts(self) -> dict[tuple[int, str], PartCost]:
         """Of all stages; prologue and epilogue too, which run once per group."""
-        nodes = {key: node_costs(*arguments[:2], **arguments[2]) for key, arguments in self._wanted().items()}
-        parts = {key: PartCost.of(found, 2) for key, found in nodes.items()}
+        parts = {key: PartCost.of(found, 2) for key, found in self.nodes.items()}
         if sum(len(part.rows) for part in parts.values()) > MOST_ROWS:
-            parts = {key: PartCost.of(found, 1) for key, found in nodes.items()}
+            parts = {key: PartCost.of(found, 1) for key, found in self.nodes.items()}
         return parts
 
     def ms(self, stage: int, part: str, lengths: Sequence[int]) -> float:
         """Predicted ms of a part for a micro-batch of sequences of these lengths."""
         return self.parts[stage, part].ms.at(lengths)
+
+    def node_ms(self, stage: int, part: str, lengths: Sequence[int]) -> dict[str, float]:
+        """Predicted ms of each call of a part, by its name."""
+        return {cost.name: Term.of([cost.seconds], 1e3).at(lengths) for cost in self.nodes[stage, part]}
 
     def once_ms(self, part: str) -> float:
         """ms of the prologue or the epilogue of a group, on the slowest stage."""
@@ -131,14 +146,6 @@ class Inside:
         per_byte = 1e-6 / (cluster.intra_gb_per_s if len(ends) == 1 else cluster.inter_gb_per_s)
         nbytes = Term.of([sent_bytes(program, sent)], per_byte)
         return Term(nbytes.c0 + len(sent) * cluster.latency_us / 1e3, nbytes.c1, nbytes.c2)
-
-    def _wanted(self) -> dict[tuple[int, str], tuple[Any, Rates, dict[str, Any]]]:
-        found = {}
-        for first, program in self.program.placed:
-            index = program.index if isinstance(program, StageProgram) else 0
-            for name, part in self._parts(program).items():
-                found[index, name] = program, self.rates, {"first_rank": first, "parts": {name: part}}
-        return found
 
     def _parts(self, program: Program) -> Mapping[str, Part]:
         """The graphs that run: the backward of a stage whole, or in halves where the schedule has it so."""

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.batching.profile import Rates, node_costs
-from fxpar.exec_graph import ExecGraph
 from fxpar.memory import KINDS, MemoryPrediction, Moment, RankMemory, memory_over_time, schedule_of
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import op_name
 from fxpar.schedule import Action, Costs, Schedule, Transfer, simulate
-from fxpar.viz.inside import ACTION_PARTS, Inside, Term
+from fxpar.viz.inside import ACTION_PARTS, Inside
 from fxpar.viz.step import Lengths
-from fxpar.viz.timeline import assumed_rates, lengths_of
+from fxpar.viz.timeline import inside_of, lengths_of
 from fxpar.viz.viewed import Viewed
 
 MOST_POINTS = 1500
@@ -56,18 +54,18 @@ WHY = {
 }
 
 
-def memory_section(views: Sequence[Viewed], rates: Rates | None = None) -> dict[str, Any] | None:
+def memory_section(views: Sequence[Viewed], insides: Mapping[str, Inside] | None = None) -> dict[str, Any] | None:
     """What `fxpar.memory` predicts of each strategy, over time. None if a view has no program as a run has it.
 
-    Times are predicted with `rates`, as in the timeline. Raises what `predict_memory` raises.
+    `insides` has the times of the views' programs by strategy, as in the timeline. Raises what `predict_memory` raises.
     """
     if not views or any(view.stored is None for view in views):
         return None
-    used = rates or assumed_rates(views)
+    known = insides or inside_of(views)
     return {
         "parts": [[*LEVELS.values()], [*MOVING.values()]],
         "why": WHY,
-        "by_strategy": {view.strategy: _strategy_json(view, used) for view in views},
+        "by_strategy": {view.strategy: _strategy_json(view, known[view.strategy]) for view in views},
     }
 
 
@@ -77,7 +75,7 @@ def micro_batches_of(view: Viewed) -> int:
     return view.micro_batches or (degree if degree > 1 else 2)
 
 
-def _strategy_json(view: Viewed, rates: Rates) -> dict[str, Any]:
+def _strategy_json(view: Viewed, inside: Inside) -> dict[str, Any]:
     """`ranks` have the moments; `peak` is the fullest moment of the fullest rank, by part; `table` reads as
     `fxpar memory` prints it.
     """
@@ -85,9 +83,9 @@ def _strategy_json(view: Viewed, rates: Rates) -> dict[str, Any]:
     program, count = view.stored, micro_batches_of(view)
     found = memory_over_time(program, view.sizes, micro_batches=count)
     if isinstance(program, PipelineGraph):
-        clocks = _schedule_clocks(program, schedule_of(program, count), rates, lengths_of(view))
+        clocks = _schedule_clocks(schedule_of(program, count), inside, lengths_of(view))
     else:
-        clocks = [NodeClock(_node_ms(program, rates, lengths_of(view)))]
+        clocks = [NodeClock(inside.node_ms(0, "body", lengths_of(view)))]
     most = max(LEAST_POINTS, MOST_POINTS // len(found.ranks))
     ranks = [_rank_json(rank, clock, most) for rank, clock in zip(found.ranks, clocks, strict=True)]
     fullest = max(found.ranks, key=lambda rank: rank.prediction.peak_bytes)
@@ -242,14 +240,7 @@ class ScheduleClock:
 Clock = NodeClock | ScheduleClock
 
 
-def _node_ms(program: ExecGraph, rates: Rates, lengths: Lengths) -> dict[str, float]:
-    """Predicted ms of the calls of the body, by name."""
-    return {cost.name: Term.of([cost.seconds], 1e3).at(lengths) for cost in node_costs(program, rates)}
-
-
-def _schedule_clocks(program: PipelineGraph, plan: Schedule, rates: Rates, lengths: Lengths) -> list[ScheduleClock]:
-    inside = Inside(program, rates)
-
+def _schedule_clocks(plan: Schedule, inside: Inside, lengths: Lengths) -> list[ScheduleClock]:
     def ms(action: Action) -> float:
         return inside.ms(action.stage, ACTION_PARTS[action.part], lengths)
 

@@ -6,7 +6,8 @@ number per node, by graph and by node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fxpar.errors import VizDependencyError
@@ -29,42 +30,48 @@ _KIND_COLOURS = {
 }
 
 
-def graph_collection(name: str, views: Sequence[Viewed]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ShownPart:
+    """A graph: a part under a strategy, and the numbers of the nodes that are shown of it."""
+
+    id: str
+    part: PartFacts
+    numbers: list[int]
+
+
+def graph_collection(name: str, shown: Sequence[ShownPart]) -> dict[str, Any]:
     """A GraphCollection with a graph for each part under each strategy."""
-    shown = [(graph_id(view, part_id), part, numbers) for view in views for part_id, part, numbers in shown_parts(view)]
-    graphs = [{"id": graph, "nodes": list(_nodes(part, numbers))} for graph, part, numbers in shown]
+    graphs = [{"id": one.id, "nodes": list(_nodes(one.part, one.numbers))} for one in shown]
     return {"label": name, "graphs": graphs}
 
 
-def node_data(views: Sequence[Viewed]) -> dict[str, dict[str, Any]]:
+def node_data(shown: Sequence[ShownPart]) -> dict[str, dict[str, Any]]:
     """Overlay by name: {graph: {"name", "results": {node: {"value"}}, "gradient"}}; nodes without a value are left
     out, and so are graphs without any.
     """
-    shown = [(graph_id(view, part_id), part, numbers) for view in views for part_id, part, numbers in shown_parts(view)]
     found: dict[str, dict[str, Any]] = {}
     for overlay, (title, value) in OVERLAYS.items():
         graphs = {}
-        for graph, part, numbers in shown:
-            values = {part.nodes[i].name: value(part.nodes[i]) for i in numbers}
+        for one in shown:
+            values = {one.part.nodes[i].name: value(one.part.nodes[i]) for i in one.numbers}
             results = {name: {"value": number} for name, number in values.items() if number is not None}
             if results:
-                graphs[graph] = {"name": title, "results": results, "gradient": _GRADIENT}
+                graphs[one.id] = {"name": title, "results": results, "gradient": _GRADIENT}
         found[overlay] = graphs
     return found
 
 
-def shown_parts(view: Viewed) -> Iterator[tuple[str, PartFacts, list[int]]]:
-    """(id, facts, numbers of its nodes) of each part; under pipeline stages of each stage."""
-    several = len(view.stages) > 1
-    for index, (first_rank, program) in enumerate(view.stages):
-        for part in program_facts(view, program, first_rank):
-            for name, numbers in directions(part).items():
-                yield (f"stage{index}.{name}" if several else name), part, numbers
-
-
-def graph_id(view: Viewed, part: str) -> str:
-    """`dp2.tp2 forward`."""
-    return f"{view.strategy} {part}"
+def shown_parts(views: Iterable[Viewed]) -> list[ShownPart]:
+    """The parts under each strategy, such as `dp2.tp2 forward`; under pipeline stages those of each stage."""
+    found = []
+    for view in views:
+        several = len(view.stages) > 1
+        for index, (first_rank, program) in enumerate(view.stages):
+            for part in program_facts(view, program, first_rank):
+                for name, numbers in directions(part).items():
+                    full = f"stage{index}.{name}" if several else name
+                    found.append(ShownPart(f"{view.strategy} {full}", part, numbers))
+    return found
 
 
 def open_model_explorer(path: str, overlays: Sequence[str]) -> None:

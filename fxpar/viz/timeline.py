@@ -57,9 +57,10 @@ def assumed_rates(views: Sequence[Viewed]) -> Rates:
     return Rates(largest.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
 
 
-def inside_of(views: Sequence[Viewed], rates: Rates) -> dict[str, Inside]:
-    """Costs by strategy."""
-    return {view.strategy: Inside(program_of(view), rates) for view in views}
+def inside_of(views: Sequence[Viewed], rates: Rates | None = None) -> dict[str, Inside]:
+    """Costs by strategy, which a page works out once for all of its tabs."""
+    used = rates or assumed_rates(views)
+    return {view.strategy: Inside(program_of(view), used) for view in views}
 
 
 def program_of(view: Viewed) -> TrainGraph:

@@ -8,17 +8,17 @@ import sys
 import pytest
 
 from fxpar.errors import VizDependencyError
-from fxpar.viz.model_explorer import call_text, graph_collection, node_data, open_model_explorer
+from fxpar.viz.model_explorer import call_text, graph_collection, node_data, open_model_explorer, shown_parts
 from tests.viz.shown import STRATEGIES, viewed
 
 
 @pytest.fixture(scope="module")
-def views():
-    return [viewed(strategy) for strategy in STRATEGIES]
+def shown():
+    return shown_parts(viewed(strategy) for strategy in STRATEGIES)
 
 
-def test_ids_are_unique_and_edges_lead_somewhere(views):
-    collection = graph_collection("llama", views)
+def test_ids_are_unique_and_edges_lead_somewhere(shown):
+    collection = graph_collection("llama", shown)
     assert set(collection) == {"label", "graphs"}
     ids = [graph["id"] for graph in collection["graphs"]]
     assert len(ids) == len(set(ids))
@@ -33,9 +33,9 @@ def test_ids_are_unique_and_edges_lead_somewhere(views):
             assert all(isinstance(pair["value"], str) for pair in node.get("attrs", ()))
 
 
-def test_overlays_are_about_nodes_that_are_there(views):
-    graphs = {g["id"]: {n["id"] for n in g["nodes"]} for g in graph_collection("llama", views)["graphs"]}
-    overlays = node_data(views)
+def test_overlays_are_about_nodes_that_are_there(shown):
+    graphs = {g["id"]: {n["id"] for n in g["nodes"]} for g in graph_collection("llama", shown)["graphs"]}
+    overlays = node_data(shown)
     assert set(overlays) == {"wire_bytes", "predicted_ms", "local_bytes"}
     for overlay in overlays.values():
         for graph, data in overlay.items():
@@ -45,14 +45,14 @@ def test_overlays_are_about_nodes_that_are_there(views):
     assert sent > 0
 
 
-def test_its_own_classes_take_them(views):
+def test_its_own_classes_take_them(shown):
     builder = pytest.importorskip("model_explorer.graph_builder", reason="needs ai-edge-model-explorer")
     nodes = pytest.importorskip("model_explorer.node_data_builder", reason="needs ai-edge-model-explorer")
     known = {field.name for field in dataclasses.fields(builder.GraphNode)}
-    for graph in graph_collection("llama", views)["graphs"]:
+    for graph in graph_collection("llama", shown)["graphs"]:
         assert all(set(node) <= known for node in graph["nodes"])
         builder.Graph(**graph)
-    for overlay in node_data(views).values():
+    for overlay in node_data(shown).values():
         for data in overlay.values():
             nodes.GraphNodeData(**data)
 
