@@ -38,14 +38,6 @@ SWAPPED: set[str] = set()  # commands that ran with a small model in place of a 
 RAN: dict[tuple[str, ...], tuple[int, str, str]] = {}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Captures are shared by all pages, and not with the user."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @dataclass
 class Page:
     """One page while its blocks run: their names, its folder, and what the last block printed."""

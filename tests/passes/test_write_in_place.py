@@ -317,7 +317,7 @@ _OPS = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=14))
 def test_random_programs_keep_every_bit(choices):
     from torch.fx.experimental.proxy_tensor import make_fx

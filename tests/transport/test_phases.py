@@ -44,7 +44,7 @@ def test_phases_are_complete_and_bounded(case, staging_bytes, planner):
         assert set(table["step"][phase.rows].tolist()) == {phase.step}
         limit = staging_bytes if len(phases) == 1 else staging_bytes // 2
         alone = len(np.unique(table["tensor"][phase.rows])) == 1
-        smallest = alone and phase.parts == longest_side(problem, table[phase.rows])
+        smallest = alone and phase.parts >= longest_side(problem, table[phase.rows])
         assert smallest or load(problem, table, phase).max() <= limit
 
 
