@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -99,16 +100,22 @@ def _from_file(spec: str, path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as Python does for a program: it may import modules beside it
+    try:
+        return run_file(path.resolve(), path.read_bytes())
+    except Exception as error:
+        raise ModelFunctionError(spec, f"the file does not run: {type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def run_file(path: Path, _content: bytes) -> ModuleType:
+    """The module of a file; run once while its content stays, as it may register ops and rules."""
     name = f"fxpar_model_file_{path.stem}"  # of its own: a module of this name may be imported too
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses look their module up
-    try:
-        found.loader.exec_module(module)
-    except Exception as error:
-        raise ModelFunctionError(spec, f"the file does not run: {type(error).__name__}: {error}") from error
+    found.loader.exec_module(module)
     return module
 
 

@@ -12,6 +12,7 @@ from fxpar.cli import cache as cache_module
 from fxpar.cli import source as source_module
 from fxpar.cli.cache import CaptureCache
 from fxpar.cli.source import Source, read_annotated, read_logical, read_lowered, read_origin
+from fxpar.models.user_function import run_file
 from fxpar.printer import format_graph
 from fxpar.strategy import Strategy
 from tests.cli.helpers import fxpar
@@ -100,6 +101,7 @@ def test_a_rule_of_the_user_counts(captures, user_model, tmp_path):
     try:
         read_logical(user_model)
         TABLE.pop(aten.relu.default)
+        run_file.cache_clear()  # as in another process
         read_lowered(user_model, Strategy.parse("tp2"))
         assert aten.relu.default in TABLE
     finally:
