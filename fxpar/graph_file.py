@@ -158,8 +158,9 @@ def _read(path: str | Path) -> Archive:
     try:
         with zipfile.ZipFile(path) as archive:
             header = json.loads(archive.read("header.json"))
-            names = archive.namelist()
-            return header, {name: archive.read(name) if name in names else b"" for name in _MEMBERS}
+            if not isinstance(header, dict):
+                raise ValueError("the header is no table")
+            return header, {name: archive.read(name) for name in _MEMBERS}
     except FileNotFoundError as error:
         raise GraphFileError(path, "there is no such file", _MAKE) from error
     except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import torch
+
 from fxpar.errors import UnknownPassError
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ladder import default_passes
@@ -27,8 +29,10 @@ def step_name(text: str) -> str:
     return text
 
 
-def graph_after(logical: LogicalGraph, strategy: Strategy, name: str, stage: int = 0) -> AnnotatedGraph:
-    """The graph of the pass `name` (`annotate`: before all passes), of a pipeline that of `stage`.
+def graph_after(
+    logical: LogicalGraph, strategy: Strategy, name: str, stage: int = 0, storage: torch.dtype | None = None
+) -> AnnotatedGraph:
+    """The graph of the pass `name` (`annotate`: before all passes), of a pipeline that of `stage`, which it has.
 
     Raises UnknownPassError and what `lower` raises.
     """
@@ -42,5 +46,5 @@ def graph_after(logical: LogicalGraph, strategy: Strategy, name: str, stage: int
                 raise _ReachedError
 
     with suppress(_ReachedError):
-        lower(logical, strategy, on_pass=look)
+        lower(logical, strategy, storage=storage, on_pass=look)
     return found[-1]

@@ -18,17 +18,23 @@ app = typer.Typer(
     help="Capture a model once, lower it to per-rank graphs of any parallel strategy, check it, see it, train with it.",
 )
 
-COMMANDS: tuple[tuple[str, Callable[..., Any], Sequence[str]], ...] = (
-    ("train", train.train_command, train.EXAMPLES),
-    ("check", check.check_command, check.EXAMPLES),
-    ("dump", dump.dump_command, dump.EXAMPLES),
-    ("diff", diff.diff_command, diff.EXAMPLES),
-    ("explain", explain.explain_command, explain.EXAMPLES),
-    ("viz", viz.viz_command, viz.EXAMPLES),
-    ("memory", memory.memory_command, memory.EXAMPLES),
-    ("switch", switch.switch_command, switch.EXAMPLES),
-    ("order", order.order_command, order.EXAMPLES),
-    ("passes", passes.passes_command, passes.EXAMPLES),
+# Name, what the list of commands says (one line of 80 columns), the command, its examples.
+COMMANDS: tuple[tuple[str, str, Callable[..., Any], Sequence[str]], ...] = (
+    ("train", "Train a language model that switches strategies by length.", train.train_command, train.EXAMPLES),
+    ("check", "Check strategies: loss and gradients against one device.", check.check_command, check.EXAMPLES),
+    ("dump", "Print or save the graph of a model, or a pipeline schedule.", dump.dump_command, dump.EXAMPLES),
+    ("diff", "Compare two strategies, two graph files, or passes.", diff.diff_command, diff.EXAMPLES),
+    (
+        "explain",
+        "Say why a value lies as it does, and what else would cost.",
+        explain.explain_command,
+        explain.EXAMPLES,
+    ),
+    ("viz", "Draw a page with graph, mesh, timeline and memory.", viz.viz_command, viz.EXAMPLES),
+    ("memory", "Predict the memory of a rank and of each pipeline stage.", memory.memory_command, memory.EXAMPLES),
+    ("switch", "Plan how weights move from one strategy to another.", switch.switch_command, switch.EXAMPLES),
+    ("order", "Find the order of strategies that switches cheapest.", order.order_command, order.EXAMPLES),
+    ("passes", "List passes, describe one, or run one on a graph file.", passes.passes_command, passes.EXAMPLES),
 )
 
 
@@ -54,5 +60,5 @@ def _examples(lines: Sequence[str]) -> str:
     return "\b\n" + "\n".join(["Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)])
 
 
-for _name, _command, _lines in COMMANDS:
-    app.command(name=_name, epilog=_examples(_lines))(reporting(_command))
+for _name, _summary, _command, _lines in COMMANDS:
+    app.command(name=_name, short_help=_summary, epilog=_examples(_lines))(reporting(_command))

@@ -25,6 +25,7 @@ from fxpar.cli.request import (
     to_json,
     write_output,
 )
+from fxpar.cli.source import Source
 from fxpar.eager import EagerComparison, compare_with_eager
 from fxpar.graph import LogicalGraph
 from fxpar.models import LoadedModel
@@ -49,6 +50,12 @@ class CheckRequest:
     seed: int = 0
     debug: bool = False
     precision: str | None = None
+
+    @property
+    def source(self) -> Source:
+        """Where the graph of a graph file comes from."""
+        words = (self.model, self.dtype, self.tokens, self.options, self.overrides, self.world, self.precision)
+        return Source(*words, cache=False)
 
 
 @dataclass(frozen=True)
@@ -112,11 +119,12 @@ def run_check(request: CheckRequest) -> bool:
 
 def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy]) -> bool:
     """The same for a graph file, which has no model to compare the captured graph with."""
-    with stderr_console().status(f"checking {request.model}"):
+    notes: list[str] = []
+    with stderr_console().status(f"checking {request.model}"), collected_warnings(notes):
         logical, results = check_file(
-            request.model, strategies, tolerance=request.tolerance, compile=request.compile, seed=request.seed
+            request.source, strategies, tolerance=request.tolerance, compile=request.compile, seed=request.seed
         )
-    _show_results(console, results, [])
+    _show_results(console, results, notes)
     if request.json:
         found = {"model": logical.name, "file": request.model, "eager": None, "results": [r.to_json() for r in results]}
         write_output(request.json, to_json(found))

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fxpar.checking import CheckResult, check
+from fxpar.cli.request import in_precision
+from fxpar.cli.source import Source, check_placed, read_file
 from fxpar.errors import GraphFileError
 from fxpar.graph import AnnotatedGraph, Input, LogicalGraph
-from fxpar.graph_file import Origin, load_graph, load_origin
+from fxpar.graph_file import Origin, load_origin
 from fxpar.lowering import finish
 from fxpar.models.loaded import mean_scale
 from fxpar.pipeline_graph import TrainGraph
@@ -20,18 +22,24 @@ from fxpar.strategy import Strategy
 
 
 def check_file(
-    path: str, strategies: list[Strategy], *, tolerance: float | None, compile: Backend, seed: int
+    source: Source, strategies: list[Strategy], *, tolerance: float | None, compile: Backend, seed: int
 ) -> tuple[LogicalGraph, list[CheckResult]]:
     """The logical graph of the file, and a result per strategy: those given for a file of a logical graph, else the one
     that the graph was lowered for. A graph on its way through the passes goes through those that are left.
 
     Raises GraphFileError, VerifyError.
     """
-    graph, origin = load_graph(path), load_origin(path)
+    path = source.model
+    graph, origin = read_file(source), load_origin(path)
+    if isinstance(graph, LogicalGraph):
+        graph = in_precision(graph, source.precision)
+    else:
+        check_placed(source, graph, None)
     if isinstance(graph, AnnotatedGraph):
         graph = finish(graph)
     if origin is None:
-        raise GraphFileError(path, "it holds no batches to check with", "Write it with: fxpar dump MODEL -o FILE.fxpar")
+        why = "it holds no batches to check with, as a file of one pipeline stage does not"
+        raise GraphFileError(path, why, "Write a whole model with: fxpar dump MODEL -o FILE.fxpar")
     logical, programs = _to_check(path, graph, origin, strategies)
     params = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "param"}
     buffers = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "buffer"}

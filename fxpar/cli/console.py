@@ -15,9 +15,14 @@ from rich.console import Console
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # to `reporting`; rich would exit with 1
+
+
 def stdout_console() -> Console:
     """A console for stdout; on a terminal with colours, elsewhere unwrapped plain text. NO_COLOR is respected."""
-    return Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    return _Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
 def stderr_console() -> Console:

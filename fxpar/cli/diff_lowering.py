@@ -14,7 +14,6 @@ from fxpar.graph import AnnotatedGraph
 from fxpar.graph_diff import Digest, digest, joined
 from fxpar.ladder import default_passes
 from fxpar.lowering import lower
-from fxpar.models.load import parse_dtype
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.strategy import Strategy
 
@@ -42,14 +41,12 @@ def after_passes(source: Source, strategy: Strategy, steps: tuple[str, str], onl
         if name in seen:
             seen[name].append(digest(graph, only=only))
 
-    storage = parse_dtype(source.storage) if source.storage else None
     logical = read_logical(source)
-    lower(logical, strategy, storage=storage, on_pass=look)
+    lower(logical, strategy, storage=source.storage_dtype, on_pass=look)
     return [joined(seen[step], logical.name, strategy, f"{strategy} after {step}") for step in steps]
 
 
 def lowered_alike(source: Source, strategies: Sequence[Strategy]) -> list[TrainGraph]:
     """The same capture under each strategy."""
     logical = read_logical(source)
-    storage = parse_dtype(source.storage) if source.storage else None
-    return [lower(logical, strategy, storage=storage) for strategy in strategies]
+    return [lower(logical, strategy, storage=source.storage_dtype) for strategy in strategies]

@@ -89,7 +89,8 @@ def report(diff: GraphDiff, width: int | None, *, nodes: bool = True, text: bool
     yield Styled(f"+++ {diff.new.title}", "bold green")
     yield from sides(diff).lines(width)
     if not diff.differs:
-        yield from (Styled(""), Styled("no differences"))
+        same = _schedule(diff.old) == _schedule(diff.new)
+        yield from (Styled(""), Styled("no differences" if same else "no differences but the schedule"))
         return
     yield from _params(diff, width)
     yield from _collectives(diff, width)
@@ -111,6 +112,8 @@ def sides(diff: GraphDiff) -> Table:
     ]
     if _stages(old) + _stages(new) > 2:
         rows.append((("stages",), (str(_stages(old)), str(_stages(new)), "")))
+        if _schedule(old) != _schedule(new):
+            rows.append((("schedule",), (_schedule(old), _schedule(new), "")))
     for name in dict.fromkeys([*old.divisors, *new.divisors]):
         left, right = old.divisors.get(name, 1), new.divisors.get(name, 1)
         if left != right:
@@ -248,6 +251,12 @@ def _ranks(side: Digest) -> int:
 
 def _mesh(side: Digest) -> str:
     return "none" if side.strategy is None else " x ".join(f"{a}{n}" for a, n in side.strategy.mesh.axes)
+
+
+def _schedule(side: Digest) -> str:
+    """How pipeline stages run; empty where there are none."""
+    strategy = side.strategy
+    return "" if strategy is None or strategy.degree("pp") == 1 else strategy.pipeline.schedule
 
 
 def _stages(side: Digest) -> int:

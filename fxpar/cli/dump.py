@@ -10,13 +10,12 @@ from fxpar.cli.console import stderr_console
 from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, StageName, read_graph, read_logical, read_origin
+from fxpar.cli.request import check_graph_output, check_output, collected_warnings, to_json, write_output
+from fxpar.cli.source import Source, StageName, check_stage, read_graph, read_logical, read_origin
 from fxpar.errors import (
     DumpOptionError,
     NoModuleError,
     NoScheduleError,
-    StageIndexError,
     StageNeedsStrategyError,
     nearest,
 )
@@ -24,7 +23,7 @@ from fxpar.exec_graph import Program
 from fxpar.graph import LogicalGraph
 from fxpar.graph_file import SavedGraph, kind_of, save_graph
 from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import AnyGraph, format_graph, matches, parts
+from fxpar.printer import AnyGraph, format_graph, matches, parts, without_folders
 from fxpar.schedule import Action, Costs, Timeline, chart, simulate
 from fxpar.strategy import Strategy
 
@@ -58,19 +57,29 @@ def run_dump(request: DumpRequest) -> None:
     texts = () if request.strategy is None else (request.strategy,)
     strategies = request.source.strategies(texts)
     _check_words(request)
-    check_output(request.output)
+    (check_graph_output if request.form == "graph" else check_output)(request.output)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         graph = _graph(request, strategies[0] if strategies else None)
+        whole = request.after is None or strategies[0].degree("pp") == 1  # batches are those of all stages
+        origin = read_origin(request.source, graph) if request.form == "graph" and whole else None
     _check_stage(request, graph)
+    for note in notes:
+        if isinstance(graph, LogicalGraph) or note not in graph.notes:  # those are in the dump
+            stderr_console().print(f"note: {without_folders(note)}", markup=False)
     if request.form == "graph":
-        save_graph(request.output, graph, read_origin(request.source, graph))
+        save_graph(request.output, graph, origin)
         stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.output}", markup=False)
         return
     view = None
     if request.rank is not None:
         graph, view = as_rank(_program(graph, request), request.rank)
+        if view.stages and request.pipeline_stage not in (None, *view.stages):
+            runs = ", ".join(map(str, view.stages))
+            raise DumpOptionError(
+                f"--rank {request.rank}", f"is of stage {runs}", "Leave out --stage, or name that one"
+            )
     write_output(request.output, _written(request, graph, view, begun))
 
 
@@ -81,7 +90,10 @@ def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
         raise StageNeedsStrategyError(request.after)
     from fxpar.cli.after_pass import graph_after
 
-    return graph_after(read_logical(request.source), strategy, request.after, request.pipeline_stage or 0)
+    stage = request.pipeline_stage
+    if stage is not None:
+        check_stage(strategy, stage)
+    return graph_after(read_logical(request.source), strategy, request.after, stage or 0, request.source.storage_dtype)
 
 
 def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun: float) -> str:
@@ -145,6 +157,10 @@ def _check_words(request: DumpRequest) -> None:
         raise DumpOptionError("--format graph", "writes a file", "Add -o FILE.fxpar")
     if request.form == "graph" and (request.rank is not None or request.fqn is not None or request.schedule):
         raise DumpOptionError("-o FILE.fxpar", "saves the whole graph", "Leave out --rank, --fqn and --schedule")
+    if request.form == "graph" and request.pipeline_stage is not None and request.after is None:
+        raise DumpOptionError("-o FILE.fxpar", "saves all stages of a pipeline", "Leave out --stage N")
+    if request.schedule and (request.form == "dot" or request.fqn is not None):
+        raise DumpOptionError("--schedule", "prints no nodes", "Leave out --format dot and --fqn")
 
 
 def _check_stage(request: DumpRequest, graph: AnyGraph) -> None:
@@ -156,9 +172,8 @@ def _check_stage(request: DumpRequest, graph: AnyGraph) -> None:
     strategy: Strategy = graph.strategy
     if request.schedule and strategy.degree("pp") == 1:
         raise NoScheduleError(str(strategy))
-    index = request.pipeline_stage
-    if index is not None and (strategy.degree("pp") == 1 or index >= strategy.stages):
-        raise StageIndexError(index, str(strategy), strategy.stages)
+    if request.pipeline_stage is not None:
+        check_stage(strategy, request.pipeline_stage)
 
 
 def _program(graph: AnyGraph, request: DumpRequest) -> Program:

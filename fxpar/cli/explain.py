@@ -22,11 +22,19 @@ from fxpar.cli.explain_document import (
 from fxpar.cli.explain_exec import Traffic, by_module, casts, traffic
 from fxpar.cli.explain_subject import Placed, Subject, find, placed, vocabulary
 from fxpar.cli.request import check_output, collected_warnings, in_precision, to_json, write_output
-from fxpar.cli.source import Source, read_graph, read_logical, read_lowered, read_origin
-from fxpar.errors import StageIndexError, StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
+from fxpar.cli.source import (
+    Source,
+    check_placed,
+    check_stage,
+    read_file,
+    read_logical,
+    read_lowered,
+    read_origin,
+)
+from fxpar.errors import StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
 from fxpar.exec_graph import Program
 from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.graph_file import SavedGraph, load_graph
+from fxpar.graph_file import SavedGraph
 from fxpar.strategy import Strategy
 
 _COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all)_\d+")
@@ -73,9 +81,9 @@ class _Graphs:
 
     def __init__(self, source: Source, strategy: Strategy | None) -> None:
         self.source = source
-        self.file: SavedGraph | None = load_graph(source.model) if source.is_file else None
+        self.file: SavedGraph | None = read_file(source) if source.is_file else None
         if isinstance(self.file, AnnotatedGraph | Program):
-            read_graph(source, None, strategy)  # checks that it is of this strategy
+            check_placed(source, self.file, strategy)
             strategy = self.file.strategy
         if strategy is None:
             raise StageNeedsStrategyError("explained")
@@ -96,19 +104,13 @@ class _Graphs:
         return None if origin is None else origin.logical
 
     @functools.cached_property
-    def program(self) -> Program | None:
-        """The lowered graph; None where all there is is an annotated one."""
-        if isinstance(self.file, Program):
-            return self.file
-        if isinstance(self.file, AnnotatedGraph):
-            from fxpar.lowering import lower
-
-            return None if self.logical is None else lower(self.logical, self.strategy)
-        return read_lowered(self.source, self.strategy)
+    def program(self) -> Program:
+        """The lowered graph: that of the file, with the passes that it has not yet been through."""
+        return self.file if isinstance(self.file, Program) else read_lowered(self.source, self.strategy)
 
     @functools.cached_property
     def traffic(self) -> tuple[Traffic, ...]:
-        return traffic(self.program) if self.program else ()
+        return traffic(self.program)
 
     def placed(self, stage: int | None, param: str = "") -> Iterator[Placed]:
         """The annotated graph; of a pipeline that of each stage, or of `stage`, or of those that have `param`."""
@@ -134,8 +136,8 @@ class _Graphs:
 def explained(request: ExplainRequest, graphs: _Graphs) -> Document:
     """The whole answer. Raises UnknownSubjectError, SubjectStageError, StageIndexError."""
     strategy = graphs.strategy
-    if request.stage is not None and (strategy.degree("pp") == 1 or request.stage >= strategy.stages):
-        raise StageIndexError(request.stage, str(strategy), strategy.stages)
+    if request.stage is not None:
+        check_stage(strategy, request.stage)
     if request.subject is None:
         return _summary(graphs)
     answers, head = _answers(request, request.subject, graphs)
@@ -145,8 +147,6 @@ def explained(request: ExplainRequest, graphs: _Graphs) -> Document:
 
 def _summary(graphs: _Graphs) -> Document:
     program, strategy = graphs.program, graphs.strategy
-    if program is None:
-        return heading(graphs.name, strategy, ()) | {"kind": "summary", "missing": NO_LOGICAL}
     stages = range(strategy.stages) if strategy.stages > 1 else ()
     head = heading(graphs.name, strategy, program.dims, stages)
     return head | summary_document(program, graphs.traffic, by_module(graphs.traffic))
@@ -176,8 +176,7 @@ def _answers(request: ExplainRequest, text: str, graphs: _Graphs) -> tuple[list[
 
 
 def _heading_of(graphs: _Graphs) -> Document:
-    program = graphs.program
-    return heading(graphs.name, graphs.strategy, program.dims if program else ())
+    return heading(graphs.name, graphs.strategy, graphs.program.dims)
 
 
 def _words(graphs: _Graphs, known: Sequence[Placed]) -> Iterator[str]:
@@ -185,7 +184,7 @@ def _words(graphs: _Graphs, known: Sequence[Placed]) -> Iterator[str]:
         yield from vocabulary(each)
     if not known or "traffic" in vars(graphs):
         yield from (t.name for t in graphs.traffic)
-    if graphs.logical is None and graphs.program is not None:
+    if graphs.logical is None:
         yield from (info.fqn for info, _ in graphs.program.params())
 
 
@@ -211,8 +210,6 @@ def _params_of(known: Placed, subject: Subject) -> list[str]:
 
 def _passes(graphs: _Graphs, fqns: Sequence[str]) -> list[Document]:
     program = graphs.program
-    if program is None:
-        return []
     cast = casts(program)
     found = []
     for fqn in fqns:
@@ -223,7 +220,7 @@ def _passes(graphs: _Graphs, fqns: Sequence[str]) -> list[Document]:
 
 def _stored_only(graphs: _Graphs, text: str) -> list[Document]:
     """What a lowered graph alone says of a parameter."""
-    if graphs.program is None or stored_document(graphs.program, text) is None:
+    if stored_document(graphs.program, text) is None:
         return []
     return [{"kind": "stored", "passes": _passes(graphs, [text])}]
 

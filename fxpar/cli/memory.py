@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from dataclasses import dataclass
+
+from rich.console import Console
 
 from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import Source, read_for_store
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
+
+_STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
+_LEAST = 16  # columns for text that goes on below a number
 
 
 @dataclass(frozen=True)
@@ -39,22 +45,45 @@ def run_memory(request: MemoryRequest) -> None:
     if request.json is not None:
         write_output(request.json, to_json(document))
     if request.json != "-":
-        _show(request.source.model, strategy.world, found, [*notes, *program.notes])
+        show(stdout_console(), request.source.model, strategy.world, found, [*notes, *program.notes])
 
 
-def _show(model: str, world: int, found: MemoryPrediction, notes: list[str]) -> None:
-    console = stdout_console()
+def show(console: Console, model: str, world: int, found: MemoryPrediction, notes: list[str]) -> None:
+    """Print the sizes of the stages and of the fullest rank."""
     sizes = ", ".join(f"{name} = {size}" for name, size in found.sizes.items())
     ranks = "1 rank" if world == 1 else f"{world} ranks"
     console.print(f"{model} under {found.strategy}, {ranks}{f', {sizes}' if sizes else ''}", markup=False)
     if found.stages:
         console.print(f"{found.schedule}; each stage on one of its ranks, and all that the rank holds:", markup=False)
-        titles = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
         rows = [_stage_row(stage) for stage in found.stages]
-        console.print(plain_table(titles, rows, right=tuple(range(3, 9))) + "\n\nthe fullest rank:", markup=False)
-    console.print(plain_table(("", "per rank", ""), _rows(found), right=(1,)), markup=False)
-    for note in notes:
+        _print_stages(console, rows)
+        console.print("\nthe fullest rank:")
+    lines = plain_table(("", "per rank", ""), _rows(found), right=(1,)).splitlines()
+    margin = lines[0].index("per rank") + len("per rank  ")
+    for line in lines:
+        _print_folded(console, line, margin)
+    for note in dict.fromkeys(notes):
         console.print(f"note: {note}", markup=False)
+
+
+def _print_stages(console: Console, rows: list[tuple[str, ...]]) -> None:
+    """The table; on a terminal that is too narrow for it, the sizes of each stage below it."""
+    table = plain_table(_STAGE_TITLES, rows, right=tuple(range(3, len(_STAGE_TITLES))))
+    if not console.is_terminal or len(table.partition("\n")[0]) <= console.width:
+        console.print(table, markup=False)
+        return
+    for stage, ranks, begins, *sizes in rows:
+        console.print(f"stage {stage} on ranks {ranks}, from {begins}", markup=False)
+        told = ", ".join(f"{name} {size}" for name, size in zip(_STAGE_TITLES[3:], sizes, strict=True))
+        _print_folded(console, f"  {told}", 2)
+
+
+def _print_folded(console: Console, line: str, margin: int) -> None:
+    """One line; on a terminal that is too narrow for it, the rest below, after `margin` columns."""
+    if console.is_terminal and console.width > margin + _LEAST:
+        head, rest = line[:margin], line[margin:]
+        line = textwrap.fill(rest, console.width, initial_indent=head, subsequent_indent=" " * margin)
+    console.print(line, markup=False)
 
 
 def _stage_row(stage: StageMemory) -> tuple[str, ...]:

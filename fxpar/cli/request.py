@@ -8,11 +8,12 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpar.errors import FxparWarning, OutputError, OverrideError, StrategySyntaxError, TokensError
+from fxpar.cli.options import SUFFIX
+from fxpar.errors import FxparWarning, GraphFileError, OutputError, OverrideError, StrategySyntaxError, TokensError
 from fxpar.strategy import Strategy
 
 if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none of these
@@ -65,7 +66,8 @@ def load_model(
     from fxpar.models.options import parse_assignments
 
     given = parse_assignments(options)
-    return load(spec, options=given, dtype=dtype, device=device, seed=seed, tokens=parse_tokens(tokens))
+    with redirect_stdout(sys.stderr):  # what a user's file prints must not stand in the JSON
+        return load(spec, options=given, dtype=dtype, device=device, seed=seed, tokens=parse_tokens(tokens))
 
 
 def capture_model(model: LoadedModel) -> LogicalGraph:
@@ -98,6 +100,16 @@ def check_output(path: str) -> None:
         raise OutputError(path, FileNotFoundError(0, f"there is no folder {str(folder)!r}"))
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
         raise OutputError(path, PermissionError(0, "permission denied"))
+
+
+def check_graph_output(path: str) -> None:
+    """The same for a graph file, which has to be named as one. Raises OutputError, GraphFileError."""
+    check_output(path)
+    if not path.endswith(SUFFIX):
+        why = f"its name does not end in {SUFFIX}, so no command would take it for a graph"
+        raise GraphFileError(path, why, f"Write -o {path}{SUFFIX}")
+    if not os.access(Path(path).parent, os.W_OK):  # what stands there is replaced, not written over
+        raise OutputError(path, PermissionError(0, f"nothing can be written in {str(Path(path).parent)!r}"))
 
 
 def write_output(path: str, text: str) -> None:

@@ -16,7 +16,7 @@ from fxpar import pass_registry
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
 from fxpar.cli.pass_needs import check_needs
-from fxpar.cli.request import check_output, to_json, write_output
+from fxpar.cli.request import check_graph_output, check_output, to_json, write_output
 from fxpar.errors import (
     FxparError,
     GraphFileError,
@@ -52,9 +52,10 @@ class RunPassRequest:
 def run_pass(request: RunPassRequest) -> None:
     """Do it. Raises FxparError."""
     step = make_pass(request.name, request.options)
-    for path in (request.output, request.json):
-        if path is not None:
-            check_output(path)
+    if request.output is not None:
+        check_graph_output(request.output)
+    if request.json is not None:
+        check_output(request.json)
     graph = load_graph(request.on)
     if not isinstance(graph, AnnotatedGraph):
         why = f"it holds the {kind_of(graph)} graph, and passes change an annotated one"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -10,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from fxpar.cli.cache import CaptureCache, model_files, recorded
 from fxpar.cli.options import SUFFIX
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_strategies
-from fxpar.errors import GraphFileError, StageNeedsStrategyError
+from fxpar.errors import GraphFileError, StageIndexError, StageNeedsStrategyError
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.graph_file import Origin, SavedGraph, kind_of, load_graph, load_origin
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.strategy import Strategy
 
 if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache has nothing
+    import torch
     from torch import Tensor
 
     from fxpar.models import LoadedModel
@@ -47,6 +50,15 @@ class Source:
         """Parsed, with the overrides of this source. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
         return parse_strategies(texts, self.overrides, self.world)
 
+    @property
+    def storage_dtype(self) -> torch.dtype | None:
+        """What ranks store parameters in, if another than the graph's. Raises DtypeError."""
+        if self.storage is None:
+            return None
+        from fxpar.models.load import parse_dtype
+
+        return parse_dtype(self.storage)
+
 
 def read_logical(source: Source) -> LogicalGraph:
     """The logical graph, in the precision that was asked for.
@@ -54,7 +66,7 @@ def read_logical(source: Source) -> LogicalGraph:
     Raises GraphFileError (a file that holds another graph), the errors of loading and of `fxpar.capture`.
     """
     if source.is_file:
-        graph = load_graph(source.model)
+        graph = read_file(source)
         if not isinstance(graph, LogicalGraph):
             raise _wrong_kind(source.model, graph, "a logical graph", "without --strategy")
         return in_precision(graph, source.precision)
@@ -69,24 +81,21 @@ def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
     `fxpar.lower`.
     """
     if source.is_file:
-        graph = load_graph(source.model)
-        if isinstance(graph, TrainGraph):
-            _same_strategy(source.model, graph.strategy, strategy)
-            return graph
-        if isinstance(graph, AnnotatedGraph):
+        graph = read_file(source)
+        if not isinstance(graph, LogicalGraph):
+            check_placed(source, graph, strategy)
+            if isinstance(graph, TrainGraph):
+                return graph
             from fxpar.lowering import finish
 
-            _same_strategy(source.model, graph.strategy, strategy)
             return finish(graph)
     if strategy is None:
         raise StageNeedsStrategyError("exec")
 
     def build() -> TrainGraph:
         from fxpar.lowering import lower
-        from fxpar.models.load import parse_dtype
 
-        storage = parse_dtype(source.storage) if source.storage else None
-        return lower(read_logical(source), strategy, storage=storage)
+        return lower(read_logical(source), strategy, storage=source.storage_dtype)
 
     return build() if source.is_file else from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build)
 
@@ -121,9 +130,9 @@ def read_origin(source: Source, graph: SavedGraph) -> Origin | None:
 def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
     """The graph with placements. Raises as `read_lowered` does, and NotYetError for pipeline stages."""
     if source.is_file:
-        graph = load_graph(source.model)
+        graph = read_file(source)
         if isinstance(graph, AnnotatedGraph):
-            _same_strategy(source.model, graph.strategy, strategy)
+            check_placed(source, graph, strategy)
             return graph
         if not isinstance(graph, LogicalGraph):
             raise _wrong_kind(source.model, graph, "an annotated graph", "with --strategy and --stage annotated")
@@ -142,15 +151,49 @@ def read_graph(source: Source, stage: StageName | None, strategy: Strategy | Non
     """The graph at a stage; without one that of the file, else "exec" with a strategy and "logical" without."""
     if stage is None:
         if source.is_file:
-            graph = load_graph(source.model)
-            if strategy is None or not isinstance(graph, LogicalGraph):
-                if not isinstance(graph, LogicalGraph):
-                    _same_strategy(source.model, graph.strategy, strategy)
+            graph = read_file(source)
+            if not isinstance(graph, LogicalGraph):
+                check_placed(source, graph, strategy)
                 return graph
         stage = "logical" if strategy is None else "exec"
     if stage == "logical":
         return read_logical(source)
     return read_annotated(source, strategy) if stage == "annotated" else read_lowered(source, strategy)
+
+
+def read_file(source: Source) -> SavedGraph:
+    """The graph of a file, as it is. Raises GraphFileError, also for options that only a model has."""
+    graph = load_graph(source.model)
+    given = {"--dtype": source.dtype != Source.dtype, "--tokens": source.tokens, "--set": source.options}
+    _refuse(source.model, "its graph is captured already", given)
+    return graph
+
+
+def check_placed(source: Source, graph: AnnotatedGraph | TrainGraph, strategy: Strategy | None) -> None:
+    """Raises GraphFileError where a graph with placements is wanted otherwise than it is."""
+    given = {
+        "--precision": source.precision,
+        "--storage": source.storage,
+        "--override": source.overrides,
+        "--world": source.world not in (None, graph.strategy.world),
+    }
+    _refuse(source.model, f"its graph is placed already, under {graph.strategy}", given)
+    if strategy is not None and strategy != graph.strategy:
+        why = f"it holds a graph under {graph.strategy}, not {strategy}"
+        do = "Leave --strategy out, or dump the model without a strategy and name one here"
+        raise GraphFileError(source.model, why, do)
+
+
+def check_stage(strategy: Strategy, index: int) -> None:
+    """Raises StageIndexError for a pipeline stage that the strategy has not."""
+    if strategy.degree("pp") == 1 or index >= strategy.stages:
+        raise StageIndexError(index, str(strategy), strategy.stages)
+
+
+def _refuse(path: str, why: str, given: Mapping[str, object]) -> None:
+    for option, value in given.items():
+        if value:
+            raise GraphFileError(path, f"{option} comes too late, {why}", f"Dump the model anew with {option}")
 
 
 def load_meta(source: Source) -> LoadedModel:
@@ -202,7 +245,8 @@ def _import_model(source: Source) -> None:
         from fxpar.models.user_function import find_function
 
         place, _, name = source.model.rpartition(":")
-        find_function(source.model, place, name)
+        with redirect_stdout(sys.stderr):
+            find_function(source.model, place, name)
 
 
 def _batches(model: LoadedModel) -> tuple[dict[str, Tensor], ...]:
@@ -225,12 +269,6 @@ def _words(source: Source) -> dict[str, Any]:
 def _placed(source: Source, strategy: Strategy) -> dict[str, Any]:
     """What decides how a capture is placed and lowered, as JSON."""
     return {**strategy.to_json(), "precision": source.precision, "storage": source.storage}
-
-
-def _same_strategy(path: str, have: Strategy, wanted: Strategy | None) -> None:
-    if wanted is not None and wanted != have:
-        why = f"it holds a graph under {have}, not {wanted}"
-        raise GraphFileError(path, why, "Leave --strategy out, or dump the model without a strategy and name one here")
 
 
 def _wrong_kind(path: str, graph: SavedGraph, wanted: str, how: str) -> GraphFileError:

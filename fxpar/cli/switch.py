@@ -75,7 +75,7 @@ def layouts_of(source: Source, strategies: Sequence[Strategy]) -> list[ParamLayo
 def shapes_of(source: Source) -> ModelShapes:
     """Shapes of a model, or of the graph of a file. Raises what `fxpar.models.load` and `fxpar.capture` raise."""
     if source.is_file:
-        return graph_shapes(read_logical(source))
+        return graph_shapes(read_logical(replace(source, dtype=Source.dtype)))  # here it is that of the wire
     name, params, count, logical = from_cache(source, {"kind": "shapes"}, lambda: _read_shapes(source))
     return ModelShapes(name, {fqn: ParamInfo(*fields) for fqn, fields in params.items()}, count, logical)
 

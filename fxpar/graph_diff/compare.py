@@ -65,6 +65,7 @@ class GraphDiff:
 
     @property
     def differs(self) -> bool:
+        """Whether the graphs do; the schedule of pipeline stages is none of them."""
         return bool(self.params or self.sections or any(row.differs for row in self.blocks))
 
     @cached_property

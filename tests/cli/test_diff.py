@@ -172,3 +172,10 @@ def test_bad_input(words, status, message):
     assert found == status
     assert out == ""
     assert message in err
+
+
+def test_the_schedule_is_said():
+    status, out, err = fxpar("diff", "llama", "-s", "pp2", "-s", "pp2+zb_h1", "--exit-code")
+    assert status == 0, err
+    assert re.search(r"^  schedule +1f1b +zb_h1$", out, re.MULTILINE)
+    assert out.endswith("no differences but the schedule\n")

@@ -123,14 +123,82 @@ def test_memory_and_switch(files, tmp_path):
         (("dump", "exec", "--stage", "1"), "there is no pipeline stage 1: 'dp2.tp2+sp' has none"),
         (("check", "logical"), "it holds a logical graph. Say for which strategies"),
         (("check", "exec", "-s", "tp2"), "it holds a graph under dp2.tp2+sp. Leave --strategies out"),
+        (("check", "exec", "--override", "*=R@tp"), "--override comes too late, its graph is placed already"),
+        (("check", "exec", "--precision", "bf16"), "--precision comes too late"),
+        (("check", "logical", "-s", "tp2", "--tokens", "8,8"), "--tokens comes too late, its graph is captured"),
+        (("check", "logical", "-s", "tp2", "--dtype", "float64"), "--dtype comes too late"),
+        (("dump", "exec", "--world", "7"), "--world comes too late"),
+        (("dump", "exec", "--storage", "float64"), "--storage comes too late"),
+        (("diff", "logical", "-s", "tp2", "-s", "dp2", "--set", "layers=4"), "--set comes too late"),
+        (("explain", "logical", "-s", "tp2", "embedding.weight", "--tokens", "9"), "--tokens comes too late"),
+        (("memory", "logical", "-s", "tp2", "--tokens", "99"), "--tokens comes too late"),
         (("memory", "exec", "-s", "dp2"), "this needs a logical graph"),
         (("dump", "llama", "-s", "tp2", "-o", "no/folder/g.fxpar"), "there is no folder 'no/folder'"),
+        (("dump", "logical", "--format", "graph", "-o", "g.bin"), "its name does not end in .fxpar"),
+        (("dump", "pipeline", "--stage", "1", "-o", "g.fxpar"), "saves all stages of a pipeline"),
+        (("dump", "pipeline", "--rank", "3", "--stage", "0"), "--rank 3 is of stage 1"),
+        (("dump", "pipeline", "--schedule", "--format", "dot"), "--schedule prints no nodes"),
+        (("dump", "logical", "-s", "pp2", "--after", "casts", "--stage", "7"), "'pp2' has stages 0 to 1"),
     ],
 )
 def test_what_does_not_fit(files, words, message):
     command, name, *more = words
-    model = files(name) if name in ("logical", "annotated", "exec") else name
+    model = files(name) if name in ("logical", "annotated", "exec", "pipeline") else name
     status, out, err = fxpar(command, model, *more)
     assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert message in err
+
+
+def test_a_logical_file_in_a_precision(files):
+    status, out, err = fxpar("check", files("logical"), "-s", "tp2", "--precision", "bf16", "--json", "-")
+    assert status == 0, err
+    assert json.loads(out)["results"][0]["grad_max_rel_err"] > 1e-4  # that of bf16
+
+
+def test_one_stage_has_nothing_to_check_with(files, tmp_path):
+    path = tmp_path / "stage.fxpar"
+    assert fxpar("dump", files("logical"), "-s", "pp2", "--after", "casts", "--stage", "1", "-o", path)[0] == 0
+    status, _, err = fxpar("check", path)
+    assert (status, "no batches to check with" in err) == (1, True)
+    assert "layers.1.ffn.down_proj.weight : f32[64, 88]" in fxpar("explain", path, "layers.1.ffn.down_proj.weight")[1]
+
+
+def test_explain_speaks_of_the_graph_in_the_file(files, tmp_path):
+    path = tmp_path / "stored.fxpar"
+    words = ("-s", "tp2", "--storage", "float64", "--after", "casts")
+    assert fxpar("dump", files("logical"), *words, "-o", path)[0] == 0
+    assert "f64[131@tp, 64]" in fxpar("dump", files("logical"), *words, "--brief")[1]
+    assert "f64[131@tp, 64]" in fxpar("explain", path)[1]
+
+
+def test_what_a_model_prints_is_not_output(tmp_path):
+    """Nor does its file run twice, which may register ops."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    status, out, err = fxpar("dump", f"{tmp_path}/talks.py:make", "-s", "dp2", "--json", "-", "--no-cache")
+    assert status == 0, err
+    assert json.loads(out)["model"] == "make"
+    note = "note: the loss does not depend on idle.weight, idle.bias; the gradients are zeros"
+    assert err.splitlines() == ["the file", "the function", note]
+
+
+TALKS = """
+import torch
+
+print("the file")
+torch.library.Library("talks", "DEF").define("nothing(Tensor x) -> Tensor")
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.idle = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.lin(x)
+
+
+def make():
+    print("the function")
+    return Model(), lambda model, batch: model(batch["x"]).square().mean(), {"x": torch.randn(8, 4)}
+"""

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fxpar.cli.app import COMMANDS
+import pytest
+from typer.testing import CliRunner
+
+from fxpar.cli.app import COMMANDS, app
+from fxpar.cli.console import stdout_console
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,13 +41,19 @@ def test_help_fits_60_columns():
     code = (
         "from typer.testing import CliRunner\n"
         "from fxpar.cli.app import COMMANDS, app\n"
-        "for words in ([], *([name] for name, _, _ in COMMANDS)):\n"
+        "for words in ([], *([name] for name, *_ in COMMANDS)):\n"
         "    print(CliRunner().invoke(app, [*words, '--help'], terminal_width=60).output)\n"
     )
     result = run(code=code, COLUMNS="60", TERMINAL_WIDTH="60")
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= 60
     assert len(re.findall(r"^  Examples?:\n    fxpar ", result.stdout, re.MULTILINE)) == len(COMMANDS)
+
+
+def test_help_names_each_command_in_whole_words():
+    listed = CliRunner().invoke(app, ["--help"], terminal_width=80).output.partition("Commands:")[2].splitlines()[1:]
+    assert [line.split()[0] for line in listed] == [name for name, *_ in COMMANDS]
+    assert not [line for line in listed if line.endswith("...")]
 
 
 def test_version():
@@ -58,6 +68,12 @@ def test_pipe_is_plain_even_where_colours_are_forced_off():
     assert result.stdout.isascii()
     assert "\x1b" not in result.stdout
     assert "1 of 1 strategies agree" in result.stdout
+
+
+def test_tables_leave_a_closed_pipe_to_the_command():
+    """Else `fxpar diff ... | head` ends with rich's exit status 1."""
+    with pytest.raises(BrokenPipeError):
+        stdout_console().on_broken_pipe()
 
 
 def test_closed_pipe_is_no_error():

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
+from rich.console import Console
+
+from fxpar.cli.memory import show
+from fxpar.lowering import lower
+from fxpar.memory import predict_memory
+from tests.captured import llama
 from tests.cli.helpers import fxpar
 
 
@@ -84,3 +91,22 @@ def test_mistakes():
         status, _, err = fxpar("memory", "llama", *words)
         assert status == 1, words
         assert message in err
+
+
+def test_sixty_columns():
+    """On a terminal no line is broken by it, and no number is lost."""
+    graph = lower(llama().graph, "pp2.dp2+zb_h1", for_store=True)
+    found = predict_memory(graph, micro_batches=2)
+    texts = []
+    for terminal in (False, True):
+        console = Console(
+            file=io.StringIO(), width=60, force_terminal=terminal, color_system=None, soft_wrap=not terminal
+        )
+        show(console, "llama", 4, found, [])
+        texts.append(console.file.getvalue())
+    wide, narrow = texts
+    assert all(len(line) <= 60 for line in narrow.splitlines())
+    assert "stage 1 on ranks 2-3, from layers.1" in narrow
+    assert "\n" + 26 * " " + "micro-batch and a switch" in narrow
+    size = re.compile(r"\d[\d.]* [kMG]?B")
+    assert sorted(size.findall(wide)) == sorted(size.findall(" ".join(narrow.split())))

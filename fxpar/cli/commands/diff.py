@@ -21,7 +21,7 @@ from fxpar.cli.options import (
 
 EXAMPLES = (
     "fxpar diff llama -s tp2 -s tp2+sp",
-    "fxpar diff llama -s dp2.tp2+zero3 --after bucket_collectives --text",
+    "fxpar diff llama -s dp2+zero3 --after casts --text",
     "fxpar diff old.fxpar new.fxpar --fqn 'layers.0' --text",
 )
 

@@ -11,7 +11,7 @@ from fxpar.cli.options import Debug, Json
 EXAMPLES = (
     "fxpar passes",
     "fxpar passes casts",
-    "fxpar passes bucket_collectives --on g.fxpar --set bucket_mb=64 -o out.fxpar",
+    "fxpar passes cleanup --on g.fxpar -o out.fxpar",
 )
 
 
