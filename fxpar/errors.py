@@ -1240,6 +1240,14 @@ class OpenStdoutError(FxparError):
         super().__init__("--open opens a file, and --output is stdout. Name a file with -o")
 
 
+class SameOutputError(FxparError):
+    """Two results are to be written to the same place."""
+
+    def __init__(self, path: str) -> None:
+        place = "stdout" if path == "-" else repr(path)
+        super().__init__(f"--output and --trace are both {place}. Name another file for one of them")
+
+
 # ------------------------------------------------------------------------------------------------------ comparison
 class DifferentModelsError(FxparError):
     """Two graphs that are to be compared are of different models."""

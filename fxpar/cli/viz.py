@@ -14,7 +14,7 @@ from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import Source, read_for_store, read_logical, read_lowered
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import OpenStdoutError, StageNeedsStrategyError
+from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
 from fxpar.graph import LogicalGraph
 from fxpar.graph_file import load_graph
 from fxpar.lowering import lower
@@ -52,6 +52,8 @@ def run_viz(request: VizRequest) -> None:
     """Do it. Raises FxparError."""
     if request.open and request.output == "-":
         raise OpenStdoutError()
+    if request.trace is not None and Path(request.trace).resolve() == Path(request.output).resolve():
+        raise SameOutputError(request.output)
     for path in (request.output, request.trace):
         if path is not None:
             check_output(path)
@@ -74,7 +76,7 @@ def run_viz(request: VizRequest) -> None:
 def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str], object]) -> list[Viewed]:
     """One for each strategy, or the one of a graph file."""
     source = request.source
-    strategies = source.strategies(request.strategies)
+    strategies = list({str(one): one for one in source.strategies(request.strategies)}.values())
     for strategy in strategies:
         if cluster:
             cluster.require(strategy.world)

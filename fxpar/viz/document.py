@@ -44,11 +44,18 @@ def about(view: Viewed) -> list[list[str]]:
     rows = [["mesh", mesh], ["ranks", str(strategy.world)]]
     if isinstance(view.graph, PipelineGraph):
         rows.append(["stages", f"{len(view.graph.stages)} ({strategy.pipeline.schedule})"])
-    rows.append(["micro-batch", f"{view.tokens:,} tokens"])
+    rows.append(["micro-batch", size_text(view)])
     if view.runs > 1:
         rows.append(["micro-batches", str(view.runs)])
     rows.append(["cluster", cluster_text(view.links) + ("" if view.cluster else " (assumed)")])
     return rows
+
+
+def size_text(view: Viewed) -> str:
+    """`62 tokens`; of a model without token ids its dynamic dims, such as `B = 8`."""
+    if any(info.kind == "batch" and info.fqn in ("input_ids", "tokens", "position_ids") for info in view.graph.inputs):
+        return f"{view.tokens:,} tokens"
+    return ", ".join(f"{name} = {size:,}" for name, size in view.whole_sizes().items()) or "as captured"
 
 
 def cluster_text(cluster: ClusterSpec) -> str:

@@ -17,6 +17,7 @@ from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.exec_graph import Communication, Program, collective_kind
 from fxpar.graph import TensorMeta
 from fxpar.printer import PrintedPart, op_name, parts, type_of
+from fxpar.viz.inside import Term
 from fxpar.viz.viewed import GPU, Viewed, wire_bytes, wire_ms
 
 MANY = 12  # longer lists of numbers are shortened
@@ -75,9 +76,9 @@ def program_facts(view: Viewed, program: Program, first_rank: int, rates: Rates 
     """
     dims = view.dims()
     rates = rates or Rates(view.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
-    tokens = view.tokens
     costs = node_costs(program, rates, first_rank=first_rank, parts=program.parts)
-    spent = {(cost.part, cost.name): 1e3 * float(cost.seconds.at(tokens)) for cost in costs}
+    lengths = view.lengths
+    spent = {(cost.part, cost.name): Term.of([cost.seconds], 1e3).at(lengths) for cost in costs}
     reader = _Reader(view, program, first_rank, dims, spent)
     return [reader.part(part) for part in parts(program)]
 

@@ -14,7 +14,7 @@ from fxpar.printer import op_name
 from fxpar.schedule import Action, Costs, Schedule, Transfer, simulate
 from fxpar.viz.inside import ACTION_PARTS, Inside
 from fxpar.viz.step import Lengths
-from fxpar.viz.timeline import inside_of, lengths_of
+from fxpar.viz.timeline import inside_of
 from fxpar.viz.viewed import Viewed
 
 MOST_POINTS = 1500
@@ -83,9 +83,9 @@ def _strategy_json(view: Viewed, inside: Inside) -> dict[str, Any]:
     program, count = view.stored, micro_batches_of(view)
     found = memory_over_time(program, view.sizes, micro_batches=count)
     if isinstance(program, PipelineGraph):
-        clocks = _schedule_clocks(schedule_of(program, count), inside, lengths_of(view))
+        clocks = _schedule_clocks(schedule_of(program, count), inside, view.lengths)
     else:
-        clocks = [NodeClock(inside.node_ms(0, "body", lengths_of(view)))]
+        clocks = [NodeClock(inside.node_ms(0, "body", view.lengths))]
     most = max(LEAST_POINTS, MOST_POINTS // len(found.ranks))
     ranks = [_rank_json(rank, clock, most) for rank, clock in zip(found.ranks, clocks, strict=True)]
     fullest = max(found.ranks, key=lambda rank: rank.prediction.peak_bytes)

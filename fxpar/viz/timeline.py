@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.batching.profile import Rates
-from fxpar.batching.work import TOKEN_KEYS, token_dim
 from fxpar.memory.state import home_bytes
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.gradients import gradient_placements
@@ -15,7 +14,7 @@ from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.reduction import plan_reduction
 from fxpar.viz.inside import Inside
-from fxpar.viz.step import Lengths, Planned, StepGroup, StepTimeline, predict_step
+from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
 from fxpar.viz.viewed import GPU, Viewed
 
 MOST_LANES = 32
@@ -99,7 +98,7 @@ def predicted_step(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, 
         group = StepGroup(
             "",
             view.strategy,
-            ((lengths_of(view),) * view.runs,) * program.strategy.degree("dp"),
+            ((view.lengths,) * view.runs,) * program.strategy.degree("dp"),
             switch.intra_node_bytes + switch.inter_node_bytes,
             reduction.intra_node_bytes + reduction.inter_node_bytes,
         )
@@ -107,16 +106,6 @@ def predicted_step(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, 
         planned.append(one)
         visited.append(view.strategy)
     return predict_step(planned, world, optimizer_ms(next(iter(programs.values())), rates))
-
-
-def lengths_of(view: Viewed) -> Lengths:
-    """The sequences of a micro-batch of the view: rows of equal length."""
-    dim = token_dim(view.graph)
-    if dim is None:
-        return (view.tokens,)
-    length = view.whole_sizes()[dim.name]
-    has_tokens = any(info.kind == "batch" and info.fqn in TOKEN_KEYS for info in view.graph.inputs)
-    return (length,) * max(1, view.tokens // length) if has_tokens else (length,)
 
 
 def optimizer_ms(program: TrainGraph, rates: Rates) -> float:

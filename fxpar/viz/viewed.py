@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from fxpar.batching.cost import seconds_per_byte
-from fxpar.batching.work import TOKEN_KEYS
+from fxpar.batching.work import TOKEN_KEYS, token_dim
 from fxpar.cluster import ClusterSpec
 from fxpar.exec_graph import Communication, Program
 from fxpar.graph import LogicalGraph
@@ -58,11 +58,22 @@ class Viewed:
         return {dim.symbol: sizes[dim.name] for dim in self.graph.dims}
 
     @property
-    def tokens(self) -> int:
-        """Elements of the token ids of a replica's micro-batch; of its first tensor if it has no token ids."""
+    def lengths(self) -> tuple[int, ...]:
+        """The sequences of a replica's micro-batch, which times are predicted for: rows of equal length. Without token
+        ids one, as long as the first dynamic dim.
+        """
         batch = {info.fqn: info.meta for info in self.graph.inputs if info.kind == "batch"}
-        named = [batch[key] for key in TOKEN_KEYS if key in batch]
-        return next((meta.numel(self.dims()) for meta in [*named, *batch.values()]), 0)
+        ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
+        dim = token_dim(self.graph)
+        if dim is None:
+            return (next((meta.numel({}) for meta in [ids, *batch.values()] if meta is not None), 0),)
+        length = self.whole_sizes()[dim.name]
+        return (length,) * (max(1, ids.numel(self.dims()) // length) if ids is not None else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Of a replica's micro-batch."""
+        return sum(self.lengths)
 
     @property
     def runs(self) -> int:

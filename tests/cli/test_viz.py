@@ -41,8 +41,9 @@ def test_page(tmp_path):
 def test_data_alone(tmp_path):
     cluster = tmp_path / "cluster.toml"
     cluster.write_text("nodes = 2\ndevices_per_node = 2\nintra_gb_per_s = 100\ninter_gb_per_s = 10\nlatency_us = 5\n")
-    document = json.loads(viz("-s", "dp2.tp2", "-o", "-", "--format", "json", "--cluster", cluster))
+    document = json.loads(viz("-s", "dp2.tp2,dp2.tp2", "-o", "-", "--format", "json", "--cluster", cluster))
     assert document["format"] == "fxpar view"
+    assert document["strategies"] == ["dp2.tp2"]
     assert document["made_with"].startswith("fxpar ")
     head = dict(map(tuple, document["about"]["dp2.tp2"]))
     assert head["cluster"] == "2 × 2 devices, 100 GB/s inside a node, 10 between, 5 µs"
@@ -90,6 +91,8 @@ def test_the_page_is_opened(tmp_path, monkeypatch):
         (("-s", "tp2", "-o", "{tmp}"), "it is a folder"),
         (("-s", "tp2", "--trace", "{tmp}"), "it is a folder"),
         (("-s", "tp2", "--open"), "--open opens a file"),
+        (("-s", "tp2", "--trace", "-"), "are both stdout"),
+        (("-s", "tp2", "-o", "{tmp}/x", "--trace", "{tmp}/./x"), "Name another file"),
         (("-s", "tp2", "--cluster", "{tmp}/none.toml"), "cannot be read"),
         (
             (

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.viz import Viewed
 from tests.captured import Mlp, llama, squared, take, vectors
@@ -21,7 +22,12 @@ def viewed(strategy: str) -> Viewed:
 
 
 @functools.cache
-def tall(layers: int) -> Viewed:
+def tall(layers: int, strategy: str = "dp2.tp2") -> Viewed:
     """Many equal layers, of which all but the last have an activation."""
-    captured = take(Mlp(torch.relu, (8,) * (layers + 1)), squared, vectors(8, 8, 6))
-    return Viewed("dp2.tp2", lower(captured.graph, "dp2.tp2"), captured.graph)
+    graph = _tall(layers)
+    return Viewed(strategy, lower(graph, strategy), graph)
+
+
+@functools.cache
+def _tall(layers: int) -> LogicalGraph:
+    return take(Mlp(torch.relu, (8,) * (layers + 1)), squared, vectors(8, 8, 6)).graph

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxpar.cluster import ClusterSpec
 from fxpar.viz import Viewed, assumed_cluster, view_document
-from tests.viz.shown import viewed
+from fxpar.viz.document import about
+from tests.viz.shown import tall, viewed
 
 
 def test_head():
@@ -28,3 +31,9 @@ def test_the_clusters_of_a_view():
     assert view.links is cluster
     assert view.whole_sizes()["T"] == 10  # padded to what tp divides
     assert view.tokens == 20  # two rows
+
+
+def test_models_without_token_ids():
+    view = replace(tall(1), sizes={"B": 5})
+    assert view.lengths == (5,)  # rows, not their elements
+    assert ["micro-batch", "B = 5"] in about(view)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from fxpar.printer import parts
 from fxpar.viz.facts import program_facts
 from fxpar.viz.graph_view import graph_section
+from fxpar.viz.inside import Inside
+from fxpar.viz.timeline import assumed_rates
 from tests.viz.shown import STRATEGIES, tall, viewed
 
 
@@ -96,3 +99,13 @@ def test_a_layer_more_costs_little():
     assert tables[32]["sums"] - tables[8]["sums"] <= 24
     sizes = {layers: len(json.dumps(one, separators=(",", ":"))) for layers, one in sections.items()}
     assert (sizes[32] - sizes[8]) / 24 < sizes[4] / 10
+
+
+def test_times_of_the_body_are_those_of_a_micro_batch():
+    """Two rows: their attention is not that of one long row; both pictures say the same."""
+    view = replace(viewed("dp2.tp2+sp"), graph=viewed("dp2.tp2+sp").stored, sizes={"T": 4096})
+    rates = assumed_rates([view])
+    inside = Inside(view.graph, rates)
+    assert len(view.lengths) == 2
+    (body,) = [part for part in program_facts(view, view.graph, 0, rates) if part.name == "body"]
+    assert sum(node.ms for node in body.nodes) == pytest.approx(inside.ms(0, "body", view.lengths), rel=1e-3)

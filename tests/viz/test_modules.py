@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.viz.modules import SHORT_RUN, Item, Module, draw, module_tree, run_as_module
@@ -73,6 +73,7 @@ def programs(draw_):
     return fqns, reads
 
 
+@settings(max_examples=40)
 @given(programs())
 def test_every_drawing_is_whole(program):
     fqns, reads = program

@@ -6,25 +6,12 @@ import pytest
 
 from fxpar.viz import page_html, view_document
 from fxpar.viz.graph_view import graph_section
-from fxpar.viz.memory import memory_section
-from fxpar.viz.mesh import mesh_section
-from fxpar.viz.timeline import timeline_section
 from tests.viz.browser import console_errors, open_page, open_tab
-from tests.viz.shown import tall, viewed
+from tests.viz.shown import tall
 
 pytestmark = pytest.mark.browser
 STRATEGIES = ("dp2.tp2+sp", "pp2.tp2")
 FITS = "return document.documentElement.scrollWidth <= innerWidth"
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    views = [viewed(strategy) for strategy in STRATEGIES]
-    makers = {"graph": graph_section, "mesh": mesh_section, "timeline": timeline_section, "memory": memory_section}
-    document = view_document("llama </script>", views, {name: make(views) for name, make in makers.items()})
-    path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(page_html(document), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +51,14 @@ def overlaps(browser) -> list:
     """)
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_every_tab_draws_under_every_strategy(browser, page, dark):
+@pytest.mark.parametrize(("dark", "strategies"), [(False, STRATEGIES), (True, STRATEGIES[1:])])
+def test_every_tab_draws_under_every_strategy(browser, page, dark, strategies):
     open_page(browser, page, dark=dark)
     assert browser.title == "llama </script>"
     assert browser.execute_script("return document.documentElement.dataset.theme") == ("dark" if dark else "light")
     from selenium.webdriver.support.wait import WebDriverWait
 
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         browser.find_element("css selector", f"[data-strategy='{strategy}']").click()
         for name in ("graph", "mesh", "timeline", "memory"):
             panel = open_tab(browser, name)
@@ -83,8 +70,8 @@ def test_every_tab_draws_under_every_strategy(browser, page, dark):
     assert console_errors(browser) == []
 
 
-def test_modules_unfold_to_nodes_and_fold_again(browser, page):
-    open_page(browser, page)
+def test_modules_unfold_to_nodes_and_fold_again(browser, graph_page):
+    open_page(browser, graph_page)
     first = boxes(browser)
     assert "m:layers.0" in first
     assert "m:layers.0.attention" not in first
@@ -103,8 +90,8 @@ def test_modules_unfold_to_nodes_and_fold_again(browser, page):
     assert console_errors(browser) == []
 
 
-def test_a_node_tells_all_and_leads_on(browser, page):
-    open_page(browser, page)
+def test_a_node_tells_all_and_leads_on(browser, graph_page):
+    open_page(browser, graph_page)
     search = browser.find_element("id", "graph-search")
     search.send_keys("layers.1.ffn.down_proj.mm\n")
     side = browser.find_element("id", "graph-side")
@@ -127,8 +114,8 @@ def test_a_node_tells_all_and_leads_on(browser, page):
     assert browser.find_element("css selector", ".box.selected").get_attribute("data-node") != name
 
 
-def test_search_by_op_goes_from_hit_to_hit(browser, page):
-    open_page(browser, page)
+def test_search_by_op_goes_from_hit_to_hit(browser, graph_page):
+    open_page(browser, graph_page)
     search = browser.find_element("id", "graph-search")
     search.send_keys("all_gather")
     count = len(browser.find_elements("css selector", "#graph-hits li"))
@@ -144,8 +131,8 @@ def test_search_by_op_goes_from_hit_to_hit(browser, page):
     assert browser.find_element("id", "graph-found").text == "0 found"
 
 
-def test_parts_stages_and_strategies_switch_in_place(browser, page):
-    open_page(browser, page, hash="#graph/dp2.tp2%2Bsp")
+def test_parts_stages_and_strategies_switch_in_place(browser, graph_page):
+    open_page(browser, graph_page, hash="#graph/dp2.tp2%2Bsp")
     press(browser, "m:layers.0")
     browser.find_element("css selector", "[data-part='backward']").click()
     assert "m:layers.0.attention" in boxes(browser)  # what was unfolded stays so

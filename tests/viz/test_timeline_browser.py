@@ -8,12 +8,14 @@ from fxpar.viz import page_html, view_document
 from fxpar.viz.run import run_section
 from fxpar.viz.timeline import timeline_section
 from tests.viz.browser import console_errors, open_page, open_tab
+from tests.viz.shown import tall
 from tests.viz.steps import COMPARISON, RATES, inside, metrics, shown_step, views
 
 pytestmark = pytest.mark.browser
 pytest.importorskip("plotly", reason="charts need plotly")
 BARS = "return document.querySelectorAll('[data-timeline={}] .bars path').length"
 ENDS = "return [...document.querySelectorAll('[data-timeline]')].map((node) => node.layout.xaxis.range[1])"
+TEXTS = "return document.querySelector('[data-timeline]').data.flatMap((one) => one.text)"
 CLICK = """
 const chart = document.querySelector('[data-timeline=predicted]');
 const trace = chart.data.find((one) => one.name.startsWith('B '));
@@ -71,4 +73,18 @@ def test_run_in_the_dark(browser, page):
     assert "1.50×" in panel.find_element("css selector", "[data-comparison]").text
     open_tab(browser, "timeline")
     assert browser.execute_script(BARS.format("predicted")) > 50
+    assert console_errors(browser) == []
+
+
+def test_the_step_follows_the_strategy_and_chunks_are_told_apart(browser, tmp_path):
+    shown = [tall(4, "dp4"), tall(4, "pp2+interleaved_1f1b(2)")]
+    path = tmp_path / "page.html"
+    document = view_document("two worlds", shown, {"timeline": timeline_section(shown)})
+    path.write_text(page_html(document), encoding="utf-8")
+    open_page(browser, path)
+    panel = open_tab(browser, "timeline")
+    assert panel.find_element("id", "timeline-step").get_attribute("value") == "0"
+    browser.execute_script("fxpar.choose('pp2+interleaved_1f1b(2)')")
+    assert panel.find_element("id", "timeline-step").get_attribute("value") == "1"
+    assert {"F0@0", "F0@2", "F1@1", "B1@3"} <= set(browser.execute_script(TEXTS))
     assert console_errors(browser) == []

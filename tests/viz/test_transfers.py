@@ -27,7 +27,7 @@ def node_sums(plan, ranks):
     return sums
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(switch=switches())
 def test_matrices_add_up_to_the_plan(switch):
     (source, *_), target, cluster = switch
@@ -53,7 +53,7 @@ def test_matrices_add_up_to_the_plan(switch):
     assert (found["chosen"], found["from"], found["to"]) == (plan.chosen, "home", target.name)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(switch=switches())
 def test_a_rank_has_or_gets_each_slice_once(switch):
     (source, *_), target, cluster = switch

@@ -11,7 +11,7 @@ from fxpar.cli.options import Debug, Dtype, ModelOrGraph, NoCache, Override, Pre
 
 EXAMPLES = (
     "fxpar viz llama -s dp2.tp2+sp,pp2.tp2 -o llama.html",
-    "fxpar viz hf:llama@8b -s dp4.tp8+sp -o graph.json --format model-explorer",
+    "fxpar viz llama -s tp2 -o g.json --format model-explorer",
 )
 
 
@@ -39,7 +39,7 @@ def viz_command(
         typer.Option(metavar="FILE", help="What times are predicted for; by default usual GPUs, eight to a node."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a replica's micro-batch.", show_default=False)
+        int | None, typer.Option(min=1, help="Tokens of a row of a replica's micro-batch.", show_default=False)
     ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a mini-batch.", show_default=False)

@@ -43,9 +43,22 @@
     return step.groups[span[GROUP]].replicas[timeline.lanes[span[LANE]].replicas[span[GROUP]]][span[MICRO]] ?? null;
   }
 
-  function label(span) {
+  // `F3`; `F3@2` where ranks run several stages.
+  function label(span, chunked) {
     if (span[KIND] === "micro_batch") return String(span[MICRO]);
-    return span[KIND] in PART ? `${span[KIND]}${span[MICRO]}` : KINDS[span[KIND]][0];
+    if (!(span[KIND] in PART)) return KINDS[span[KIND]][0];
+    return `${span[KIND]}${span[MICRO]}${chunked.has(span[GROUP]) ? `@${span[STAGE]}` : ""}`;
+  }
+
+  // The groups in which a lane runs several stages.
+  function chunkedGroups(timeline) {
+    const first = new Map(), found = new Set();
+    for (const span of timeline.spans.filter((one) => one[KIND] in PART)) {
+      const key = `${span[LANE]} ${span[GROUP]}`;
+      if (!first.has(key)) first.set(key, span[STAGE]);
+      if (first.get(key) !== span[STAGE]) found.add(span[GROUP]);
+    }
+    return found;
   }
 
   const groupName = (group) => (group.label ? `${group.label}  ${group.strategy}` : group.strategy);
@@ -76,11 +89,12 @@
 
   function stepTraces(step, timeline) {
     const rows = timeline.lanes.map((_, i) => i + 1);
+    const chunked = chunkedGroups(timeline);
     const traces = Object.entries(KINDS).map(([kind, [title, fill, pattern]]) => {
       const mine = timeline.spans.filter((span) => span[KIND] === kind);
       return bars(title, {
         y: mine.map((span) => span[LANE] + 1), base: mine.map((span) => span[START]), x: mine.map((span) => span[LENGTH]),
-        text: mine.map(label), hovertext: mine.map((span) => hover(step, timeline, span)), customdata: mine,
+        text: mine.map((span) => label(span, chunked)), hovertext: mine.map((span) => hover(step, timeline, span)), customdata: mine,
       }, fill(), pattern, { textfont: { color: readable(fill()), size: 11 } });
     }).filter((trace) => trace.x.length);
     const windows = timeline.groups.map((group) => group.window);
@@ -219,7 +233,8 @@
       ...kinds.map((kind) => [`${code(kind)} ${words(kind)}`, colour[kind], ""])];
   }
 
-  const short = (module) => module.split(".").at(-1) ?? "";
+  // Nothing for what a layer does itself: its number would read as that of a micro-batch.
+  const short = (module) => module.split(".").at(-1).replace(/^\d+$/, "");
   // `layers.3` of `layers.3.attention`; outside of numbered layers the first name.
   const layerOf = (module) => module.match(/^(.*?\.)?\d+(?=\.|$)/)?.[0] ?? module.split(".")[0];
   const unnumbered = (module) => module.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
@@ -307,9 +322,16 @@
       el("span", { class: "soft" }, "drag to zoom, double-click to see all, shift and drag to move"));
   }
 
-  function render(root, section) {
-    if (state.strategy !== fxpar.strategy()) state.chosen = null;
+  // After another strategy was chosen: a step that runs it, where the shown one does not.
+  function follow(section) {
     state.strategy = fxpar.strategy();
+    state.chosen = null;
+    const runs = (step) => step.groups.some((group) => group.strategy === state.strategy);
+    if (!runs(section.steps[state.step])) state.step = Math.max(0, section.steps.findIndex(runs));
+  }
+
+  function render(root, section) {
+    if (state.strategy !== fxpar.strategy()) follow(section);
     const step = section.steps[state.step];
     const again = (change) => {
       Object.assign(state, change);
