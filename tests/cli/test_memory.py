@@ -110,3 +110,9 @@ def test_sixty_columns():
     assert "\n" + 26 * " " + "micro-batch and a switch" in narrow
     size = re.compile(r"\d[\d.]* [kMG]?B")
     assert sorted(size.findall(wide)) == sorted(size.findall(" ".join(narrow.split())))
+
+
+def test_tokens_are_one_number():
+    status, _, err = fxpar("memory", "llama", "-s", "tp2", "--tokens", "64,32")
+    assert status == 2
+    assert "it is one number" in err

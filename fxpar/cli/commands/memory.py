@@ -40,5 +40,7 @@ def memory_command(
     from fxpar.cli.memory import MemoryRequest, run_memory
     from fxpar.cli.source import Source
 
+    if tokens is not None and "," in tokens:
+        raise typer.BadParameter("it is one number: the tokens of a micro-batch", param_hint="--tokens")
     source = Source(model, dtype, tokens, tuple(set_), tuple(override), world, cache=not no_cache)
     run_memory(MemoryRequest(source, strategy, longest, micro_batches, json))
