@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from rich.table import Table
 
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import Source, from_cache, load_meta, note_files, read_logical
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import PlannerError
-from fxpar.models.load import parse_dtype
+from fxpar.errors import DtypeError, PlannerError
 from fxpar.strategy import Strategy
 from fxpar.switch.analytic import ModelShapes, ParamInfo, graph_shapes, model_shapes
 from fxpar.switch.api import plan_switch
@@ -20,7 +20,8 @@ from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan, node_links
 from fxpar.switch.planners import NAMES
 
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 MOST_LINKS = 8
 
 
@@ -65,10 +66,13 @@ def same_world(model: Source, texts: Sequence[str], cluster: ClusterSpec) -> lis
 def layouts_of(source: Source, strategies: Sequence[Strategy]) -> list[ParamLayout]:
     """The layout of a model under each strategy, in the dtype of the source. Weights are never allocated."""
     notes: list[str] = []
-    wire = parse_dtype(SHORT_DTYPES.get(source.dtype, source.dtype))
+    name = _SHORT.get(source.dtype, source.dtype)
+    if name not in _DTYPES:
+        raise DtypeError(name, _DTYPES)
+    wire: torch.dtype = getattr(torch, name)
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading the shapes of {source.model}")
-        shapes = shapes_of(replace(source, dtype=str(wire).removeprefix("torch.")))
+        shapes = shapes_of(replace(source, dtype=name))
         return [shapes.layout(strategy).with_dtype(wire) for strategy in strategies]
 
 

@@ -30,7 +30,6 @@ from fxpar.mesh import Mesh
 from fxpar.passes.zero_shard import shard_over
 from fxpar.strategy import Strategy
 from fxpar.switch.layout import Block, ParamLayout, PlacedParam
-from fxpar.tracer import capture
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _FIRST_NUMBER = re.compile(r"^(.*?)\.(\d+)\.")
@@ -136,6 +135,8 @@ def model_shapes(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
     """Read the shapes of `model` and capture it, its repeated layers cut to two meanwhile. Raises what capture
     raises.
     """
+    from fxpar.tracer import capture  # loads Dynamo: a second that layouts of known shapes do not wait for
+
     prefix, layers = _repeated_layers(model)
     params = _read_params(model, prefix, len(layers))
     kept = _kept_layers(layers)
