@@ -217,7 +217,7 @@ class Sizes:
     def __init__(self, program: Program, k: int) -> None:
         token = token_dim(program)
         self.tokens = 4096 * k * math.lcm(*program.divisors.values())
-        self._dims = {d.symbol: self.tokens if d is token else _rows(program, d) for d in program.dims}
+        self._dims = {d.symbol: self.tokens if d is token else base_rows(program, d) for d in program.dims}
         self._known: dict[Size, int] = {}
 
     def __call__(self, meta: TensorMeta) -> Shape:
@@ -242,6 +242,6 @@ def token_dim(program: Program) -> Dim | None:
     return next(iter(program.dims), None)
 
 
-def _rows(program: Program, dim: Dim) -> int:
+def base_rows(program: Program, dim: Dim) -> int:
     """Size of a further dynamic dim: one packed row, or as few as the strategy can divide."""
     return max(dim.minimum, program.divisors.get(dim.name, 1))

@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from fxpar.batching.cost import seconds_per_byte
-from fxpar.batching.work import TOKEN_KEYS, token_dim
+from fxpar.batching.work import TOKEN_KEYS, base_rows, token_dim
 from fxpar.cluster import ClusterSpec
 from fxpar.exec_graph import Communication, Program
 from fxpar.graph import LogicalGraph
@@ -60,20 +60,27 @@ class Viewed:
     @property
     def lengths(self) -> tuple[int, ...]:
         """The sequences of a replica's micro-batch, which times are predicted for: rows of equal length. Without token
-        ids one, as long as the first dynamic dim.
+        ids one, as long as the first dynamic dim. Rows whose number is fixed in the graph count as one: the costs of
+        the graph are those of all of them.
         """
         batch = {info.fqn: info.meta for info in self.graph.inputs if info.kind == "batch"}
         ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
         dim = token_dim(self.graph)
         if dim is None:
             return (next((meta.numel({}) for meta in [ids, *batch.values()] if meta is not None), 0),)
-        length = self.whole_sizes()[dim.name]
-        return (length,) * (max(1, ids.numel(self.dims()) // length) if ids is not None else 1)
+        sizes = self.whole_sizes()
+        rows = 1
+        for other in self.graph.dims:
+            if ids is not None and other is not dim and any(other.symbol == size for size in ids.shape):
+                rows *= max(1, sizes[other.name] // base_rows(self.graph, other))
+        return (sizes[dim.name],) * rows
 
     @property
     def tokens(self) -> int:
         """Of a replica's micro-batch."""
-        return sum(self.lengths)
+        batch = {info.fqn: info.meta for info in self.graph.inputs if info.kind == "batch"}
+        ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
+        return sum(self.lengths) if ids is None else ids.numel(self.dims())
 
     @property
     def runs(self) -> int:
