@@ -91,11 +91,11 @@ def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None
     report = []
     for step in ladder:
         begun = time.process_time()
-        known = set(graph.graph.nodes)
+        known = {node.name for node in graph.graph.nodes}  # a foreign pass may build all nodes anew
         step(graph)
         graph.passes.append(step.name)
         for node in graph.graph.nodes:
-            if node not in known:
+            if node.name not in known:
                 node.meta.setdefault("pass", step.name)
         verify(graph, step.name)
         if isinstance(step, InsertReshards):
