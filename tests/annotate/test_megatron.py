@@ -48,7 +48,7 @@ def sizes_of_others(graph: LogicalGraph, strategy: str) -> list[int]:
     return sorted(n for c in program.communications() if c.part == "body" and (n := elements(c)) * 4 < whole)
 
 
-@pytest.mark.parametrize(("layers", "degree"), [(1, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize(("layers", "degree"), [(1, 2), (2, 4)])
 def test_tensor_parallel(layers, degree):
     """Two all-reduces per layer and direction, one behind the embedding, one in front of the head's input."""
     heads = 4
@@ -56,7 +56,7 @@ def test_tensor_parallel(layers, degree):
     assert found == {("all_reduce", "forward"): 2 * layers + 1, ("all_reduce", "backward"): 2 * layers + 1}
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [1, 2])
 def test_sequence_parallel(layers):
     """An all-gather and a reduce-scatter where an all-reduce was, and one more gather in the backward for each."""
     found = activations(llama(layers=layers).graph, "tp2+sp")
