@@ -16,14 +16,14 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fxpar-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-# Captures and lowerings make millions of objects that stay: looking through them again and again takes time.
-gc.set_threshold(100_000, 50, 50)
-
 import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# Captures and lowerings make millions of objects that stay: looking through them again and again takes time.
+gc.set_threshold(100_000, 50, 50)
 
 # Compiling and tracing make single examples slow, so a deadline would only measure the machine.
 settings.register_profile("fxpar", deadline=None, print_blob=True)
