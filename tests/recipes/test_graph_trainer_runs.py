@@ -19,7 +19,6 @@ OURS = ("bucket_collectives", "reuse_buffers", "sink_waits", "write_in_place")
 
 LAYOUTS = {
     "fsdp2": (),
-    "ddp2": ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"),
     "tp2": ("--parallelism.tensor_parallel_degree", "2"),
 }
 
