@@ -18,10 +18,11 @@ from fxpar.graph import Output
 from fxpar.ops import layout
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import PrintedPart, op_name, parts
+from fxpar.torch_api import kernels
 
 What = Literal["parameters", "gradients", "loss", "buffers", "activations"]
 _ENDS: dict[str, What] = {"grad": "gradients", "loss": "loss", "buffer": "buffers"}
-_VIEWS = {*VIEWS, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default}
+_VIEWS = {*VIEWS, torch.ops.aten.reshape.default, kernels.unsafe_view}
 _REDUCES = ("all_reduce", "reduce_scatter")
 _WAIT = "_c10d_functional.wait_tensor"
 
