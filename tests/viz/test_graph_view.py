@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.graph import Dim, dim_symbol
 from fxpar.printer import parts
 from fxpar.viz.facts import program_facts
 from fxpar.viz.graph_view import graph_section
@@ -113,3 +114,16 @@ def test_times_of_the_body_are_those_of_a_micro_batch():
     largest = max(body.nodes, key=lambda node: node.flops)
     computing_ms = largest.flops / (rates.device_tflops * 1e9)
     assert computing_ms < largest.ms < 1.01 * computing_ms
+
+
+def test_rows_that_the_costs_count_already():
+    """Costs are those of the fewest rows that the graph takes: of four rows, two at least, there are two such packs."""
+    view = viewed("dp2.tp2+sp")
+    shape = (dim_symbol("B"), dim_symbol("T"))
+    inputs = tuple(
+        replace(info, meta=replace(info.meta, shape=shape)) if info.kind == "batch" else info
+        for info in view.graph.inputs
+    )
+    graph = replace(view.graph, inputs=inputs, dims=(*view.graph.dims, Dim("B", 4, minimum=2)))
+    view = replace(view, graph=graph, sizes={"T": 4096, "B": 4})
+    assert (view.lengths, view.tokens) == ((4096, 4096), 4 * 4096)
