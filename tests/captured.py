@@ -22,7 +22,7 @@ from fxpar.tracer import capture
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
     graph: LogicalGraph
     params: dict[str, Tensor]
