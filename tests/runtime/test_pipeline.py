@@ -30,6 +30,7 @@ from fxpar.strategy import SCHEDULES, Strategy
 from fxpar.torch_api.threaded import run_threads
 from tests.captured import Captured, gpt, llama, squared, take, vectors
 from tests.captured import odd as small
+from tests.repeat import examples
 from tests.stages.models import Model, loaded, odd, random_model
 from tests.stages.running import whole
 
@@ -366,7 +367,7 @@ def test_schedules_of_programs(flags):
 
 
 # ------------------------------------------------------------------------------------------------------ random models
-@settings(max_examples=6)
+@settings(max_examples=examples(3))
 @given(st.integers(0, 10_000))
 @pytest.mark.filterwarnings("ignore::fxpar.errors.FxparWarning")  # some weights of random models do nothing
 def test_random_models_with_random_cuts(seed):
