@@ -42,9 +42,9 @@ def assert_equal(found: dict, expected: dict, note: object = "") -> None:
 
 
 def test_random_switches_move_bit_exactly():
-    examples = drawn(cases(), examples(40))
+    chosen = drawn(cases(), examples(40))
     planned = []
-    for number, case in enumerate(examples):
+    for number, case in enumerate(chosen):
         planner = ("auto", *PLANNERS)[number % 5]
         plan = plan_switch(case.sources[0], case.target, case.cluster, planner, case.sources[1:])
         plan.verify()
@@ -85,11 +85,11 @@ def test_random_switches_move_bit_exactly():
 
 
 def test_there_and_back():
-    examples = drawn(cases(holders=False, dtypes=(torch.float32,)), examples(12))
+    chosen = drawn(cases(holders=False, dtypes=(torch.float32,)), examples(12))
 
     def work(rank: int) -> None:
         dist.barrier()
-        for case in examples:
+        for case in chosen:
             there = plan_switch(case.sources[0], case.target, case.cluster)
             back = plan_switch(case.target, case.sources[0], case.cluster)
             source, target, _ = holdings(case, rank)
