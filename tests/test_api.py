@@ -24,11 +24,11 @@ from tests.runtime.hot import (
     World,
     adamw,
     largest_error,
-    make_llama,
     one_device,
     parallel,
     precompile,
     sequences,
+    shallow,
 )
 
 POSITIONS = torch.arange(40)[None]
@@ -48,9 +48,8 @@ PACKING = {512: "dp2.tp2"}
 
 
 def prepare():
-    precompile()
     precompile(shallow)
-    precompile(strategies=PACKING)
+    precompile(shallow, PACKING)
 
 
 WORLD = World(4, prepare)
@@ -58,9 +57,9 @@ WORLD = World(4, prepare)
 
 @WORLD.case
 def outside(rank):
-    shapes = {name: tuple(p.shape) for name, p in make_llama().named_parameters()}
-    model = parallel(make_llama)
-    plain = type(make_llama())
+    shapes = {name: tuple(p.shape) for name, p in shallow().named_parameters()}
+    model = parallel(shallow)
+    plain = type(shallow())
     assert isinstance(model, plain)
     assert isinstance(model, fxpar.ParallelModule)
     for name, param in model.named_parameters():
@@ -72,7 +71,7 @@ def outside(rank):
     model.train_step(sequences(1))
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
     state = model.state_dict()
-    assert list(state) == list(make_llama().state_dict())
+    assert list(state) == list(shallow().state_dict())
     for kind in ("fused", "foreach"):
         optimizer = adamw(model, **{kind: True})
         optimizer.step()
@@ -81,14 +80,14 @@ def outside(rank):
 
 
 def test_the_model_looks_like_a_sharded_one_from_outside():
-    want = one_device(make_llama(), [sequences(1)], clip=None)["grads"]
+    want = one_device(shallow(), [sequences(1)], clip=None)["grads"]
     norm = float(torch.stack([g.norm() for g in want.values()]).norm())
     assert all(abs(found - norm) < 1e-12 * norm for found in outside())
 
 
 @WORLD.case
 def averaged(rank):
-    model = parallel(make_llama)
+    model = parallel(shallow)
     optimizer = adamw(model)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     kept = copy.deepcopy(model)
@@ -106,7 +105,7 @@ def averaged(rank):
 
 def test_an_average_of_the_weights_can_be_kept():
     average, first, last = averaged()[0]
-    assert largest_error(first, dict(make_llama().named_parameters())) == 0
+    assert largest_error(first, dict(shallow().named_parameters())) == 0
     name = "layers.0.ffn.up_proj.weight"
     assert not torch.equal(average[name], last[name])
     low, high = torch.minimum(first[name], last[name]), torch.maximum(first[name], last[name])
@@ -158,37 +157,34 @@ def test_the_decorator_makes_a_class_whose_instances_train():
     assert torch.allclose(found[1][1]["embed.weight"], embed.weight.grad, rtol=1e-5, atol=1e-7)
 
 
-def shallow():
-    """For plain calls: each rank captures them itself, as their arguments are known to it alone."""
-    return make_llama(layers="1")
-
-
-@WORLD.case
-def called(rank):
-    model = parallel(shallow)
-    with model.using("dp2.tp2+sp"):
-        loss = plain_loss(model, rank // 2)
-        loss.backward()
-    grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
-    adamw(model).step()
-    model.zero_grad()
-    stepped = plain_loss(model, 0)  # under the strategy of the longest sequences, with the new weights
-    model.train_step(sequences(1))  # leaves other weights in the arena; the calls after it must not mind
-    model.eval()
-    with torch.no_grad():
-        again = plain_loss(model, 0)
-    return loss.item(), grads, stepped.item(), again.item()
-
-
 def test_plain_calls_train_under_a_chosen_strategy():
+    """Each rank captures the calls itself, as their arguments are known to it alone."""
+    strategies = {64: "dp2", 512: "tp2+sp"}
+    precompile(shallow, strategies)
     model, want_losses = shallow(), []
     for replica in range(2):
         loss = plain_loss(model, replica)
         (loss / 2).backward()
         want_losses.append(loss.item())
     want = {name: p.grad for name, p in model.named_parameters()}
-    results = called()
-    assert [abs(r[0] - want_losses[i // 2]) < 1e-12 for i, r in enumerate(results)] == [True] * 4
+
+    def work(rank):
+        model = parallel(shallow, strategies=strategies)
+        with model.using("dp2"):
+            loss = plain_loss(model, rank)
+            loss.backward()
+        grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        adamw(model).step()
+        model.zero_grad()
+        stepped = plain_loss(model, 0)  # under the strategy of the longest sequences, with the new weights
+        model.train_step(sequences(1))  # leaves other weights in the arena; the calls after it must not mind
+        model.eval()
+        with torch.no_grad():
+            again = plain_loss(model, 0)
+        return loss.item(), grads, stepped.item(), again.item()
+
+    results = run_forked(2, work)
+    assert [abs(r[0] - want_losses[i]) < 1e-12 for i, r in enumerate(results)] == [True] * 2
     assert largest_error(results[0][1], want) <= 1e-12
     for param, grad in zip(model.parameters(), want.values(), strict=True):
         param.grad = grad
@@ -204,20 +200,20 @@ def one_row():
 
 @WORLD.case
 def seen_by_a_loss(rank):
-    return losses.causal_lm(parallel(make_llama), one_row()).item()
+    return losses.causal_lm(parallel(shallow), one_row()).item()
 
 
 def test_the_loss_functions_see_the_arguments_of_the_model():
     """`losses.causal_lm` reads the signature of the forward; a parallel model must show the one of its class."""
-    want = losses.causal_lm(make_llama(), one_row()).item()
+    want = losses.causal_lm(shallow(), one_row()).item()
     assert all(abs(found - want) < 1e-9 for found in seen_by_a_loss())
 
 
 @WORLD.case
 def held_out_losses(rank):
     held_out = sequences(5)
-    model = parallel(make_llama)
-    packing = parallel(make_llama, strategies=PACKING, merge=True)
+    model = parallel(shallow)
+    packing = parallel(shallow, strategies=PACKING, merge=True)
     assert packing._session().engine.options.packed
     found = [model.evaluate(held_out), packing.evaluate(held_out)]
     assert model.training
@@ -230,7 +226,7 @@ def held_out_losses(rank):
 def test_held_out_loss_is_that_of_one_device_under_any_strategies():
     held_out = sequences(5)
     count, total = sum(len(ids) - 1 for ids in held_out), 0.0
-    model = make_llama()
+    model = shallow()
     for ids in held_out:
         positions = torch.arange(len(ids))[None]
         row = {"input_ids": ids[None], "labels": next_token_labels(ids[None]), "position_ids": positions}
@@ -308,10 +304,10 @@ def test_an_initializer_fills_a_tied_model_on_the_meta_device():
 
 def test_weights_are_staged_for_an_asynchronous_checkpoint():
     """DCP's stager copies storages; it must meet each piece as one of its own."""
-    precompile(strategies={64: "dp2"})
+    precompile(shallow, {64: "dp2"})
 
     def work(rank):
-        model = parallel(make_llama, strategies={64: "dp2"})
+        model = parallel(shallow, strategies={64: "dp2"})
         stager = DefaultStager(StagingOptions(False, False, False, False))
         staged = stager.stage({name: p.detach() for name, p in model.named_parameters()})
         pairs = [(staged[name].to_local(), p.to_local()) for name, p in model.named_parameters()]
@@ -354,9 +350,9 @@ def one_device_gpt(model):
 
 MISUSE = [
     (lambda: fxpar.parallelize(3, strategies={8: "dp2"}), "neither an nn.Module"),
-    (lambda: fxpar.parallelize(parallel(make_llama), strategies={8: "dp4"}), "parallel already"),
-    (lambda: parallel(make_llama, plain="tp2"), "plain='tp2' is none"),
-    (lambda: parallel(make_llama).using("dp2.tp2").__enter__(), "did you mean"),
+    (lambda: fxpar.parallelize(parallel(shallow), strategies={8: "dp4"}), "parallel already"),
+    (lambda: parallel(shallow, plain="tp2"), "plain='tp2' is none"),
+    (lambda: parallel(shallow).using("dp2.tp2").__enter__(), "did you mean"),
 ]
 
 

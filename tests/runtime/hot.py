@@ -67,6 +67,11 @@ def make_llama(dtype: torch.dtype = torch.float64, **options: str) -> nn.Module:
     return load("llama", dtype=dtype, seed=1, options=options).model
 
 
+def shallow() -> nn.Module:
+    """One layer, where another one would show nothing more."""
+    return make_llama(layers="1")
+
+
 def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **kwargs})
 
@@ -143,7 +148,7 @@ class World:
     def results(self) -> list[dict[str, Any]]:
         """By rank and name."""
         self.prepare()
-        return run_forked(self.ranks, self._run_all)
+        return run_forked(self.ranks, self._run_all, timeout_s=900)
 
     def _run_all(self, rank: int) -> dict[str, Any]:
         return {name: named(name, functools.partial(work, rank)) for name, work in self.cases.items()}
@@ -155,7 +160,9 @@ def hot(cases: Mapping[str, Case], world: int = 4) -> dict[str, dict[str, Any]]:
     """
     for case in cases.values():
         precompile(case.make, case.options.get("strategies"))
-    results = run_forked(world, lambda rank: {name: named(name, case.run) for name, case in cases.items()})
+    results = run_forked(
+        world, lambda rank: {name: named(name, case.run) for name, case in cases.items()}, timeout_s=900
+    )
     for other in results[1:]:
         for name, first in results[0].items():
             assert other[name]["losses"] == first["losses"], name

@@ -35,6 +35,7 @@ from tests.runtime.hot import (
     parallel,
     precompile,
     sequences,
+    shallow,
 )
 
 
@@ -52,7 +53,7 @@ def make_narrow():
 def test_twenty_steps_of_three_strategies_equal_one_device(make, limit):
     # With fp32 the learning rate matters: Adam turns the rounding of a gradient near zero into a step of this size.
     optimizer = {"fused": True, "lr": 3e-4}
-    case = Case([sequences(seed) for seed in range(20)], make=make, optimizer=optimizer)
+    case = Case([sequences(seed, (5, 60, 33, 17, 130, 8)) for seed in range(20)], make=make, optimizer=optimizer)
     have, want = hot({"": case})[""], case.one_device()
     assert [group.strategy for group in have["reports"][0].groups] == ["dp4", "dp2.tp2+sp", "cp2.tp2"]
     assert loss_error(have["losses"], want["losses"]) <= limit
@@ -64,10 +65,10 @@ TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
 
 
 def prepare():
-    precompile()
+    precompile(shallow)
     precompile(make_narrow)
-    precompile(strategies=TAKING_TURNS)
-    precompile(strategies={64: "dp2"})
+    precompile(shallow, TAKING_TURNS)
+    precompile(shallow, {64: "dp2"})
 
 
 WORLD = World(4, prepare)
@@ -77,7 +78,7 @@ WORLD = World(4, prepare)
 def orders(rank):
     batch, found = sequences(7), {}
     for order in list(itertools.permutations(STRATEGIES.values()))[::2]:  # each one first
-        model = parallel(make_llama, order=order)
+        model = parallel(shallow, order=order)
         report = model.train_step(batch)
         assert tuple(group.strategy for group in report.groups) == order
         found[order] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -85,7 +86,7 @@ def orders(rank):
 
 
 def test_every_order_gives_the_same_gradients():
-    want = one_device(make_llama(), [sequences(7)], clip=None)
+    want = one_device(shallow(), [sequences(7)], clip=None)
     for grads in orders()[0].values():
         assert largest_error(grads, want["grads"]) <= 1e-12
 
@@ -95,16 +96,16 @@ OPTIONS = {
     "chain, home rules": {"gradients": "chain", "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"}},
     "arena only, hotspa planner": {"resident": [], "planner": "hotspa"},
     "one resident": {"resident": ["dp2.tp2+sp"], "order": ["cp2.tp2", "dp2.tp2+sp", "dp4"]},
-    "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 14, "resident": []},
+    "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 16, "resident": []},
     "zero3 and zero2": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"}},
     "chain with zero": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"}, "gradients": "chain"},
     "one strategy twice": {"strategies": {16: "dp4", 64: "dp4", 512: "tp4"}, "gradients": "chain"},
     "static": {"strategies": {512: "dp2.cp2"}},
 }
-FEW = [(40,), (2,), (9, 300), (100, 120, 130), (16, 17, 64, 65, 512)]
+FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
-    **{name: Case(BATCHES, options) for name, options in OPTIONS.items()},
-    **{str(lengths): Case([sequences(11, lengths), sequences(12)]) for lengths in FEW},
+    **{name: Case(BATCHES, options, shallow) for name, options in OPTIONS.items()},
+    **{str(lengths): Case([sequences(11, lengths), sequences(12)], make=shallow) for lengths in FEW},
 }
 
 
@@ -124,16 +125,16 @@ def test_neither_options_nor_few_sequences_change_a_result(trained, name):
 
 @WORLD.case
 def budgets(rank):
-    free = parallel(make_llama, strategies=TAKING_TURNS).memory
-    model = parallel(make_llama, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes - 1)
+    free = parallel(shallow, strategies=TAKING_TURNS).memory
+    model = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes - 1)
     report = model.train_step(sequences(5))
     with pytest.raises(MemoryBudgetError, match="home weights") as caught:
-        parallel(make_llama, strategies=TAKING_TURNS, memory_budget_bytes=100_000)
+        parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=100_000)
     return free, model.memory, report.loss, str(caught.value)
 
 
 def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
-    want = one_device(make_llama(), [sequences(5)])["losses"]
+    want = one_device(shallow(), [sequences(5)])["losses"]
     for free, tight, loss, message in budgets():
         assert tight.total_bytes < free.total_bytes
         assert tight.arena_bytes > 0 == free.arena_bytes
@@ -144,7 +145,7 @@ def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
 @WORLD.case
 def added_up(rank):
     one, two = sequences(1), sequences(2)
-    model = parallel(make_llama)
+    model = parallel(shallow)
     model.train_step(one)
     model.train_step(two)
     both = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
@@ -158,7 +159,7 @@ def added_up(rank):
 
 
 def test_gradients_add_up_until_they_are_dropped():
-    first, second = (one_device(make_llama(), [sequences(seed)], clip=None)["grads"] for seed in (1, 2))
+    first, second = (one_device(shallow(), [sequences(seed)], clip=None)["grads"] for seed in (1, 2))
     both, again, mixed = added_up()[0]
     total = {name: first[name] + second[name] for name in first}
     assert largest_error(both, total) <= 1e-12
@@ -193,7 +194,7 @@ def test_weights_are_the_same_before_and_after_any_switches():
 
 
 def broken():
-    model = make_llama()
+    model = shallow()
     with torch.no_grad():
         model.embedding.weight[7] = float("nan")
     return model
@@ -202,7 +203,7 @@ def broken():
 @WORLD.case
 def not_a_number(rank):
     good, bad = [torch.arange(20, 40)], [torch.arange(3, 60), torch.arange(5)]
-    programs = compiled(make_llama)
+    programs = compiled(shallow)
     model = parallel(broken, compiled=programs)
     model.train_step(good)
     with pytest.raises(NanLossError, match="step 2"):
@@ -231,7 +232,7 @@ def test_loss_that_is_no_number():
 
 @WORLD.case
 def different_batches(rank):
-    model = parallel(make_llama)
+    model = parallel(shallow)
     batch = sequences(1)
     if rank == 2:
         batch[3] = batch[3] + 1
@@ -255,8 +256,8 @@ def bad_options(rank):
     ]
     for options, error, text in cases:
         with pytest.raises(error, match=text):
-            parallel(make_llama, **options)
-    model = parallel(make_llama)
+            parallel(shallow, **options)
+    model = parallel(shallow)
     with pytest.raises(SequenceTooLongError, match="600"):
         model.train_step([torch.arange(10), torch.arange(600) % 131])
     return True
@@ -268,7 +269,7 @@ def test_bad_options():
 
 def test_without_a_process_group_the_error_says_how_to_start():
     with pytest.raises(ParallelizeError, match="torchrun"):
-        fxpar.parallelize(make_llama(), strategies={16: "dp4"})
+        fxpar.parallelize(shallow(), strategies={16: "dp4"})
 
 
 def test_a_failing_rank_is_reported():
