@@ -290,7 +290,8 @@ def test_a_loss_that_is_no_number(prepared, one_rank, monkeypatch):
 
 @pytest.mark.slow
 def test_the_first_error_of_a_rank_is_shown(prepared):
-    status, _, err = run(prepared, "tiny.toml", "--set", "model.options.vocab=100")
+    one = ("--set", "strategies.static=dp1", "--set", "data.max_length=64")
+    status, _, err = run(prepared, "tiny.toml", *one, "--set", "model.options.vocab=100")
     assert status == 1
     assert re.fullmatch(r"error: VocabularyError on rank \d: tokenizer .* has 300 ids.*\n", err), err
 
