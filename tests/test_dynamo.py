@@ -22,6 +22,10 @@ from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.runtime.forked import run_forked
 from fxpar.strategy import Strategy
 from tests.captured import Norms
+from tests.repeat import thinned
+
+# Imports what compiling needs: here once, and not in every forked rank (seconds each).
+torch.compiler.list_backends()
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +99,11 @@ def reference(replicas: int, steps: int) -> tuple[list[list[float]], dict[str, T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["tp2+sp", "cp2", "dp2.tp2"])
+@pytest.mark.parametrize("strategy", thinned(["tp2+sp", "cp2", "dp2.tp2"], ["cp2", "dp2.tp2"]))
 def test_training_loop(strategy):
     parsed = Strategy.parse(strategy)
-    losses, weights = reference(parsed.degree("dp"), 4)
-    for rank, (found, ends) in enumerate(run_forked(parsed.world, lambda rank: train(strategy, rank, 4))):
+    losses, weights = reference(parsed.degree("dp"), 3)
+    for rank, (found, ends) in enumerate(run_forked(parsed.world, lambda rank: train(strategy, rank, 3))):
         replica = parsed.mesh.coordinate(rank).get("dp", 0)
         for have, want in zip(found, losses, strict=True):
             assert abs(have - want[replica]) <= 1e-10 * want[replica]

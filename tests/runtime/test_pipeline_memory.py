@@ -24,6 +24,15 @@ from fxpar.torch_api.threaded import run_threads
 from tests.captured import llama
 
 
+@pytest.fixture(autouse=True)
+def young_objects():
+    """Collections look at what a test makes, and not at all that was there before, which takes a second each time."""
+    llama(layers=4)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Tracked(TorchDispatchMode):
     """Bytes of the tensors that were made under it and are alive, by storage, and the most there have been."""
 

@@ -13,17 +13,19 @@ import fxpar
 from fxpar.errors import ParallelizeError
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.precision import Precision
-from fxpar.runtime.forked import run_forked
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.options import Compiled, compile_strategies
-from tests.runtime.hot import adamw, make_llama, one_device, sequences
+from tests.runtime.hot import World, adamw, make_llama, one_device, sequences
 
 STRATEGIES = {16: "dp2.pp2", 64: "tp2.cp2", 512: "cp4"}
 BATCHES = [sequences(seed) for seed in (5, 6, 7)]
 
 
+SMALL = {"dim": "32", "heads": "4", "kv_heads": "2", "ffn": "48"}
+
+
 def make_single() -> nn.Module:
-    return make_llama(torch.float32)
+    return make_llama(torch.float32, **SMALL)
 
 
 @functools.cache
@@ -54,34 +56,43 @@ def train(model: Any, batches: list[list[Tensor]] = BATCHES) -> list[Any]:
 
 @functools.cache
 def truth() -> list[float]:
-    return one_device(make_llama(torch.float64), BATCHES, clip=None, lr=1e-3)["losses"]
+    return one_device(make_llama(torch.float64, **SMALL), BATCHES, clip=None, lr=1e-3)["losses"]
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
 
+def prepare() -> None:
+    for text in ("bf16", "bf16+reduce=bf16", "captured", "fp16"):
+        compiled(text)
+
+
+WORLD = World(4, prepare)
+
+
+@WORLD.case
+def followed(rank: int) -> dict[str, Any]:
+    found = {}
+    for text in ("bf16", "bf16+reduce=bf16", "captured"):
+        model = parallel(text)
+        before = model.evaluate(BATCHES[0])
+        reports = train(model)
+        found[text] = {
+            "losses": [r.loss for r in reports],
+            "evaluated": before,
+            "switched": sum(g.switch_bytes for g in reports[0].groups),
+            "reduced": sum(g.reduce_bytes for g in reports[0].groups),
+            "dtypes": {p.dtype for p in model.parameters()},
+        }
+    return found
+
+
 def test_bf16_travels_and_masters_stay_single():
     """Half the bytes of a switch and, if asked for, of the reductions; the loss follows that of float64."""
     texts = ("bf16", "bf16+reduce=bf16")
     programs = {text: compiled(text).programs for text in (*texts, "captured")}
-
-    def work(rank: int) -> dict[str, Any]:
-        found = {}
-        for text in (*texts, "captured"):
-            model = parallel(text)
-            before = model.evaluate(BATCHES[0])
-            reports = train(model)
-            found[text] = {
-                "losses": [r.loss for r in reports],
-                "evaluated": before,
-                "switched": sum(g.switch_bytes for g in reports[0].groups),
-                "reduced": sum(g.reduce_bytes for g in reports[0].groups),
-                "dtypes": {p.dtype for p in model.parameters()},
-            }
-        return found
-
-    (found, *others) = run_forked(4, work)
+    (found, *others) = followed()
     assert all(other == found for other in others)
     assert found["captured"]["losses"] == pytest.approx(truth(), rel=1e-5)
     for text in texts:
@@ -94,36 +105,36 @@ def test_bf16_travels_and_masters_stay_single():
     assert {name for name in programs["bf16"]} == set(STRATEGIES.values())
 
 
+@WORLD.case
+def overflowed(rank: int) -> dict[str, Any]:
+    model = parallel("fp16")
+    calm = [(r.loss, r.skipped) for r in train(model)]
+    wild = parallel("fp16", loss_scale=2.0**27)
+    start, seen = whole(wild), []
+    optimizer = adamw(wild, lr=1e-3)
+    for _ in range(12):
+        report = wild.train_step(BATCHES[0])
+        same = all(p.grad is None for p in wild.parameters())
+        seen.append((report.loss, report.skipped, same, wild.engine_state()["loss_scaler"]["scale"]))
+        if not report.skipped:
+            break
+        optimizer.step()
+    unchanged = all(torch.equal(start[name], value) for name, value in whole(wild).items())
+    grads = {name: p.grad.full_tensor() for name, p in wild.named_parameters()}
+    fresh = parallel("fp16")
+    fresh.load_engine_state(wild.engine_state())
+    return {
+        "calm": calm,
+        "seen": seen,
+        "unchanged": unchanged,
+        "grads": grads,
+        "loaded": fresh.engine_state()["loss_scaler"],
+    }
+
+
 def test_an_overflow_anywhere_leaves_the_mini_batch_out_everywhere():
     """The factor falls until nothing overflows; skipped mini-batches change no weight."""
-    compiled("fp16")
-
-    def work(rank: int) -> dict[str, Any]:
-        model = parallel("fp16")
-        calm = [(r.loss, r.skipped) for r in train(model)]
-        wild = parallel("fp16", loss_scale=2.0**27)
-        start, seen = whole(wild), []
-        optimizer = adamw(wild, lr=1e-3)
-        for _ in range(12):
-            report = wild.train_step(BATCHES[0])
-            same = all(p.grad is None for p in wild.parameters())
-            seen.append((report.loss, report.skipped, same, wild.engine_state()["loss_scaler"]["scale"]))
-            if not report.skipped:
-                break
-            optimizer.step()
-        unchanged = all(torch.equal(start[name], value) for name, value in whole(wild).items())
-        grads = {name: p.grad.full_tensor() for name, p in wild.named_parameters()}
-        fresh = parallel("fp16")
-        fresh.load_engine_state(wild.engine_state())
-        return {
-            "calm": calm,
-            "seen": seen,
-            "unchanged": unchanged,
-            "grads": grads,
-            "loaded": fresh.engine_state()["loss_scaler"],
-        }
-
-    found = run_forked(4, work)
+    found = overflowed()
     first = found[0]
     assert [loss for loss, _ in first["calm"]] == pytest.approx(truth(), rel=2e-3)
     assert not any(skipped for _, skipped in first["calm"])
@@ -136,52 +147,53 @@ def test_an_overflow_anywhere_leaves_the_mini_batch_out_everywhere():
     assert scales[:-1] == tuple(2.0 ** (26 - i) for i in range(len(scales) - 1))
     assert first["unchanged"]
     assert first["loaded"]["scale"] == scales[-1]
-    expected = one_device(make_llama(torch.float64), BATCHES[:1], clip=None)["grads"]
+    expected = one_device(make_llama(torch.float64, **SMALL), BATCHES[:1], clip=None)["grads"]
     for name, grad in first["grads"].items():
         assert (grad - expected[name]).norm() <= 0.05 * expected[name].norm(), name
 
 
+@WORLD.case
+def scaled_once(rank: int) -> float:
+    model = parallel("fp16")
+    model.train_step(BATCHES[0])
+    once = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    model.train_step(BATCHES[0])
+    return max(
+        float((p.grad.full_tensor() - 2 * once[name]).abs().max() / once[name].abs().max())
+        for name, p in model.named_parameters()
+    )
+
+
 def test_gradients_of_earlier_mini_batches_are_not_scaled_twice():
-    compiled("fp16")
+    assert max(scaled_once()) <= 1e-6
 
-    def work(rank: int) -> float:
-        model = parallel("fp16")
-        model.train_step(BATCHES[0])
-        once = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
-        model.train_step(BATCHES[0])
-        return max(
-            float((p.grad.full_tensor() - 2 * once[name]).abs().max() / once[name].abs().max())
-            for name, p in model.named_parameters()
-        )
 
-    assert max(run_forked(4, work)) <= 1e-6
+@WORLD.case
+def same_bits(rank: int) -> bool:
+    runs = []
+    for _ in range(2):
+        model = parallel("bf16", deterministic=True)
+        losses = [r.loss for r in train(model, BATCHES[:2])]
+        runs.append((losses, whole(model)))
+    (a, first), (b, second) = runs
+    assert not torch.are_deterministic_algorithms_enabled()
+    return a == b and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_the_same_bits_every_time():
-    compiled("bf16")
+    assert all(same_bits())
 
-    def work(rank: int) -> bool:
-        runs = []
-        for _ in range(2):
-            model = parallel("bf16", deterministic=True)
-            losses = [r.loss for r in train(model, BATCHES[:2])]
-            runs.append((losses, whole(model)))
-        (a, first), (b, second) = runs
-        assert not torch.are_deterministic_algorithms_enabled()
-        return a == b and all(torch.equal(first[name], second[name]) for name in first)
 
-    assert all(run_forked(4, work))
+@WORLD.case
+def other_precision(rank: int) -> str:
+    with pytest.raises(ParallelizeError) as caught:
+        parallel("bf16", precision="bf16+reduce=bf16")
+    parallel("bf16", precision=Precision(torch.bfloat16))
+    return str(caught.value)
 
 
 def test_another_precision_than_was_compiled():
-    def work(rank: int) -> str:
-        with pytest.raises(ParallelizeError) as caught:
-            parallel("bf16", precision="bf16+reduce=bf16")
-        parallel("bf16", precision=Precision(torch.bfloat16))
-        return str(caught.value)
-
-    compiled("bf16")
-    (message, *_) = run_forked(4, work)
+    (message, *_) = other_precision()
     assert "compiled is for precision bf16, not bf16+reduce=bf16" in message
 
 
