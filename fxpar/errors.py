@@ -636,6 +636,17 @@ class BatchKeyError(FxparError):
         )
 
 
+class PackingError(FxparError):
+    """Sequences that cannot share a row: something in the model mixes the tokens of a row."""
+
+    def __init__(self, model: str, why: str) -> None:
+        self.why = why
+        super().__init__(
+            f"{model}: sequences cannot share a row, since {why}. Each sequence runs alone; if you know that it keeps "
+            "documents apart, say packed=True"
+        )
+
+
 class UnmarkedDocumentsError(FxparError):
     """Several sequences in a row for a graph that could not tell them apart."""
 

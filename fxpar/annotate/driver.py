@@ -16,7 +16,7 @@ from fxpar.annotate.policy import (
     grad_cost,
     resolve_overrides,
 )
-from fxpar.annotate.problem import AxisProblem, Sizes, build, is_op, normalize_fqn, resolve, tensor_metas
+from fxpar.annotate.problem import AxisProblem, build, normalize_fqn
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
 from fxpar.errors import NotYetError, warn
@@ -25,6 +25,7 @@ from fxpar.padding_hazard import padding_hazard
 from fxpar.pass_base import block_of, tensor_operands
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
+from fxpar.rules.view import Sizes, is_op, resolve, tensor_metas
 from fxpar.strategy import Strategy
 
 Choice = dict[fx.Node, Option]

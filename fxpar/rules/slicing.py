@@ -166,10 +166,11 @@ def index_factors(op: OpView) -> list[Factor]:
 
 
 def gather_factors(op: OpView) -> list[Factor]:
-    """aten.gather(x, dim, index): dims other than `dim` that agree."""
+    """aten.gather(x, dim, index): dims other than `dim` that agree; along `dim` each index looks up the whole x."""
     dim = op.dim(op.arg(1, "dim"))
     x, index = op.inputs[0], op.inputs[1]
-    return [Factor((d, d), (d,)) for d in range(len(x)) if d != dim and x[d] == index[d]]
+    agree = [Factor((d, d), (d,)) for d in range(len(x)) if d != dim and x[d] == index[d]]
+    return [*agree, Factor((None, dim), (dim,), pad=False)]
 
 
 def index_select_factors(op: OpView) -> list[Factor]:

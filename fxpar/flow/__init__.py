@@ -1,0 +1,6 @@
+"""How tokens flow through a captured graph: which values keep the documents of a row apart, and which see padding."""
+
+from fxpar.flow.analysis import PADDED_KEYS, PADDING, TokenFlow, in_words, token_flow
+from fxpar.flow.value import Flow
+
+__all__ = ["PADDED_KEYS", "PADDING", "Flow", "TokenFlow", "in_words", "token_flow"]
