@@ -1,6 +1,7 @@
 """Check strategies: run every rank in this process and compare loss and every gradient with a single device.
 
-The single device is the captured graph itself, run on each replica's micro-batch in turn; the sum is the truth. Each
+The single device runs the captured graph, which is what the model does to one sequence, on each document of each
+micro-batch alone; the sum is the truth. The ranks get rows of several documents, padded as they need it. Each
 data-parallel replica gets micro-batches of its own, of a different length where the model has a token dim.
 """
 
@@ -10,19 +11,21 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from fxpar.batching.documents import mark_documents, split_documents
 from fxpar.dist_config import DistConfig
 from fxpar.eager import NOISE, relative_error
 from fxpar.errors import FxparError
 from fxpar.exec_graph import compile_graph
 from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.lowering import lower
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.bound import Backend
@@ -73,8 +76,14 @@ def check(
     scale: float = 1.0,
     tolerance: float | None = None,
     compile: Backend = "eager",
+    packed: bool | None = None,
+    padded: bool = False,
 ) -> list[CheckResult]:
     """Check each strategy, or each program that `lower` made of `logical` already.
+
+    A batch is a row whose documents are marked by `document_ids` [1, T], or by positions that restart; unmarked, it is
+    one document. Documents share a row if that is proved to be harmless, else each is a micro-batch of its own.
+    `packed=True` packs without a proof, `padded=True` pads rows although the model would see it: an error shows.
 
     Replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse). `params` and `buffers` are whole
     tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the parameters' narrowest dtype: 1e-10
@@ -94,8 +103,9 @@ def check(
         buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
         params = {fqn: wide_tensor(value) for fqn, value in params.items()}
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
-    oracle = _Oracle(logical, params, buffers, scale)
-    return [_check_one(logical, s, params, buffers, batches, scale, limit, oracle, compile) for s in strategies]
+    rows = logical if ready or packed is False else packed_if_proved(logical, force=bool(packed))[0]
+    setting = _Setting(rows, params, buffers, batches, _Oracle(logical, rows, params, buffers, scale), scale, compile)
+    return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
 
 
 def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
@@ -105,32 +115,71 @@ def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
 
 
 class _Oracle:
-    """The captured graph on one device, micro-batch by micro-batch; buffers go from one to the next of a replica."""
+    """The captured graph on one device, document by document; buffers go from one to the next of a replica.
 
-    def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
-        self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
-        self._module = compile_graph(logical.gm.graph)
+    Dropout draws other masks for a document alone than for a row. Where there is any, the truth is the row on one
+    device, and `packing_error` says how far that is, without dropout, from each document alone.
+    """
+
+    def __init__(self, logical: LogicalGraph, rows: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
+        self._params, self._buffers, self._scale = params, buffers, scale
+        self._logical, self._rows = logical, rows
+        self._draws = _drops_out(logical) and rows is not logical
+        self._truth = rows if self._draws else logical
+        self._modules: dict[int, fx.GraphModule] = {}
         self._writes = [(i, o.fqn) for i, o in enumerate(logical.outputs) if o.kind == "buffer"]
-        self._known: dict[int, list[Tensor]] = {}
+        self._known: dict[Any, list[Tensor]] = {}
 
     def replica(self, indices: list[int], batches: Sequence[Batch]) -> list[list[Tensor]]:
         """Results of one replica's micro-batches in turn; kept for other strategies where no buffer is written."""
         buffers = dict(self._buffers)
         results = []
         for index in indices:
-            values = self._known.get(index)
-            if values is None:
-                values = self._run(index, batches[index % len(batches)], buffers)
-                if not self._writes:
-                    self._known[index] = values
-            buffers.update({fqn: values[i] for i, fqn in self._writes})
-            results.append(values)
+            number = index % len(batches)
+            for turn, document in enumerate(self._documents(self._truth, batches[number])):
+                key = (index, len(batches), turn)
+                values = self._known.get(key)
+                if values is None:
+                    values = self._run(self._truth, index, document, buffers)
+                    if not self._writes:
+                        self._known[key] = values
+                buffers.update({fqn: values[i] for i, fqn in self._writes})
+                results.append(values)
         return results
 
-    def _run(self, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
-        sources = {"param": self._params, "buffer": buffers, "constant": self._logical.constants, "batch": batch}
+    def packing_error(self, batches: Sequence[Batch]) -> tuple[float, dict[str, float]]:
+        """Of rows without dropout, against their documents alone."""
+        if not self._draws:
+            return 0.0, {}
+        alone, rows = without_dropout(self._logical), without_dropout(self._rows)
+        truth, found = (
+            _sum(
+                [self._run(graph, 0, part, self._buffers) for row in batches for part in self._documents(graph, row)],
+                graph,
+            )
+            for graph in (alone, rows)
+        )
+        floor = _floor(truth)
+        errors = {
+            fqn: relative_error(found[kind, fqn], value, value, floor)
+            for (kind, fqn), value in truth.items()
+            if kind == "grad"
+        }
+        return relative_error(found["loss", "loss"], truth["loss", "loss"]), errors
+
+    def _documents(self, graph: LogicalGraph, row: Batch) -> list[dict[str, Tensor]]:
+        """What the graph is run on: the documents of a row, or the row with its documents marked."""
+        if graph.packing is None:
+            return split_documents(graph.inputs, row)
+        return [mark_documents(graph.inputs, row)]
+
+    def _run(self, graph: LogicalGraph, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
+        module = self._modules.get(id(graph))
+        if module is None:
+            module = self._modules[id(graph)] = compile_graph(graph.gm.graph)
+        sources = {"param": self._params, "buffer": buffers, "constant": graph.constants, "batch": batch}
         values = []
-        for info in self._logical.inputs:
+        for info in graph.inputs:
             if info.kind == "scale":
                 values.append(torch.tensor(self._scale, dtype=info.meta.dtype))
             elif info.kind == "seed":
@@ -138,7 +187,7 @@ class _Oracle:
             else:
                 values.append(sources[info.kind][info.fqn])
         with torch.no_grad():
-            return list(self._module(*values))
+            return list(module(*values))
 
 
 def assign(strategy: Strategy, count: int) -> list[list[int]]:
@@ -148,25 +197,43 @@ def assign(strategy: Strategy, count: int) -> list[list[int]]:
     return [[i for i in range(total) if i % replicas == r] for r in range(replicas)]
 
 
-def _check_one(
-    logical: LogicalGraph,
-    strategy: Strategy | str | TrainGraph,
-    params: Batch,
-    buffers: Batch,
-    batches: Sequence[Batch],
-    scale: float,
-    limit: float,
-    oracle: _Oracle,
-    compile: Backend,
-) -> CheckResult:
-    program = strategy if isinstance(strategy, TrainGraph) else lower(logical, strategy)
+@dataclass(frozen=True)
+class _Setting:
+    """What all strategies are checked with; `rows` is the graph that is lowered."""
+
+    rows: LogicalGraph
+    params: Batch
+    buffers: Batch
+    batches: Sequence[Batch]
+    oracle: _Oracle
+    scale: float
+    compile: Backend
+
+
+def _micro_batches(program: TrainGraph, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+    """Rows with their documents marked, or each document by itself for a program that takes no marks."""
+    keys = {info.fqn for info in program.inputs if info.kind == "batch"}
+    if keys & {"document_ids", "document_positions", "position_ids", "positions"}:
+        return [mark_documents(program.inputs, row) for row in batches]
+    return [document for row in batches for document in split_documents(program.inputs, row)]
+
+
+def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: float, padded: bool) -> CheckResult:
+    program = strategy if isinstance(strategy, TrainGraph) else lower(setting.rows, strategy)
+    if padded:
+        program = replace(program, padding_hazard=None)
     strategy = program.strategy
-    plan = assign(strategy, len(batches))
-    expected = _sum([values for micro in plan for values in oracle.replica(micro, batches)], logical)
+    micro_batches = _micro_batches(program, setting.batches)
+    plan = assign(strategy, len(micro_batches))
+    results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
+    expected = _sum(results, setting.rows)
     begun, error = time.perf_counter(), ""
     try:
-        ranks = run_world(program, params, buffers, batches, plan, scale, compile)
+        ranks = run_world(program, setting.params, setting.buffers, micro_batches, plan, setting.scale, setting.compile)
         loss_error, errors = _compare(program, ranks, expected)
+        packed_loss, packed = setting.oracle.packing_error(setting.batches)
+        loss_error = max(loss_error, packed_loss)
+        errors = {fqn: max(found, packed.get(fqn, 0.0)) for fqn, found in errors.items()}
     except FxparError as problem:
         loss_error, errors, error = float("inf"), {"": float("inf")}, str(problem)
     worst = max(errors, key=errors.__getitem__) if errors else ""
@@ -258,10 +325,7 @@ def _compare(
     """Relative error of the loss, and of each gradient put together from all ranks' pieces."""
     truth = expected[("loss", "loss")]
     loss_error = max(relative_error(result["loss"], truth) for result in ranks)
-    # A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size.
-    floor = NOISE * max(
-        (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
-    )
+    floor = _floor(expected)
     places: dict[str, list[tuple[int, DistConfig]]] = defaultdict(list)
     for first, part in program.placed:
         for info, stored in zip(part.outputs, part.stored_outputs, strict=True):
@@ -279,6 +343,25 @@ def _compare(
             worst = max(worst, relative_error(ranks[first + rank]["grads"][fqn], piece, truth, floor))
         errors[fqn] = worst
     return loss_error, errors
+
+
+def _floor(truth: dict[tuple[str, str], Tensor]) -> float:
+    """A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size."""
+    sizes = (float(t.abs().max()) for (kind, _), t in truth.items() if kind == "grad" and t.numel())
+    return NOISE * max(sizes, default=0.0)
+
+
+def _drops_out(logical: LogicalGraph) -> bool:
+    return bool(logical.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default))
+
+
+def without_dropout(logical: LogicalGraph) -> LogicalGraph:
+    """A copy in which nothing is dropped."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(logical.gm.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default):
+        node.args = (*node.args[:3], 0.0, *node.args[4:])
+    return replace(logical, gm=fx.GraphModule(logical.gm, graph))
 
 
 def _whole(fqn: str, parts: list[tuple[int, DistConfig]], ranks: list[dict[str, Any]], like: Tensor) -> Tensor:

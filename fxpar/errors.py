@@ -616,6 +616,28 @@ class SequenceTooLongError(FxparError):
         )
 
 
+class LengthMultipleError(FxparError):
+    """No strategy takes a sequence of this length: those that are long enough cut its tokens in equal parts."""
+
+    def __init__(self, index: int, length: int, groups: Iterable[tuple[int, str, int]]) -> None:
+        multiples = ", ".join(f"{multiple} up to {limit} tokens ({name})" for limit, name, multiple in groups)
+        super().__init__(
+            f"sequence {index} of the mini-batch has {length} tokens, but the model would see padding, so its "
+            f"length must be a multiple of {multiples}"
+        )
+
+
+class ModelLengthError(FxparError):
+    """A sequence of a length that the model cannot take."""
+
+    def __init__(self, index: int, length: int, minimum: int, maximum: int | None) -> None:
+        most = "" if maximum is None else f" and at most {maximum}"
+        super().__init__(
+            f"sequence {index} of the mini-batch has {length} tokens, but the model takes at least {minimum}{most} "
+            "(the captured graph holds for these). Split the sequence, or build the model for longer ones"
+        )
+
+
 class NoValidTokenError(FxparError):
     """No token of a mini-batch has a label, so its mean loss does not exist."""
 

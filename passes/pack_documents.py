@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PackingError
-from fxpar.flow import PADDED_KEYS, TokenFlow, in_words, token_flow
-from fxpar.graph import Dim, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
+from fxpar.flow import TokenFlow, in_words, token_flow, unknown_padding
+from fxpar.graph import Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -58,23 +58,28 @@ def pack_documents(logical: LogicalGraph, *, force: bool = False) -> LogicalGrap
     return replace(logical, gm=fx.GraphModule(logical.gm, graph), inputs=inputs, dims=dims, packing=packing)
 
 
+def packed_if_proved(logical: LogicalGraph, *, force: bool = False) -> tuple[LogicalGraph, str]:
+    """`pack_documents`, or the graph as it is and why it stays so. A graph whose rows are packed stays as it is."""
+    if logical.packing is not None:
+        return logical, ""
+    try:
+        return pack_documents(logical, force=force), ""
+    except PackingError as error:
+        return logical, error.why
+
+
 def _padding_hazard(logical: LogicalGraph, flow: TokenFlow) -> str | None:
     """Why a row must not be padded by one more document, if it must not."""
     if flow.hazard is not None:
         return in_words(flow.hazard)
-    for info in logical.inputs:
-        floating = info.meta.dtype.is_floating_point and info.fqn != "loss_mask"
-        if info.kind == "batch" and _has_tokens(info.meta) and (info.fqn not in PADDED_KEYS or floating):
-            return f"nothing is known to stand for padding in batch[{info.fqn!r}]"
+    unknown = unknown_padding(logical, dim_symbol(_TOKENS))
+    if unknown is not None:
+        return unknown
     for node, out in zip(logical.results, logical.outputs, strict=True):
         found: Any = flow.flows.get(node)
         if out.kind == "loss" and found.padded != 0:
             return f"{in_words(replace(found, why='sums up all tokens, padding included'))}"
     return None
-
-
-def _has_tokens(meta: TensorMeta) -> bool:
-    return any(dim_symbol(_TOKENS) in getattr(size, "free_symbols", ()) for size in meta.shape)
 
 
 @dataclass
@@ -102,7 +107,7 @@ class _Rewrite:
             site = self.flow.sites.get(old)
             if site == "positions" and not _only_draws(old):
                 self._positions(node)
-            elif site == "attention":
+            elif site == "attention" and not self._has_own(node, 3):
                 node.args = (*node.args[:3], self.documents, *node.args[4:])
             elif site == "softmax":
                 self._softmax(old, node)
@@ -111,11 +116,16 @@ class _Rewrite:
             elif site == "table":
                 self._table(node)
             elif node.op == "call_function" and node.target is own.attention_backward.default:
-                if self.flow.sites.get(old.args[4].args[0]) == "attention":  # type: ignore[union-attr]
+                site = self.flow.sites.get(old.args[4].args[0])  # type: ignore[union-attr]
+                if site == "attention" and not self._has_own(node, 6):
                     node.args = (*node.args[:6], self.documents, *node.args[7:])
             elif node.op == "call_function" and node.target is aten.slice_backward.default and _key(old) in sliced:
                 self._table_backward(node)
         return inputs
+
+    def _has_own(self, node: fx.Node, at: int) -> bool:
+        """Whether a call of the user's has documents of its own, which then stay; padding is one more of them."""
+        return isinstance(self.logical, ForwardGraph) and node.args[at] is not None
 
     # ------------------------------------------------------------------------------------------------- inputs
     def _placeholders(self) -> tuple[Input, ...]:

@@ -105,7 +105,7 @@ def run_check(request: CheckRequest) -> bool:
         )
         logical = capture_model(model)
         status.update("comparing the captured graph with the model")
-        eager = compare_with_eager(logical, model.model, model.loss_fn, model.batches[0])
+        eager = compare_with_eager(logical, model.model, model.loss_fn, model.example_batch)
         logical = in_precision(logical, request.precision)
         results = []
         for strategy in strategies:

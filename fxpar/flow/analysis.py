@@ -23,7 +23,7 @@ from torch import fx
 from fxpar.dist_config import Partial, Shard
 from fxpar.flow import numbers
 from fxpar.flow.call import Call, Question, Site
-from fxpar.flow.statements import LINEAR, MOVES, SIZES, STATEMENTS, Flows
+from fxpar.flow.statements import LINEAR, MOVES, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.graph import Input, LogicalGraph, Size, TensorMeta
 from fxpar.rules.option import Option
@@ -243,7 +243,7 @@ class _Walk:
         if rule is None:
             return unknown
         loops: list[Option] = []
-        for i, flow in enumerate(call.flows):
+        for i, flow in enumerate(() if call.node.target in UNREAD else call.flows):
             for shard in flow.dims:
                 if any(loop.inputs[i] == shard for loop in loops):
                     continue

@@ -192,6 +192,9 @@ SIZES: dict[Any, tuple[int, ...]] = {
     aten.slice.Tensor: (2, 3),
 }
 
+# Ops of whose operands only the dtype counts.
+UNREAD = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+
 # A sum over documents of x becomes the sum of what these make of x.
 LINEAR = {
     aten.neg.default,

@@ -25,7 +25,7 @@ from torch import Tensor
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
 from fxpar.batching.collate import check_sequences, collate, valid_tokens
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import FxparError, NanLossError, TransferError
+from fxpar.errors import FxparError, ModelLengthError, NanLossError, TransferError
 from fxpar.monitor import looks_like_peer_loss
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
@@ -55,6 +55,7 @@ class EngineOptions:
     """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next."""
 
     packed: bool = True
+    lengths: tuple[int, int | None] = (1, None)  # the least and the most tokens that the model takes
     merge: bool = True
     order: tuple[str, ...] | None = None
     nan: Literal["error", "skip"] = "error"
@@ -88,6 +89,10 @@ class Engine:
         lengths = check_sequences(sequences)
         options = self.options
         packed = options.packed if packed is None else packed
+        least, most = options.lengths
+        for index, length in enumerate(lengths):
+            if length < least or (most is not None and length > most):
+                raise ModelLengthError(index, length, least, most)
         return plan_batch(lengths, self.groups, self.costs, self.switch_seconds, packed=packed, merge=options.merge)
 
     def switch_seconds(self, groups: tuple[int, ...]) -> float:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpar.batching import GroupPlan, MicroBatch
-from fxpar.batching.collate import collate, valid_tokens
+from fxpar.batching.collate import collate, documents_of, valid_tokens
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.pipeline_graph import PipelineGraph
@@ -29,12 +29,15 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 @dataclass
 class Evaluation:
-    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages."""
+    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages. `keys` are
+    those of the batch that the loss function takes.
+    """
 
     engine: Engine
     calls: PlainCalls
     loss: LossFunction
     capture: Callable[[nn.Module], LogicalGraph]
+    keys: Sequence[str]
     _logical: LogicalGraph | None = None
     _bound: dict[str, BoundPipeline] = field(default_factory=dict)
 
@@ -44,7 +47,8 @@ class Evaluation:
         All ranks pass the same sequences. Raises as `train_step` does.
         """
         engine = self.engine
-        # A loss that keeps packed documents apart does so in the captured step; a forward alone would not see that.
+        # Documents are kept apart in the captured step; a forward alone would not see that.
+        sequences = [document for sequence in sequences for document in documents_of(sequence)]
         plan = engine.plan(sequences, packed=False)
         count = valid_tokens(sequences)
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -67,13 +71,12 @@ class Evaluation:
     def _share(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
         """This rank's part of the sum; the ranks of a replica find the same sum and share it out."""
         program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
-        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
         mine = group.replicas[replica_of(program, rank)]
         found = 0.0
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
-            value = float(self.loss(module, collate(sequences, micro, keys)))
+            value = float(self.loss(module, collate(sequences, micro, self.keys)))
             found += value if turn < len(mine) else 0.0
         return found * program.strategy.degree("dp") / program.strategy.world
 

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
 from fxpar.exec_graph import Part, PlainGraph, compile_graph, substitute_tokens
 from fxpar.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
@@ -117,7 +118,8 @@ class PlainRunner:
 
         Raises CallMismatchError, PadError; in the backward StaleWeightsError, SecondDerivativeError.
         """
-        batch = call_tensors(self.program.structure, args, kwargs or {})
+        given = call_tensors(self.program.structure, args, kwargs or {})
+        batch = mark_documents(self.program.inputs, given, whole=True)  # padding will be another document
         lengths = self._lengths(batch)
         device = next((t.device for t in (*params.values(), *batch.values())), torch.device("cpu"))
         inputs = self._inputs(params, buffers, batch, torch.tensor(seed, dtype=torch.int64, device=device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
-from fxpar.batching.documents import keeps_documents_apart
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import OrderError, ParallelizeError, nearest
+from fxpar.errors import OrderError, ParallelizeError, nearest, warn
 from fxpar.graph import LogicalGraph
 from fxpar.monitor import Monitor
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.passes.share_weights import share_weights
 from fxpar.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.precision import with_precision
@@ -36,9 +36,9 @@ from fxpar.runtime.options import (
     LossFunction,
     Options,
     as_precision,
+    capture_step,
     compile_strategies,
     default_cluster,
-    example_batch,
     figures,
     strategy_names,
 )
@@ -59,7 +59,6 @@ from fxpar.store import (
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.strategy import Strategy
 from fxpar.switch import layout_of
-from fxpar.tracer import capture
 from fxpar.transport import Staging, SubGroups
 
 
@@ -129,7 +128,7 @@ def open_session(
     device = _device(module)
     cluster = options.cluster or default_cluster(world, device)
     compiled = options.compiled or compile_strategies(
-        module, strategies, loss, example, options.token_budget, options.precision
+        module, strategies, loss, example, options.token_budget, options.precision, options.packed
     )
     programs = compiled.programs
     if options.precision is not None and as_precision(options.precision) != compiled.precision:
@@ -137,6 +136,10 @@ def open_session(
     if set(programs) != set(names):
         raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
     order = None if options.order is None else check_order(options.order, list(programs))
+    groups = with_multiples(groups, [programs[name] for name in names], options.length_multiple)
+    packed = compiled.packing is not None and options.packed is not False
+    if rank == 0 and not packed and options.packed is None:
+        warn(f"{compiled.logical.name}: each sequence runs alone, since {compiled.unpacked}")
     plain = _plain_strategy(options, groups, names)
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
@@ -153,7 +156,8 @@ def open_session(
         cluster=cluster,
         device=device,
         options=EngineOptions(
-            packed=_can_pack(programs) if options.packed is None else options.packed,
+            packed=packed,
+            lengths=compiled.lengths,
             merge=options.merge,
             order=order,
             nan=options.nan,
@@ -179,13 +183,39 @@ def open_session(
         precision=compiled.precision,
     )
 
+    keys = [info.fqn for info in compiled.logical.inputs if info.kind == "batch"]
+
     def capture_again(module: nn.Module) -> LogicalGraph:
-        batch = example_batch() if example is None else example
         with store.shown_without_values(module, captured), calls.tracing():
-            logical = capture(module, loss, batch, name=type(module).__name__)
+            logical = capture_step(module, loss, example)
+        if compiled.packing is not None:
+            logical = pack_documents(logical, force=bool(options.packed))
         return with_precision(logical, compiled.precision)
 
-    return Session(compiled, store, engine, memory, options, calls, Evaluation(engine, calls, loss, capture_again))
+    return Session(
+        compiled, store, engine, memory, options, calls, Evaluation(engine, calls, loss, capture_again, keys)
+    )
+
+
+def with_multiples(
+    groups: Sequence[LengthGroup], programs: Sequence[TrainGraph], promised: int
+) -> tuple[LengthGroup, ...]:
+    """The groups, told what their lengths must be multiples of: where a program cuts tokens and would see padding.
+
+    Raises ParallelizeError if some length would have no strategy, unless all lengths are `promised` to be multiples.
+    """
+    found = [
+        replace(group, multiple=program.divisors.get("T", 1) if program.padding_hazard else 1)
+        for group, program in zip(groups, programs, strict=True)
+    ]
+    for g, (group, program) in enumerate(zip(found, programs, strict=True)):
+        if all(promised % other.multiple for other in found[g:]):
+            raise ParallelizeError(
+                f"sequences whose length is no multiple of {group.multiple} cannot run under {group.strategy}: "
+                f"{program.padding_hazard}. Add a strategy that does not cut tokens (without cp and sp) for up to "
+                f"{found[-1].limit} tokens, or promise lengths that divide: length_multiple={group.multiple}"
+            )
+    return tuple(found)
 
 
 def _bind_all(
@@ -309,7 +339,3 @@ def _costs(
         else group_cost(program, cluster, tflops, **rates)
         for program in programs
     ]
-
-
-def _can_pack(programs: Mapping[str, TrainGraph]) -> bool:
-    return all(keeps_documents_apart(program) for program in programs.values())
