@@ -25,7 +25,7 @@ LAYER_TABLE: dict[int, str] = {
     2: "graph collectives markers serialize exec_graph pass_base graph_module printer printer_tables pipeline_graph "
     "graph_diff",
     3: "torch_api rules ops pass_registry losses data",
-    4: "verify tracer annotate cost eager widen padding_hazard tp_plan batching monitor schedule stages remat "
+    4: "verify tracer annotate cost eager widen flow tp_plan batching monitor schedule stages remat "
     "precision graph_codec graph_file",
     5: "passes",
     6: "ladder lowering pipeline compile search",

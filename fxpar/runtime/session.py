@@ -192,9 +192,8 @@ def open_session(
             logical = pack_documents(logical, force=bool(options.packed))
         return with_precision(logical, compiled.precision)
 
-    return Session(
-        compiled, store, engine, memory, options, calls, Evaluation(engine, calls, loss, capture_again, keys)
-    )
+    evaluation = Evaluation(engine, calls, loss, capture_again, keys)
+    return Session(compiled, store, engine, memory, options, calls, evaluation)
 
 
 def with_multiples(
