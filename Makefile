@@ -1,4 +1,4 @@
-# make setup | demo | test | test-titan | lint | bench | docs | docs-serve
+# make setup | demo | test | test-browser | test-packaging | test-docs | test-titan | test-nightly | lint | bench | docs | docs-serve
 # The first target that is run makes .venv with pip; later runs reuse it until pyproject.toml changes.
 
 VENV := .venv
@@ -7,6 +7,8 @@ STAMP := $(VENV)/.setup-done
 # torch runs on one thread: tests and benchmarks use processes, and results must not depend on cores.
 RUN := OMP_NUM_THREADS=1 $(PY)
 WORKERS ?= 2
+# A file's tests share captured models and worlds: one worker runs them all.
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
@@ -15,7 +17,7 @@ BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test test-titan lint format bench docs docs-serve clean
+.PHONY: setup demo test test-browser test-packaging test-docs test-titan test-nightly lint format bench docs docs-serve clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -34,12 +36,29 @@ install:
 demo: setup
 	$(RUN) -m fxpar train --demo --compare static $(DEMO_ARGS)
 
+# Tests of the library. Those that take minutes and test something else each have a target, and a marker, of their own.
 test: setup
-	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m "not titan" $(PYTEST_ARGS)
+	$(PYTEST) -m "not (browser or packaging or docs or titan or nightly)" $(PYTEST_ARGS)
+
+# The pages of `fxpar viz` in a headless Chromium; skipped without one.
+test-browser: setup
+	$(PYTEST) -m browser tests/viz $(PYTEST_ARGS)
+
+# Every way to build, install and import the package.
+test-packaging: setup
+	$(PYTEST) -m packaging tests/test_packaging.py $(PYTEST_ARGS)
+
+# Every code block of README.md and docs/, and the examples.
+test-docs: setup
+	$(PYTEST) -m docs tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
 
 # Training with torchtitan, stock and with fxpar: several minutes.
 test-titan: setup
-	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m titan $(PYTEST_ARGS)
+	$(PYTEST) -m titan tests/titan tests/recipes $(PYTEST_ARGS)
+
+# Twenty times as many examples of each property, and the cases that are too many for every run: an hour.
+test-nightly: setup
+	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(PYTEST_ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

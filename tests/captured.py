@@ -15,14 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from fxpar import losses
 from fxpar.checking import CheckResult, check
 from fxpar.graph import LogicalGraph
+from fxpar.lowering import lower
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.models.llama import Llama, LlamaOptions
+from fxpar.pipeline_graph import TrainGraph
 from fxpar.tracer import capture
 
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
     graph: LogicalGraph
     params: dict[str, Tensor]
@@ -32,6 +34,12 @@ class Captured:
     def check(self, strategy: str, tolerance: float | None = None) -> CheckResult:
         (result,) = check(self.graph, [strategy], self.params, self.buffers, self.batches, tolerance=tolerance)
         return result
+
+
+@functools.lru_cache(64)
+def lowered(captured: Captured, strategy: str) -> TrainGraph:
+    """The program of a strategy, for tests that only read it."""
+    return lower(captured.graph, strategy)
 
 
 def take(

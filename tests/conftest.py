@@ -22,12 +22,15 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.repeat import EVERY_RUN, NIGHTLY
+
 # Captures and lowerings make millions of objects that stay: looking through them again and again takes time.
 gc.set_threshold(100_000, 50, 50)
 
 # Compiling and tracing make single examples slow, so a deadline would only measure the machine.
-settings.register_profile("fxpar", deadline=None, print_blob=True)
+settings.register_profile("fxpar", deadline=None, print_blob=True, max_examples=EVERY_RUN)
 settings.register_profile("ci", parent=settings.get_profile("fxpar"), derandomize=True)
+settings.register_profile("nightly", parent=settings.get_profile("fxpar"), max_examples=NIGHTLY)
 settings.load_profile("ci" if os.environ.get("CI") else "fxpar")
 
 

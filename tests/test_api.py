@@ -21,13 +21,14 @@ from fxpar.models.builtin import packed_lm_loss
 from fxpar.runtime.forked import run_forked
 from fxpar.tracer.documents import packed
 from tests.runtime.hot import (
+    World,
     adamw,
     largest_error,
-    make_llama,
     one_device,
     parallel,
     precompile,
     sequences,
+    shallow,
 )
 
 POSITIONS = torch.arange(40)[None]
@@ -43,57 +44,68 @@ def plain_loss(model: nn.Module, replica: int) -> torch.Tensor:
     return F.cross_entropy(model(ids, POSITIONS).view(-1, 131), labels.view(-1))
 
 
+PACKING = {512: "dp2.tp2"}
+
+
+def prepare():
+    precompile(shallow)
+    precompile(shallow, PACKING)
+
+
+WORLD = World(4, prepare)
+
+
+@WORLD.case
+def outside(rank):
+    shapes = {name: tuple(p.shape) for name, p in shallow().named_parameters()}
+    model = parallel(shallow)
+    plain = type(shallow())
+    assert isinstance(model, plain)
+    assert isinstance(model, fxpar.ParallelModule)
+    for name, param in model.named_parameters():
+        assert isinstance(param, nn.Parameter)
+        assert isinstance(param.data, DTensor)
+        assert tuple(param.shape) == shapes[name]
+        assert param.placements == (Shard(0),)
+        assert param.to_local().shape[0] <= -(-shapes[name][0] // 4)
+    model.train_step(sequences(1))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
+    state = model.state_dict()
+    assert list(state) == list(shallow().state_dict())
+    for kind in ("fused", "foreach"):
+        optimizer = adamw(model, **{kind: True})
+        optimizer.step()
+    model.load_state_dict(state)
+    return float(norm.full_tensor())
+
+
 def test_the_model_looks_like_a_sharded_one_from_outside():
-    precompile()
-    shapes = {name: tuple(p.shape) for name, p in make_llama().named_parameters()}
-
-    def work(rank):
-        model = parallel(make_llama)
-        plain = type(make_llama())
-        assert isinstance(model, plain)
-        assert isinstance(model, fxpar.ParallelModule)
-        for name, param in model.named_parameters():
-            assert isinstance(param, nn.Parameter)
-            assert isinstance(param.data, DTensor)
-            assert tuple(param.shape) == shapes[name]
-            assert param.placements == (Shard(0),)
-            assert param.to_local().shape[0] <= -(-shapes[name][0] // 4)
-        model.train_step(sequences(1))
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
-        state = model.state_dict()
-        assert list(state) == list(make_llama().state_dict())
-        for kind in ("fused", "foreach"):
-            optimizer = adamw(model, **{kind: True})
-            optimizer.step()
-        model.load_state_dict(state)
-        return float(norm.full_tensor())
-
-    want = one_device(make_llama(), [sequences(1)], clip=None)["grads"]
+    want = one_device(shallow(), [sequences(1)], clip=None)["grads"]
     norm = float(torch.stack([g.norm() for g in want.values()]).norm())
-    assert all(abs(found - norm) < 1e-12 * norm for found in run_forked(4, work))
+    assert all(abs(found - norm) < 1e-12 * norm for found in outside())
+
+
+@WORLD.case
+def averaged(rank):
+    model = parallel(shallow)
+    optimizer = adamw(model)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    kept = copy.deepcopy(model)
+    for seed in range(2):
+        model.train_step(sequences(seed))
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update_parameters(model)
+    with pytest.raises(ParallelizeError, match="this is a copy"):
+        kept.train_step(sequences(1))
+    average = {name: p.detach().full_tensor() for name, p in ema.module.named_parameters()}
+    first = {name: p.detach().full_tensor() for name, p in kept.named_parameters()}
+    return average, first, {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
 
 def test_an_average_of_the_weights_can_be_kept():
-    precompile()
-
-    def work(rank):
-        model = parallel(make_llama)
-        optimizer = adamw(model)
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        kept = copy.deepcopy(model)
-        for seed in range(2):
-            model.train_step(sequences(seed))
-            optimizer.step()
-            optimizer.zero_grad()
-            ema.update_parameters(model)
-        with pytest.raises(ParallelizeError, match="this is a copy"):
-            kept.train_step(sequences(1))
-        average = {name: p.detach().full_tensor() for name, p in ema.module.named_parameters()}
-        first = {name: p.detach().full_tensor() for name, p in kept.named_parameters()}
-        return average, first, {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-
-    average, first, last = run_forked(4, work)[0]
-    assert largest_error(first, dict(make_llama().named_parameters())) == 0
+    average, first, last = averaged()[0]
+    assert largest_error(first, dict(shallow().named_parameters())) == 0
     name = "layers.0.ffn.up_proj.weight"
     assert not torch.equal(average[name], last[name])
     low, high = torch.minimum(first[name], last[name]), torch.maximum(first[name], last[name])
@@ -146,18 +158,20 @@ def test_the_decorator_makes_a_class_whose_instances_train():
 
 
 def test_plain_calls_train_under_a_chosen_strategy():
-    model, want_losses = make_llama(), []
+    """Each rank captures the calls itself, as their arguments are known to it alone."""
+    strategies = {64: "dp2", 512: "tp2+sp"}
+    precompile(shallow, strategies)
+    model, want_losses = shallow(), []
     for replica in range(2):
         loss = plain_loss(model, replica)
         (loss / 2).backward()
         want_losses.append(loss.item())
     want = {name: p.grad for name, p in model.named_parameters()}
-    precompile()
 
     def work(rank):
-        model = parallel(make_llama)
-        with model.using("dp2.tp2+sp"):
-            loss = plain_loss(model, rank // 2)
+        model = parallel(shallow, strategies=strategies)
+        with model.using("dp2"):
+            loss = plain_loss(model, rank)
             loss.backward()
         grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
         adamw(model).step()
@@ -169,8 +183,8 @@ def test_plain_calls_train_under_a_chosen_strategy():
             again = plain_loss(model, 0)
         return loss.item(), grads, stepped.item(), again.item()
 
-    results = run_forked(4, work)
-    assert [abs(r[0] - want_losses[i // 2]) < 1e-12 for i, r in enumerate(results)] == [True] * 4
+    results = run_forked(2, work)
+    assert [abs(r[0] - want_losses[i]) < 1e-12 for i, r in enumerate(results)] == [True] * 2
     assert largest_error(results[0][1], want) <= 1e-12
     for param, grad in zip(model.parameters(), want.values(), strict=True):
         param.grad = grad
@@ -179,41 +193,45 @@ def test_plain_calls_train_under_a_chosen_strategy():
     assert results[0][2] == results[0][3]
 
 
+def one_row():
+    ids = sequences(1, (40,))[0][None]
+    return {"input_ids": ids, "labels": next_token_labels(ids), "position_ids": POSITIONS, "unknown": ids}
+
+
+@WORLD.case
+def seen_by_a_loss(rank):
+    return losses.causal_lm(parallel(shallow), one_row()).item()
+
+
 def test_the_loss_functions_see_the_arguments_of_the_model():
     """`losses.causal_lm` reads the signature of the forward; a parallel model must show the one of its class."""
-    precompile()
-    ids = sequences(1, (40,))[0][None]
-    batch = {"input_ids": ids, "labels": next_token_labels(ids), "position_ids": POSITIONS, "unknown": ids}
+    want = losses.causal_lm(shallow(), one_row()).item()
+    assert all(abs(found - want) < 1e-9 for found in seen_by_a_loss())
 
-    def work(rank):
-        return losses.causal_lm(parallel(make_llama), batch).item()
 
-    want = losses.causal_lm(make_llama(), batch).item()
-    assert all(abs(found - want) < 1e-9 for found in run_forked(4, work))
+@WORLD.case
+def held_out_losses(rank):
+    held_out = sequences(5)
+    model = parallel(shallow)
+    packing = parallel(shallow, strategies=PACKING, merge=True)
+    assert packing._session().engine.options.packed
+    found = [model.evaluate(held_out), packing.evaluate(held_out)]
+    assert model.training
+    ids = torch.arange(20)[None]
+    with packed(torch.tensor([[1] * 12 + [2] * 8])), pytest.raises(PackedCallError):
+        packing(ids, torch.arange(20)[None])
+    return found
 
 
 def test_held_out_loss_is_that_of_one_device_under_any_strategies():
     held_out = sequences(5)
     count, total = sum(len(ids) - 1 for ids in held_out), 0.0
-    model = make_llama()
+    model = shallow()
     for ids in held_out:
         positions = torch.arange(len(ids))[None]
         row = {"input_ids": ids[None], "labels": next_token_labels(ids[None]), "position_ids": positions}
         total += packed_lm_loss(model, row).item() if len(ids) > 1 else 0.0
-    precompile()
-
-    def work(rank):
-        model = parallel(make_llama)
-        packing = fxpar.parallelize(make_llama(), strategies={512: "dp2.tp2"}, loss=packed_lm_loss, monitor=False)
-        assert packing._session().engine.options.packed
-        found = [model.evaluate(held_out), packing.evaluate(held_out)]
-        assert model.training
-        ids = torch.arange(20)[None]
-        with packed(torch.tensor([[1] * 12 + [2] * 8])), pytest.raises(PackedCallError):
-            packing(ids, torch.arange(20)[None])
-        return found
-
-    for found in run_forked(4, work):
+    for found in held_out_losses():
         assert all(abs(value - total / count) < 1e-12 * total / count for value in found)
 
 
@@ -286,10 +304,10 @@ def test_an_initializer_fills_a_tied_model_on_the_meta_device():
 
 def test_weights_are_staged_for_an_asynchronous_checkpoint():
     """DCP's stager copies storages; it must meet each piece as one of its own."""
+    precompile(shallow, {64: "dp2"})
 
     def work(rank):
-        model = load("llama", seed=2).model
-        fxpar.parallelize(model, strategies={64: "dp2"}, monitor=False)
+        model = parallel(shallow, strategies={64: "dp2"})
         stager = DefaultStager(StagingOptions(False, False, False, False))
         staged = stager.stage({name: p.detach() for name, p in model.named_parameters()})
         pairs = [(staged[name].to_local(), p.to_local()) for name, p in model.named_parameters()]
@@ -307,9 +325,10 @@ def test_tied_weights_stay_tied():
     if len(names) == len(dict(model.named_parameters())):
         pytest.fail("the example has no tied weight")
     want = one_device_gpt(model)
+    precompile(make, {32: "dp2", 128: "tp2"})
 
     def work(rank):
-        model = fxpar.parallelize(make(), strategies={32: "dp2", 128: "tp2"}, merge=False, monitor=False)
+        model = parallel(make, strategies={32: "dp2", 128: "tp2"})
         report = model.train_step(sequences(2, (20, 100)))
         return report.loss, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
@@ -329,22 +348,21 @@ def one_device_gpt(model):
     return total, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("act", "text"),
-    [
-        (lambda: fxpar.parallelize(3, strategies={8: "dp2"}), "neither an nn.Module"),
-        (lambda: fxpar.parallelize(parallel(make_llama), strategies={8: "dp4"}), "parallel already"),
-        (lambda: parallel(make_llama, plain="tp2"), "plain='tp2' is none"),
-        (lambda: parallel(make_llama).using("dp2.tp2").__enter__(), "did you mean"),
-    ],
-    ids=["no module", "twice", "plain", "using"],
-)
-def test_misuse_is_one_clear_error(act, text):
-    precompile()
+MISUSE = [
+    (lambda: fxpar.parallelize(3, strategies={8: "dp2"}), "neither an nn.Module"),
+    (lambda: fxpar.parallelize(parallel(shallow), strategies={8: "dp4"}), "parallel already"),
+    (lambda: parallel(shallow, plain="tp2"), "plain='tp2' is none"),
+    (lambda: parallel(shallow).using("dp2.tp2").__enter__(), "did you mean"),
+]
 
-    def work(rank):
+
+@WORLD.case
+def misused(rank):
+    for act, text in MISUSE:
         with pytest.raises(ParallelizeError, match=text):
             act()
-        return True
+    return True
 
-    assert all(run_forked(4, work))
+
+def test_misuse_is_one_clear_error():
+    assert all(misused())

@@ -31,6 +31,8 @@ from tests.docs.pages import RANKS, prepare, way_of
 from tests.docs.ranks import run_ranks
 from tests.docs.shell import check_command, commands, torchrun
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md"))]
 _MOST_RANKS = 4

@@ -12,6 +12,8 @@ import pytest
 
 from tests.cli.helpers import fxpar
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -16,7 +16,7 @@ from fxpar.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.runtime.micro import local_batch
 from fxpar.runtime.padding import pad_batch
-from tests.captured import llama, odd
+from tests.captured import llama, lowered, odd
 
 STRATEGIES = ["dp1", "dp2", "tp3", "tp2+sp", "cp2", "dp2+zero1", "dp2+zero2", "dp2.tp2+sp+zero3", "dp2.cp2+zero3"]
 T = dim_symbol("T")
@@ -25,7 +25,7 @@ T = dim_symbol("T")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parts_fit_together(strategy):
     """Every placeholder comes from an input or an earlier part's result, and nothing comes from a later part."""
-    program = lower(llama().graph, strategy)
+    program = lowered(llama(), strategy)
     results = {name: len(part.results) for name, part in program.parts.items()}
     earlier = {"prologue": set(), "body": {"prologue"}, "epilogue": {"prologue", "body"}}
     for name, part in program.parts.items():
@@ -44,7 +44,7 @@ def test_parts_fit_together(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_data_axes_stay_out_of_forward_and_backward(strategy):
     """Without ZeRO-2 or 3, replicas may run different numbers of micro-batches: the body does not talk over dp."""
-    program = lower(llama().graph, strategy)
+    program = lowered(llama(), strategy)
     body = {axis for c in program.communications() if c.part == "body" for axis in c.axis.split(".")}
     assert ("dp" in body) == (program.strategy.zero >= 2)
     prologue = [c for c in program.communications() if c.part == "prologue"]
@@ -53,7 +53,7 @@ def test_data_axes_stay_out_of_forward_and_backward(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_stored_results_lie_like_the_parameters(strategy):
-    program = lower(llama().graph, strategy)
+    program = lowered(llama(), strategy)
     lies = {i.fqn: s for i, s in zip(program.inputs, program.stored_inputs, strict=True)}
     for out, stored in zip(program.outputs, program.stored_outputs, strict=True):
         if out.kind == "grad":
@@ -63,14 +63,14 @@ def test_stored_results_lie_like_the_parameters(strategy):
 
 
 def test_an_empty_prologue_is_no_work():
-    program = lower(llama().graph, "tp2")
+    program = lowered(llama(), "tp2")
     assert program.prologue.is_empty
     assert not program.body.is_empty
-    assert lower(llama().graph, "dp1").epilogue.is_empty
+    assert lowered(llama(), "dp1").epilogue.is_empty
 
 
 def test_node_count_and_collectives():
-    program = lower(llama().graph, "tp2+sp")
+    program = lowered(llama(), "tp2+sp")
     assert program.node_count == sum(len(p.graph.nodes) for p in program.parts.values())
     found = sum(1 for p in program.parts.values() for n in p.graph.nodes if collective_kind(n))
     assert sum(program.collectives().values()) == found == len(program.communications())
@@ -91,18 +91,18 @@ def test_wire_bytes_of_a_ring(kind, degree, factor):
 
 def test_bytes_of_a_data_parallel_step():
     """An all-reduce of all gradients and of the loss, whatever the batch is."""
-    program = lower(llama().graph, "dp4")
+    program = lowered(llama(), "dp4")
     numbers = sum(value.numel() for value in llama().params.values()) + 1
     assert program.collective_bytes() == program.collective_bytes({"T": 4000}) == round(numbers * 8 * 2 * 3 / 4)
 
 
 def test_zero_one_sends_as_much_as_an_all_reduce():
-    plain, sharded = lower(llama(vocab=96).graph, "dp4"), lower(llama(vocab=96).graph, "dp4+zero1")
+    plain, sharded = lowered(llama(vocab=96), "dp4"), lowered(llama(vocab=96), "dp4+zero1")
     assert plain.collective_bytes() == sharded.collective_bytes()
 
 
 def test_bytes_grow_with_the_length():
-    program = lower(llama().graph, "cp2")
+    program = lowered(llama(), "cp2")
     short, long = program.collective_bytes({"T": 1000}), program.collective_bytes({"T": 2000})
     rest = program.collective_bytes({"T": 0})
     assert long - rest == 2 * (short - rest)
@@ -123,7 +123,7 @@ def test_tokens_are_filled_in_a_copy():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_but_tokens_depends_on_the_rank(strategy):
-    program = lower(llama().graph, strategy)
+    program = lowered(llama(), strategy)
     for part in program.parts.values():
         for node in part.graph.nodes:
             strings = [a for a in node.args if isinstance(a, str)]
@@ -132,7 +132,7 @@ def test_nothing_but_tokens_depends_on_the_rank(strategy):
 
 def test_local_batches_are_cut_tokens():
     captured = llama()
-    program = lower(captured.graph, "cp2.tp2+sp")
+    program = lowered(captured, "cp2.tp2+sp")
     whole = pad_batch(program.inputs, program.dims, program.divisors, captured.batches[0])
     pieces = [local_batch(program, whole, rank)["input_ids"] for rank in range(4)]
     assert torch.equal(pieces[0], pieces[1])

@@ -24,8 +24,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "recipes")
 
-# One worker makes the builds that these tests share.
-pytestmark = pytest.mark.xdist_group("packaging")
+pytestmark = pytest.mark.packaging
 
 PROBE = """
 import importlib.util, json, site, sys

@@ -12,14 +12,14 @@ from fxpar.exec_graph import collective_kind, compile_graph
 from fxpar.lowering import lower
 from fxpar.ops import layout
 from fxpar.serialize import graph_from_data, graph_to_data, target_from_name, target_name
-from tests.captured import gpt, llama, odd
+from tests.captured import gpt, llama, lowered, odd
 
 STRATEGIES = ["dp2", "tp3", "tp2+sp", "cp2", "dp2.cp2.tp2+sp+zero3"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_exec_graph_pickles(strategy):
-    program = lower(llama().graph, strategy)
+    program = lowered(llama(), strategy)
     again = pickle.loads(pickle.dumps(program))
     assert again.fingerprint() == program.fingerprint()
     assert again.communications() == program.communications()
@@ -33,13 +33,13 @@ def test_exec_graph_pickles(strategy):
 
 @pytest.mark.parametrize("strategy", ["dp2.tp2", "tp2+sp"])
 def test_pickling_twice_is_the_same_bytes(strategy):
-    program = lower(llama().graph, strategy)
+    program = lowered(llama(), strategy)
     once = pickle.dumps(program)
     assert pickle.dumps(pickle.loads(once)) == pickle.dumps(pickle.loads(pickle.dumps(pickle.loads(once))))
 
 
 def test_metadata_survives():
-    program = lower(llama().graph, "dp2.tp2+sp+zero3")
+    program = lowered(llama(), "dp2.tp2+sp+zero3")
     again = pickle.loads(pickle.dumps(program))
     for name, part in program.parts.items():
         for old, new in zip(part.graph.nodes, again.parts[name].graph.nodes, strict=True):
@@ -120,6 +120,6 @@ def test_arguments_keep_their_types():
 
 def test_fingerprints_tell_programs_apart():
     texts = ["dp2", "tp2", "tp2+sp", "cp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "dp2.tp2", "tp2.dp2"]
-    assert len({lower(llama().graph, text).fingerprint() for text in texts}) == len(texts)
-    assert lower(llama().graph, "tp2").fingerprint() == lower(llama().graph, "tp2").fingerprint()
+    assert len({lowered(llama(), text).fingerprint() for text in texts}) == len(texts)
+    assert lowered(llama(), "tp2").fingerprint() == lowered(llama(), "tp2").fingerprint()
     assert collective_kind(next(iter(llama().graph.gm.graph.nodes))) is None

@@ -16,13 +16,14 @@ from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.verify import verify, verify_placements, where
 from tests.captured import fused, llama
 from tests.passes.sketch import Sketch, before
+from tests.repeat import thinned
 
 aten = torch.ops.aten
 wait = torch.ops._c10d_functional.wait_tensor.default
 STRATEGIES = ["dp2", "tp2", "tp3", "tp2+sp", "cp2", "cp2.tp2+sp", "dp2.tp2+sp+zero3", "dp2.cp2+zero2"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, ["tp3", "cp2.tp2+sp", "dp2.tp2+sp+zero3", "dp2.cp2+zero2"]))
 def test_every_pass_leaves_a_graph_that_verifies(strategy):
     """`lower` verifies by itself; here the callback sees each graph once and in order."""
     seen = []

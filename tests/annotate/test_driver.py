@@ -20,6 +20,7 @@ from fxpar.mesh import Mesh
 from fxpar.strategy import Strategy
 from fxpar.verify import verify, verify_placements
 from tests.captured import Captured, fused, gpt, llama, squared, take, vectors
+from tests.repeat import crossed
 
 
 def stored(captured: Captured, strategy: str, **overrides: str) -> dict[str, str]:
@@ -41,8 +42,10 @@ def test_override_wins(placement, expected):
     assert {found[f"layers.{i}.ffn.down_proj.weight"] for i in (0, 1)} == {expected}
 
 
-@pytest.mark.parametrize("placement", ["S(0)@tp", "S(1)@tp", "R@tp"])
-@pytest.mark.parametrize("pattern", ["*.down_proj.weight", "*.q_proj.*", "head.weight", "*norm.weight", "*"])
+PATTERNS = ["*.down_proj.weight", "*.q_proj.*", "*norm.weight", "*", "head.weight"]
+
+
+@pytest.mark.parametrize(("pattern", "placement"), crossed(PATTERNS, ["S(0)@tp", "S(1)@tp", "R@tp"]))
 def test_overridden_strategies_stay_exact(pattern, placement):
     captured = llama(layers=1)
     if ("norm" in pattern and placement == "S(1)@tp") or (pattern == "*" and placement != "R@tp"):
@@ -128,10 +131,9 @@ def test_fused_projections_cost_no_extra_traffic(how, heads, kv_heads):
 EXACT = [("view", 4, 4), ("split", 4, 2), ("slice", 8, 2), ("slice", 6, 3), ("split", 6, 2), ("split", 5, 1)]
 
 
-@pytest.mark.parametrize(("how", "heads", "kv_heads"), EXACT, ids=str)
-@pytest.mark.parametrize("strategy", ["tp2+sp", "tp3", "cp2.tp2"])
-def test_fused_projections_are_exact(how, heads, kv_heads, strategy):
-    result = fused(how, heads, kv_heads).check(strategy)
+@pytest.mark.parametrize(("model", "strategy"), crossed(EXACT, ["tp2+sp", "tp3", "cp2.tp2"]), ids=str)
+def test_fused_projections_are_exact(model, strategy):
+    result = fused(*model).check(strategy)
     assert result.ok, result
 
 

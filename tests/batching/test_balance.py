@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fxpar.batching.balance import deal, lower_bound, makespan, share_out
 from fxpar.batching.packing import Bin, Item, Rule, as_bin, longest_first, pack
+from tests.repeat import examples
 
 
 def items_of(*lengths: int) -> list[Item]:
@@ -52,7 +53,7 @@ def test_lock_step_without_packing_is_optimal(lengths, replicas, fixed):
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 3), st.sampled_from([0, 7, 1000]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25))
 def test_lock_step_is_near_the_optimum(lengths, replicas, fixed):
     items = longest_first(Item(i, n, n + n * n // 10) for i, n in enumerate(lengths))
     rule = Rule(replicas, 60, fixed, lockstep=True)
@@ -71,7 +72,7 @@ def test_deal_pairs_equals(replicas):
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25))
 def test_few_bins(lengths):
     items = items_of(*lengths)
     fewest = min(map(len, packings(items, 60)))

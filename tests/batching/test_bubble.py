@@ -18,6 +18,7 @@ from fxpar.errors import ScheduleOptionError
 from fxpar.schedule import Costs, schedule, simulate
 from tests.batching.planning import check_plan, no_switches, one_group, seconds
 from tests.batching.test_balance import items_of, packings
+from tests.repeat import examples
 
 
 # ------------------------------------------------------------------------------------------------ the cost model
@@ -94,7 +95,7 @@ rules = st.builds(
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), rules, st.sampled_from([0, 1, 3]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40))
 def test_no_plan_undercuts_the_bound(lengths, rule, slope):
     items = longest_first(Item(i, n, slope * n + slope * n * n // 10) for i, n in enumerate(lengths))
     found, best = makespan(share_out(items, rule), rule), best_time(items, rule)
@@ -104,7 +105,7 @@ def test_no_plan_undercuts_the_bound(lengths, rule, slope):
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), rules)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40))
 def test_every_sequence_once_within_the_budget(lengths, rule):
     items = longest_first(Item(i, n, n + n * n // 10) for i, n in enumerate(lengths))
     shares = share_out(items, rule)

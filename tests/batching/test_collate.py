@@ -13,6 +13,7 @@ from fxpar.batching import GroupCost, MicroBatch, length_groups, plan_batch
 from fxpar.batching.collate import check_sequences, collate, valid_tokens
 from fxpar.errors import BatchKeyError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
 from fxpar.losses import IGNORE_INDEX
+from tests.repeat import examples
 
 KEYS = ("input_ids", "labels", "position_ids", "document_ids")
 X = IGNORE_INDEX
@@ -79,7 +80,7 @@ def test_sequences_of_several_documents(marker):
 
 # ------------------------------------------------------------------------------------------ hazards H3, H4, H5
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=25), st.sampled_from(["dp4", "dp4+zero2", "dp2.tp2", "cp4"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25))
 def test_a_plan_neither_loses_nor_mixes_tokens(lengths, strategy):
     """H3: positions and documents restart with every sequence. H4: no token is lost or made up, whatever the plan.
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fxpar.batching import GroupCost, length_groups, plan_batch
 from fxpar.batching import planner as planner_module
 from tests.batching.planning import check_plan, mini_batches
+from tests.repeat import examples
 
 FAST, SLOW = GroupCost(1e-3, 1e-6, 0.0), GroupCost(4e-3, 4e-6, 0.0)
 TWO = length_groups({100: "dp4", 1000: "cp4"}, world=4)
@@ -85,7 +86,7 @@ def brute_force(lengths, groups, costs, switch_s) -> float:
 
 
 @given(mini_batches(most=15), st.lists(st.sampled_from([0.0, 1e-5, 1e-3]), min_size=4, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25))
 def test_the_best_choice_is_found(case, hops):
     lengths, groups, costs = case
 

@@ -25,13 +25,14 @@ from tests.batching.planning import (
     one_group,
     seconds,
 )
+from tests.repeat import examples
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
 # --------------------------------------------------------------------------------------------------- properties
 @given(mini_batches(), st.booleans(), st.booleans(), st.sampled_from([0.0, 1e-4, 1e-2]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 def test_every_sequence_runs_once_within_the_budget(case, packed, merge, hop_s):
     lengths, groups, costs = case
     plan = plan_batch(lengths, groups, costs, lambda order: hop_s * len(order), packed=packed, merge=merge)
@@ -42,7 +43,7 @@ def test_every_sequence_runs_once_within_the_budget(case, packed, merge, hop_s):
 
 
 @given(mini_batches())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20))
 def test_planning_again_gives_the_same(case):
     lengths, groups, costs = case
     first, again = (plan_batch(given, groups, costs, no_switches) for given in (lengths, np.array(lengths)))
@@ -69,7 +70,7 @@ print(plan_batch(lengths, groups, costs, lambda order: 0.01 * len(order)).finger
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=7), st.integers(2, 3), st.sampled_from([100, 150, 1000]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40))
 def test_within_four_thirds_of_the_optimum(lengths, replicas, budget):
     cost = GroupCost(0.0, 1e-6, 1e-8)
     groups = one_group(f"dp{replicas}", budget=budget, world=replicas)
@@ -78,7 +79,7 @@ def test_within_four_thirds_of_the_optimum(lengths, replicas, budget):
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.sampled_from([100, 130, 1000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25))
 def test_near_the_optimum_with_a_cost_per_run(lengths, budget):
     cost = GroupCost(5e-5, 1e-6, 1e-8)
     (group,) = plan_batch(lengths, one_group("dp2", budget=budget, world=2), [cost], no_switches).groups

@@ -182,7 +182,7 @@ def test_8b_model_needs_no_weights():
         (("llama", "-s", "pp2", "--micro-batches", "4"), 2, "it is for --schedule"),
         (("llama", "-s", "pp3"), 1, "3 stages need 3 layers, there are 2"),
         (
-            ("llama", "-s", "pp2+interleaved_1f1b", "--set", "layers=4", "--schedule", "--micro-batches", "1"),
+            ("mlp", "-s", "pp2+interleaved_1f1b", "--set", "layers=4", "--schedule", "--micro-batches", "1"),
             1,
             "needs a multiple of 2 micro-batches, got 1",
         ),

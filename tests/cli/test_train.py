@@ -123,7 +123,6 @@ def one_rank(prepared, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_what_a_run_prints(trained):
     _, out = trained
     assert "\x1b" not in out
@@ -136,7 +135,6 @@ def test_what_a_run_prints(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_what_a_run_writes(trained):
     folder = trained[0] / "out"
     lines = metrics(folder)
@@ -153,7 +151,6 @@ def test_what_a_run_writes(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_report_of_a_run(trained):
     pytest.importorskip("plotly")
     folder, out = trained[0] / "out", trained[1]
@@ -190,7 +187,6 @@ def report_sections(folder: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_comparison(trained):
     folder, out = trained
     assert "the same 6 steps under tp2+sp alone" in out
@@ -203,7 +199,6 @@ def test_comparison(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_resumed_equals_uninterrupted(trained, prepared):
     shutil.copytree(trained[0] / "out/checkpoints/step-00000003", prepared / "out/checkpoints/step-00000003")
     shutil.copy(trained[0] / "out/metrics.jsonl", prepared / "out")
@@ -220,7 +215,6 @@ def test_resumed_equals_uninterrupted(trained, prepared):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_resume_with_another_strategy_on_another_number_of_ranks(trained, prepared, one_rank):
     shutil.copytree(trained[0] / "out/checkpoints/step-00000003", prepared / "out/checkpoints/step-00000003")
     status, out, err = one_rank("--resume")
@@ -230,7 +224,6 @@ def test_resume_with_another_strategy_on_another_number_of_ranks(trained, prepar
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_ctrl_c_saves_and_ends_clean(prepared):
     process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=0")
     assert process.stdout is not None
@@ -251,7 +244,6 @@ def test_ctrl_c_saves_and_ends_clean(prepared):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_second_ctrl_c_ends_at_once(prepared):
     """Before the first step there is nothing to finish, and the ranks are busy for seconds."""
     process = start(prepared, "tiny.toml", "--set", "strategies.static=dp1", "--set", "data.max_length=64")
@@ -269,7 +261,6 @@ def test_second_ctrl_c_ends_at_once(prepared):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_a_loss_that_is_no_number(prepared, one_rank, monkeypatch):
     (prepared / "bad.py").write_text(
         "import torch\n"
@@ -298,15 +289,14 @@ def test_a_loss_that_is_no_number(prepared, one_rank, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 def test_the_first_error_of_a_rank_is_shown(prepared):
-    status, _, err = run(prepared, "tiny.toml", "--set", "model.options.vocab=100")
+    one = ("--set", "strategies.static=dp1", "--set", "data.max_length=64")
+    status, _, err = run(prepared, "tiny.toml", *one, "--set", "model.options.vocab=100")
     assert status == 1
     assert re.fullmatch(r"error: VocabularyError on rank \d: tokenizer .* has 300 ids.*\n", err), err
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("train")
 @pytest.mark.parametrize(
     ("word", "expected"),
     [

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fxpar.data import LengthHistogram, MiniBatchLoader, in_memory
 from fxpar.data.cut import cut
 from fxpar.errors import LoaderOptionError, LoaderStateError, NoSequencesError, OverlongError
+from tests.repeat import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,7 +144,7 @@ def test_order_is_the_one_of_earlier_versions():
 
 
 # -------------------------------------------------------------------------------------------------------------- resume
-@settings(max_examples=200)
+@settings(max_examples=examples(40))
 @given(lengths=many_lengths, budget=budgets, stop=st.integers(0, 30), seed=st.integers(0, 5), shuffle=st.booleans())
 def test_resume_is_exact(lengths, budget, stop, seed, shuffle):
     def loader():

@@ -7,6 +7,8 @@ from tests.docs.blocks import find_blocks
 from tests.docs.shell import CommandError, check_command, commands, torchrun
 from tests.test_docs import HANDLERS, shows
 
+pytestmark = pytest.mark.docs
+
 PAGE = """# A page
 
 ```python title="a.py"

@@ -8,6 +8,8 @@ import pytest
 
 from fxpar import errors, pass_registry
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

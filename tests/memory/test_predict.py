@@ -13,6 +13,7 @@ from fxpar.lowering import lower
 from fxpar.memory import Conditions, body_peak, predict_memory, program_peak
 from tests.captured import llama
 from tests.memory.measured import allocated_bytes, body_bytes, model
+from tests.repeat import thinned
 
 SIZES = {"layers": "3", "dim": "128", "ffn": "256", "vocab": "512"}
 CASES = [
@@ -31,7 +32,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "tokens", "dtype", "options", "strategy", "micro_batches"), CASES)
+@pytest.mark.parametrize(
+    ("spec", "tokens", "dtype", "options", "strategy", "micro_batches"),
+    thinned(CASES, [CASES[i] for i in (0, 2, 3, 4, 7, 9, 10, 11)]),
+)
 def test_peak(spec, tokens, dtype, options, strategy, micro_batches):
     """Within a tenth of a run's peak."""
     torch.set_num_threads(1)
@@ -85,7 +89,7 @@ def test_state():
 
 
 def test_narrow_weights_have_wide_masters():
-    captured = model("llama", 64, "bfloat16")
+    captured = model("llama", 256, "bfloat16", **SIZES)
     found = predict_memory(lower(captured.graph, "dp1", for_store=True))
     assert found.master_bytes == 2 * found.weight_bytes == found.gradient_bytes
     assert found.optimizer_bytes == 2 * found.master_bytes

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxpar.errors import OpInputError
 from fxpar.ops import attention_cpu
+from tests.repeat import examples
 
 own = torch.ops.fxpar
 
@@ -120,13 +121,13 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Case:
 
 
 @given(cases())
-@settings(max_examples=120)
+@settings(max_examples=examples(40))
 def test_equals_dense_softmax_in_fp64(case):
     check(case, 1e-12)
 
 
 @given(cases(torch.float32))
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_equals_dense_softmax_in_fp32(case):
     check(case, 1e-5)
 

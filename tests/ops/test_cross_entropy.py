@@ -12,6 +12,7 @@ from torch import Tensor
 from fxpar.errors import OpInputError
 from fxpar.ops import cross_entropy as module
 from fxpar.ops.cross_entropy import cross_entropy_loss
+from tests.repeat import examples
 
 own = torch.ops.fxpar
 
@@ -89,7 +90,7 @@ class Slice:
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     st.integers(0, 1000),
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(25))
 def test_slices_of_the_classes_combine(parts, N, dtype, seed):
     """Uneven slices with padding columns, some all padding or empty: loss and gradient are whole again."""
     torch.manual_seed(seed)

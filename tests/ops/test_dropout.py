@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fxpar.errors import OpInputError
 from fxpar.ops.dropout import _key, _mix, _mix_int, dropout, index_strides
+from tests.repeat import examples
 
 own = torch.ops.fxpar
 SEED = torch.tensor(1234)
@@ -81,7 +82,7 @@ def test_the_mask_is_the_same_in_all_dtypes(dtype):
     st.lists(st.integers(1, 7), min_size=1, max_size=4),
     st.data(),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_a_slice_of_the_result_is_the_result_of_the_slice(shape, data):
     x = torch.randn(shape)
     whole = dropout(x, 0.4, SEED, 3)
@@ -94,7 +95,7 @@ def test_a_slice_of_the_result_is_the_result_of_the_slice(shape, data):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 12), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_blocks_do_not_change_the_mask(shape, block, data):
     from fxpar.ops import dropout as module
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fxpar.ops  # noqa: F401  registers the ops
 from fxpar.errors import OpInputError
+from tests.repeat import examples
 
 own = torch.ops.fxpar
 
@@ -47,7 +48,7 @@ def test_padding_idx_gets_no_gradient():
     st.integers(-1, 5),
     st.integers(0, 1000),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(40))
 def test_slices_of_the_rows_sum_to_the_whole(parts, shape, scattered, padding_idx, seed):
     """Uneven slices, padded, some empty; also rows that are not neighbours, as strided shards have."""
     torch.manual_seed(seed)

@@ -13,6 +13,7 @@ from fxpar.passes.mask_padding import MaskPadding
 from fxpar.strategy import Strategy
 from tests.captured import ACTIVATIONS, Captured, llama, mlp
 from tests.passes.sketch import Sketch, before, names, text
+from tests.repeat import crossed
 
 aten = torch.ops.aten
 
@@ -102,8 +103,7 @@ def test_sums_of_padded_terms(shapes, dims, masks):
 
 
 # --------------------------------------------------------------------------------------------- captured models
-@pytest.mark.parametrize("strategy", ["tp3", "dp2.tp3", "dp2.tp4+sp+zero3"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "strategy"), crossed(list(ACTIVATIONS), ["tp3", "dp2.tp3", "dp2.tp4+sp+zero3"]))
 def test_odd_widths_are_exact(activation, strategy):
     """Hidden widths of 11 and 10; the activation makes padding anything, up to infinite."""
     result = mlp(activation).check(strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections import Counter
 
@@ -29,6 +30,7 @@ def saved(program: ExecGraph, tokens: int = 24) -> int:
     return saved_bytes(graph, trace_storages(graph, {d.symbol: tokens for d in program.dims}))
 
 
+@functools.cache
 def results(captured: Captured, strategy: str) -> list[dict]:
     program = lower(captured.graph, strategy)
     plan = assign(program.strategy, 2)

@@ -30,6 +30,7 @@ from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
 from fxpar.verify import verify
 from tests.placements import configs
+from tests.repeat import examples
 
 PASSES = (
     ReshardToCollectives(),
@@ -124,7 +125,7 @@ def joined(config: DistConfig, pieces: list[Tensor], rank: int) -> Tensor:
 
 
 # Each example is a world of threads with many reshards; shrinking them would take minutes.
-@settings(max_examples=12, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=examples(6), suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(worlds())
 def test_collectives_move_what_the_placements_say(world):
     mesh, examples = world

@@ -23,6 +23,7 @@ from fxpar.runtime.stage import BoundStage
 from fxpar.strategy import Strategy
 from tests.captured import gpt, llama
 from tests.passes.sketch import Sketch, names
+from tests.repeat import examples
 
 aten = torch.ops.aten
 SHAPE = (3, 4)
@@ -317,7 +318,7 @@ _OPS = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=14))
 def test_random_programs_keep_every_bit(choices):
     from torch.fx.experimental.proxy_tensor import make_fx

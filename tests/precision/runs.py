@@ -23,6 +23,7 @@ BF16 = Precision(torch.bfloat16)
 LOW, WIDE = torch.bfloat16, torch.float32
 EVERYTHING_LOW = Precision(torch.bfloat16, norms=False, softmax=False, loss=False)
 MODELS = ("llama", "gpt", "vit", "mlp", "hf:llama", "hf:gpt2", "hf:gemma2", "hf:qwen2")
+EVERY_RUN = (*MODELS[:4], "hf:gemma2")  # the others are nightly
 
 
 @dataclass

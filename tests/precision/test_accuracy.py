@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from fxpar.precision import Precision, with_precision
 from fxpar.tracer import capture
 from tests import captured
-from tests.precision.runs import BF16, EVERYTHING_LOW, MODELS, arguments, case, gradients, l2_error, together
+from tests.precision.runs import BF16, EVERY_RUN, EVERYTHING_LOW, MODELS, arguments, case, gradients, l2_error, together
+from tests.repeat import thinned
 
 # bf16 rounds by up to 2^-9 (0.2 %). A gradient goes through some tens of roundings, most of which average out over the
 # tokens: 1 % on these models, 2 % for the worst parameter. 5 % leaves room for other kernels, and is far below what a
@@ -21,7 +22,7 @@ LOSS = 2e-3
 NOISE = 1e-3
 
 
-@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.parametrize("spec", thinned(MODELS, EVERY_RUN))
 def test_near_the_truth(spec):
     loss, grads = case(spec).run(case(spec).bf16)
     true_loss, truth = case(spec).truth
@@ -34,7 +35,9 @@ def test_near_the_truth(spec):
     assert 1e-4 < l2_error(together(grads), together(truth)) < 0.6 * GRADIENT
 
 
-@pytest.mark.parametrize("spec", ["llama", "gpt", "hf:llama", "hf:gpt2", "hf:gemma2", "hf:qwen2"])
+@pytest.mark.parametrize(
+    "spec", thinned(["llama", "gpt", "hf:llama", "hf:gpt2", "hf:gemma2", "hf:qwen2"], ["llama", "gpt", "hf:gemma2"])
+)
 def test_islands_bring_it_nearer(spec):
     """The loss by a factor (its sum over tokens is not rounded), gradients by what the norms' share of rounding is."""
     found = case(spec)

@@ -17,6 +17,7 @@ from fxpar.tracer import capture_forward
 from tests import captured
 from tests.precision.runs import (
     BF16,
+    EVERY_RUN,
     LOW,
     MODELS,
     WIDE,
@@ -28,12 +29,13 @@ from tests.precision.runs import (
     param_dtypes,
     run,
 )
+from tests.repeat import thinned
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 
 
 # ------------------------------------------------------------------------------------------------------------ casts
-@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.parametrize("spec", thinned(MODELS, EVERY_RUN))
 def test_casts_are_needed_and_made_once(spec):
     graph = case(spec).bf16
     made: dict = {}

@@ -15,6 +15,7 @@ from fxpar.torch_api import kernels
 from tests.captured import Captured, take, tokens
 from tests.precision.runs import arguments, casts, gradients, l2_error, run, together
 from tests.random_model import VOCAB, RandomModel
+from tests.repeat import examples
 
 
 @functools.cache
@@ -35,7 +36,7 @@ def check_one(seed: int, precision: Precision) -> None:
     assert all(cast.users and cast.args[0].target is not kernels.to_copy for cast in casts(graph))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 5), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(), ("embedding",), ("*",)]))
 def test_random_model(seed, norms, softmax, loss, globs):
     check_one(seed, Precision(torch.float32, fp32=globs, norms=norms, softmax=softmax, loss=loss))

@@ -23,6 +23,7 @@ from fxpar.recipes import attention
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR, FOR_STOCK_ON_CPU, DenseAttention, FxparAttention
 from fxpar.tracer.documents import document_ids_from_positions, packed
+from tests.repeat import examples
 
 
 def positions_of(rows: list[list[int]]) -> Tensor:
@@ -137,7 +138,7 @@ def test_dense_attention_reads_torchtitans_mask(rows, heads, kv_heads, mask_mod)
     torch.testing.assert_close(scaled, reference(q, k, v, visible(positions), 0.3), rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10))
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3))
 def test_both_agree_on_any_packing(rows):
     width = max(map(sum, rows))

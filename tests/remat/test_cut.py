@@ -14,6 +14,7 @@ from fxpar.graph import TensorMeta
 from fxpar.remat.cut import Cut, least_bytes, least_flops
 from fxpar.remat.forward import ForwardValues
 from fxpar.remat.storages import Storages, trace_storages
+from tests.repeat import examples
 
 aten = torch.ops.aten
 
@@ -73,7 +74,7 @@ def by_hand(small: Small, again: set[fx.Node], flops: dict[fx.Node, float]) -> t
     return sum(small.storages.nbytes[s] for s in saved - small.storages.borrowed), sum(flops[n] for n in done)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25))
 @given(forwards(), st.data())
 def test_least(small, data):
     allowed = frozenset(data.draw(st.lists(st.sampled_from(small.nodes), unique=True)))

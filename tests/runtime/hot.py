@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import fxpar
 from fxpar import losses
+from fxpar.graph import LogicalGraph
+from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
+from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import Compiled, compile_strategies
+from fxpar.strategy import Strategy
 
 # Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
 torch.compiler.list_backends()
 
+T = TypeVar("T")
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 1)
 STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}
 
 
 @functools.cache
-def _compiled(make: Callable[[], nn.Module], strategies: tuple) -> Compiled:
-    return compile_strategies(make(), dict(strategies), packed_lm_loss)
+def _captured(make: Callable[[], nn.Module]) -> LogicalGraph:
+    return compile_strategies(make(), {512: "dp1"}, packed_lm_loss).logical
+
+
+@functools.cache
+def _lowered(make: Callable[[], nn.Module], strategy: str) -> TrainGraph:
+    return lower(_captured(make), strategy, for_store=True)
+
+
+def compiled(make: Callable[[], nn.Module], strategies: Iterable[str] = tuple(STRATEGIES.values())) -> Compiled:
+    """What `compile_strategies` makes, captured once for a `make` and lowered once for each strategy."""
+    names = [str(Strategy.parse(text)) for text in strategies]
+    return Compiled(_captured(make), {name: _lowered(make, name) for name in names})
 
 
 def parallel(make: Callable[[], nn.Module], **options: Any) -> Any:
     """`parallelize(make(), ...)`; call `precompile` with the same arguments in the parent first to save time."""
     options = {"strategies": STRATEGIES, "merge": False, "monitor": False, **options}
-    compiled = _compiled(make, tuple(options["strategies"].items()))
-    return fxpar.parallelize(make(), compiled=compiled, loss=packed_lm_loss, **options)
+    if "compiled" not in options:
+        options["compiled"] = compiled(make, options["strategies"].values())
+    return fxpar.parallelize(make(), loss=packed_lm_loss, **options)
 
 
 def precompile(make: Callable[[], nn.Module] | None = None, strategies: dict[int, str] | None = None) -> None:
     """Compile in this process, so that forked ranks need not."""
-    _compiled(make or make_llama, tuple((strategies or STRATEGIES).items()))
+    compiled(make or make_llama, (strategies or STRATEGIES).values())
 
 
 def sequences(seed: int, lengths: Sequence[int] = LENGTHS, vocab: int = 131) -> list[Tensor]:
@@ -47,6 +65,11 @@ def sequences(seed: int, lengths: Sequence[int] = LENGTHS, vocab: int = 131) -> 
 
 def make_llama(dtype: torch.dtype = torch.float64, **options: str) -> nn.Module:
     return load("llama", dtype=dtype, seed=1, options=options).model
+
+
+def shallow() -> nn.Module:
+    """One layer, where another one would show nothing more."""
+    return make_llama(layers="1")
 
 
 def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
@@ -77,38 +100,84 @@ def one_device(
     return {"losses": found, "grads": grads, "params": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-def hot(
-    batches: Sequence[list[Tensor]],
-    make: Callable[[], nn.Module] = make_llama,
-    world: int = 4,
-    clip: float | None = 1.0,
-    optimizer: dict[str, Any] | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """The same with several strategies; results of rank 0, after all ranks were found to agree."""
-    precompile(make, options.get("strategies", STRATEGIES))
+@dataclass(frozen=True)
+class Case:
+    """Mini-batches, and how to train on them; `options` are those of `parallelize`."""
 
-    def work(rank: int) -> dict[str, Any]:
-        model = parallel(make, **options)
-        opt, found, reports = adamw(model, **(optimizer or {})), [], []
-        for batch in batches:
+    batches: Sequence[list[Tensor]]
+    options: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[], nn.Module] = make_llama
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        """Train on this rank."""
+        model = parallel(self.make, **self.options)
+        opt, found, reports = adamw(model, **self.optimizer), [], []
+        for batch in self.batches:
             report = model.train_step(batch)
             found.append(report.loss)
             reports.append(report)
             grads = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters() if p.grad is not None}
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
         params = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-        memory = model.memory
-        return {"losses": found, "grads": grads, "params": params, "reports": reports, "memory": memory}
+        return {"losses": found, "grads": grads, "params": params, "reports": reports, "memory": model.memory}
 
-    results = run_forked(world, work)
+    def one_device(self) -> dict[str, Any]:
+        """The truth."""
+        return one_device(self.make(), self.batches, **self.optimizer)
+
+
+@dataclass(frozen=True)
+class World:
+    """A forked world that the tests of a module share. It runs all cases, one after the other, when a test asks for the
+    results of one: ranks import and cache a lot the first time, which costs more than most cases.
+    """
+
+    ranks: int
+    prepare: Callable[[], None]
+    cases: dict[str, Callable[[int], Any]] = field(default_factory=dict)
+
+    def case(self, work: Callable[[int], T]) -> Callable[[], list[T]]:
+        """Let `work(rank)` be a case; what it becomes gives the results by rank."""
+        self.cases[work.__name__] = work
+        return lambda: [results[work.__name__] for results in self.results]
+
+    @functools.cached_property
+    def results(self) -> list[dict[str, Any]]:
+        """By rank and name."""
+        self.prepare()
+        return run_forked(self.ranks, self._run_all, timeout_s=900)
+
+    def _run_all(self, rank: int) -> dict[str, Any]:
+        return {name: named(name, functools.partial(work, rank)) for name, work in self.cases.items()}
+
+
+def hot(cases: Mapping[str, Case], world: int = 4) -> dict[str, dict[str, Any]]:
+    """All cases with several strategies, one after the other in one world: forked ranks import and cache a lot the
+    first time. Results of rank 0 by name, after all ranks were found to agree.
+    """
+    for case in cases.values():
+        precompile(case.make, case.options.get("strategies"))
+    results = run_forked(
+        world, lambda rank: {name: named(name, case.run) for name, case in cases.items()}, timeout_s=900
+    )
     for other in results[1:]:
-        assert other["losses"] == results[0]["losses"]
-        assert all(torch.equal(other["params"][name], value) for name, value in results[0]["params"].items())
+        for name, first in results[0].items():
+            assert other[name]["losses"] == first["losses"], name
+            params = other[name]["params"]
+            assert all(torch.equal(params[fqn], value) for fqn, value in first["params"].items()), name
     return results[0]
+
+
+def named(name: str, work: Callable[[], T]) -> T:
+    """Run a case; its errors say which one it was."""
+    try:
+        return work()
+    except BaseException as error:
+        error.add_note(f"in the case {name!r}")
+        raise
 
 
 def largest_error(have: dict[str, Tensor], want: dict[str, Tensor]) -> float:

@@ -9,11 +9,11 @@ from torch import nn
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
 from tests.runtime.hot import (
+    Case,
     hot,
     largest_error,
     loss_error,
     make_llama,
-    one_device,
     parallel,
     precompile,
     sequences,
@@ -41,51 +41,49 @@ def equal(have: dict, want: dict) -> None:
     assert largest_error(have["params"], want["params"]) <= 1e-9
 
 
-def test_steps_of_three_strategies_equal_one_device():
-    batches = [sequences(seed, LENGTHS) for seed in range(4)]
-    have = hot(batches, deep, strategies=LIMITED, token_budget=130)
-    micro_batches = {group.strategy: group.micro_batches for group in have["reports"][0].groups}
-    assert micro_batches == {"dp2.pp2": 2, "pp4": 5, "tp2.cp2": 2}
-    equal(have, one_device(deep(), batches))
-
-
+BATCHES = [sequences(seed) for seed in (3, 4)]
+TIED = [sequences(seed, (5, 60, 33, 130, 8, 12)) for seed in (3, 4)]
 OPTIONS = {
-    "chain": {"gradients": "chain"},
+    "chain, arena only": {"strategies": PIPELINES, "resident": [], "checked": True, "gradients": "chain"},
     "chain, zero": {"strategies": {16: "dp2.pp2+zero3", 64: "pp2.tp2+sp+zb_h1", 512: "cp4"}, "gradients": "chain"},
-    "arena only": {"resident": [], "checked": True},
     "interleaved": {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}},
     "other cuts": {"strategies": {64: "pp2.dp2+cut(layers.1)", 512: "pp2.dp2+gpipe+cut(layers.3)"}},
 }
+CASES = {
+    "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep),
+    **{name: Case(BATCHES, options, deep) for name, options in OPTIONS.items()},
+    # Few sequences and empty groups.
+    "one, then two": Case([sequences(11, (2,)), sequences(12, (9, 300))], {"strategies": PIPELINES}, deep),
+    # The head's term of the gradient is made on the last stage, under every strategy on other ranks.
+    "tied": Case(TIED[:1], {"strategies": PIPELINES}, tied),
+    "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
+}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_change_no_result(name):
-    batches = [sequences(seed) for seed in (3, 4)]
-    have = hot(batches, deep, **{"strategies": PIPELINES, **OPTIONS[name]})
-    equal(have, one_device(deep(), batches))
+@pytest.fixture(scope="module")
+def trained() -> dict[str, dict]:
+    return hot(CASES)
 
 
-@pytest.mark.parametrize("gradients", ["home", "chain"])
-def test_tied_embeddings(gradients):
-    """The head's term of the gradient is made on the last stage, under every strategy on other ranks."""
-    batches = [sequences(seed, (5, 60, 33, 130, 8, 12)) for seed in (3, 4)]
-    have = hot(batches, tied, strategies=PIPELINES, gradients=gradients)
-    equal(have, one_device(tied(), batches))
+@pytest.mark.parametrize("name", CASES)
+def test_trained_weights_are_those_of_one_device(trained, name):
+    case = CASES[name]
+    assert sum(group.sequences for group in trained[name]["reports"][0].groups) == len(case.batches[0])
+    equal(trained[name], case.one_device())
 
 
-@pytest.mark.parametrize("lengths", [(2,), (9, 300)], ids=str)
-def test_few_sequences_and_empty_groups(lengths):
-    batches = [sequences(11, lengths), sequences(12, (7, 70))]
-    have = hot(batches, deep, strategies=PIPELINES)
-    assert sum(group.sequences for group in have["reports"][0].groups) == len(lengths)
-    equal(have, one_device(deep(), batches))
+def test_steps_of_three_strategies_equal_one_device(trained):
+    have = trained["several micro-batches"]
+    micro_batches = {group.strategy: group.micro_batches for group in have["reports"][0].groups}
+    assert micro_batches == {"dp2.pp2": 2, "pp4": 5, "tp2.cp2": 2}
 
 
+@pytest.mark.nightly
 def test_eight_ranks():
-    batches = [sequences(6, LENGTHS)]
-    have = hot(batches, deep, world=8, strategies=EIGHT)
+    case = Case([sequences(6, LENGTHS)], {"strategies": EIGHT}, deep)
+    have = hot({"": case}, world=8)[""]
     assert {group.strategy for group in have["reports"][0].groups} == set(EIGHT.values())
-    equal(have, one_device(deep(), batches))
+    equal(have, case.one_device())
 
 
 class Normed(nn.Module):

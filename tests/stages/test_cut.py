@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fxpar.errors import NotAChainError, StageCountError, UnknownCutError
 from fxpar.stages import StagedGraph, cut_stages
+from tests.repeat import examples
 from tests.stages.models import Model, loaded, odd, random_model
 from tests.stages.running import pipeline, runners_of, same, whole
 
@@ -161,7 +162,7 @@ def test_cuts_between_other_modules():
     check(model, staged)
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(3))
 @given(seed=st.integers(0, 10_000), stages=st.integers(2, 4))
 @pytest.mark.filterwarnings("ignore::fxpar.errors.FxparWarning")  # some weights of random models do nothing
 def test_random_models(seed, stages):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.passes.share_weights import ALIGN_BYTES, share_weights
 from fxpar.strategy import Strategy
+from tests.repeat import examples
 from tests.store.programs import program, several_programs
 
 
@@ -32,7 +33,7 @@ def pieces(one, rank, whole):
     return {i.fqn: s.dist.take(whole[i.fqn], rank) for i, s in zip(one.inputs, one.stored_inputs, strict=True)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25))
 @given(several_programs(), st.integers(0, 3), st.data())
 def test_every_resident_layout_keeps_its_values_whatever_is_written(programs, rank, data):
     resident = data.draw(st.lists(st.sampled_from(list(programs)), unique=True))
@@ -50,7 +51,7 @@ def test_every_resident_layout_keeps_its_values_whatever_is_written(programs, ra
             assert torch.equal(storage.views[name][fqn].of(flat), piece), "a resident layout was overwritten"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25))
 @given(several_programs(), st.integers(0, 3))
 def test_sharing_never_takes_more_than_copies(programs, rank):
     storage = share_weights(programs, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from fxpar.annotate import annotate
 from fxpar.errors import LayoutError, NotYetError
+from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
@@ -21,9 +23,16 @@ from fxpar.tracer import capture
 from tests.captured import llama
 
 
-def shapes(spec: str = "llama", **options: object):
-    loaded = load(spec, options={k: str(v) for k, v in options.items()}, device="meta")
-    return model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, spec)
+@functools.cache
+def shapes(**options: object) -> ModelShapes:
+    loaded = load("llama", options={k: str(v) for k, v in options.items()}, device="meta")
+    return model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, "llama")
+
+
+@functools.cache
+def logical(layers: int) -> LogicalGraph:
+    loaded = load("llama", options={"layers": str(layers)}, device="meta")
+    return capture(loaded.model, loaded.loss_fn, loaded.example_batch)
 
 
 def stages(layout: ParamLayout, fqn: str) -> list[range]:
@@ -125,9 +134,9 @@ def test_unequal_layers_are_captured_in_full():
 
 
 def test_bad_requests():
-    model = shapes(layers=2)
-    with pytest.raises(LayoutError, match="llama has 2 layers for 4 pipeline stages"):
-        model.layout(Strategy.parse("pp4"))
+    model = shapes(layers=5)
+    with pytest.raises(LayoutError, match="llama has 5 layers for 6 pipeline stages"):
+        model.layout(Strategy.parse("pp6"))
     with pytest.raises(NotYetError, match="axis 'ep'"):
         model.layout(Strategy.parse("ep2"))
 
@@ -135,12 +144,11 @@ def test_bad_requests():
 @pytest.mark.parametrize("text", ["dp2.pp2.tp2", "pp4+zb_h1", "pp3+cut(layers.1|layers.4)", "pp2+interleaved_1f1b(2)"])
 def test_stages_as_the_lowered_graph_has_them(text):
     """The same blocks and placements; where lowering balances cost in another way, its cuts are named."""
-    loaded = load("llama", options={"layers": "6"}, device="meta")
     strategy = Strategy.parse(text)
-    program = lower(capture(loaded.model, loaded.loss_fn, loaded.example_batch), strategy, for_store=True)
+    program = lower(logical(5), strategy, for_store=True)
     assert isinstance(program, PipelineGraph)
     named = replace(strategy, pipeline=replace(strategy.pipeline, cuts=program.cuts))
-    analytic, stored = shapes(layers=6).layout(named), layout_of(program)
+    analytic, stored = shapes(layers=5).layout(named), layout_of(program)
     assert analytic.world == stored.world
     for fqn, param in stored.params.items():
         blocks = tuple(replace(b, dist=replace(b.dist, stage=None)) for b in analytic.params[fqn].blocks)

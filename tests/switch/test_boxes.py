@@ -12,9 +12,10 @@ from fxpar.mesh import Mesh
 from fxpar.switch import Block
 from fxpar.switch.boxes import pieces, refine
 from tests.placements import configs, held, meshes, shapes
+from tests.repeat import examples
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_slices_tile_and_ranks_hold_whole_ones(data):
     shape = data.draw(shapes)

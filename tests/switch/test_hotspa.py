@@ -11,6 +11,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
 from fxpar.mesh import Mesh
 from fxpar.switch import Block, SwitchPlan, plan_switch
+from tests.repeat import examples
 from tests.switch.moving import simple_layout, switches
 
 
@@ -34,7 +35,7 @@ def algorithm_1(plan: SwitchPlan) -> set[tuple[int, int, int, int]]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(40))
 @given(switch=switches())
 def test_decision_for_decision(switch):
     (source, *_), target, cluster = switch
@@ -44,7 +45,7 @@ def test_decision_for_decision(switch):
     assert set(made) == algorithm_1(plan)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(switch=switches())
 def test_no_assignment_undercuts_the_bound(switch):
     (source, *_), target, cluster = switch

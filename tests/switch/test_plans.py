@@ -14,6 +14,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.errors import ClusterError, LayoutError, NoOwnerError, PlannerError, SwitchPlanError
 from fxpar.switch import ParamLayout, plan_switch
 from fxpar.switch.planners import NAMES
+from tests.repeat import examples
 from tests.switch.moving import carry_out, simple_layout, state_of, switches, whole_tensors
 
 FOUR_BY_TWO = ClusterSpec(4, 2, 200, 25, 10)
@@ -27,7 +28,7 @@ def covered(sources: list[ParamLayout]) -> bool:
 
 
 @pytest.mark.parametrize("planner", NAMES)
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_carried_out_on_real_tensors(planner, data):
     sources, target, cluster = data.draw(switches(extra=data.draw(st.booleans())))
@@ -43,7 +44,7 @@ def test_carried_out_on_real_tensors(planner, data):
     assert plan.intra_node_bytes == sum(m.nbytes for m in plan.moves() if node(m.src) == node(m.dst))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(switch=switches())
 def test_relays_never_cross_more(switch):
     """Between nodes relay sends each slice once per node that lacks it; an assignment cannot do with less."""
@@ -61,7 +62,7 @@ def test_relays_never_cross_more(switch):
 HOW = st.sampled_from(("drop", "twice", "source", "early", "bytes", "rank", "slice"))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(switch=switches(), how=HOW, where=st.integers(0, 999))
 def test_broken_plans_are_caught(switch, how, where):
     sources, target, cluster = switch

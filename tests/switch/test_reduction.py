@@ -18,6 +18,7 @@ from fxpar.mesh import Mesh
 from fxpar.switch import Block, ParamLayout, PlacedParam
 from fxpar.switch.reduction import GradientPlacement, ReductionPlan, plan_reduction
 from tests.placements import meshes, nestings
+from tests.repeat import examples
 from tests.switch.moving import SHAPES, blocks_of
 
 Placements = dict[str, tuple[GradientPlacement, ...]]
@@ -84,7 +85,7 @@ def carry_out(plan: ReductionPlan, sources: Placements) -> None:
                 assert torch.equal(torch.as_tensor(summed), total[index])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(reductions())
 def test_random_plans_are_dense_sums(case):
     sources, target, cluster = case
@@ -95,7 +96,7 @@ def test_random_plans_are_dense_sums(case):
     assert plan.fingerprint == plan_reduction(sources, target, cluster).fingerprint
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(reductions(), st.data())
 def test_broken_plans_are_found(case, data):
     plan = plan_reduction(*case)

@@ -11,7 +11,7 @@ from fxpar.errors import RankError
 
 from .runs import SWITCHING, recipe, train
 
-pytestmark = [pytest.mark.titan, pytest.mark.xdist_group("titan")]
+pytestmark = pytest.mark.titan
 STOCK = (1, None)
 LEGS = [STOCK, (2, SWITCHING), (4, {160: "dp2.tp2+zero1", 512: "pp2.cp2"}), STOCK, (1, {512: "dp1"})]
 """(ranks, strategies) of two steps each."""

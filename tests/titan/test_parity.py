@@ -6,7 +6,7 @@ import pytest
 
 from .runs import SWITCHING, Run, recipe, train
 
-pytestmark = [pytest.mark.titan, pytest.mark.xdist_group("titan")]
+pytestmark = pytest.mark.titan
 
 STRATEGIES = {
     "dp2": {512: "dp2"},

@@ -19,7 +19,7 @@ from fxpar.recipes.stock import stock
 
 from .runs import SWITCHING, recipe, train
 
-pytestmark = [pytest.mark.titan, pytest.mark.xdist_group("titan-runs")]
+pytestmark = pytest.mark.titan
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -10,6 +10,7 @@ import torch
 
 from fxpar import errors, losses
 from fxpar.tracer import capture
+from tests.repeat import thinned
 from tests.tracer.helpers import check, difference, eager, ops, run
 
 transformers = pytest.importorskip("transformers")
@@ -67,7 +68,7 @@ def attention_nodes(graph):
     return graph.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.attention.default)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", thinned(TYPES, ["llama", "mistral", "gemma2", "gpt2", "opt", "falcon", "bloom"]))
 def test_numbers_of_eager_runs(name):
     layers = 2 if name == "gemma2" else 1
     model = build(name, layers)
@@ -98,7 +99,9 @@ def alone(model, batch):
     return sum(losses.causal_lm(model, part) for part in parts)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "opt", "falcon"])
+@pytest.mark.parametrize(
+    "name", thinned(["llama", "mistral", "gemma2", "gpt2", "opt", "falcon"], ["gemma2", "opt", "falcon"])
+)
 def test_packed_documents_equal_documents_alone(name):
     batches = [tokens(16, [9, 4, 3], B=1), tokens(24, [2, 22], B=1)]
     layers = 2 if name == "gemma2" else 1

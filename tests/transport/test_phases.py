@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fxpar.switch import plan_switch
 from fxpar.transport.messages import messages
 from fxpar.transport.phases import cut_phases, part_of
+from tests.repeat import examples
 from tests.switch.moving import switches
 
 
@@ -28,7 +29,7 @@ def load(problem, table, phase) -> np.ndarray:
     return total
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20))
 @given(switches(), st.sampled_from((1, 64, 300, 1000, 1 << 20)), st.sampled_from(("hotspa", "relay")))
 def test_phases_are_complete_and_bounded(case, staging_bytes, planner):
     sources, target, cluster = case
@@ -59,7 +60,7 @@ def rows_of(phase) -> np.ndarray:
     return np.stack([phase.rows, np.full(count, phase.part), np.full(count, phase.parts)], 1)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20))
 @given(switches(), st.sampled_from((64, 1000, 1 << 20)))
 def test_what_is_sent_on_has_arrived(case, staging_bytes):
     """Each hop comes after the one before, and not right behind it if there are other buckets."""
@@ -75,7 +76,7 @@ def test_what_is_sent_on_has_arrived(case, staging_bytes):
                 assert place[bucket + 1, 0] < place[bucket, 1]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(switches(), st.sampled_from((200, 1 << 20)), st.sampled_from((None, 1, 32)), st.data())
 def test_both_ends_agree_on_every_message(case, staging_bytes, alone_bytes, data):
     sources, target, cluster = case

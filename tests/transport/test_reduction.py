@@ -20,6 +20,7 @@ from fxpar.switch.reduction import GradientPlacement, plan_reduction
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import Holding, Reduction
 from tests.placements import nestings
+from tests.repeat import examples
 from tests.transport.cases import DEGREES, SHAPES, WORLD, blocks_of, drawn, local_tensors
 
 
@@ -80,7 +81,7 @@ def term_tensors(case: Sum, seed: int) -> tuple[list[dict[str, Tensor]], dict[st
 
 def test_random_reductions_are_dense_sums():
     planned = []
-    for number, case in enumerate(drawn(sums(), 120)):
+    for number, case in enumerate(drawn(sums(), examples(30))):
         plan = plan_reduction(case.sources, case.target, case.cluster)
         plan.verify()
         planned.append((case, plan, term_tensors(case, number), term_tensors(case, number + 1000)))

@@ -10,6 +10,7 @@ from fxpar.switch import plan_switch
 from fxpar.switch.planners import PLANNERS
 from fxpar.transport import Holding, SubGroups, Switch
 from fxpar.transport.holding import local_runs
+from tests.repeat import examples
 from tests.transport.cases import WORLD, Case, cases, drawn, local_tensors, whole_tensors
 
 EXECUTIONS = ("auto", "p2p", "a2a")
@@ -41,9 +42,9 @@ def assert_equal(found: dict, expected: dict, note: object = "") -> None:
 
 
 def test_random_switches_move_bit_exactly():
-    examples = drawn(cases(), 150)
+    chosen = drawn(cases(), examples(40))
     planned = []
-    for number, case in enumerate(examples):
+    for number, case in enumerate(chosen):
         planner = ("auto", *PLANNERS)[number % 5]
         plan = plan_switch(case.sources[0], case.target, case.cluster, planner, case.sources[1:])
         plan.verify()
@@ -84,11 +85,11 @@ def test_random_switches_move_bit_exactly():
 
 
 def test_there_and_back():
-    examples = drawn(cases(holders=False, dtypes=(torch.float32,)), 40)
+    chosen = drawn(cases(holders=False, dtypes=(torch.float32,)), examples(12))
 
     def work(rank: int) -> None:
         dist.barrier()
-        for case in examples:
+        for case in chosen:
             there = plan_switch(case.sources[0], case.target, case.cluster)
             back = plan_switch(case.target, case.sources[0], case.cluster)
             source, target, _ = holdings(case, rank)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.viz.modules import SHORT_RUN, Item, Module, draw, module_tree, run_as_module
+from tests.repeat import examples
 
 
 def outline(module: Module) -> list:
@@ -73,7 +74,7 @@ def programs(draw_):
     return fqns, reads
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(programs())
 def test_every_drawing_is_whole(program):
     fqns, reads = program

@@ -12,6 +12,7 @@ from fxpar.switch import plan_switch
 from fxpar.viz import transfers
 from fxpar.viz.mesh import parameter_kinds
 from fxpar.viz.transfers import switch_json
+from tests.repeat import examples
 from tests.switch.moving import switches
 
 
@@ -27,7 +28,7 @@ def node_sums(plan, ranks):
     return sums
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(6))
 @given(switch=switches())
 def test_matrices_add_up_to_the_plan(switch):
     (source, *_), target, cluster = switch
@@ -53,7 +54,7 @@ def test_matrices_add_up_to_the_plan(switch):
     assert (found["chosen"], found["from"], found["to"]) == (plan.chosen, "home", target.name)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(6))
 @given(switch=switches())
 def test_a_rank_has_or_gets_each_slice_once(switch):
     (source, *_), target, cluster = switch
