@@ -26,7 +26,7 @@ LAYER_TABLE: dict[int, str] = {
     "graph_diff",
     3: "torch_api rules ops pass_registry losses data",
     4: "verify tracer annotate cost eager widen padding_hazard tp_plan batching monitor schedule stages remat "
-    "precision graph_codec graph_file",
+    "precision graph_codec graph_file graph_vocabulary graph_structure",
     5: "passes",
     6: "ladder lowering pipeline compile search",
     7: "store switch transport memory",
