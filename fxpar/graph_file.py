@@ -24,6 +24,7 @@ from fxpar.errors import GraphFileError, GraphFormatError, OutputError
 from fxpar.exec_graph import ExecGraph
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.graph_codec import Decoder, Encoder
+from fxpar.graph_structure import fits
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.version import __version__
 
@@ -70,7 +71,11 @@ def load_graph(path: str | Path) -> SavedGraph:
 def load_origin(path: str | Path) -> Origin | None:
     """What the graph of a file can be checked against, if the file has it. Raises GraphFileError."""
     found = _decoded(path, _read(path), "origin")
-    return None if found is None else Origin(*found)
+    if found is None:
+        return None
+    if not fits(found, tuple[LogicalGraph | None, tuple[dict[str, torch.Tensor], ...]]):
+        raise GraphFileError(path, "what it can be checked against is no graph with batches", _MAKE)
+    return Origin(*found)
 
 
 def save_value(path: str | Path, value: Any, about: Mapping[str, Any], origin: Any = None) -> None:
@@ -173,15 +178,15 @@ def _decoded(path: str | Path, archive: Archive, name: str) -> Any:
         return Decoder(data["pool"], _tensors(data["tensors"], contents[f"{name}.bin"])).decode(data["root"])
     except GraphFormatError as error:
         do = f"It was written with torch {_word(header.get('torch'))}; import what defines its ops, or dump it again"
-        raise GraphFileError(path, str(error), do) from error
+        raise GraphFileError(path, _word(error, 400), do) from error
     except Exception as error:  # the file is anybody's, and what it is made of meets half of torch and sympy
-        raise GraphFileError(path, f"it cannot be understood ({type(error).__name__}: {error})"[:300], _MAKE) from error
+        why = f"it cannot be understood ({type(error).__name__}: {_word(error, 200)})"
+        raise GraphFileError(path, why, _MAKE) from error
 
 
-def _word(value: Any) -> str:
-    """What a header says, in a message."""
-    text = str(value)[:40]
-    return text if text.isprintable() else repr(text)
+def _word(value: Any, most: int = 40) -> str:
+    """What a file says, in a message: on one line, and without what a terminal would take for orders."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value)[:most])
 
 
 def _digest(contents: Mapping[str, bytes]) -> str:
