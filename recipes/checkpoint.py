@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from fxpar.checkpoint.agree import agreed, group_of, rank_in
 from fxpar.checkpoint.metadata import SafePlanner, SafeReader
-from fxpar.errors import CheckpointError, CheckpointModelError
+from fxpar.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    CheckpointModelError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+)
+from fxpar.lock import release, take
 from fxpar.recipes.torchtitan_api import MODEL, CheckpointManager
 
 
 class FxparCheckpointManager(CheckpointManager):
-    """Saves and loads what torchtitan does, under its names: parameters are DTensors, resharded by DCP."""
+    """Saves and loads what torchtitan does, under its names: parameters are DTensors, resharded by DCP.
+
+    The process of rank 0 locks the folder from its first step on, until `close`: saves in the background count.
+    """
+
+    locked = False
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -45,9 +60,52 @@ class FxparCheckpointManager(CheckpointManager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
+        if _is_remote(checkpoint_id):
+            why = (
+                "is not on a file system of this machine, where its metadata, a pickle, could be checked. Copy it here"
+            )
+            raise CorruptCheckpointError(checkpoint_id, why)
         dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=SafePlanner())
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Raises CheckpointInUseError, on every rank, where another run saves to the folder."""
+        if self.enable and not self.locked:
+            self._lock()
+        return super().save(curr_step, last_step)
+
+    def close(self) -> None:
+        super().close()
+        if self.locked and not (dist.is_initialized() and dist.get_rank()):
+            release(Path(self.folder))
+
+    def _lock(self) -> None:
+        self.locked = not (self.load_only or _is_remote(self.folder))
+        if not self.locked:
+            return
+
+        def claim() -> None:
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            other = take(Path(self.folder), "trains with torchtitan")
+            if other is not None:
+                why = f"{other} saves to this folder; wait until that has ended, or set checkpoint.folder"
+                raise CheckpointInUseError(self.folder, why)
+
+        group = group_of(None)
+        agreed(group, claim if rank_in(group)[0] == 0 else lambda: None, _Wrap(self.folder))
+
+
+@dataclass(frozen=True)
+class _Wrap:
+    folder: str
+
+    def __call__(self, error: Exception) -> CheckpointWriteError:
+        return CheckpointWriteError(self.folder, f"cannot be locked: {type(error).__name__}: {error}")
+
+
+def _is_remote(folder: str) -> bool:
+    return "://" in folder
 
 
 def _first_reason(error: CheckpointException) -> str:

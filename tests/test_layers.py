@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module imports from its own layer and lower ones. "__init__" is what `import fxpar` offers.
 LAYER_TABLE: dict[int, str] = {
-    0: "errors mesh version",
+    0: "errors lock mesh version",
     1: "dist_config strategy cluster",
     2: "graph collectives markers serialize exec_graph pass_base graph_module printer printer_tables pipeline_graph "
     "graph_diff",

@@ -12,7 +12,7 @@ from typing import Any
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _HARMFUL = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "urllib.", "ftplib.", "http.", "webbrowser.", "pty.")
-_HARMLESS = {"os.listdir", "os.scandir", "ctypes.dlsym", "ctypes.dlsym/handle"}
+_HARMLESS = {"os.listdir", "os.scandir", "os.utime", "ctypes.dlsym", "ctypes.dlsym/handle"}
 _KNOWN = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fxpar", "rich", "opt_einsum", "triton"}
 _CALLED = re.compile(
     r"torch\.ops\.(aten|fxpar|_c10d_functional)\.\w+\.\w+|(fxpar_(ops_layout|markers|collectives)|torch|math)_\w+|device"
@@ -46,11 +46,18 @@ def _note(seen: list[str], event: str, args: tuple[Any, ...]) -> None:
             seen.append(f"imported {args[0]}")
     elif event == "compile":
         source, name = args
-        of_module = isinstance(name, str) and name.startswith("/") and os.path.isfile(name)
-        if source is not None and not of_module and not is_generated(source):
-            seen.append(f"compiled {source!r} of {name!r}")
+        if source is not None and name != "<unknown>" and not _is_file(name) and not is_generated(source):
+            seen.append(f"compiled {source!r} of {name!r}")  # <unknown> is only parsed, by tracebacks
+    elif event == "exec":
+        name = getattr(args[0], "co_filename", "")
+        if not _is_file(name) and not name.startswith(("<eval_with_key>", "<frozen ")):
+            seen.append(f"ran {args[0]!r}")
     elif event.startswith(_HARMFUL) and event not in _HARMLESS:
         seen.append(f"{event} {args!r}")
+
+
+def _is_file(name: Any) -> bool:
+    return isinstance(name, str | bytes) and os.path.isabs(name) and os.path.isfile(name)
 
 
 def is_generated(source: str | bytes) -> bool:

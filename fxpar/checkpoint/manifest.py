@@ -82,7 +82,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _plain_name(name: str) -> str:
     """The name of a file of the checkpoint's own folder. Raises ValueError."""
-    if Path(name).name != name or "\\" in name:
+    if name in (".", "..") or Path(name).name != name or "\\" in name:
         raise ValueError(f"{name!r:.60} is no file of a checkpoint")
     return name
 

@@ -110,11 +110,14 @@ class _Unpickler(pickle.Unpickler):
 class _Record:
     """What a pickle says of one object: arguments of its class, and its state."""
 
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
     def __init__(self, *args: Any) -> None:
-        self.args, self.state = args, None
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        self.args, self.state = (), state
+        self.state = state
 
 
 def _stand_in(module: str, name: str) -> Any:
