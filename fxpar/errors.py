@@ -714,6 +714,20 @@ class RunFolderError(FxparError):
         super().__init__(f"folder {folder!r} {why}")
 
 
+class RunInUseError(FxparError):
+    """Another run works in the same folder; its checkpoints and metrics would be written over."""
+
+    def __init__(self, folder: str, holder: str) -> None:
+        self.folder, self.holder = folder, holder
+        super().__init__(
+            f"{folder} is in use by {holder}. Wait until that run has ended, end it, or set run.folder (and "
+            "checkpoint.folder) to another folder. The lock of a run that was killed does not count"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (self.folder, self.holder)
+
+
 class ResumeError(FxparError):
     """There is nothing to resume from, or it does not fit."""
 
@@ -958,6 +972,10 @@ class CheckpointError(FxparError):
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """Another process, or another thread of this one, saves its checkpoints to the same folder."""
 
 
 class CorruptCheckpointError(CheckpointError):

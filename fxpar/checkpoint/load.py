@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from fxpar.checkpoint.agree import agreed, group_of, rank_in
-from fxpar.checkpoint.manifest import check_files, read_manifest
+from fxpar.checkpoint.manifest import advice, check_files, read_manifest
+from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.checkpoint.plain import decode
 from fxpar.checkpoint.save import PLAIN, without_group_warning
 from fxpar.checkpoint.state import IMPLEMENTATION_FLAGS, ModelState, model_state, parameter_names
@@ -44,7 +45,6 @@ def load_checkpoint(
     rank, world = rank_in(group)
     wrap = _Wrap(path)
     agreed(group, lambda: check_files(path, read_manifest(path), rank, world), wrap)
-    # Only now: the metadata is a pickle.
     found: list[_Job] = []
     agreed(group, lambda: found.append(_plan(path, model, optimizer)), wrap)
     job = found[0]
@@ -75,7 +75,10 @@ class _Wrap:
 
 
 def _plan(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Job:
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = read_metadata(path)
+    uncounted = {info.relative_path for info in metadata.storage_data.values()} - read_manifest(path).files.keys()
+    if uncounted:
+        raise CorruptCheckpointError(path, f"{min(uncounted)} is not in its manifest. {advice(path)}")
     plain = json.loads((path / PLAIN).read_text(encoding="utf-8"))
     state = model_state(model)
     values, extra = decode(plain["model"]), decode(plain["extra"])
@@ -183,8 +186,8 @@ def _device(tensor: torch.Tensor) -> torch.device:
 def _read(path: Path, job: _Job, group: dist.ProcessGroup | None) -> None:
     try:
         with without_group_warning(group):
-            reader = dcp.FileSystemReader(path)
-            dcp.load(job.targets, storage_reader=reader, process_group=group, no_dist=group is None)
+            words = {"storage_reader": SafeReader(path), "planner": SafePlanner()}
+            dcp.load(job.targets, process_group=group, no_dist=group is None, **words)
     except dcp.CheckpointException as failure:
         rank, (error, _) = min(failure.failures.items())
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -17,14 +17,21 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from fxpar.errors import DeviceCountError, FxparWarning, OutputError, StrategyWorldsError, VizDependencyError
+from fxpar.errors import (
+    DeviceCountError,
+    FxparWarning,
+    OutputError,
+    RunInUseError,
+    StrategyWorldsError,
+    VizDependencyError,
+)
 from fxpar.monitor import Monitor
 from fxpar.strategy import Strategy
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps
 from fxpar.train.metrics import EventsFile, MetricsFile, finite
-from fxpar.train.preflight import preflight
+from fxpar.train.preflight import lock_folders, preflight, unlock_folders
 from fxpar.train.records import StepRecord, Totals
 from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
@@ -100,6 +107,7 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
     try:
+        _claim(config, rank)
         with Monitor.of_world(timeout_s=config.run.timeout_s) as monitor:
             console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
             place = Place(rank, world, local_rank, device, console, monitor, stop)
@@ -108,7 +116,22 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
             dist.barrier()  # no rank leaves while another still writes
         return outcome
     finally:
+        if rank == 0:
+            unlock_folders(config)
         dist.destroy_process_group()
+
+
+def _claim(config: TrainConfig, rank: int) -> None:
+    """Rank 0 locks the folders of the run. Raises RunInUseError, on every rank, if another run has them."""
+    refusal: list[RunInUseError | None] = [None]
+    if rank == 0:
+        try:
+            lock_folders(config)
+        except RunInUseError as error:
+            refusal = [error]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise refusal[0]
 
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
