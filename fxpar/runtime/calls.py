@@ -121,7 +121,7 @@ class PlainCalls:
     def _take_home(self, ready: _Ready, grads: Mapping[str, Tensor]) -> None:
         """Add the mean over replicas to `.grad`."""
         assert ready.reduction is not None
-        self.switching.store.attach_gradients()
+        self.switching.store.attach_gradients(grads.keys())
         replicas = ready.runner.program.strategy.degree("dp")
         mean = {fqn: grad / replicas for fqn, grad in grads.items()} if replicas > 1 else grads
         ready.reduction.run(mean, accumulate=True)
@@ -148,7 +148,7 @@ class PlainCalls:
             home = ParamLayout("home", store.home.world, {fqn: store.home.params[fqn] for fqn in placements})
             plan = plan_reduction(placements, home, self.cluster, name=f"plain {self.strategy}")
             plan.verify()
-            target = {fqn: store.home_grads[fqn] for fqn in placements}
+            target = store.home_gradients(placements)
             reduction = Reduction(plan, store.rank, Holding(home, target), **options.shared())
         return _Ready(runner, weights, switch, reduction)
 
