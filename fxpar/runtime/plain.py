@@ -113,9 +113,10 @@ class PlainRunner:
 
         `params` are local tensors as `program.stored_inputs` says, `buffers` whole ones. Returns what the model
         returns. When a backward reaches it, `on_gradients` gets the local gradients by FQN, which lie as
-        `program.stored_outputs` says, of all parameters that the loss depends on; `on_buffers` gets new values of buffers right away, if there are any. `weights()`
-        identifies the values of the weights (a count of updates); a backward checks that it is as in its forward.
-        `roots` are tensors by parameter FQN whose gradients autograd gets as well, for programs lowered with `whole`.
+        `program.stored_outputs` says, of all parameters that the loss depends on; `on_buffers` gets new values of
+        buffers right away, if there are any. `weights()` identifies the values of the weights (a count of updates); a
+        backward checks that it is as in its forward. `roots` are tensors by parameter FQN whose gradients autograd gets
+        as well, for programs lowered with `whole`.
 
         Raises CallMismatchError, PadError; in the backward StaleWeightsError, SecondDerivativeError.
         """
