@@ -669,6 +669,17 @@ class PackingError(FxparError):
         )
 
 
+class TokenIdError(FxparError):
+    """A token id, label or other index of a sequence has no row in the table that it indexes."""
+
+    def __init__(self, index: int, position: int, key: str, value: int, rows: int, table: str) -> None:
+        super().__init__(
+            f"sequence {index} of the mini-batch, position {position}: {key!r} is {value}, but {table} has {rows:,} "
+            f"rows (0 to {rows - 1}). Give ids that the model was made for (those of its own tokenizer), or a model "
+            "with more rows"
+        )
+
+
 class UnmarkedDocumentsError(FxparError):
     """Several sequences in a row for a graph that could not tell them apart."""
 

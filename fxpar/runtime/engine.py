@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
 from fxpar.batching.collate import check_sequences, collate, valid_tokens
+from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import FxparError, ModelLengthError, NanLossError, TransferError
 from fxpar.monitor import looks_like_peer_loss
@@ -81,12 +82,14 @@ class Engine:
     world_group: Any = None
     scaler: LossScaler | None = None
     recorder: Recorder | None = None
+    id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
     steps: int = 0
     _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
         """What `step` would run (`packed`: instead of what the options say). Raises the errors of `fxpar.batching`."""
         lengths = check_sequences(sequences)
+        check_ids(sequences, self.id_limits)
         options = self.options
         packed = options.packed if packed is None else packed
         least, most = options.lengths

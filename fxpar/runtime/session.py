@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
+from fxpar.batching.ids import id_limits
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import OrderError, ParallelizeError, nearest, warn
@@ -168,6 +169,7 @@ def open_session(
         recorder=Recorder(device) if options.record else None,
         watcher=_watcher(options, world),
         world_group=world_group,
+        id_limits=id_limits(compiled.logical),
     )
     captured = {info.fqn: info.meta.dtype for info in compiled.logical.params()}
     calls = PlainCalls(

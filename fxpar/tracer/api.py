@@ -65,5 +65,5 @@ def _capture(
     )
     raw = step.trace()
     if raw.unused:
-        warn(f"the loss does not depend on {', '.join(raw.unused)}; the gradients are zeros")
+        warn(f"the loss does not depend on {', '.join(raw.unused)}: no gradient, as in autograd")
     return LogicalGraph(**canonical_graph(raw, world, dims, started), name=name)
