@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from torch import Tensor
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
 from fxpar.batching.collate import check_sequences, collate, valid_tokens
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import FxparError, NanLossError, TransferError
-from fxpar.monitor import looks_like_peer_loss
+from fxpar.errors import FxparError, NanLossError
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.deterministic import deterministic_kernels
@@ -39,7 +38,6 @@ from fxpar.runtime.spans import NO_SPANS, GroupRun, Recorder, Spans, StepTrace
 from fxpar.runtime.switching import Switching
 
 Sequence_ = Tensor | Mapping[str, Tensor]
-T = TypeVar("T")
 
 
 class Watcher(Protocol):
@@ -47,7 +45,7 @@ class Watcher(Protocol):
 
     def phase(self, text: str) -> AbstractContextManager[object]: ...
 
-    def explain(self, error: Exception) -> Exception: ...
+    def explained(self, phase: str = "") -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True)
@@ -111,17 +109,12 @@ class Engine:
         that is gone.
         """
         with deterministic_kernels(self.options.deterministic):
-            return self.watched(lambda: self._step(sequences, buffers))
+            with self.watched(f"step {self.steps + 1}"):
+                return self._step(sequences, buffers)
 
-    def watched(self, work: Callable[[], T]) -> T:
-        """`work()`; what fails because a rank is gone raises PeerLostError, which names it."""
-        try:
-            return work()
-        except Exception as error:
-            lost = isinstance(error, TransferError) or looks_like_peer_loss(error)
-            if self.watcher is None or not lost:
-                raise
-            raise self.watcher.explain(error) from error
+    def watched(self, phase: str) -> AbstractContextManager[object]:
+        """In the block, what fails because a rank is gone raises PeerLostError, which names it and this phase."""
+        return nullcontext() if self.watcher is None else self.watcher.explained(phase)
 
     def _step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
         begun = time.perf_counter()
