@@ -872,7 +872,9 @@ class PeerLostError(FxparError):
         names = ", ".join(map(str, ranks))
         log = f"Look at the log of rank{'s' if len(ranks) > 1 else ''} {names}" if ranks else "Look at all logs"
         on = f" on {node}" if node else ""
-        super().__init__(f"{what}. Rank {rank}{on} noticed it in phase {phase!r} by {error}. {log}, then {self.advice}.")
+        super().__init__(
+            f"{what}. Rank {rank}{on} noticed it in phase {phase!r} by {error}. {log}, then {self.advice}."
+        )
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), self.details
@@ -884,7 +886,9 @@ class ConnectionLostError(PeerLostError):
     `ranks` are the two ends, as far as they are known.
     """
 
-    advice = "have the network between these nodes looked at, and start the job again: it goes on from the last checkpoint"
+    advice = (
+        "have the network between these nodes looked at, and start the job again: it goes on from the last checkpoint"
+    )
 
 
 class GradientNormError(FxparError):

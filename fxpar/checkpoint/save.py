@@ -46,8 +46,8 @@ def save_checkpoint(
     `.tmp-` in its name, which the next save removes.
 
     Raises, the same on all ranks: CheckpointValueError for what cannot be stored, CheckpointWriteError for a full disk,
-    a missing permission, or a folder that not all ranks see; the checkpoints before are then untouched. PeerLostError if
-    a rank is gone (it is named if the model has a monitor).
+    a missing permission, or a folder that not all ranks see; the checkpoints before are then untouched.
+    PeerLostError if a rank is gone; the model's monitor names it.
     """
     group, folder = group_of(process_group), Path(folder)
     rank, _ = rank_in(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -38,7 +37,8 @@ class Pace:
 
 
 class Link(threading.Thread):
-    """Writes this rank's beat once per interval, looks whether a verdict is out, and reads the judge's beat.
+    """Writes this rank's beat once per interval, looks whether a verdict is out, and reads the beats of the
+    judge and of the ranks of this host.
 
     While `hurried` rounds come twice as fast and read the beats of all ranks, as those of the judge always do. A process
     of this host that ends starts a round at once. `wait_round` lets the training thread wait for a round, with a limit. When the store fails
@@ -52,6 +52,7 @@ class Link(threading.Thread):
         self._neighbours = Neighbours()
         self._beside, self._known_beside = f"host/{host}", 0
         self._own_place = f"{rank} {pid}"
+        self._read_always = {JUDGE}
         self._to_publish: Verdict | None = None
         self._closing = False
         self._to_try: dict[int, str] = {}
@@ -121,7 +122,7 @@ class Link(threading.Thread):
             self.settle(self._to_publish)
         if self.verdict is None and self._store.check(["verdict"]):
             self.verdict = Verdict.from_text(self._store.get("verdict"))
-        self._read(range(self._world) if self.hurried or self._rank == JUDGE else [JUDGE])
+        self._read(range(self._world) if self.hurried or self._rank == JUDGE else sorted(self._read_always))
 
     def settle(self, offered: Verdict) -> Verdict:
         """Publish a verdict; the one that holds, which another rank may have published before."""
@@ -142,6 +143,7 @@ class Link(threading.Thread):
             rank, pid = map(int, self._store.get(key).split())
             if rank != self._rank:
                 self._neighbours.add(rank, pid)
+                self._read_always.add(rank)
 
     def _read(self, ranks: range | list[int]) -> None:
         keys = [f"beat/{rank}" for rank in ranks if rank != self._rank]

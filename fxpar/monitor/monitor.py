@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from multiprocessing import util
 from types import TracebackType
 from typing import Any
@@ -17,17 +18,16 @@ import torch.distributed as dist
 
 from fxpar.errors import ConnectionLostError, PeerLostError
 from fxpar.monitor.beat import DONE, ENDED, EXPLAIN, FAILED, LEFT, RUN, Beat
-from fxpar.monitor.door import Door, address_towards, try_doors
+from fxpar.monitor.door import Door, address_towards
 from fxpar.monitor.link import JUDGE, Link, Pace
-from fxpar.monitor.process import host_identity, node_of, process_state, where_is
-from fxpar.monitor.signs import is_timeout, looks_like_peer_loss
+from fxpar.monitor.process import host_identity, node_of, where_is
+from fxpar.monitor.search import SETTLE_S, Search, how_lost, unborn_host
+from fxpar.monitor.signs import is_timeout, looks_like_peer_loss, one_line
 from fxpar.monitor.standing import Standing, message_of, print_and_exit
-from fxpar.monitor.verdict import LINKS, Silence, Verdict, Watch, describe, first_gone
+from fxpar.monitor.verdict import LINKS, Silence, Verdict, describe
 
 # A heartbeat thread of a busy machine may miss a beat or two; that many intervals without one mean that it is gone.
 PATIENCE_INTERVALS = 4
-# The end of a process is seen a little later than that of its connections.
-_SETTLE_S = 0.1
 
 
 class Monitor:
@@ -71,10 +71,12 @@ class Monitor:
         self._end = end or print_and_exit
         self._store = store
         self._link: Link | None = None
+        self._search: Search | None = None
         self._door: Door | None = None
         self._phase, self._progress, self._status = "start", 0, RUN
         self._thread_id, self._own_host, self._pid = 0, "", 0
         self._zero_s, self._in_step, self._timed_out = 0.0, False, False
+        self._inside, self._lost_s = 0, 0.0
         self._silence = Silence(timeout_s, 2 * interval_s)
         self._standing = Standing(2 * interval_s)
 
@@ -96,15 +98,20 @@ class Monitor:
         self._zero_s = time.monotonic()
         connection: Any = self._store  # the stubs lack clone()
         try:
+            # The connection that is there tells of a dead host at once, whereas a new one is tried again and again.
+            connection.set(f"fxpar-monitor/{self.rank}", "")
+            connection.wait([f"fxpar-monitor/{self.rank}"], timedelta(seconds=self.timeout_s))
             store = dist.PrefixStore("fxpar-monitor", connection.clone())
             # The verdict of an earlier monitor on the same store must not count: each start has keys of its own.
             store = dist.PrefixStore(str(store.add(f"starts/{self.rank}", 1)), store)
         except dist.DistError as error:
-            raise self._lost(self._host_verdict({}, {}, _how_lost(error)), "start of the monitor", error) from error
+            raise self._lost(unborn_host(self.host, how_lost(error)), "start of the monitor", error) from error
         self._door = Door(address_towards(connection))
         pace = Pace(self.interval_s, self.timeout_s, self.patience_s / 4)
-        self._link = Link(self.rank, self.world, self._own_host, self._pid, store, pace, self)
-        self._link.start()
+        self._link = link = Link(self.rank, self.world, self._own_host, self._pid, store, pace, self)
+        who, waits = (self.rank, self.world, self.host, self._own_host), (self.interval_s, self.patience_s)
+        self._search = Search(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
+        link.start()
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
@@ -122,14 +129,14 @@ class Monitor:
             self._status = DONE
         else:
             self._status = FAILED
-            who = f"rank {self.rank} on {node_of(self._own_host)} (in phase {self._phase!r})"
+            who = f"rank {self.rank} (in phase {self._phase!r} on {node_of(self._own_host)})"
             publish = Verdict("failed", (self.rank,), who, f"{type(error).__name__}: {error}"[:500])
         before = link.rounds
         link.ask(publish=publish)
         link.wait_round(before, self.interval_s)
         if self.rank == self.host:
             self._let_others_end(link, 3 * self.interval_s)
-        self._link = None
+        self._link = self._search = None
         link.ask(close=True)
         link.join(self.interval_s)
         if self._door is not None:
@@ -176,6 +183,7 @@ class Monitor:
     def explained(self, phase: str = "") -> Iterator[None]:
         """In the block (of this phase) an error that a lost peer caused is raised as PeerLostError."""
         with self.phase(phase) if phase else nullcontext():
+            self._inside += 1
             try:
                 yield
             except PeerLostError:
@@ -184,6 +192,8 @@ class Monitor:
                 if not looks_like_peer_loss(error):
                     raise
                 raise self.explain(error) from error
+            finally:
+                self._inside -= 1
 
     def explain(self, error: Exception) -> PeerLostError:
         """The error to raise in place of `error`, which a collective, a send, a receive or a store call raised.
@@ -195,7 +205,7 @@ class Monitor:
             return error
         link, phase = self._link, self._phase
         self._timed_out, self._status = is_timeout(error), EXPLAIN
-        verdict = Verdict("unknown") if link is None else self._search(link)
+        verdict = Verdict("unknown") if self._search is None else self._search.run(self._timed_out)
         lost = self._lost(verdict, phase, error)
         lost.__cause__ = error
         self._status = LEFT
@@ -205,92 +215,32 @@ class Monitor:
                 self._let_others_end(link, self.patience_s)
         return lost
 
-    def _search(self, link: Link) -> Verdict:
-        watch = Watch(self.rank, self.world, self.patience_s, self._state_of, self._timed_out)
-        end_s = self.elapsed_s() + self.patience_s + self.interval_s
-        rounds, first = link.rounds, link.rounds + 1  # the round under way may not read the beats yet
-        link.ask(hurry=True)
-        while link.verdict is None:
-            seen = link.wait_round(rounds, end_s - self.elapsed_s())
-            rounds, now_s = link.rounds, self.elapsed_s()
-            if link.verdict is not None:
-                break
-            if link.error is not None:
-                time.sleep(_SETTLE_S)
-                return self._host_verdict(link.beats, link.gone, _how_lost(link.error))
-            if not seen and rounds < first:
-                return self._host_verdict(link.beats, link.gone, "")
-            watch.update({**link.beats, self.rank: self.beat(rounds)}, now_s, link.gone)
-            began_s = now_s if watch.since_s is None else watch.since_s
-            if began_s == now_s:
-                link.try_doors(self._doors(link))
-            verdict = watch.certain(now_s)
-            if verdict is None and (now_s - began_s >= self.patience_s or not seen):
-                verdict = watch.final(now_s)
-            if verdict is not None:
-                return self._publish(link, verdict)
-        return link.verdict
-
-    def _publish(self, link: Link, verdict: Verdict) -> Verdict:
-        """Offer a verdict to all ranks; the one that holds, which another rank may have published before."""
-        for _ in range(2):  # the round under way may have looked already
-            before = link.rounds
-            link.ask(publish=verdict)
-            if not link.wait_round(before, self.interval_s) or link.verdict is not None:
-                break
-        return link.verdict or verdict
-
-    def _doors(self, link: Link) -> dict[int, str]:
-        """One door of each other address."""
-        own = "" if self._door is None else self._door.name.partition("|")[0]
-        by_address = {beat.door.partition("|")[0]: beat for beat in reversed(link.beats.values()) if beat.door}
-        return {beat.rank: beat.door for address, beat in by_address.items() if address != own}
-
-    def _host_verdict(self, beats: dict[int, Beat], gone: dict[int, float], detail: str) -> Verdict:
-        """The store itself fails (`detail`, empty if it does not answer): what was known before, or its host."""
-        now_s = self.elapsed_s()
-        died = first_gone(gone, beats)
-        if died:
-            return Verdict("died", died, describe(beats, died, now_s))
-        if self.host is None:
-            return Verdict("host", (), "the launcher, not a rank,", detail or "does not answer")
-        beat = beats.get(self.host)
-        if beat is None:
-            return Verdict("host", (self.host,), f"rank {self.host}", detail or "does not answer")
-        who, state = describe(beats, [self.host], now_s), self._state_of(beat)
-        if not detail:
-            detail = f"does not answer on {node_of(self._own_host)}: its process is stopped"
-            if state != "stopped" and beat.door and try_doors({self.host: beat.door}, self.interval_s):
-                detail = f"cannot be reached from {node_of(self._own_host)}: its machine is down, or the network between"
-        kind = "done" if beat.status == DONE else {"gone": "died", "stopped": "stopped"}.get(state, "host")
-        return Verdict(kind, (self.host,), who, detail)
-
     def _lost(self, verdict: Verdict, phase: str, error: BaseException | str) -> PeerLostError:
         text = verdict.text
         if self.rank in verdict.ranks and verdict.kind not in LINKS:
             text = f"the other ranks gave up on this rank: {text}"
         made = ConnectionLostError if verdict.kind in LINKS else PeerLostError
-        noticed = error if isinstance(error, str) else _one_line(error)
+        noticed = error if isinstance(error, str) else one_line(error)
         return made(verdict.ranks, verdict.kind, text, self.rank, phase, noticed, node_of(self._own_host))
 
     def _is_caused(self, error: BaseException) -> bool:
         """Whether another rank's end caused this error: it says so, or one was there before it, without a word."""
-        link = self._link
-        if link is None or looks_like_peer_loss(error):
-            return looks_like_peer_loss(error)
-        if not isinstance(error, Exception):
+        link, search = self._link, self._search
+        if looks_like_peer_loss(error):
+            return True
+        if link is None or search is None or not isinstance(error, Exception):
             return False
-        time.sleep(_SETTLE_S)
+        time.sleep(SETTLE_S)
         before = link.rounds
         link.ask()
         link.wait_round(before, self.interval_s)
-        return link.verdict is not None or bool(first_gone(self._all_gone(link), link.beats))
+        return link.verdict is not None or search.died() is not None
 
     # ----------------------------------------------------------------------------- called by the link's thread
     def beat(self, count: int) -> Beat:
         """What this rank says of itself now."""
         where = where_is(self._thread_id) if self._status == RUN else ""
-        link, door = self._link, self._door
+        link, search, door = self._link, self._search, self._door
         return Beat(
             self.rank,
             count,
@@ -304,36 +254,42 @@ class Monitor:
             "" if door is None else door.name,
             self._timed_out,
             link is not None and link.verdict is not None,
-            {} if link is None else self._all_gone(link),
+            {} if search is None else search.all_gone(),
             None if link is None else link.unreachable,
         )
 
     def round_done(self) -> None:
         """Look whether a rank is silent for too long, and whether this one waits for nobody."""
-        link = self._link
-        if link is None:
+        link, search = self._link, self._search
+        if link is None or search is None:
             return
         if self._door is not None:
             self._door.clear()
         if not self._in_step and self._status == RUN and JUDGE in link.beats:
             self._zero_s, self._in_step = time.monotonic() - link.beats[JUDGE].elapsed_s, True
-        passed_s, standing_s = self._standing.look(self._thread_id)
+        passed_s = self._standing.look(self._thread_id)
         silent = self._silence.update(link.beats, passed_s)
         if silent and link.verdict is None and link.error is None:
-            stopped = [beat for beat in silent if self._state_of(beat) == "stopped"]
-            ranks = [beat.rank for beat in stopped or silent]
+            stopped = [beat for beat in silent if search.state_of(beat) == "stopped"]
+            ranks = tuple(beat.rank for beat in stopped or silent)
             kind = "stopped" if stopped else "silent"
-            link.ask(publish=Verdict(kind, tuple(ranks), describe(link.beats, ranks, self.elapsed_s())))
-        if standing_s < self.leave_s or self._status == EXPLAIN:
-            return
-        verdict = link.verdict
+            link.ask(publish=Verdict(kind, ranks, describe(link.beats, ranks, self.elapsed_s())))
+        if self._status != EXPLAIN:
+            self._end_in_vain(link, search, min(passed_s, 2 * self.interval_s))
+
+    def _end_in_vain(self, link: Link, search: Search, passed_s: float) -> None:
+        """End this process if it has waited, or has been in one call of fxpar, for `leave_s` since a rank was lost."""
+        verdict, certain = link.verdict or search.died(), link.verdict is not None
         if verdict is None and link.error is not None:
-            verdict = self._host_verdict(link.beats, link.gone, _how_lost(link.error))
-        died = first_gone(self._all_gone(link), link.beats)
-        if verdict is None and died and self._standing.is_in_wait:
-            verdict = link.settle(Verdict("died", died, describe(link.beats, died, self.elapsed_s())))
-        if verdict is not None:
-            by = f"its monitor, as it still waited at {where_is(self._thread_id)}"
+            beat = None if self.host is None else link.beats.get(self.host)
+            if beat is None or beat.status not in ENDED:
+                verdict, certain = search.of_store(how_lost(link.error)), True
+        self._lost_s = self._lost_s + passed_s if verdict is not None and self._inside else 0.0
+        in_vain = self._standing.seconds >= self.leave_s and (certain or self._standing.is_in_wait)
+        if verdict is not None and (in_vain or self._lost_s >= self.leave_s):
+            if link.error is None:
+                verdict = link.settle(verdict)
+            by = f"its monitor, {self.leave_s:.0f} s later and still at {where_is(self._thread_id)}"
             self._end(self._lost(verdict, self._phase, by))
 
     def elapsed_s(self) -> float:
@@ -341,17 +297,6 @@ class Monitor:
         return time.monotonic() - self._zero_s
 
     # ------------------------------------------------------------------------------------------- helpers
-    def _all_gone(self, link: Link) -> dict[int, float]:
-        """The processes that this rank saw end, and those of which the judge knows."""
-        found = dict(link.gone)
-        for beat in link.beats.values() if self.rank == JUDGE else [link.beats[JUDGE]] if JUDGE in link.beats else []:
-            for rank, at in beat.gone.items():
-                found[rank] = min(at, found.get(rank, at))
-        return found
-
-    def _state_of(self, beat: Beat) -> str:
-        return process_state(beat.pid) if beat.host == self._own_host else ""
-
     def _let_others_end(self, link: Link, limit_s: float) -> None:
         """Keep the store up until all others ended or know the verdict, or for a while."""
         end = time.monotonic() + limit_s
@@ -359,7 +304,7 @@ class Monitor:
         while time.monotonic() < end and link.error is None:
             link.wait_round(link.rounds, end - time.monotonic())
             blamed = {self.rank, *(() if link.verdict is None else link.verdict.ranks)}
-            waiting = set(range(self.world)) - set(self._all_gone(link)) - blamed
+            waiting = set(range(self.world)) - set(link.gone) - blamed
             beats = [link.beats.get(rank) for rank in waiting]
             if all(beat is not None and (beat.knows or beat.status in ENDED) for beat in beats):
                 return
@@ -381,17 +326,4 @@ class _Phase(AbstractContextManager[None]):
 
 def unwatched(error: Exception, rank: int, phase: str) -> PeerLostError:
     """What to raise for an error that a lost peer caused where no monitor runs: it cannot name the rank."""
-    return PeerLostError((), "unknown", Verdict("unknown").text, rank, phase, _one_line(error))
-
-
-def _one_line(error: BaseException) -> str:
-    """`Type: first line of its text`, without gloo's source line and advice and the C++ stack that torch appends."""
-    line = (str(error).splitlines() or [""])[0]
-    if line.startswith("[/"):
-        line = line.partition("] ")[2] or line
-    return f"{type(error).__name__}: {line.partition('. This is typically')[0][:300]}".rstrip(".")
-
-
-def _how_lost(error: BaseException) -> str:
-    """What the store did; empty if it did not answer."""
-    return "" if is_timeout(error) else f"closed the connection ({_one_line(error)})"
+    return PeerLostError((), "unknown", Verdict("unknown").text, rank, phase, one_line(error))

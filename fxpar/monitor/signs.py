@@ -40,3 +40,11 @@ def is_timeout(error: BaseException) -> bool:
     """True if an operation failed because its time was up, False if because the other side closed the connection."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
+
+
+def one_line(error: BaseException) -> str:
+    """`Type: first line of its text`, without gloo's source line and advice and the C++ stack that torch appends."""
+    line = (str(error).splitlines() or [""])[0]
+    if line.startswith("[/"):
+        line = line.partition("] ")[2] or line
+    return f"{type(error).__name__}: {line.partition('. This is typically')[0][:300]}".rstrip(".")

@@ -20,17 +20,17 @@ class Standing:
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
-        self._looked_s, self._standing_s = time.monotonic(), 0.0
+        self._looked_s, self.seconds = time.monotonic(), 0.0
         self._instruction = (0, 0, "")
 
-    def look(self, thread_id: int) -> tuple[float, float]:
-        """Seconds since the last look, and those for which the thread has not moved."""
+    def look(self, thread_id: int) -> float:
+        """Take down where the thread is; seconds since the last look."""
         now_s, instruction = time.monotonic(), instruction_of(thread_id)
         passed_s, self._looked_s = now_s - self._looked_s, now_s
         same = instruction == self._instruction
-        self._standing_s = self._standing_s + min(passed_s, self._most_s) if same else 0.0
+        self.seconds = self.seconds + min(passed_s, self._most_s) if same else 0.0
         self._instruction = instruction
-        return passed_s, self._standing_s
+        return passed_s
 
     @property
     def is_in_wait(self) -> bool:

@@ -147,7 +147,9 @@ class Watch:
         if unborn:
             return Verdict("unborn", tuple(sorted(unborn)), name_ranks(unborn))
         # A rank that stopped beating while it explained is lost too: those that ended themselves say so.
-        silent = [b.rank for b in self.beats.values() if b.rank not in {*self.alive, self.rank} and b.status not in ENDED]
+        silent = [
+            b.rank for b in self.beats.values() if b.rank not in {*self.alive, self.rank} and b.status not in ENDED
+        ]
         if silent:
             return self._verdict("silent", silent, now_s)
         cut = self._cut()

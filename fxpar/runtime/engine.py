@@ -108,9 +108,8 @@ class Engine:
         Raises NanLossError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher makes of a rank
         that is gone.
         """
-        with deterministic_kernels(self.options.deterministic):
-            with self.watched(f"step {self.steps + 1}"):
-                return self._step(sequences, buffers)
+        with deterministic_kernels(self.options.deterministic), self.watched(f"step {self.steps + 1}"):
+            return self._step(sequences, buffers)
 
     def watched(self, phase: str) -> AbstractContextManager[object]:
         """In the block, what fails because a rank is gone raises PeerLostError, which names it and this phase."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ class Kill:
     delay_s: float
     world: int = 3
     how: signal.Signals = signal.SIGKILL
+    abrupt: bool = False  # survivors end on their error without a word, as by os._exit
 
 
 @dataclass
@@ -236,6 +236,8 @@ def _main(rank: int, kill: Kill, folder: Path, port: int) -> None:
         sys.last_value = error
         traceback.print_exc()
         status = 1
+        if kill.abrupt:
+            os._exit(status)
     atexit._run_exitfuncs()
     sys.stderr.flush()
     os._exit(status)
@@ -244,13 +246,15 @@ def _main(rank: int, kill: Kill, folder: Path, port: int) -> None:
 def _fuse(rank: int, kill: Kill, folder: Path) -> Callable[[], None]:
     lit: list[bool] = []
 
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+
     def strike() -> None:
-        if rank == kill.victims[0]:
-            (folder / "struck").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), kill.how)
+        (folder / "struck").write_text(str(time.monotonic()))
+        for victim in reversed(kill.victims):
+            os.kill(int((folder / f"{victim}.pid").read_text()), kill.how)
 
     def begin() -> None:
-        if rank not in kill.victims or lit:
+        if rank != kill.victims[0] or lit:
             return
         lit.append(True)
         if kill.delay_s == 0:
