@@ -872,9 +872,8 @@ class PeerLostError(FxparError):
         names = ", ".join(map(str, ranks))
         log = f"Look at the log of rank{'s' if len(ranks) > 1 else ''} {names}" if ranks else "Look at all logs"
         on = f" on {node}" if node else ""
-        super().__init__(
-            f"{what}. Rank {rank}{on} noticed it in phase {phase!r} by {error}. {log}, then {self.advice}."
-        )
+        noticed = f"Rank {rank}{on} noticed it in phase {phase!r} by {error}"
+        super().__init__(f"{what}. {noticed}. {log}, then {self.advice}.")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), self.details
@@ -886,9 +885,7 @@ class ConnectionLostError(PeerLostError):
     `ranks` are the two ends, as far as they are known.
     """
 
-    advice = (
-        "have the network between these nodes looked at, and start the job again: it goes on from the last checkpoint"
-    )
+    advice = "look at the network between these nodes, and " + PeerLostError.advice
 
 
 class GradientNormError(FxparError):

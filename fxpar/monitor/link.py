@@ -40,9 +40,9 @@ class Link(threading.Thread):
     """Writes this rank's beat once per interval, looks whether a verdict is out, and reads the beats of the
     judge and of the ranks of this host.
 
-    While `hurried` rounds come twice as fast and read the beats of all ranks, as those of the judge always do. A process
-    of this host that ends starts a round at once. `wait_round` lets the training thread wait for a round, with a limit. When the store fails
-    (`error`) the thread goes on to watch the processes of this host.
+    While `hurried` rounds come twice as fast and read the beats of all ranks, as those of the judge always do. A
+    process of this host that ends starts a round at once. `wait_round` lets the training thread wait for a round, with
+    a limit. When the store fails (`error`) the thread goes on to watch the processes of this host.
     """
 
     def __init__(self, rank: int, world: int, host: str, pid: int, store: dist.Store, pace: Pace, owner: Owner) -> None:

@@ -143,7 +143,7 @@ class Monitor:
             self._door.close()
 
     def stop_at_exit(self) -> None:
-        """Stop when this process ends, told by the error that ends it; one that a lost peer caused is explained then."""
+        """Stop when this process ends; an error that ends it, and that a lost peer caused, is explained then."""
         atexit.register(self._exit)
         util.Finalize(None, self._exit, exitpriority=10)  # processes of multiprocessing do not call atexit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -79,10 +80,8 @@ class Neighbours:
 
     def wake(self) -> None:
         """Let `wait` return now; for another thread."""
-        try:
+        with contextlib.suppress(BlockingIOError):  # so much is waiting there that it will wake
             os.write(self._wake[1], b"!")
-        except BlockingIOError:
-            pass  # so many are waiting that it will wake
 
     def close(self) -> None:
         for descriptor in list(self._ranks):

@@ -226,7 +226,7 @@ def _main(rank: int, kill: Kill, folder: Path, port: int) -> None:
     output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdout = sys.stderr = open(output, "w", buffering=1, closefd=False)
+    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     status = 0
     try:

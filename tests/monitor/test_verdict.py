@@ -143,10 +143,7 @@ def test_signs():
 
 
 def test_an_error_that_a_lost_peer_caused():
-    try:
-        try:
-            raise RuntimeError("Connection closed by peer")
-        except RuntimeError as error:
-            raise CheckpointWriteError("x", "y") from error
-    except CheckpointWriteError as error:
-        assert looks_like_peer_loss(error)
+    error = CheckpointWriteError("x", "y")
+    assert not looks_like_peer_loss(error)
+    error.__cause__ = RuntimeError("Connection closed by peer")
+    assert looks_like_peer_loss(error)
