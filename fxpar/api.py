@@ -195,6 +195,13 @@ class ParallelModule(nn.Module):
         return self._session()
 
     @property
+    def fxpar_monitor(self) -> Monitor | None:
+        """What watches the other ranks for this module; None with `monitor=False`, one rank, or on a copy."""
+        session = self.__dict__.get(_STATE)
+        watcher = None if session is None else session.engine.watcher
+        return watcher if isinstance(watcher, Monitor) else None
+
+    @property
     def memory(self) -> MemoryReport:
         """Bytes of all layouts on the fullest rank."""
         return self._session().memory

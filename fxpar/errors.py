@@ -910,23 +910,40 @@ class LoaderStateError(FxparError):
 class PeerLostError(FxparError):
     """A rank that others wait for is dead, stopped, stuck, or ended by an error of its own.
 
-    `ranks` are the ranks to blame (none if no rank is missing), `kind` says why (see `fxpar.monitor.verdict.TEXTS`).
+    `ranks` are the ranks to blame, `kind` says why (see `fxpar.monitor.verdict.TEXTS`).
     """
 
+    advice = "start the job again: it goes on from the last checkpoint"
+
     def __init__(
-        self, ranks: tuple[int, ...], kind: str, what: str, rank: int = -1, phase: str = "", error: str = ""
+        self,
+        ranks: tuple[int, ...],
+        kind: str,
+        what: str,
+        rank: int = -1,
+        phase: str = "",
+        error: str = "",
+        node: str = "",
     ) -> None:
         self.ranks, self.kind = ranks, kind
-        self.details = (ranks, kind, what, rank, phase, error)
+        self.details = (ranks, kind, what, rank, phase, error, node)
         names = ", ".join(map(str, ranks))
         log = f"Look at the log of rank{'s' if len(ranks) > 1 else ''} {names}" if ranks else "Look at all logs"
-        super().__init__(
-            f"{what}. Rank {rank} noticed it in phase {phase!r} by {error}. "
-            f"{log}, then start the job again: it goes on from the last checkpoint."
-        )
+        on = f" on {node}" if node else ""
+        noticed = f"Rank {rank}{on} noticed it in phase {phase!r} by {error}"
+        super().__init__(f"{what}. {noticed}. {log}, then {self.advice}.")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), self.details
+
+
+class ConnectionLostError(PeerLostError):
+    """All ranks live, but a connection between two of them broke, or their machines do not reach each other.
+
+    `ranks` are the two ends, as far as they are known.
+    """
+
+    advice = "look at the network between these nodes, and " + PeerLostError.advice
 
 
 class GradientNormError(FxparError):

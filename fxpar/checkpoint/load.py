@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fxpar.checkpoint.agree import agreed, group_of, rank_in
+from fxpar.checkpoint.agree import agreed, group_of, rank_in, watched
 from fxpar.checkpoint.manifest import advice, check_files, read_manifest
 from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.checkpoint.plain import decode
@@ -39,9 +39,16 @@ def load_checkpoint(
     Takes one further copy of this rank's shards while it loads.
 
     Raises, the same on all ranks and before anything has changed: CorruptCheckpointError naming the file,
-    CheckpointMismatchError naming the first parameters that do not fit.
+    CheckpointMismatchError naming the first parameters that do not fit. PeerLostError if a rank is gone.
     """
     group, path = group_of(process_group), Path(path)
+    with watched(model, rank_in(group)[0], f"loading {path.name}"):
+        return _load(group, path, model, optimizer)
+
+
+def _load(
+    group: dist.ProcessGroup | None, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
     rank, world = rank_in(group)
     wrap = _Wrap(path)
     agreed(group, lambda: check_files(path, read_manifest(path), rank, world), wrap)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from fxpar.checkpoint.agree import agreed, gathered, group_of, rank_in
+from fxpar.checkpoint.agree import agreed, gathered, group_of, rank_in, watched
 from fxpar.checkpoint.folder import complete, free_path, remove, sync_folder, unfinished
 from fxpar.checkpoint.manifest import FileSum, Manifest, sum_file, write_json, write_manifest
 from fxpar.checkpoint.state import Content, collect
@@ -49,10 +49,24 @@ def save_checkpoint(
 
     Raises, the same on all ranks: CheckpointValueError for what cannot be stored, CheckpointInUseError for a folder
     that another job saves to, CheckpointWriteError for a full disk, a missing permission, or a folder that not all
-    ranks see; the checkpoints before are then untouched.
+    ranks see; the checkpoints before are then untouched. PeerLostError if a rank is gone; the model's monitor names it.
     """
     group, folder = group_of(process_group), Path(folder)
     rank, _ = rank_in(group)
+    with watched(model, rank, f"saving the checkpoint of step {step}"):
+        return _save(group, rank, folder, step, model, optimizer, extra, keep)
+
+
+def _save(
+    group: dist.ProcessGroup | None,
+    rank: int,
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: Mapping[str, Any],
+    keep: int,
+) -> Path:
     wrap = _Wrap(folder)
     content = _collected(group, folder, step, keep, model, optimizer, extra)
     needed = gathered(group, lambda: content.local_bytes + (content.shared_bytes if rank == 0 else 0), wrap)

@@ -7,7 +7,7 @@ is the mean over replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class PlainCalls:
     epoch: Callable[[], Hashable]
     captured: Mapping[str, torch.dtype]
     precision: Precision
+    watched: Callable[[], AbstractContextManager[object]] = nullcontext
     is_tracing: bool = False
     calls: int = 0
     _ready: dict[Hashable, _Ready] = field(default_factory=dict)
@@ -144,7 +145,7 @@ class PlainCalls:
     def _prepare(self, program: PlainGraph) -> _Ready:
         store, options = self.switching.store, self.switching.options
         tokens = self.process_groups.names(program.strategy.mesh, program.axes())
-        runner = PlainRunner(program, store.rank, tokens, compile=self.compile)
+        runner = PlainRunner(program, store.rank, tokens, compile=self.compile, watched=self.watched)
         weights, switch = self._weights(layout_of(program, self.strategy))
         reduction = None
         placements = gradient_placements(program)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBa
 from fxpar.batching.collate import check_sequences, collate, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import FxparError, ModelLengthError, NanLossError, TransferError
-from fxpar.monitor import looks_like_peer_loss
+from fxpar.errors import FxparError, ModelLengthError, NanLossError
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.deterministic import deterministic_kernels
@@ -40,7 +39,6 @@ from fxpar.runtime.spans import NO_SPANS, GroupRun, Recorder, Spans, StepTrace
 from fxpar.runtime.switching import Switching
 
 Sequence_ = Tensor | Mapping[str, Tensor]
-T = TypeVar("T")
 
 
 class Watcher(Protocol):
@@ -48,7 +46,7 @@ class Watcher(Protocol):
 
     def phase(self, text: str) -> AbstractContextManager[object]: ...
 
-    def explain(self, error: Exception) -> Exception: ...
+    def explained(self, phase: str = "") -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True)
@@ -118,18 +116,12 @@ class Engine:
         Raises NanLossError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher makes of a rank
         that is gone.
         """
-        with deterministic_kernels(self.options.deterministic):
-            return self.watched(lambda: self._step(sequences, buffers))
+        with deterministic_kernels(self.options.deterministic), self.watched(f"step {self.steps + 1}"):
+            return self._step(sequences, buffers)
 
-    def watched(self, work: Callable[[], T]) -> T:
-        """`work()`; what fails because a rank is gone raises PeerLostError, which names it."""
-        try:
-            return work()
-        except Exception as error:
-            lost = isinstance(error, TransferError) or looks_like_peer_loss(error)
-            if self.watcher is None or not lost:
-                raise
-            raise self.watcher.explain(error) from error
+    def watched(self, phase: str) -> AbstractContextManager[object]:
+        """In the block, what fails because a rank is gone raises PeerLostError, which names it and this phase."""
+        return nullcontext() if self.watcher is None else self.watcher.explained(phase)
 
     def _step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
         begun = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,13 +70,20 @@ class _Call:
 class PlainRunner:
     """One rank's `PlainGraph`. Any number of forwards may run before their backwards, which may come in any order.
 
-    All ranks must call it, and `backward`, in the same order.
+    All ranks must call it, and `backward`, in the same order. Backwards run within `watched()`: they begin outside of
+    fxpar's calls.
     """
 
     def __init__(
-        self, program: PlainGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager"
+        self,
+        program: PlainGraph,
+        rank: int,
+        groups: Mapping[str, str],
+        *,
+        compile: Backend = "eager",
+        watched: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.program, self.rank = program, rank
+        self.program, self.rank, self.watched = program, rank, watched
         mesh = program.strategy.mesh
         indices = {axis: mesh.index(rank, axis) for axis in token_axes(program)}  # type: ignore[arg-type]
         self._forward = _compile(program.forward, dict(groups), indices, compile)
@@ -283,7 +290,8 @@ class _Plain(torch.autograd.Function):
         own, tensors = ctx.places
         inputs = {**ctx.shared, **dict(zip(own, saved, strict=False))}
         results = {**ctx.numbers, **dict(zip(tensors, saved, strict=True))}
-        back = runner.run_backward(ctx.call, inputs, results, grad_outputs)
+        with runner.watched():
+            back = runner.run_backward(ctx.call, inputs, results, grad_outputs)
         return None, None, None, None, *(back.get(name) for name in ctx.names)
 
 

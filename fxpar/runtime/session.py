@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,11 +91,13 @@ class Session:
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
-        return self.engine.watched(lambda: self.calls.call(module, args, kwargs))
+        with self.engine.watched("a plain call"):
+            return self.calls.call(module, args, kwargs)
 
     def evaluate(self, module: nn.Module, sequences: Sequence[Any]) -> float:
         """Mean loss of sequences without training on them."""
-        return self.engine.watched(lambda: self.evaluation.run(module, sequences))
+        with self.engine.watched("evaluation"):
+            return self.evaluation.run(module, sequences)
 
     def state(self) -> dict[str, Any]:
         scaler = self.engine.scaler
@@ -123,6 +123,27 @@ def open_session(
             "torch.distributed is not initialised. Start the script with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
+    watcher = _watcher(options, dist.get_world_size())
+    if watcher is None:
+        return _open(module, strategies, loss, example, options, None)
+    try:
+        with watcher.explained("start of the session"):
+            _meet()
+            return _open(module, strategies, loss, example, options, watcher)
+    except BaseException as error:
+        if watcher is not options.monitor:
+            watcher.stop(error)
+        raise
+
+
+def _open(
+    module: nn.Module,
+    strategies: Mapping[int, Strategy | str],
+    loss: LossFunction,
+    example: Mapping[str, Tensor] | None,
+    options: Options,
+    watcher: Monitor | None,
+) -> Session:
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = length_groups(strategies, world=world, token_budget=options.token_budget)
     names = strategy_names([group.strategy for group in groups])
@@ -167,7 +188,7 @@ def open_session(
         ),
         scaler=_scaler(store, options),
         recorder=Recorder(device) if options.record else None,
-        watcher=_watcher(options, world),
+        watcher=watcher,
         world_group=world_group,
         id_limits=id_limits(compiled.logical),
     )
@@ -183,6 +204,7 @@ def open_session(
         epoch=lambda: engine.steps,
         captured=captured,
         precision=compiled.precision,
+        watched=lambda: engine.watched("backward of a plain call"),
     )
 
     keys = [info.fqn for info in compiled.logical.inputs if info.kind == "batch"]
@@ -259,14 +281,23 @@ def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequ
     return options.plain
 
 
+def _meet() -> None:
+    """Wait for all ranks on the connections that there are: they tell of a rank that is gone at once, whereas making
+    new groups waits for it.
+    """
+    if "gloo" in str(dist.get_backend_config()):
+        dist.all_reduce(torch.zeros(1))
+
+
 def _watcher(options: Options, world: int) -> Monitor | None:
-    """Beats until this process ends; an error that ends it is told to the other ranks."""
+    """The monitor that was given, or one that beats until this process ends."""
     if isinstance(options.monitor, Monitor):
         return options.monitor
     if world == 1 or not options.monitor:
         return None
     monitor = Monitor.of_world(timeout_s=options.timeout_s or 60.0).start()
-    atexit.register(lambda: monitor.stop(getattr(sys, "last_value", None)))
+    monitor.phase("the script's own code")
+    monitor.stop_at_exit()
     return monitor
 
 
