@@ -6,11 +6,13 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fxpar.annotate import annotate
 from fxpar.graph import Dim, Input, TensorMeta, dim_symbol
-from fxpar.pass_base import block_of
+from fxpar.pass_base import block_of, gathered_together
 from fxpar.strategy import Strategy
+from fxpar.tracer import capture
 from tests.captured import gpt, llama, odd
 
 T, B = dim_symbol("T"), dim_symbol("B")
@@ -100,3 +102,26 @@ def test_annotated_graph_is_a_copy():
 )
 def test_block_of(fqn, block):
     assert block_of(fqn) == block
+
+
+def test_what_is_gathered_together():
+    """What lies outside of layers is cut where layers come between, whatever the order in which parameters stand."""
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.last, self.bridge = (nn.Linear(4, 4, bias=False) for _ in range(3))
+            self.tower = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for one in (self.first, self.second, self.tower[0], self.bridge, self.tower[1], self.last, self.head):
+                x = one(x)
+            return x
+
+    captured = capture(Towers(), lambda model, batch: model(batch["x"]).sum(), {"x": torch.zeros(2, 4)})
+    found = gathered_together(annotate(captured, Strategy.parse("dp2")))
+    assert {fqn.removesuffix(".weight"): group for fqn, group in found.items()} == {
+        **{"first": "first", "second": "first", "tower.0": "tower.0"},
+        **{"bridge": "bridge", "tower.1": "tower.1", "last": "last", "head": "last"},
+    }

@@ -9,13 +9,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
-from fxpar.exec_graph import Part, PlainGraph, compile_graph, substitute_tokens
+from fxpar.exec_graph import Part, PlainGraph, compile_graph
 from fxpar.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
 from fxpar.runtime.bound import Backend, token_axes
+from fxpar.runtime.gloo import graph_of_rank
 from fxpar.runtime.padding import pad_batch
 from fxpar.torch_api.tree import flatten_call, unflatten
 
@@ -360,7 +361,7 @@ def _check(info: Input, tensor: Tensor, sizes: dict[sympy.Symbol, int]) -> None:
 
 
 def _compile(part: Part, groups: dict[str, str], indices: dict[str, int], backend: Backend) -> Callable[..., Any]:
-    graph: fx.Graph = substitute_tokens(part.graph, groups, indices)
+    graph = graph_of_rank(part.graph, groups, indices)
     if backend == "eager" or part.is_empty:
         return compile_graph(graph)
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
