@@ -188,6 +188,12 @@ def scatter_factors(op: OpView) -> list[Factor]:
     return [Factor((d,) * count, (d,)) for d in agree]
 
 
+def slice_scatter_factors(op: OpView) -> list[Factor]:
+    """aten.slice_scatter(x, src, dim, start, end, step): every dim but `dim`."""
+    dim = op.dim(op.arg(2, "dim", 0))
+    return [Factor((d, d), (d,)) for d in range(len(op.inputs[0])) if d != dim]
+
+
 def other_dims_factors(op: OpView, *dims: int) -> list[Factor]:
     """Every dim but `dims`, unchanged in the results."""
     return [Factor((d,), (d,) * len(op.outputs)) for d in range(len(op.inputs[0])) if d not in dims]
@@ -230,6 +236,7 @@ __all__ = [
     "select_factors",
     "slice_",
     "slice_backward",
+    "slice_scatter_factors",
     "sort_factors",
     "split",
     "stack_factors",
