@@ -103,8 +103,11 @@ def check(
         buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
         params = {fqn: wide_tensor(value) for fqn, value in params.items()}
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
-    rows = logical if ready or packed is False else packed_if_proved(logical, force=bool(packed))[0]
-    setting = _Setting(rows, params, buffers, batches, _Oracle(logical, rows, params, buffers, scale), scale, compile)
+    rows, unpacked = (logical, "") if packed is False else packed_if_proved(logical, force=bool(packed))
+    several = any(len(split_documents(logical.inputs, row)) > 1 for row in batches)
+    note = f"each document runs alone, since {unpacked}" if several and unpacked else ""
+    oracle = _Oracle(logical, rows, params, buffers, scale)
+    setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, note)
     return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
 
 
@@ -208,6 +211,7 @@ class _Setting:
     oracle: _Oracle
     scale: float
     compile: Backend
+    note: str
 
 
 def _micro_batches(program: TrainGraph, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
@@ -253,7 +257,7 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
         nodes=program.node_count,
         run_wall_s=round(time.perf_counter() - begun, 3),
         error=error,
-        notes=list(program.notes),
+        notes=[*program.notes, *([setting.note] if setting.note else [])],
     )
 
 

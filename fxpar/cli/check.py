@@ -50,6 +50,8 @@ class CheckRequest:
     seed: int = 0
     debug: bool = False
     precision: str | None = None
+    packed: bool = False
+    padded: bool = False
 
     @property
     def source(self) -> Source:
@@ -152,6 +154,8 @@ def check_one(logical: LogicalGraph, model: LoadedModel, strategy: Strategy, req
             scale=model.scale(),
             tolerance=request.tolerance,
             compile=request.compile,
+            packed=True if request.packed else None,
+            padded=request.padded,
         )
         return result
     except Exception as error:  # whatever it is, the other strategies still run

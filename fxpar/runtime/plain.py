@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
