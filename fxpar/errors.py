@@ -279,8 +279,8 @@ class PadError(FxparError):
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
-            f"batch key {key!r} cannot be padded: {why}. Give a length that divides; or name the key as one with a "
-            "rule for its padding (input_ids, labels, position_ids, ...); or tell attention documents or a mask."
+            f"batch key {key!r} cannot be padded: {why}. Give a length that divides, or use a strategy that does not "
+            "cut tokens (without cp and sp)"
         )
 
 

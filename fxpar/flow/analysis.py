@@ -216,7 +216,7 @@ class _Walk:
         else:
             linear = target in LINEAR and all(f.kind == "sum" or f.everywhere == 0 for f in call.flows)
             linear = linear and not (target in (aten.add.Tensor, aten.sub.Tensor) and len(kinds) == 1)
-        if not linear:
+        if not linear or any(self._depends(size) for size in call.meta.shape):
             return row(first.origin or call.node, "sums up the tokens of the row, and more than a sum is made of it")
         zero = all(f.padded == 0 or f.everywhere == 0 for f in call.flows if not f.constant or f.everywhere == 0)
         return Flow("sum", padded=0.0 if zero else None, origin=first.origin)
@@ -233,6 +233,8 @@ class _Walk:
         for j, meta in enumerate(tensor_metas(call.node)):
             results.append(CONSTANT if meta is None else self._result(call, loops, j, meta))
         if numbered and call.node.target in MOVES:
+            if call.meta.dtype not in (torch.int64, torch.int32):
+                return row(call.node, "rounds the numbers of documents")
             results = [replace(f, kind="number") if f.kind == "same" else f for f in results]
         return tuple(results) if isinstance(call.node.meta["tensor"], tuple) else results[0]
 
@@ -353,7 +355,7 @@ def _stays_inside(call: Call, dims: tuple[Shard, ...]) -> bool:
     if target in (aten.add.Tensor, aten.sub.Tensor):
         return all(inside) and len(inside) == 2
     if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        return inside[0] and call.node.args[2] == 0
+        return inside[0] and bool(call.node.args[2] == 0)
     return inside[0] and (target in MOVES or target in _SCALINGS)
 
 

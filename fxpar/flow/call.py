@@ -60,6 +60,10 @@ class Call:
         if self.packs:
             self.sites[self.node] = site
 
+    def is_token(self, operand: int, dim: int) -> bool:
+        """Whether a dim of an operand is as long as there are tokens."""
+        return self.shapes[operand][dim] == self.token
+
     def depends(self, value: Any) -> bool:
         """Whether a size or an argument depends on the number of tokens."""
         return self.token in getattr(value, "free_symbols", ())

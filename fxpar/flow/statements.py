@@ -38,7 +38,8 @@ def attention(call: Call) -> Flows | None:
     if batch and batch[0].dim == 0 and all(f.dims in ((), batch) for f in (q, k, v, *rest)):
         return (Flow(dims=batch),) * 2  # rows of the batch, each by itself
     rows = (Shard(2),)
-    if any(f.dims not in ((), rows) for f in (q, k, v)) or k.dims != v.dims:
+    plain = all(not f.dims or call.is_token(i, 2) for i, f in enumerate((q, k, v)))
+    if not plain or any(f.dims not in ((), rows) for f in (q, k, v)) or k.dims != v.dims:
         return row(call.node, "attends over more than tokens")
     if not k.dims:
         return (Flow(dims=q.dims),) * 2 if documents is None and (mask is None or not mask.dims) else None
@@ -62,7 +63,7 @@ def softmax(call: Call) -> Flows | None:
     over = Shard(call.view.dim(call.argument(1, "dim")))
     if not any(s.dim == over.dim for s in x.dims):
         return None
-    if not call.packs or len(x.dims) != 2 or over not in x.dims or any(s.sections for s in x.dims):
+    if not call.packs or len(x.dims) != 2 or not all(call.is_token(0, s.dim) and not s.sections for s in x.dims):
         return row(call.node, "normalises over tokens")
     call.at("softmax")
     return Flow(dims=x.dims, inside=True)
@@ -88,7 +89,7 @@ def running(call: Call) -> Flows | None:
     over = Shard(call.view.dim(call.argument(1, "dim")))
     if not any(s.dim == over.dim for s in x.dims):
         return None
-    plain, single = over in x.dims and not over.sections, len(x.dims) == 1
+    plain, single = over in x.dims and call.is_token(0, over.dim), len(x.dims) == 1
     outputs = len(call.view.outputs)
     if plain and single and call.node.target is aten.cumsum.default and _marks_starts(call):
         return Flow("number", x.dims)
@@ -111,7 +112,7 @@ def _marks_starts(call: Call) -> bool:
     source: Any = node.args[0]
     while isinstance(source, fx.Node) and source.target in (aten.unsqueeze.default, aten.view.default):
         source = source.args[0]
-    return call.keys.get(source) in POSITION_KEYS
+    return source is not None and call.keys.get(source) in POSITION_KEYS
 
 
 def part(call: Call) -> Flows | None:

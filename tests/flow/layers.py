@@ -249,5 +249,10 @@ HARMFUL: dict[str, Harmful] = {
     "counted from the end": Harmful(_from_the_end, "arange"),
     "table along its columns": Harmful(_of_a_column, "slice"),
     "tokens as indices": Harmful(lambda n, x, i: x * x[0, i[0] % 2][None], "index"),
+    "attention over halves of tokens": Harmful(
+        lambda n, x, i: F.scaled_dot_product_attention(*(x.view(1, 1, -1, 2),) * 3, is_causal=True).view(x.shape),
+        "attention",
+        shows=False,  # the documents do not fit in
+    ),
     "variance": Harmful(lambda n, x, i: x * x.var(1, keepdim=True).nan_to_num(), "var"),
 }

@@ -127,6 +127,7 @@ def _extra(kind: str, net: Net, logits: torch.Tensor, labels: torch.Tensor) -> t
         "of labelled tokens": (size * (labels != IGNORE_INDEX)).sum(),
         "masked": size.masked_fill(labels == IGNORE_INDEX, 0.0).sum() * 0.1,
         "of the weights": net.a.square().sum(),
+        "a sum for each token": size.sum().expand(labels.shape[1]).sum(),
     }[kind]
 
 
@@ -137,6 +138,7 @@ def _extra(kind: str, net: Net, logits: torch.Tensor, labels: torch.Tensor) -> t
         ("of labelled tokens", True, True),
         ("masked", True, True),
         ("of the weights", False, False),
+        ("a sum for each token", False, False),
     ],
 )
 def test_terms_of_the_loss(kind, packs, pads):
