@@ -141,6 +141,17 @@ class DataDependentError(CaptureError):
         )
 
 
+class PositionTableError(CaptureError):
+    """The example is longer than a table of positions: the model could not run it either."""
+
+    def __init__(self, length: int, rows: int, fqn: str, line: str | None) -> None:
+        self.rows = rows
+        super().__init__(
+            f"the example has {length} tokens, but the model looks up a position for each in a table of {rows} rows "
+            f"(module {fqn!r}, {line}). Capture it with an example of at most {rows} tokens"
+        )
+
+
 class UnsupportedOpError(CaptureError):
     """The model calls something that has no place in a captured graph."""
 

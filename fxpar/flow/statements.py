@@ -112,7 +112,7 @@ def _marks_starts(call: Call) -> bool:
     source: Any = node.args[0]
     while isinstance(source, fx.Node) and source.target in (aten.unsqueeze.default, aten.view.default):
         source = source.args[0]
-    return source is not None and call.keys.get(source) in POSITION_KEYS
+    return isinstance(source, fx.Node) and call.keys.get(source) in POSITION_KEYS
 
 
 def part(call: Call) -> Flows | None:

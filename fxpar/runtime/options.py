@@ -16,7 +16,7 @@ from fxpar.batching import MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
-from fxpar.errors import ParallelizeError, nearest
+from fxpar.errors import ParallelizeError, PositionTableError, nearest
 from fxpar.graph import LogicalGraph, Packing
 from fxpar.lowering import lower
 from fxpar.monitor import Monitor
@@ -166,16 +166,20 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
     name = type(module).__name__
     if example is not None:
         return capture(module, loss, example, name=name)
-    batch = example_batch()
     given = inspect.signature(module.forward).parameters.get("position_ids")
-    if given is not None and given.default is given.empty:
-        return capture(module, loss, batch, name=name)
-    try:
-        return capture(module, loss, {key: x for key, x in batch.items() if key != "position_ids"}, name=name)
-    except KeyError as error:
-        if error.args != ("position_ids",):
-            raise
-        return capture(module, loss, batch, name=name)  # the loss function reads them
+    positions, tokens = given is not None and given.default is given.empty, EXAMPLE_TOKENS
+    while True:
+        batch = example_batch(tokens)
+        if not positions:
+            del batch["position_ids"]
+        try:
+            return capture(module, loss, batch, name=name)
+        except KeyError as error:
+            if positions or error.args != ("position_ids",):
+                raise
+            positions = True  # the loss function reads them
+        except PositionTableError as error:
+            tokens = error.rows
 
 
 def as_precision(given: Precision | str | None) -> Precision:
@@ -195,9 +199,10 @@ def strategy_names(strategies: Sequence[Strategy]) -> list[str]:
     return names
 
 
-def example_batch() -> dict[str, Tensor]:
+def example_batch(tokens: int) -> dict[str, Tensor]:
     """One sequence; only shapes and dtypes are read."""
-    return collate([torch.zeros(61, dtype=torch.int64)], MicroBatch((0,), 61), _KEYS)
+    return collate([torch.zeros(tokens, dtype=torch.int64)], MicroBatch((0,), tokens), _KEYS)
 
 
 _KEYS = ("input_ids", "labels", "position_ids")
+EXAMPLE_TOKENS = 61  # a length that is no width of a model
