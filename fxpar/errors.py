@@ -924,7 +924,7 @@ class PeerLostError(FxparError):
     `ranks` are the ranks to blame, `kind` says why (see `fxpar.monitor.verdict.TEXTS`).
     """
 
-    advice = "start the job again: it goes on from the last checkpoint"
+    advice = "{log}, then start the job again: it goes on from the last checkpoint"
 
     def __init__(
         self,
@@ -942,7 +942,7 @@ class PeerLostError(FxparError):
         log = f"Look at the log of rank{'s' if len(ranks) > 1 else ''} {names}" if ranks else "Look at all logs"
         on = f" on {node}" if node else ""
         noticed = f"Rank {rank}{on} noticed it in phase {phase!r} by {error}"
-        super().__init__(f"{what}. {noticed}. {log}, then {self.advice}.")
+        super().__init__(f"{what}. {noticed}. {self.advice.format(log=log)}.")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), self.details
@@ -954,7 +954,7 @@ class ConnectionLostError(PeerLostError):
     `ranks` are the two ends, as far as they are known.
     """
 
-    advice = "look at the network between these nodes, and " + PeerLostError.advice
+    advice = "Look at the network between these nodes, then start the job again: it goes on from the last checkpoint"
 
 
 class GradientNormError(FxparError):

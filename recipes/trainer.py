@@ -17,10 +17,12 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import fxpar
 from fxpar.api import ParallelModule
 from fxpar.losses import cross_entropy_sum
+from fxpar.monitor import Monitor
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR
 from fxpar.recipes.checkpoint import FxparCheckpointManager
@@ -143,6 +145,13 @@ class FxparTrainer(Trainer):
         self.ntokens_seen += labels.numel()
         self.reports.append(report)
         return torch.tensor(report.loss, dtype=torch.float64, device=self.device)
+
+    @record
+    def train(self) -> None:
+        """torchtitan's loop. What a lost rank breaks in it, saving and clipping too, names that rank."""
+        monitor = self.model_parts[0].fxpar_monitor if self.is_hot else None  # type: ignore[attr-defined]
+        with nullcontext() if monitor is None else cast(Monitor, monitor).explained("torchtitan's loop"):
+            super().train()
 
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)

@@ -33,6 +33,7 @@ from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
 aten = torch.ops.aten
 own = torch.ops.fxpar
 
+OTHER_DIM = 17  # stands for a dynamic dim that counts no tokens
 DEGREE = 7  # a cut of the tokens in so many parts stands for documents; `_is_whole` sees to it that any cut would do
 
 PADDING: dict[str, int] = {
@@ -97,7 +98,7 @@ class _Walk:
     sites: dict[fx.Node, Site] = field(default_factory=dict)
 
     def run(self) -> None:
-        self.sizes = Sizes([d.symbol for d in self.logical.dims], DEGREE, self.token)
+        self.sizes = Sizes([d.symbol for d in self.logical.dims], DEGREE, self.token, others=OTHER_DIM)
         self.trained: set[fx.Node] = set()
         self.keys: dict[fx.Node, str] = {}
         late: set[fx.Node] = set()  # gradients, and what is made of them
@@ -340,9 +341,10 @@ def _dim(placement: Any) -> int | None:
 def _is_whole(size: Size, shard: Shard, token: sympy.Symbol) -> bool:
     """Whether a dim is the tokens times a number, each section too: a cut at any token is a cut of the dim."""
     times = sympy.sympify(size) / token
-    parts = len(shard.sections) or 1
-    even = len(set(shard.sections)) <= 1
-    return bool(times.is_Integer) and even and int(times) % parts == 0
+    if token in times.free_symbols:
+        return False
+    number = times.subs(dict.fromkeys(times.free_symbols, OTHER_DIM))
+    return bool(number.is_Integer) and len(set(shard.sections)) <= 1 and int(number) % (len(shard.sections) or 1) == 0
 
 
 def _stays_inside(call: Call, dims: tuple[Shard, ...]) -> bool:

@@ -2,5 +2,6 @@
 
 from fxpar.monitor.monitor import Monitor, unwatched
 from fxpar.monitor.signs import looks_like_peer_loss
+from fxpar.monitor.standing import print_and_exit
 
-__all__ = ["Monitor", "looks_like_peer_loss", "unwatched"]
+__all__ = ["Monitor", "looks_like_peer_loss", "print_and_exit", "unwatched"]

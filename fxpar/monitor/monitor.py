@@ -289,7 +289,7 @@ class Monitor:
         if verdict is not None and (in_vain or self._lost_s >= self.leave_s):
             if link.error is None:
                 verdict = link.settle(verdict)
-            by = f"its monitor, {self.leave_s:.0f} s later and still at {where_is(self._thread_id)}"
+            by = f"its monitor, which ended it in its wait at {where_is(self._thread_id)}"
             self._end(self._lost(verdict, self._phase, by))
 
     def elapsed_s(self) -> float:
@@ -324,6 +324,6 @@ class _Phase(AbstractContextManager[None]):
             self._monitor.phase(self._before)
 
 
-def unwatched(error: Exception, rank: int, phase: str) -> PeerLostError:
+def unwatched(error: Exception, rank: int, phase: str, kind: str = "unknown") -> PeerLostError:
     """What to raise for an error that a lost peer caused where no monitor runs: it cannot name the rank."""
-    return PeerLostError((), "unknown", Verdict("unknown").text, rank, phase, one_line(error))
+    return PeerLostError((), kind, Verdict(kind).text, rank, phase, one_line(error), node_of(host_identity()))

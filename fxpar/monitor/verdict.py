@@ -23,6 +23,7 @@ TEXTS: dict[str, str] = {
     "slow": "{who} still makes progress, but others waited longer for it than the timeout allows",
     "link": "all ranks live, but {detail}",
     "connection": "all ranks live and reach each other, but a connection between ranks broke{detail}",
+    "absent": "not all ranks have come: one died before, hangs in its start, or does not reach the others",
     "unknown": "no monitor runs on this rank, so it cannot say which rank is missing",
 }
 LINKS = ("link", "connection")  # nobody is to blame: what lies between the ranks is

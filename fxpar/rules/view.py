@@ -27,8 +27,18 @@ class Sizes:
     _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033)
     NOMINAL = 2048  # tokens; placements must not depend on the example's length
 
-    def __init__(self, symbols: list[sympy.Symbol], degree_product: int, token: sympy.Symbol | None = None) -> None:
+    def __init__(
+        self,
+        symbols: list[sympy.Symbol],
+        degree_product: int,
+        token: sympy.Symbol | None = None,
+        *,
+        others: int | None = None,
+    ) -> None:
+        """`others`: what dims other than `token` are probed at."""
         self._probe = {s: p * degree_product for s, p in zip(symbols, self._PRIMES, strict=False)}
+        if others is not None:
+            self._probe.update({s: others for s in symbols if s != token})
         self._nominal = {s: self.NOMINAL if s == token or len(symbols) == 1 else 1 for s in symbols}
         self._cache: dict[Any, int] = {}
         self._shapes: dict[tuple, tuple[int, ...]] = {}

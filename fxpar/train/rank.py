@@ -16,16 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fxpar.errors import (
     DeviceCountError,
     FxparWarning,
     OutputError,
+    PeerLostError,
     RunInUseError,
     StrategyWorldsError,
     VizDependencyError,
 )
-from fxpar.monitor import Monitor
+from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
 from fxpar.strategy import Strategy
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
@@ -105,10 +107,10 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
     if rank == 0:
         preflight(config)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
+    _join(backend, config.run.timeout_s, rank)
     try:
         _claim(config, rank)
-        with Monitor.of_world(timeout_s=config.run.timeout_s) as monitor:
+        with Monitor.of_world(timeout_s=config.run.timeout_s, end=_record_and_exit) as monitor:
             console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
             place = Place(rank, world, local_rank, device, console, monitor, stop)
             outcome = _train(job, place)
@@ -132,6 +134,22 @@ def _claim(config: TrainConfig, rank: int) -> None:
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0] is not None:
         raise refusal[0]
+
+
+def _join(backend: str, timeout_s: float, rank: int) -> None:
+    """Make the process group. Raises PeerLostError if a rank does not come, or dies meanwhile."""
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if not looks_like_peer_loss(error):
+            raise
+        raise unwatched(error, rank, "start of the process group", "absent") from error
+
+
+def _record_and_exit(lost: PeerLostError) -> None:
+    """Leave the error where torch's elastic launcher looks for it."""
+    get_error_handler().record_exception(lost)
+    print_and_exit(lost)
 
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
