@@ -47,7 +47,7 @@ _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_NAMES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, _TORCH)}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _DEVICE = re.compile(r"(cpu|cuda|meta)(:\d{1,3})?", re.ASCII)
-_LARGEST_INT = 2**63
+_LARGEST_INT, _LONGEST_TEXT = 2**63, 2**16
 _LARGEST_EXPRESSION = 2000  # nodes; sizes of real models have tens
 _POWERS = (sympy.Pow, *(cls for name, cls in expression_classes().items() if "Pow" in name))
 _EXPRESSIONS = expression_classes()
@@ -277,6 +277,8 @@ def _are_results(args: Any) -> bool:
 def _plain(value: Any) -> Any:
     """A value that JSON has. Raises GraphFormatError: numbers are of 64 bits, texts can be shown."""
     if isinstance(value, str):
+        if len(value) > _LONGEST_TEXT:
+            raise GraphFormatError(f"a text of {len(value):,} characters is too long")
         if not value.isprintable() and any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for c in value):
             raise GraphFormatError(f"the text {shown(value)} holds control characters")
     elif isinstance(value, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from fxpar.checkpoint.agree import agreed, group_of, rank_in
-from fxpar.checkpoint.metadata import SafePlanner, SafeReader
+from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.errors import (
-    CheckpointError,
     CheckpointInUseError,
     CheckpointModelError,
     CheckpointWriteError,
@@ -50,9 +50,6 @@ class FxparCheckpointManager(CheckpointManager):
             return super().load(step)
         except CheckpointException as error:
             place = self.initial_load_path or self.folder
-            cause, _ = next(iter(error.failures.values()))
-            if isinstance(cause, CheckpointError):
-                raise cause from error
             raise CheckpointModelError(str(place), _first_reason(error)) from error
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
@@ -61,10 +58,13 @@ class FxparCheckpointManager(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         if _is_remote(checkpoint_id):
-            why = (
-                "is not on a file system of this machine, where its metadata, a pickle, could be checked. Copy it here"
-            )
+            why = "is not in a folder, where its metadata, a pickle, could be checked. Copy it to one"
             raise CorruptCheckpointError(checkpoint_id, why)
+
+        def check() -> None:
+            read_metadata(Path(checkpoint_id))  # DCP would hide the reason for a refusal
+
+        self._on_first_rank(check)
         dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=SafePlanner())
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -92,8 +92,12 @@ class FxparCheckpointManager(CheckpointManager):
                 why = f"{other} saves to this folder; wait until that has ended, or set checkpoint.folder"
                 raise CheckpointInUseError(self.folder, why)
 
+        self._on_first_rank(claim)
+
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        """What rank 0 raises, every rank does."""
         group = group_of(None)
-        agreed(group, claim if rank_in(group)[0] == 0 else lambda: None, _Wrap(self.folder))
+        agreed(group, work if rank_in(group)[0] == 0 else lambda: None, _Wrap(self.folder))
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,9 @@ class SafeReader(dcp.FileSystemReader):
     """DCP's reader of folders, with metadata under the allow-list."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CorruptCheckpointError."""
-        metadata = read_metadata(Path(self.path))
+        """Raises CorruptCheckpointError. DCP asks for the metadata of a rank where that of all is not there."""
+        rank = kwargs.get("rank")
+        metadata = read_metadata(Path(self.path), METADATA if rank is None else f"__{int(rank)}{METADATA}")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -64,10 +65,10 @@ class SafePlanner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, found)  # what was loaded and written again holds nothing else
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, name: str = METADATA) -> Metadata:
     """What a checkpoint folder says is in its files. Raises CorruptCheckpointError."""
     try:
-        with open(path / METADATA, "rb") as file:
+        with open(path / name, "rb") as file:
             record = _Unpickler(file).load()
         return _metadata(path, record)
     except CorruptCheckpointError:
