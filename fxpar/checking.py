@@ -29,7 +29,7 @@ from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups
-from fxpar.runtime.micro import MicroRun, replica_of
+from fxpar.runtime.micro import MicroRun, as_one_sequence, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
@@ -94,6 +94,7 @@ def check(
         buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
         params = {fqn: wide_tensor(value) for fqn, value in params.items()}
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
+    batches = [as_one_sequence(logical.inputs, batch, i) for i, batch in enumerate(batches)]
     oracle = _Oracle(logical, params, buffers, scale)
     return [_check_one(logical, s, params, buffers, batches, scale, limit, oracle, compile) for s in strategies]
 

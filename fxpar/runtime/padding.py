@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxpar.errors import PadError
 from fxpar.exec_graph import Program
-from fxpar.graph import Dim, Input
+from fxpar.graph import TOKEN_NUMBERS, Dim, Input
 
 IGNORE_INDEX = -100
 
@@ -55,6 +55,7 @@ PAD_RULES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "attention_mask": _constant(0),
     "token_type_ids": _constant(0),
     "loss_mask": _constant(0),
+    TOKEN_NUMBERS: _constant(0),
 }
 
 
