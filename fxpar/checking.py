@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpar.batching.documents import mark_documents, split_documents
 from fxpar.dist_config import DistConfig
@@ -32,7 +32,7 @@ from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups
-from fxpar.runtime.micro import MicroRun, replica_of
+from fxpar.runtime.micro import MicroRun, as_one_sequence, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
@@ -103,10 +103,11 @@ def check(
         buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
         params = {fqn: wide_tensor(value) for fqn, value in params.items()}
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
+    batches = [as_one_sequence(logical.inputs, batch, i) for i, batch in enumerate(batches)]
     rows, unpacked = (logical, "") if packed is False else packed_if_proved(logical, force=bool(packed))
     several = any(len(split_documents(logical.inputs, row)) > 1 for row in batches)
     note = f"each document runs alone, since {unpacked}" if several and unpacked else ""
-    oracle = _Oracle(logical, rows, params, buffers, scale)
+    oracle = _Oracle(logical, params, buffers, scale)
     setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, note)
     return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
 
@@ -118,71 +119,39 @@ def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
 
 
 class _Oracle:
-    """The captured graph on one device, document by document; buffers go from one to the next of a replica.
+    """The captured graph on one device, document by document; buffers go from one to the next of a replica."""
 
-    Dropout draws other masks for a document alone than for a row. Where there is any, the truth is the row on one
-    device, and `packing_error` says how far that is, without dropout, from each document alone.
-    """
-
-    def __init__(self, logical: LogicalGraph, rows: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
-        self._params, self._buffers, self._scale = params, buffers, scale
-        self._logical, self._rows = logical, rows
-        self._draws = _drops_out(logical) and rows is not logical
-        self._truth = rows if self._draws else logical
-        self._modules: dict[int, fx.GraphModule] = {}
+    def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
+        self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
+        self._module = compile_graph(logical.gm.graph)
         self._writes = [(i, o.fqn) for i, o in enumerate(logical.outputs) if o.kind == "buffer"]
-        self._known: dict[Any, list[Tensor]] = {}
+        self._known: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def replica(self, indices: list[int], batches: Sequence[Batch]) -> list[list[Tensor]]:
         """Results of one replica's micro-batches in turn; kept for other strategies where no buffer is written."""
         buffers = dict(self._buffers)
         results = []
         for index in indices:
-            number = index % len(batches)
-            for turn, document in enumerate(self._documents(self._truth, batches[number])):
-                key = (index, len(batches), turn)
+            for turn, document in enumerate(self._documents(batches[index % len(batches)])):
+                key = (index, len(batches), turn)  # one row is as many documents under any strategy
                 values = self._known.get(key)
                 if values is None:
-                    values = self._run(self._truth, index, document, buffers)
+                    values = self._run(index, document, buffers)
                     if not self._writes:
                         self._known[key] = values
                 buffers.update({fqn: values[i] for i, fqn in self._writes})
                 results.append(values)
         return results
 
-    def packing_error(self, batches: Sequence[Batch]) -> tuple[float, dict[str, float]]:
-        """Of rows without dropout, against their documents alone."""
-        if not self._draws:
-            return 0.0, {}
-        alone, rows = without_dropout(self._logical), without_dropout(self._rows)
-        truth, found = (
-            _sum(
-                [self._run(graph, 0, part, self._buffers) for row in batches for part in self._documents(graph, row)],
-                graph,
-            )
-            for graph in (alone, rows)
-        )
-        floor = _floor(truth)
-        errors = {
-            fqn: relative_error(found[kind, fqn], value, value, floor)
-            for (kind, fqn), value in truth.items()
-            if kind == "grad"
-        }
-        return relative_error(found["loss", "loss"], truth["loss", "loss"]), errors
+    def _documents(self, row: Batch) -> list[dict[str, Tensor]]:
+        """What the graph is run on: the documents of a row, or the row for a graph whose rows are packed already."""
+        inputs = self._logical.inputs
+        return split_documents(inputs, row) if self._logical.packing is None else [mark_documents(inputs, row)]
 
-    def _documents(self, graph: LogicalGraph, row: Batch) -> list[dict[str, Tensor]]:
-        """What the graph is run on: the documents of a row, or the row with its documents marked."""
-        if graph.packing is None:
-            return split_documents(graph.inputs, row)
-        return [mark_documents(graph.inputs, row)]
-
-    def _run(self, graph: LogicalGraph, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
-        module = self._modules.get(id(graph))
-        if module is None:
-            module = self._modules[id(graph)] = compile_graph(graph.gm.graph)
-        sources = {"param": self._params, "buffer": buffers, "constant": graph.constants, "batch": batch}
+    def _run(self, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
+        sources = {"param": self._params, "buffer": buffers, "constant": self._logical.constants, "batch": batch}
         values = []
-        for info in graph.inputs:
+        for info in self._logical.inputs:
             if info.kind == "scale":
                 values.append(torch.tensor(self._scale, dtype=info.meta.dtype))
             elif info.kind == "seed":
@@ -190,7 +159,7 @@ class _Oracle:
             else:
                 values.append(sources[info.kind][info.fqn])
         with torch.no_grad():
-            return list(module(*values))
+            return list(self._module(*values))
 
 
 def assign(strategy: Strategy, count: int) -> list[list[int]]:
@@ -235,9 +204,6 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
     try:
         ranks = run_world(program, setting.params, setting.buffers, micro_batches, plan, setting.scale, setting.compile)
         loss_error, errors = _compare(program, ranks, expected)
-        packed_loss, packed = setting.oracle.packing_error(setting.batches)
-        loss_error = max(loss_error, packed_loss)
-        errors = {fqn: max(found, packed.get(fqn, 0.0)) for fqn, found in errors.items()}
     except FxparError as problem:
         loss_error, errors, error = float("inf"), {"": float("inf")}, str(problem)
     worst = max(errors, key=errors.__getitem__) if errors else ""
@@ -329,7 +295,10 @@ def _compare(
     """Relative error of the loss, and of each gradient put together from all ranks' pieces."""
     truth = expected[("loss", "loss")]
     loss_error = max(relative_error(result["loss"], truth) for result in ranks)
-    floor = _floor(expected)
+    # A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size.
+    floor = NOISE * max(
+        (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
+    )
     places: dict[str, list[tuple[int, DistConfig]]] = defaultdict(list)
     for first, part in program.placed:
         for info, stored in zip(part.outputs, part.stored_outputs, strict=True):
@@ -347,25 +316,6 @@ def _compare(
             worst = max(worst, relative_error(ranks[first + rank]["grads"][fqn], piece, truth, floor))
         errors[fqn] = worst
     return loss_error, errors
-
-
-def _floor(truth: dict[tuple[str, str], Tensor]) -> float:
-    """A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size."""
-    sizes = (float(t.abs().max()) for (kind, _), t in truth.items() if kind == "grad" and t.numel())
-    return NOISE * max(sizes, default=0.0)
-
-
-def _drops_out(logical: LogicalGraph) -> bool:
-    return bool(logical.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default))
-
-
-def without_dropout(logical: LogicalGraph) -> LogicalGraph:
-    """A copy in which nothing is dropped."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(logical.gm.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default):
-        node.args = (*node.args[:3], 0.0, *node.args[4:])
-    return replace(logical, gm=fx.GraphModule(logical.gm, graph))
 
 
 def _whole(fqn: str, parts: list[tuple[int, DistConfig]], ranks: list[dict[str, Any]], like: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.strategy import Strategy
 
 Size = int | sympy.Expr
+# A batch input that fxpar adds where a model drops out, shaped like the token ids (`fxpar.ops.dropout.token_numbers`).
+TOKEN_NUMBERS = "token_numbers"
+
 InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
 OutputKind = Literal["loss", "grad", "buffer", "value", "input_grad", "sent", "sent_grad"]
 

@@ -105,7 +105,7 @@ class _Rewrite:
         sliced = self._sliced_tables()
         for old, node in self.new.items():
             site = self.flow.sites.get(old)
-            if site == "positions" and not _only_draws(old):
+            if site == "positions":
                 self._positions(node)
             elif site == "attention" and not self._has_own(node, 3):
                 node.args = (*node.args[:3], self.documents, *node.args[4:])
@@ -332,22 +332,6 @@ def _key(node: fx.Node) -> Any:
 
 def _product(sizes: tuple[Size, ...]) -> Any:
     return sympy.prod(sizes) if any(not isinstance(s, int) for s in sizes) else int(sympy.prod(sizes))
-
-
-def _only_draws(node: fx.Node) -> bool:
-    """Whether positions in the row only decide which elements a dropout drops: there any numbers do."""
-    todo, seen = [node], {node}
-    while todo:
-        here = todo.pop()
-        for user in here.users:
-            if user.target is own.dropout.default and here is not user.args[0]:
-                continue
-            if user.target not in (aten.mul.Tensor, aten.add.Tensor):
-                return False
-            if user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return True
 
 
 def _unused(name: str, graph: fx.Graph) -> str:

@@ -25,7 +25,7 @@ from fxpar.flow import numbers
 from fxpar.flow.call import Call, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
-from fxpar.graph import Input, LogicalGraph, Size, TensorMeta
+from fxpar.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
 from fxpar.rules.option import Option
 from fxpar.rules.table import rule_of
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
@@ -45,6 +45,7 @@ PADDING: dict[str, int] = {
     "attention_mask": 0,
     "token_type_ids": 0,
     "loss_mask": 0,
+    TOKEN_NUMBERS: 0,
 }
 """Batch key -> what stands at padded tokens."""
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
-from fxpar.batching.collate import check_sequences, collate, valid_tokens
+from fxpar.batching.collate import check_sequences, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import FxparError, ModelLengthError, NanLossError
@@ -32,8 +32,7 @@ from fxpar.runtime.binding import Bound
 from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
-from fxpar.runtime.micro import MicroRun, replica_of
-from fxpar.runtime.padding import pad
+from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.report import GroupReport, StepReport
 from fxpar.runtime.spans import NO_SPANS, GroupRun, Recorder, Spans, StepTrace
 from fxpar.runtime.switching import Switching
@@ -241,19 +240,14 @@ class Engine:
         """What this rank's replica runs, with idle ones where it must run as many as the others."""
         program = bound.program
         replica = replica_of(program, bound.rank)
-        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
 
         def load(micro: MicroBatch, text: str) -> Mapping[str, Tensor]:
             with self._phase(f"run {program.strategy}, {text}"):
-                return pad(program, collate(sequences, micro, keys))
+                return row_of(program, sequences, micro)
 
-        mine = group.replicas[replica]
+        mine, seed = group.replicas[replica], self._seed()
         runs = [
-            MicroRun(
-                partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"),
-                scale,
-                self._seed(group.group, replica, turn),
-            )
+            MicroRun(partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"), scale, seed)
             for turn, micro in enumerate(mine)
         ]
         if program.strategy.zero >= 2:
@@ -264,12 +258,11 @@ class Engine:
             runs += [idle] * (group.slots - len(mine))
         return runs
 
-    def _seed(self, group: int, replica: int, turn: int) -> int:
-        """The dropout seed of a micro-batch: another one each time, the same when a run is repeated or resumed."""
-        mixed = self.options.seed
-        for part in (self.steps, group, replica, turn):
-            mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) % 2**63
-        return mixed
+    def _seed(self) -> int:
+        """The dropout seed of this mini-batch, the same when a run is repeated or resumed. Groups, replicas and
+        micro-batches share it: masks differ by the numbers of the tokens.
+        """
+        return (self.options.seed * 6364136223846793005 + self.steps + 1442695040888963407) % 2**63
 
     def _check_overflow(self, factor: float) -> bool:
         """Whether the mini-batch is left out because fp16 gradients overflowed, on any rank and in any group."""
@@ -299,8 +292,3 @@ class Engine:
 def length_counts(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """(2**k, number of lengths in (2**(k-1), 2**k]), ascending."""
     return tuple(sorted(Counter(1 << (length - 1).bit_length() for length in lengths).items()))
-
-
-def sequence_length(sequence: Sequence_) -> int:
-    """Tokens of a sequence."""
-    return len(sequence["input_ids"] if isinstance(sequence, Mapping) else sequence)

@@ -18,9 +18,8 @@ from fxpar.lowering import lower
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.engine import Engine, sequence_length
-from fxpar.runtime.micro import MicroRun, replica_of
-from fxpar.runtime.padding import pad
+from fxpar.runtime.engine import Engine
+from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.switch import layout_of
 
@@ -86,11 +85,10 @@ class Evaluation:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
         program = bound.program
-        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
         micro_batches = list(group.replicas[replica_of(program, bound.rank)])
         idle = group.slots - len(micro_batches) if program.strategy.zero == 3 else 0
-        runs = [MicroRun(partial(_load, program, sequences, micro, keys), 1.0) for micro in micro_batches]
-        spare = partial(_load, program, sequences, _shortest(sequences, group), keys)
+        runs = [MicroRun(partial(row_of, program, sequences, micro), 1.0) for micro in micro_batches]
+        spare = partial(row_of, program, sequences, _shortest(sequences, group))
         runs += [MicroRun(spare, 0.0, idle=True)] * idle
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
@@ -107,10 +105,6 @@ class Evaluation:
         bound = bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
         assert isinstance(bound, BoundPipeline)
         return bound
-
-
-def _load(program: PipelineGraph, sequences: Sequence[Any], micro: MicroBatch, keys: list[str]) -> dict[str, Tensor]:
-    return pad(program, collate(sequences, micro, keys))
 
 
 def _shortest(sequences: Sequence[Any], group: GroupPlan) -> MicroBatch:

@@ -16,7 +16,7 @@ from fxpar.batching.ids import id_limits
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import OrderError, ParallelizeError, nearest, warn
-from fxpar.graph import LogicalGraph
+from fxpar.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.passes.share_weights import share_weights
@@ -207,7 +207,7 @@ def _open(
         watched=lambda: engine.watched("backward of a plain call"),
     )
 
-    keys = [info.fqn for info in compiled.logical.inputs if info.kind == "batch"]
+    keys = [info.fqn for info in compiled.logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
 
     def capture_again(module: nn.Module) -> LogicalGraph:
         with store.shown_without_values(module, captured), calls.tracing():

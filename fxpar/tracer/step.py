@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpar.errors import CaptureError, DataDependentError, DeviceError, LossError, UnsupportedOpError
-from fxpar.graph import Input, Output
+from fxpar.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.context import CaptureContext, running
@@ -104,12 +104,13 @@ class Traced(ABC):
 
     def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
         named = {i.fqn: v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "batch"}
+        numbers = named.pop(TOKEN_NUMBERS, None)
         for found, value in zip(self.signature.inputs, values, strict=True):
             node = tracing.node_of(value)
             assert node is not None
             node.meta["kind"] = found.kind
         seed = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "seed")
-        context = CaptureContext(self.world, self.provenance, named, seed, self.device)
+        context = CaptureContext(self.world, self.provenance, named, seed, self.device, numbers)
         with (
             tracing.swapped_tensors(self.model, self.signature.model_tensors(values)),
             running(context),
