@@ -11,6 +11,7 @@ WORKERS ?= 2
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SWEEP_ARGS ?=
 DEMO_ARGS ?=
 BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
 # The first of these that runs and is new enough makes the virtual environment.
@@ -72,6 +73,10 @@ format: setup
 bench: setup
 	@test -n "$(BENCHMARKS)" || { echo "there is no benchmarks/bench_*.py to run"; exit 1; }
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script $(BENCH_ARGS); done
+
+# All causal model types of transformers against plain torch, half an hour of CPU time; goes on where it was stopped.
+sweep: setup
+	$(RUN) benchmarks/sweep.py --page docs/model_types.md $(SWEEP_ARGS)
 
 # The site opens from the disk: site/index.html. Nothing is loaded from elsewhere.
 docs: setup

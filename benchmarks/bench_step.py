@@ -138,7 +138,7 @@ def fxpar_step(strategy: str, programs: dict) -> Step:
 
 
 def local_pieces(program: object, batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    from fxpar.checking import local_batch
+    from fxpar.runtime.micro import local_batch
 
     return local_batch(program, batch, rank)  # type: ignore[arg-type]
 

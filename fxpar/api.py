@@ -40,6 +40,7 @@ def parallelize(
     token_budget: int | Mapping[int, int] | None = None,
     example: Mapping[str, Tensor] | None = None,
     packed: bool | None = None,
+    length_multiple: int = 1,
     order: Sequence[str] | None = None,
     merge: bool = True,
     home: Mapping[str, str | DistConfig] | None = None,
@@ -74,7 +75,9 @@ def parallelize(
     - `loss(model, batch)`: sum over valid tokens (`fxpar.losses`). `example`: a batch to capture with; by default one
       packed row of `input_ids`, `labels`, `position_ids`.
     - `token_budget`: most tokens of one micro-batch of one replica, for all limits or by limit.
-    - `packed`: several sequences per micro-batch; None: if the model keeps packed documents apart.
+    - `packed`: several sequences per micro-batch. None: if it is proved that they do not see each other (else a line
+      says what mixes them, and each runs alone); True: without a proof; False: never.
+    - `length_multiple`: a promise that all lengths are multiples of this, for models that would see padding.
     - `order`: the strategies in order of running; by default the cheapest, by switch plans. `merge=False` runs every
       group under its own strategy however small it is.
     - `home`: placement of masters by FQN glob ("S(1)", "R", a DistConfig); by default dim 0 over all ranks.
@@ -190,6 +193,13 @@ class ParallelModule(nn.Module):
     def fxpar_session(self) -> Session:
         """What is behind the module: its programs, engine, costs and storage."""
         return self._session()
+
+    @property
+    def fxpar_monitor(self) -> Monitor | None:
+        """What watches the other ranks for this module; None with `monitor=False`, one rank, or on a copy."""
+        session = self.__dict__.get(_STATE)
+        watcher = None if session is None else session.engine.watcher
+        return watcher if isinstance(watcher, Monitor) else None
 
     @property
     def memory(self) -> MemoryReport:

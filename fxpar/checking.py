@@ -1,6 +1,7 @@
 """Check strategies: run every rank in this process and compare loss and every gradient with a single device.
 
-The single device is the captured graph itself, run on each replica's micro-batch in turn; the sum is the truth. Each
+The single device runs the captured graph, which is what the model does to one sequence, on each document of each
+micro-batch alone; the sum is the truth. The ranks get rows of several documents, padded as they need it. Each
 data-parallel replica gets micro-batches of its own, of a different length where the model has a token dim.
 """
 
@@ -10,26 +11,28 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxpar.batching.documents import mark_documents, split_documents
 from fxpar.dist_config import DistConfig
 from fxpar.eager import NOISE, relative_error
 from fxpar.errors import FxparError
 from fxpar.exec_graph import compile_graph
 from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.lowering import lower
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups
-from fxpar.runtime.micro import MicroRun, replica_of
+from fxpar.runtime.micro import MicroRun, as_one_sequence, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
@@ -73,8 +76,14 @@ def check(
     scale: float = 1.0,
     tolerance: float | None = None,
     compile: Backend = "eager",
+    packed: bool | None = None,
+    padded: bool = False,
 ) -> list[CheckResult]:
     """Check each strategy, or each program that `lower` made of `logical` already.
+
+    A batch is a row whose documents are marked by `document_ids` [1, T], or by positions that restart; unmarked, it is
+    one document. Documents share a row if that is proved to be harmless, else each is a micro-batch of its own.
+    `packed=True` packs without a proof, `padded=True` pads rows although the model would see it: an error shows.
 
     Replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse). `params` and `buffers` are whole
     tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the parameters' narrowest dtype: 1e-10
@@ -94,8 +103,13 @@ def check(
         buffers = {fqn: wide_tensor(value) for fqn, value in buffers.items()}
         params = {fqn: wide_tensor(value) for fqn, value in params.items()}
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
+    batches = [as_one_sequence(logical.inputs, batch, i) for i, batch in enumerate(batches)]
+    rows, unpacked = (logical, "") if packed is False else packed_if_proved(logical, force=bool(packed))
+    several = any(len(split_documents(logical.inputs, row)) > 1 for row in batches)
+    note = f"each document runs alone, since {unpacked}" if several and unpacked else ""
     oracle = _Oracle(logical, params, buffers, scale)
-    return [_check_one(logical, s, params, buffers, batches, scale, limit, oracle, compile) for s in strategies]
+    setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, note)
+    return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
 
 
 def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
@@ -105,27 +119,34 @@ def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
 
 
 class _Oracle:
-    """The captured graph on one device, micro-batch by micro-batch; buffers go from one to the next of a replica."""
+    """The captured graph on one device, document by document; buffers go from one to the next of a replica."""
 
     def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
         self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
         self._module = compile_graph(logical.gm.graph)
         self._writes = [(i, o.fqn) for i, o in enumerate(logical.outputs) if o.kind == "buffer"]
-        self._known: dict[int, list[Tensor]] = {}
+        self._known: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def replica(self, indices: list[int], batches: Sequence[Batch]) -> list[list[Tensor]]:
         """Results of one replica's micro-batches in turn; kept for other strategies where no buffer is written."""
         buffers = dict(self._buffers)
         results = []
         for index in indices:
-            values = self._known.get(index)
-            if values is None:
-                values = self._run(index, batches[index % len(batches)], buffers)
-                if not self._writes:
-                    self._known[index] = values
-            buffers.update({fqn: values[i] for i, fqn in self._writes})
-            results.append(values)
+            for turn, document in enumerate(self._documents(batches[index % len(batches)])):
+                key = (index, len(batches), turn)  # one row is as many documents under any strategy
+                values = self._known.get(key)
+                if values is None:
+                    values = self._run(index, document, buffers)
+                    if not self._writes:
+                        self._known[key] = values
+                buffers.update({fqn: values[i] for i, fqn in self._writes})
+                results.append(values)
         return results
+
+    def _documents(self, row: Batch) -> list[dict[str, Tensor]]:
+        """What the graph is run on: the documents of a row, or the row for a graph whose rows are packed already."""
+        inputs = self._logical.inputs
+        return split_documents(inputs, row) if self._logical.packing is None else [mark_documents(inputs, row)]
 
     def _run(self, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
         sources = {"param": self._params, "buffer": buffers, "constant": self._logical.constants, "batch": batch}
@@ -148,24 +169,40 @@ def assign(strategy: Strategy, count: int) -> list[list[int]]:
     return [[i for i in range(total) if i % replicas == r] for r in range(replicas)]
 
 
-def _check_one(
-    logical: LogicalGraph,
-    strategy: Strategy | str | TrainGraph,
-    params: Batch,
-    buffers: Batch,
-    batches: Sequence[Batch],
-    scale: float,
-    limit: float,
-    oracle: _Oracle,
-    compile: Backend,
-) -> CheckResult:
-    program = strategy if isinstance(strategy, TrainGraph) else lower(logical, strategy)
+@dataclass(frozen=True)
+class _Setting:
+    """What all strategies are checked with; `rows` is the graph that is lowered."""
+
+    rows: LogicalGraph
+    params: Batch
+    buffers: Batch
+    batches: Sequence[Batch]
+    oracle: _Oracle
+    scale: float
+    compile: Backend
+    note: str
+
+
+def _micro_batches(program: TrainGraph, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+    """Rows with their documents marked, or each document by itself for a program that takes no marks."""
+    keys = {info.fqn for info in program.inputs if info.kind == "batch"}
+    if keys & {"document_ids", "document_positions", "position_ids", "positions"}:
+        return [mark_documents(program.inputs, row) for row in batches]
+    return [document for row in batches for document in split_documents(program.inputs, row)]
+
+
+def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: float, padded: bool) -> CheckResult:
+    program = strategy if isinstance(strategy, TrainGraph) else lower(setting.rows, strategy)
+    if padded:
+        program = replace(program, padding_hazard=None)
     strategy = program.strategy
-    plan = assign(strategy, len(batches))
-    expected = _sum([values for micro in plan for values in oracle.replica(micro, batches)], logical)
+    micro_batches = _micro_batches(program, setting.batches)
+    plan = assign(strategy, len(micro_batches))
+    results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
+    expected = _sum(results, setting.rows)
     begun, error = time.perf_counter(), ""
     try:
-        ranks = run_world(program, params, buffers, batches, plan, scale, compile)
+        ranks = run_world(program, setting.params, setting.buffers, micro_batches, plan, setting.scale, setting.compile)
         loss_error, errors = _compare(program, ranks, expected)
     except FxparError as problem:
         loss_error, errors, error = float("inf"), {"": float("inf")}, str(problem)
@@ -186,7 +223,7 @@ def _check_one(
         nodes=program.node_count,
         run_wall_s=round(time.perf_counter() - begun, 3),
         error=error,
-        notes=list(program.notes),
+        notes=[*program.notes, *([setting.note] if setting.note else [])],
     )
 
 

@@ -258,7 +258,7 @@ class DistConfig:
             Mesh(tuple((name, size) for name, size in data["mesh"])),
             tuple(tuple(AxisShard(a, tuple(s)) for a, s in entries) for entries in data["dims"]),
             tuple((a, op) for a, op in data["partial"]),
-            getattr(torch, data["dtype"]) if data["dtype"] else None,
+            _dtype(data["dtype"]) if data["dtype"] else None,
             data["stage"],
         )
 
@@ -293,6 +293,13 @@ _SHORT = {
     torch.uint8: "u8",
     torch.bool: "b8",
 }
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise PlacementError(f"torch.{name} is no dtype")
+    return found
 
 
 def short_dtype(dtype: torch.dtype | None) -> str:

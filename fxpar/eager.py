@@ -49,12 +49,10 @@ def compare_with_eager(
     ratio = float(results[0] / loss.detach()) if float(loss) else 1.0
     # A mean over n tokens became a sum: the graph's loss is n times the model's, and n is a whole number.
     factor = float(round(ratio)) if ratio > 1.5 and abs(ratio / round(ratio) - 1) < 1e-4 else 1.0
-    eager = {
-        fqn: (torch.zeros_like(p) if g is None else g * factor)
-        for (fqn, p), g in zip(wanted.items(), grads, strict=True)
-    }
+    eager = {fqn: g * factor for fqn, g in zip(wanted, grads, strict=True) if g is not None}
     floor = NOISE * max((float(g.abs().max()) for g in eager.values() if g.numel()), default=0.0)
-    errors = {fqn: relative_error(graph_grads[fqn], g, floor=floor) for fqn, g in eager.items()}
+    errors = {fqn: relative_error(graph_grads[fqn], g, floor=floor) for fqn, g in eager.items() if fqn in graph_grads}
+    errors |= dict.fromkeys(eager.keys() ^ graph_grads.keys(), float("inf"))  # a gradient that only one of them has
     worst = max(errors, key=errors.__getitem__, default="")
     return EagerComparison(relative_error(results[0], loss.detach() * factor), errors.get(worst, 0.0), worst)
 

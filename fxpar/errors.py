@@ -141,6 +141,17 @@ class DataDependentError(CaptureError):
         )
 
 
+class PositionTableError(CaptureError):
+    """The example is longer than a table of positions: the model could not run it either."""
+
+    def __init__(self, length: int, rows: int, fqn: str, line: str | None) -> None:
+        self.rows = rows
+        super().__init__(
+            f"the example has {length} tokens, but the model looks up a position for each in a table of {rows} rows "
+            f"(module {fqn!r}, {line}). Capture it with an example of at most {rows} tokens"
+        )
+
+
 class UnsupportedOpError(CaptureError):
     """The model calls something that has no place in a captured graph."""
 
@@ -279,8 +290,8 @@ class PadError(FxparError):
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
-            f"batch key {key!r} cannot be padded: {why}. Give a length that divides; or name the key as one with a "
-            "rule for its padding (input_ids, labels, position_ids, ...); or tell attention documents or a mask."
+            f"batch key {key!r} cannot be padded: {why}. Give a length that divides, or use a strategy that does not "
+            "cut tokens (without cp and sp)"
         )
 
 
@@ -616,6 +627,28 @@ class SequenceTooLongError(FxparError):
         )
 
 
+class LengthMultipleError(FxparError):
+    """No strategy takes a sequence of this length: those that are long enough cut its tokens in equal parts."""
+
+    def __init__(self, index: int, length: int, groups: Iterable[tuple[int, str, int]]) -> None:
+        multiples = ", ".join(f"{multiple} up to {limit} tokens ({name})" for limit, name, multiple in groups)
+        super().__init__(
+            f"sequence {index} of the mini-batch has {length} tokens, but the model would see padding, so its "
+            f"length must be a multiple of {multiples}"
+        )
+
+
+class ModelLengthError(FxparError):
+    """A sequence of a length that the model cannot take."""
+
+    def __init__(self, index: int, length: int, minimum: int, maximum: int | None) -> None:
+        most = "" if maximum is None else f" and at most {maximum}"
+        super().__init__(
+            f"sequence {index} of the mini-batch has {length} tokens, but the model takes at least {minimum}{most} "
+            "(the captured graph holds for these). Split the sequence, or build the model for longer ones"
+        )
+
+
 class NoValidTokenError(FxparError):
     """No token of a mini-batch has a label, so its mean loss does not exist."""
 
@@ -633,6 +666,28 @@ class BatchKeyError(FxparError):
         super().__init__(
             f"the graph needs {key!r}, which sequence {index} of the mini-batch does not have (it has "
             f"{', '.join(map(repr, has))}). Give each sequence as a mapping with {key!r} of its length"
+        )
+
+
+class PackingError(FxparError):
+    """Sequences that cannot share a row: something in the model mixes the tokens of a row."""
+
+    def __init__(self, model: str, why: str) -> None:
+        self.why = why
+        super().__init__(
+            f"{model}: sequences cannot share a row, since {why}. Each sequence runs alone; if you know that it keeps "
+            "documents apart, say packed=True"
+        )
+
+
+class TokenIdError(FxparError):
+    """A token id, label or other index of a sequence has no row in the table that it indexes."""
+
+    def __init__(self, index: int, position: int, key: str, value: int, rows: int, table: str) -> None:
+        super().__init__(
+            f"sequence {index} of the mini-batch, position {position}: {key!r} is {value}, but {table} has {rows:,} "
+            f"rows (0 to {rows - 1}). Give ids that the model was made for (those of its own tokenizer), or a model "
+            "with more rows"
         )
 
 
@@ -679,6 +734,20 @@ class RunFolderError(FxparError):
 
     def __init__(self, folder: str, why: str) -> None:
         super().__init__(f"folder {folder!r} {why}")
+
+
+class RunInUseError(FxparError):
+    """Another run works in the same folder; its checkpoints and metrics would be written over."""
+
+    def __init__(self, folder: str, holder: str) -> None:
+        self.folder, self.holder = folder, holder
+        super().__init__(
+            f"{folder} is in use by {holder}. Wait until that run has ended, end it, or set run.folder (and "
+            "checkpoint.folder) to another folder. The lock of a run that was killed does not count"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (self.folder, self.holder)
 
 
 class ResumeError(FxparError):
@@ -852,23 +921,40 @@ class LoaderStateError(FxparError):
 class PeerLostError(FxparError):
     """A rank that others wait for is dead, stopped, stuck, or ended by an error of its own.
 
-    `ranks` are the ranks to blame (none if no rank is missing), `kind` says why (see `fxpar.monitor.verdict.TEXTS`).
+    `ranks` are the ranks to blame, `kind` says why (see `fxpar.monitor.verdict.TEXTS`).
     """
 
+    advice = "{log}, then start the job again: it goes on from the last checkpoint"
+
     def __init__(
-        self, ranks: tuple[int, ...], kind: str, what: str, rank: int = -1, phase: str = "", error: str = ""
+        self,
+        ranks: tuple[int, ...],
+        kind: str,
+        what: str,
+        rank: int = -1,
+        phase: str = "",
+        error: str = "",
+        node: str = "",
     ) -> None:
         self.ranks, self.kind = ranks, kind
-        self.details = (ranks, kind, what, rank, phase, error)
+        self.details = (ranks, kind, what, rank, phase, error, node)
         names = ", ".join(map(str, ranks))
         log = f"Look at the log of rank{'s' if len(ranks) > 1 else ''} {names}" if ranks else "Look at all logs"
-        super().__init__(
-            f"{what}. Rank {rank} noticed it in phase {phase!r} by {error}. "
-            f"{log}, then start the job again: it goes on from the last checkpoint."
-        )
+        on = f" on {node}" if node else ""
+        noticed = f"Rank {rank}{on} noticed it in phase {phase!r} by {error}"
+        super().__init__(f"{what}. {noticed}. {self.advice.format(log=log)}.")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), self.details
+
+
+class ConnectionLostError(PeerLostError):
+    """All ranks live, but a connection between two of them broke, or their machines do not reach each other.
+
+    `ranks` are the two ends, as far as they are known.
+    """
+
+    advice = "Look at the network between these nodes, then start the job again: it goes on from the last checkpoint"
 
 
 class GradientNormError(FxparError):
@@ -925,6 +1011,10 @@ class CheckpointError(FxparError):
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """Another process, or another thread of this one, saves its checkpoints to the same folder."""
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -25,6 +25,9 @@ from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.strategy import Strategy
 
 Size = int | sympy.Expr
+# A batch input that fxpar adds where a model drops out, shaped like the token ids (`fxpar.ops.dropout.token_numbers`).
+TOKEN_NUMBERS = "token_numbers"
+
 InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
 OutputKind = Literal["loss", "grad", "buffer", "value", "input_grad", "sent", "sent_grad"]
 
@@ -94,9 +97,23 @@ class Output:
     fqn: str
 
 
+@dataclass(frozen=True)
+class Packing:
+    """What holds of a graph whose rows may be several documents, each of `minimum` to `maximum` tokens.
+
+    `padding_hazard` says why a row must not be padded by a document that has no labels; None if it may.
+    """
+
+    padding_hazard: str | None
+    minimum: int = 1
+    maximum: int | None = None
+
+
 @dataclass
 class LogicalGraph:
-    """Forward + loss + backward of one replica with global shapes.
+    """Forward + loss + backward of one replica with global shapes, as the model treats one sequence.
+
+    With `packing` a row may be several documents (`fxpar.passes.pack_documents`).
 
     Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
     (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens. `constants` are tensors that the
@@ -110,6 +127,7 @@ class LogicalGraph:
     name: str = "model"
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
+    packing: Packing | None = None
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -1,4 +1,5 @@
-"""Graphs as JSON values, and back. Nothing of what is read is executed: ops and classes are found by name in tables.
+"""Graphs as JSON values, and back. Nothing of what is read is executed: ops and classes are found by name in tables,
+and what a graph says is checked as it is read (`fxpar.graph_vocabulary`, `fxpar.graph_structure`).
 
 A value that JSON has stays as it is. Any other is a list that begins with a tag:
 
@@ -14,6 +15,8 @@ The pool holds each placement, type, expression ... once: an 8B model has ten th
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -23,12 +26,14 @@ from torch import Tensor, fx, nn
 
 import fxpar.ops  # noqa: F401 - registers fxpar's own ops, which graphs are made of
 from fxpar.dist_config import AxisShard, DistConfig, Partial, Replicate, Shard
-from fxpar.errors import GraphFormatError
+from fxpar.errors import FxparError, GraphFormatError
 from fxpar.exec_graph import ExecGraph, Part, Stored
 from fxpar.graph import AnnotatedGraph, Dim, Input, LogicalGraph, Output, TensorMeta, dim_symbol
+from fxpar.graph_structure import check_fields, check_meta, check_value
+from fxpar.graph_vocabulary import check_call, check_identifier, check_target, find_target, shown
 from fxpar.mesh import Mesh
 from fxpar.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.serialize import OpOverload, target_from_name, target_name
+from fxpar.serialize import target_name
 from fxpar.strategy import Pipeline, Remat, Strategy
 from fxpar.torch_api.expressions import expression_classes
 
@@ -38,8 +43,13 @@ CLASSES = {
     cls.__name__: cls
     for cls in (*POOLED, Remat, Pipeline, Part, LogicalGraph, AnnotatedGraph, ExecGraph, StageProgram, PipelineGraph)
 }
-_OWN_MODULES, _ARITHMETIC = ("fxpar.ops.", "fxpar.markers", "fxpar.collectives"), ("operator", "math")
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_TORCH_NAMES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, _TORCH)}
+_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_DEVICE = re.compile(r"(cpu|cuda|meta)(:\d{1,3})?", re.ASCII)
+_LARGEST_INT, _LONGEST_TEXT = 2**63, 2**16
+_LARGEST_EXPRESSION = 2000  # nodes; sizes of real models have tens
+_POWERS = (sympy.Pow, *(cls for name, cls in expression_classes().items() if "Pow" in name))
 _EXPRESSIONS = expression_classes()
 _EXPRESSION_NAMES = {cls: name for name, cls in _EXPRESSIONS.items()}
 
@@ -56,7 +66,7 @@ class Encoder:
     def encode(self, value: Any) -> Any:
         """`value` as JSON. Raises GraphFormatError for what the format does not know."""
         if value is None or isinstance(value, bool | str) or type(value) is int:
-            return value
+            return _plain(value)
         if isinstance(value, float):
             return value if math.isfinite(value) else ["f", str(value)]
         if isinstance(value, fx.Node):
@@ -108,102 +118,184 @@ class Encoder:
         return ["g", *nodes]
 
     def _node(self, node: fx.Node) -> list[Any]:
-        target = target_name(node.target) if node.op == "call_function" else str(node.target)
+        target = str(node.target)
+        if node.op == "call_function":
+            target = target_name(node.target)
+            check_target(node.target)  # what is written can be read
+            check_call(node.target, node.args, node.kwargs)
         meta = [[key, self.encode(value)] for key, value in node.meta.items()]
         return [node.op, node.name, target, self.encode(node.args), self.encode(dict(node.kwargs)), meta]
 
 
 class Decoder:
-    """Inverse of `Encoder`; values come back equal, those of the pool as one object each."""
+    """Inverse of `Encoder`; values come back equal, those of the pool as one object each.
+
+    All of it may be anybody's. Raises GraphFormatError for what an Encoder does not write; other errors mean the same.
+    """
 
     def __init__(self, pool: list[Any], tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._targets: dict[str, Any] = {}
         self._nodes: list[fx.Node] = []
+        self._sizes: dict[sympy.Basic, int] = {}
         self.pool: list[Any] = []
         for entry in pool:
-            self.pool.append(self.decode(entry))
+            found = self.decode(entry)
+            # An entry that could hold another of its kind would double what it stands for, entry by entry.
+            if not isinstance(found, (*POOLED, sympy.Basic)):
+                raise GraphFormatError(f"{shown(entry)} does not belong into the pool")
+            self.pool.append(found)
 
     def decode(self, value: Any) -> Any:
-        """The value. Raises GraphFormatError for a tag, class or op that this version does not know."""
+        """The value. Raises GraphFormatError for a tag, class, op or call that this version does not know."""
         if not isinstance(value, list):
-            return value
-        match value[0]:
-            case "p":
-                return self.pool[value[1]]
-            case "n":
-                return self._nodes[value[1]]
-            case "t":
-                return tuple([self.decode(v) for v in value[1:]])
-            case "l":
-                return [self.decode(v) for v in value[1:]]
-            case "d":
-                return {self.decode(k): self.decode(v) for k, v in value[1:]}
-            case "f":
-                return float(value[1])
-            case "torch":
-                return self._torch(value[1])
-            case "device":
-                return torch.device(value[1])
-            case "x":
-                return self.tensors[value[1]]
-            case "s":
-                return dim_symbol(value[1])
-            case "q":
-                return sympy.Rational(value[1], value[2])
-            case "e":
-                return self._named(_EXPRESSIONS, value[1])(*(self.decode(v) for v in value[2:]))
-            case "c":
-                return self._dataclass(value[1], {k: self.decode(v) for k, v in value[2:]})
-            case "g":
-                return self._graph(value[1:])
-            case tag:
-                raise GraphFormatError(f"the tag {tag!r} is not known")
+            return _plain(value)
+        match value:
+            case ["p", int() as index]:
+                return _at(self.pool, index, "entry of the pool")
+            case ["n", int() as index]:
+                return _at(self._nodes, index, "node before this one")
+            case ["t", *items]:
+                return tuple([self.decode(v) for v in items])
+            case ["l", *items]:
+                return [self.decode(v) for v in items]
+            case ["d", *pairs]:
+                return self._dict(pairs)
+            case ["c", str() as name, *pairs]:
+                return self._dataclass(name, self._dict(pairs))
+            case ["x", int() as index]:
+                return _at(self.tensors, index, "tensor")
+            case ["f", str() as name]:
+                return _named(_FLOATS, name)
+            case ["torch", str() as name]:
+                if name not in _TORCH_NAMES:
+                    raise GraphFormatError(f"torch.{name[:60]} is no dtype, layout or memory format")
+                return _TORCH_NAMES[name]
+            case ["device", str() as name]:
+                if not _DEVICE.fullmatch(name):
+                    raise GraphFormatError(f"{shown(name)} is no device of a graph")
+                return torch.device(name)
+            case ["s", str() as name]:
+                return dim_symbol(check_identifier(name))
+            case ["q", int() as above, int() as below] if below > 0:
+                return sympy.Rational(_plain(above), _plain(below))
+            case ["e", str() as name, *args]:
+                return self._expression(_named(_EXPRESSIONS, name), [self.decode(v) for v in args])
+            case ["g", *records]:
+                return self._graph(records)
+        tag = value[0] if value else None
+        raise GraphFormatError(f"the tag {shown(tag)} is not known, or not with what follows it")
 
-    def _torch(self, name: str) -> Any:
-        found = getattr(torch, name, None)
-        if not isinstance(found, _TORCH):
-            raise GraphFormatError(f"torch.{name} is no dtype, layout or memory format")
+    def _dict(self, pairs: list[Any]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for pair in pairs:
+            key = self.decode(pair[0]) if isinstance(pair, list) and len(pair) == 2 else None
+            if not isinstance(key, str | int | float | tuple) or key in found:
+                raise GraphFormatError(f"{shown(pair)} is no new key with a value")
+            found[key] = self.decode(pair[1])
         return found
 
-    def _named(self, table: dict[str, Any], name: str) -> Any:
-        if name not in table:
-            raise GraphFormatError(f"the name {name!r} is not known")
-        return table[name]
+    def _expression(self, cls: type[sympy.Basic], args: list[Any]) -> sympy.Basic:
+        for arg in args:
+            if not isinstance(arg, sympy.Expr | int):
+                raise GraphFormatError(f"{shown(arg)} is no part of a size")
+        if cls in _POWERS and not (len(args) == 2 and isinstance(args[1], int | sympy.Integer) and -1 <= args[1] <= 16):
+            raise GraphFormatError(f"{shown(args)} is no power of a size")
+        size = 1 + sum(self._sizes.get(arg, 1) for arg in args)
+        if size > _LARGEST_EXPRESSION:
+            raise GraphFormatError(f"the expression of a size has more than {_LARGEST_EXPRESSION} parts")
+        found = cls(*args)
+        if not isinstance(found, sympy.Expr):
+            raise GraphFormatError(f"{shown(found)} is no size")
+        if found.is_Integer:
+            _plain(int(found))
+        self._sizes[found] = size
+        return found
 
-    def _dataclass(self, name: str, values: dict[str, Any]) -> Any:
-        cls = self._named(CLASSES, name)
-        if cls is LogicalGraph:
+    def _dataclass(self, name: str, values: dict[Any, Any]) -> Any:
+        cls: Any = _named(CLASSES, name)
+        if cls is LogicalGraph and isinstance(values.get("gm"), fx.Graph):
             values["gm"] = fx.GraphModule(nn.Module(), values["gm"])
+        check_fields(cls, values)
         try:
-            return cls(**values)
+            found = cls(**values)
+            check_value(found)
         except TypeError as error:
             raise GraphFormatError(f"the fields of {name} are others: {error}") from error
+        except FxparError as error:  # of the class itself: a placement that cannot be, a strategy
+            raise GraphFormatError(f"{name}: {error}") from error
+        return found
 
-    def _graph(self, records: list[list[Any]]) -> fx.Graph:
+    def _graph(self, records: list[Any]) -> fx.Graph:
         outer, self._nodes = self._nodes, []
-        graph = fx.Graph()
-        for op, name, target, args, kwargs, meta in records:
-            found = self._target(target) if op == "call_function" else target
-            node = graph.create_node(op, found, self.decode(args), self.decode(kwargs), name=name)
-            node.meta.update((key, self.decode(value)) for key, value in meta)
+        graph, names = fx.Graph(), set()
+        for record in records:
+            if not isinstance(record, list) or len(record) != 6:
+                raise GraphFormatError(f"{shown(record)} is no node")
+            node = self._node(graph, *record)
+            for name in {node.name, node.target if node.op == "placeholder" else node.name}:
+                if name in names:
+                    raise GraphFormatError(f"two values have the name {name!r}")
+                names.add(name)
             self._nodes.append(node)
+        if not self._nodes or [n for n in self._nodes if n.op == "output"] != self._nodes[-1:]:
+            raise GraphFormatError("a graph does not end with its results")
         self._nodes = outer
         return graph
 
-    def _target(self, name: str) -> Any:
-        """The op or function: an op of torch, arithmetic, or one of fxpar's own. A file may be anybody's, and `check`
-        runs what it holds.
-        """
-        if name not in self._targets:
-            module, _, function = name.partition(":")
-            own = module.startswith(_OWN_MODULES) or module in _ARITHMETIC or name.startswith("torch:sym_")
-            if function and not own:
-                raise GraphFormatError(f"function {name!r} is none that graphs are made of")
-            found = target_from_name(name)
-            if module.startswith(_OWN_MODULES) and getattr(found, "__module__", "") != module:
-                raise GraphFormatError(f"{name!r} is no function of fxpar")
-            if not function and not isinstance(found, OpOverload):
-                raise GraphFormatError(f"{name!r} is no op of torch")
-            self._targets[name] = found
-        return self._targets[name]
+    def _node(
+        self, graph: fx.Graph, op: Any, name: Any, target: Any, arg_values: Any, kwarg_values: Any, meta: Any
+    ) -> fx.Node:
+        args, kwargs = self.decode(arg_values), self.decode(kwarg_values)
+        if op == "call_function":
+            if not (isinstance(target, str) and isinstance(args, tuple) and isinstance(kwargs, dict)):
+                raise GraphFormatError(f"{shown(name)} is no call")
+            if target not in self._targets:
+                self._targets[target] = find_target(target)
+            found = self._targets[target]
+            check_call(found, args, kwargs)
+        elif op == "placeholder" and args == () and kwargs == {}:
+            found = check_identifier(target)
+        elif op == "output" and target == "output" and _are_results(args) and kwargs == {}:
+            found = target
+        else:
+            raise GraphFormatError(f"a node of the kind {shown(op)} does not belong into a graph, or not like this")
+        node = graph.create_node(op, found, args, kwargs, name=check_identifier(name))
+        if node.name != name:
+            raise GraphFormatError(f"{name!r} cannot be the name of a value here")
+        node.meta.update(self._dict(meta if isinstance(meta, list) else [meta]))
+        check_meta(node)
+        return node
+
+
+def _are_results(args: Any) -> bool:
+    """One tuple of nodes."""
+    alone = isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], tuple)
+    return alone and all(isinstance(node, fx.Node) for node in args[0])
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has. Raises GraphFormatError: numbers are of 64 bits, texts can be shown."""
+    if isinstance(value, str):
+        if len(value) > _LONGEST_TEXT:
+            raise GraphFormatError(f"a text of {len(value):,} characters is too long")
+        if not value.isprintable() and any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for c in value):
+            raise GraphFormatError(f"the text {shown(value)} holds control characters")
+    elif isinstance(value, int):
+        if abs(value) > _LARGEST_INT:
+            raise GraphFormatError(f"a number of {value.bit_length()} bits is too large")
+    elif isinstance(value, dict) or (isinstance(value, float) and not math.isfinite(value)):
+        raise GraphFormatError(f"{shown(value)} is no value of a graph file")
+    return value
+
+
+def _named(table: dict[str, Any], name: str) -> Any:
+    if name not in table:
+        raise GraphFormatError(f"the name {shown(name)} is not known")
+    return table[name]
+
+
+def _at(found: list[Any], index: int, what: str) -> Any:
+    if not 0 <= index < len(found):
+        raise GraphFormatError(f"there is no {what} with the number {index}")
+    return found[index]

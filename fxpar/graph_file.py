@@ -1,19 +1,18 @@
 """Graph files (`.fxpar`): a graph at any stage of the lowering, saved to be read, checked, compared and drawn later.
 
-A zip archive with `header.json` (what it is, which fxpar wrote it), `graph.json` (see `fxpar.graph_codec`) and its
-tensors (those of the model that are no parameters) in `graph.pt`, and the same of what the graph can be checked
-against. Reading one executes nothing of it, so a file of a stranger is safe to look at.
+A zip archive with `header.json` (what it is, which fxpar wrote it), `graph.json` (see `fxpar.graph_codec`), the bytes
+of its tensors (those of the model that are no parameters) in `graph.bin`, and the same of what the graph can be checked
+against. Reading one executes nothing of it, so a file of a stranger is safe to look at: no pickle, bounded sizes, and
+whatever is not as fxpar writes it is a GraphFileError.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import math
 import os
-import pickle
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +24,11 @@ from fxpar.errors import GraphFileError, GraphFormatError, OutputError
 from fxpar.exec_graph import ExecGraph
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.graph_codec import Decoder, Encoder
+from fxpar.graph_structure import fits
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.version import __version__
 
-FORMAT, VERSION = "fxpar graph", 1
+FORMAT, VERSION = "fxpar graph", 2
 SavedGraph = LogicalGraph | AnnotatedGraph | ExecGraph | PipelineGraph
 _KINDS: dict[str, type] = {
     "logical": LogicalGraph,
@@ -71,7 +71,11 @@ def load_graph(path: str | Path) -> SavedGraph:
 def load_origin(path: str | Path) -> Origin | None:
     """What the graph of a file can be checked against, if the file has it. Raises GraphFileError."""
     found = _decoded(path, _read(path), "origin")
-    return None if found is None else Origin(*found)
+    if found is None:
+        return None
+    if not fits(found, tuple[LogicalGraph | None, tuple[dict[str, torch.Tensor], ...]]):
+        raise GraphFileError(path, "what it can be checked against is no graph with batches", _MAKE)
+    return Origin(*found)
 
 
 def save_value(path: str | Path, value: Any, about: Mapping[str, Any], origin: Any = None) -> None:
@@ -107,7 +111,11 @@ def kind_of(graph: SavedGraph) -> str:
 
 
 _MAKE = "Make one with: fxpar dump MODEL --strategy S -o FILE.fxpar"
-_MEMBERS = ("graph.json", "graph.pt", "origin.json", "origin.pt")
+_MEMBERS = ("graph.json", "graph.bin", "origin.json", "origin.bin")
+_HEADER = "header.json"
+# A lowered 32-layer model has 3 MB of JSON. What unpacks to more than this is no graph, or meant to fill the memory.
+_MOST_BYTES = {_HEADER: 2**20, "graph.json": 2**27, "origin.json": 2**27, "graph.bin": 2**30, "origin.bin": 2**30}
+_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 Archive = tuple[dict[str, Any], dict[str, bytes]]
 
 
@@ -116,14 +124,42 @@ def _versions() -> dict[str, str]:
 
 
 def _encoded(name: str, value: Any) -> dict[str, bytes]:
-    """A value as two members of the archive: JSON, and the tensors in it."""
+    """A value as two members of the archive: JSON, and the bytes of the tensors in it."""
     encoder = Encoder()
     root = encoder.encode(value)
-    body = json.dumps({"pool": encoder.pool, "root": root}, separators=(",", ":"), allow_nan=False).encode()
-    tensors = io.BytesIO()
-    if encoder.tensors:
-        torch.save([tensor.detach() for tensor in encoder.tensors], tensors)
-    return {f"{name}.json": body, f"{name}.pt": tensors.getvalue()}
+    kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in encoder.tensors]
+    data = {"pool": encoder.pool, "root": root, "tensors": kinds}
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+    content = {f"{name}.json": body, f"{name}.bin": b"".join(map(_bytes_of, encoder.tensors))}
+    for member, written in content.items():
+        if len(written) > _MOST_BYTES[member]:
+            raise GraphFormatError(
+                f"{member} of a graph file would have {len(written):,} bytes, and may have {_MOST_BYTES[member]:,}"
+            )
+    return content
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensors(kinds: Any, content: bytes) -> list[torch.Tensor]:
+    """The tensors that lie one behind the other in `content`. Raises GraphFormatError."""
+    found, start = [], 0
+    for dtype_name, shape in kinds:
+        dtype = _DTYPES.get(dtype_name)
+        if dtype is None or len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
+            raise GraphFormatError(f"{str(dtype_name)[:60]!r} {str(shape)[:60]} is no tensor")
+        end = start + math.prod(shape) * dtype.itemsize
+        if end > len(content):
+            raise GraphFormatError("bytes of its tensors are missing")
+        # A byte that is neither 0 nor 1 is no bool, so these are made anew.
+        flat = torch.frombuffer(bytearray(content[start:end]) or bytearray(8), dtype=torch.uint8)[: end - start]
+        found.append((flat != 0 if dtype is torch.bool else flat.view(dtype)).reshape(shape))
+        start = end
+    if start != len(content):
+        raise GraphFormatError("there are more bytes than its tensors have")
+    return found
 
 
 def _decoded(path: str | Path, archive: Archive, name: str) -> Any:
@@ -131,19 +167,26 @@ def _decoded(path: str | Path, archive: Archive, name: str) -> Any:
     if header.get("format") != FORMAT:
         raise GraphFileError(path, "it is no graph of fxpar", _MAKE)
     if header.get("version") != VERSION:
-        wrote = f"fxpar {header.get('fxpar', '(unknown)')} wrote it in version {header.get('version')} of the format"
+        wrote = f"fxpar {_word(header.get('fxpar'))} wrote it in version {_word(header.get('version'))} of the format"
         raise GraphFileError(path, f"{wrote}, this fxpar reads version {VERSION}", "Dump it again with this fxpar")
+    if contents.keys() != set(_MEMBERS):
+        raise GraphFileError(path, "it is no graph file, or not all of it is there", _MAKE)
     if _digest(contents) != header.get("sha256"):
         raise GraphFileError(path, "its content is not what was written", "Copy or dump it again")
     try:
-        data, tensors = json.loads(contents[f"{name}.json"]), contents[f"{name}.pt"]
-        held = torch.load(io.BytesIO(tensors), weights_only=True) if tensors else []
-        return Decoder(data["pool"], held).decode(data["root"])
+        data = _json(contents[f"{name}.json"])
+        return Decoder(data["pool"], _tensors(data["tensors"], contents[f"{name}.bin"])).decode(data["root"])
     except GraphFormatError as error:
-        do = f"It was written with torch {header.get('torch')}; import what defines its ops, or dump it again"
-        raise GraphFileError(path, str(error), do) from error
-    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
-        raise GraphFileError(path, f"it cannot be understood ({type(error).__name__}: {error})", _MAKE) from error
+        do = f"It was written with torch {_word(header.get('torch'))}; import what defines its ops, or dump it again"
+        raise GraphFileError(path, _word(error, 400), do) from error
+    except Exception as error:  # the file is anybody's, and what it is made of meets half of torch and sympy
+        why = f"it cannot be understood ({type(error).__name__}: {_word(error, 200)})"
+        raise GraphFileError(path, why, _MAKE) from error
+
+
+def _word(value: Any, most: int = 40) -> str:
+    """What a file says, in a message: on one line, and without what a terminal would take for orders."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value)[:most])
 
 
 def _digest(contents: Mapping[str, bytes]) -> str:
@@ -153,18 +196,49 @@ def _digest(contents: Mapping[str, bytes]) -> str:
     return total.hexdigest()
 
 
+def _json(content: bytes) -> Any:
+    """JSON in which every key and every number means one thing. Raises ValueError."""
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(found)) != len(found):
+            raise ValueError("a key is there twice")
+        return dict(found)
+
+    def constant(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
+    return json.loads(content, object_pairs_hook=pairs, parse_constant=constant)
+
+
 def _read(path: str | Path) -> Archive:
     """The header, and the other members as they are."""
     try:
         with zipfile.ZipFile(path) as archive:
-            header = json.loads(archive.read("header.json"))
+            header = _json(_member(archive, _HEADER))
             if not isinstance(header, dict):
                 raise ValueError("the header is no table")
-            return header, {name: archive.read(name) for name in _MEMBERS}
+            names = archive.namelist()
+            if header.get("version") == VERSION and sorted(names) != sorted((*_MEMBERS, _HEADER)):
+                raise ValueError("its members are others")
+            return header, {name: _member(archive, name) for name in _MEMBERS if name in names}
     except FileNotFoundError as error:
         raise GraphFileError(path, "there is no such file", _MAKE) from error
     except OSError as error:
         why = f"it cannot be read ({error.strerror or error})"
         raise GraphFileError(path, why, "Look at its permissions") from error
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, zlib.error) as error:
+    except _TooLargeError as error:
+        raise GraphFileError(path, str(error), "Graphs of fxpar are smaller; ask whoever made it") from error
+    except Exception as error:  # zipfile raises a dozen kinds for what is no zip archive
         raise GraphFileError(path, "it is no graph file, or not all of it is there", _MAKE) from error
+
+
+class _TooLargeError(ValueError):
+    """A member unpacks to more than a graph can have."""
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    info, most = archive.getinfo(name), _MOST_BYTES[name]
+    if info.file_size > most:
+        raise _TooLargeError(f"its {name} unpacks to {info.file_size:,} bytes, more than {most:,}")
+    with archive.open(info) as member:  # zipfile stops at the size that is stated
+        return member.read(most + 1)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fxpar.errors import NotYetError, VerifyError
 from fxpar.exec_graph import ExecGraph, Part, PlainGraph, cut_part
+from fxpar.flow import padding_hazard
 from fxpar.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ladder import OnPass, climb, common_fields, default_passes, remaining, run_passes
 from fxpar.pass_base import GraphPass, ancestors
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reuse_buffers import SAME_STORAGE
 from fxpar.passes.zero_shard import ZeroShard
@@ -97,6 +99,7 @@ def lower_forward(
     Raises as `lower` does, and NotYetError for pipeline stages.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    logical = _with_room_for_padding(logical)
     if strategy.degree("pp") > 1:
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
     ladder = default_passes(for_store=not whole)
@@ -107,6 +110,11 @@ def lower_forward(
     result.timings["lower_cpu_s"] = time.process_time() - started
     result.passes = report
     return result
+
+
+def _with_room_for_padding(logical: ForwardGraph) -> ForwardGraph:
+    """The graph, with padding as a document of its own if it would be seen otherwise, and that can be done."""
+    return logical if padding_hazard(logical) is None else cast(ForwardGraph, packed_if_proved(logical)[0])
 
 
 # Parameters come in whole and gradients leave whole, whatever the ZeRO level.

@@ -121,6 +121,25 @@ def block_of(fqn: str) -> str:
     return match[1] if match else fqn.rpartition(".")[0]
 
 
+def gathered_together(graph: AnnotatedGraph) -> dict[str, str]:
+    """Parameter -> name of the parameters that are gathered, and whose gradients are scattered, together with it.
+
+    Its layer; outside of layers all that is first used between the same two layers (norm and head behind the last).
+    """
+    first: dict[str, fx.Node] = {}
+    for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+        users = [u for u in node.users if not u.meta.get("backward") and u.op != "output"]
+        if info.kind == "param":
+            first[info.fqn] = min(users or node.users, default=node)
+    found: dict[str, str] = {}
+    between = ""  # the first block since a layer
+    for fqn in sorted(first, key=first.__getitem__):
+        block = block_of(fqn)
+        between = "" if _BLOCK.match(fqn) else between or block
+        found[fqn] = between or block
+    return found
+
+
 def right_behind(graph: fx.Graph, node: fx.Node) -> AbstractContextManager[Any]:
     """Insert behind a node that is a result; behind all inputs if it is one of them."""
     if node.op == "placeholder":

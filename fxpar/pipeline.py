@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from fxpar.annotate.policy import resolve_overrides
 from fxpar.errors import RematGlobError
+from fxpar.flow import padding_hazard
 from fxpar.graph import LogicalGraph
 from fxpar.ladder import OnPass, common_fields, run_passes
-from fxpar.padding_hazard import padding_hazard
 from fxpar.pass_base import GraphPass
 from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.stages import StagedGraph, StageGraph, cut_stages, split_parts
@@ -35,7 +35,6 @@ def lower_pipeline(
     started = time.process_time()
     stages = tuple(_lower_stage(stage, strategy, ladder, on_pass) for stage in staged.stages)
     divisors = {name: math.lcm(*(s.divisors.get(name, 1) for s in stages)) for s in stages for name in s.divisors}
-    token = next((d.symbol for d in logical.dims if d.name in divisors), None)
     timings = {**staged.timings, **_sums(stages), "lower_cpu_s": 0.0}
     timings["lower_cpu_s"] = time.process_time() - started - timings.get("annotate_cpu_s", 0.0)
     return PipelineGraph(
@@ -48,7 +47,7 @@ def lower_pipeline(
         divisors=divisors,
         name=logical.name,
         constants=logical.constants,
-        padding_hazard=None if token is None else padding_hazard(logical, token),
+        padding_hazard=padding_hazard(logical),
         notes=tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
         timings=timings,
         stages=stages,

@@ -2,6 +2,8 @@
 
 `torch.fx.GraphModule` pickles itself as source code and traces it again, which loses metadata and runs into functions
 that look at shapes. Here a graph is a list of node records; targets are names.
+
+For pickles between the processes of one job: a pickle is code. Files of others are read by `fxpar.graph_codec`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.annotate.problem import Sizes, is_op, make_view, tensor_metas
 from fxpar.collectives import reshard
 from fxpar.dist_config import DistConfig, R, Shard
 from fxpar.errors import VerifyError
@@ -20,6 +19,7 @@ from fxpar.pass_base import tensor_operands
 from fxpar.rules.option import Option, Seed, replicated
 from fxpar.rules.own_ops import attention_options
 from fxpar.rules.table import options, own
+from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
 
 _ATTENTION = (own.attention.default, own.attention_backward.default)
 

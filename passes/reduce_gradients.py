@@ -28,7 +28,7 @@ from fxpar.collectives import reshard
 from fxpar.dist_config import AxisShard, DistConfig, Partial
 from fxpar.graph import AnnotatedGraph
 from fxpar.markers import vary
-from fxpar.pass_base import Phase, Tier, block_of, insert, set_results
+from fxpar.pass_base import Phase, Tier, gathered_together, insert, set_results
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ReduceGradients:
             for node, info in zip(graph.placeholders, graph.inputs, strict=True)
             if info.kind == "param"
         }
+        blocks = gathered_together(graph)
         results: list[fx.Node] = []
         for node, out in zip(graph.results, graph.outputs, strict=True):
             if out.kind in ("value", "input_grad", "sent", "sent_grad"):
@@ -69,7 +70,7 @@ class ReduceGradients:
             phase: Phase = "body" if early else "epilogue"
             results.append(_reduce(graph.graph, node, body, target, phase, output))
             if early:
-                results[-1].meta["bucket"] = f"grads/{block_of(out.fqn)}"
+                results[-1].meta["bucket"] = f"grads/{blocks[out.fqn]}"
         set_results(graph.graph, results)
         output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
 

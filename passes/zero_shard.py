@@ -15,6 +15,7 @@ Cost per rank and step: level 1, 2 as much as an all-reduce of the gradients; le
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,7 +24,7 @@ from torch import fx
 from fxpar.collectives import reshard
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier, block_of, insert
+from fxpar.pass_base import Tier, gathered_together, insert
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class ZeroShard:
         if strategy.zero < max(1, self.params_from) or not strategy.data_axes:
             return
         axis = ".".join(strategy.data_axes)
-        middle = _released_blocks(graph) if strategy.zero == 3 else set()
+        blocks = gathered_together(graph)
+        middle = _released_blocks(graph, blocks) if strategy.zero == 3 else set()
         for node, info in zip(graph.placeholders, graph.inputs, strict=True):
             if info.kind != "param" or not info.meta.shape:
                 continue
@@ -51,7 +53,7 @@ class ZeroShard:
             if strategy.zero < 3:
                 _gather(graph.graph, node, compute, list(node.users), "prologue", "params")
                 continue
-            block = block_of(info.fqn)
+            block = blocks[info.fqn]
             users = list(node.users)
             again = [u for u in users if u.meta.get("backward")] if block in middle else []
             first = [u for u in users if u not in again]
@@ -59,7 +61,7 @@ class ZeroShard:
             _gather(graph.graph, node, compute, again, "body", f"{block}/backward")
 
 
-def _released_blocks(graph: AnnotatedGraph) -> set[str]:
+def _released_blocks(graph: AnnotatedGraph, blocks: Mapping[str, str]) -> set[str]:
     """Blocks whose parameters are freed between forward and backward: those that another block's forward follows.
 
     The last block and the head go straight into their backward; freeing them would only gather them twice.
@@ -70,7 +72,7 @@ def _released_blocks(graph: AnnotatedGraph) -> set[str]:
         users = [u for u in node.users if not u.meta.get("backward") and u.op != "output"]
         if info.kind != "param" or not users:
             continue
-        block = block_of(info.fqn)
+        block = blocks[info.fqn]
         last_use[block] = max([*users, *([last_use[block]] if block in last_use else [])])
         first_use[block] = min([*users, *([first_use[block]] if block in first_use else [])])
     layers = [block for block in first_use if block.rpartition(".")[2].isdigit()]

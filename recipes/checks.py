@@ -120,8 +120,8 @@ def check_options(config: Any) -> None:
 def check_recipe(config: Any, settings: Any, world: int) -> None:
     """Everything that can be said before the process group is there.
 
-    Raises UnsupportedRecipeError, StrategyWorldsError for strategies of another number of ranks, and the errors of
-    parsing a strategy.
+    Raises UnsupportedRecipeError (also for degrees that do not fit), StrategyWorldsError for strategies of another
+    number of ranks, and the errors of parsing a strategy.
     """
     check_options(config)
     strategies: dict[int, str] = settings.strategies
@@ -132,6 +132,7 @@ def check_recipe(config: Any, settings: Any, world: int) -> None:
     parsed = {limit: (text, Strategy.parse(text).world) for limit, text in sorted(strategies.items())}
     if any(ranks != world for _, ranks in parsed.values()):
         raise StrategyWorldsError(parsed, world)
+    rows_of_step(config, world)
     longest, seq_len = max(strategies), config.training.seq_len
     if longest < seq_len:
         raise UnsupportedRecipeError(
@@ -141,12 +142,46 @@ def check_recipe(config: Any, settings: Any, world: int) -> None:
         )
 
 
-def data_parallel_degree(parallelism: Any, world: int) -> int:
-    """The replicas that torchtitan would train with on so many ranks: a step takes as many rows as it would."""
+def data_parallel_degree(parallelism: Any, world: int) -> int | None:
+    """The replicas that torchtitan would train with on so many ranks; None if it would not start."""
     other = (
         parallelism.context_parallel_degree * parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
     )
-    return max(1, world // other)
+    if world % other:
+        return None
+    shard, replicate = parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree
+    fits = world // other % replicate == 0 if shard == -1 else world // other == shard * replicate
+    return world // other if fits else None
 
 
-__all__ = ["check_options", "check_recipe", "data_parallel_degree", "refusals"]
+def rows_of_step(config: Any, world: int) -> int:
+    """Rows of a step: `training.global_batch_size`, or those that torchtitan would take on so many ranks.
+
+    Raises UnsupportedRecipeError where that is not set and the recipe's degrees do not give this number of ranks.
+    """
+    training, parallelism = config.training, config.parallelism
+    if training.global_batch_size >= 0:
+        return training.global_batch_size
+    replicas = data_parallel_degree(parallelism, world)
+    if replicas is None:
+        names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+        degrees = {name: getattr(parallelism, f"{name}_degree") for name in (*names, "pipeline_parallel")}
+        said = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree not in (1, -1))
+        raise UnsupportedRecipeError(
+            "parallelism.*_degree",
+            f"{said} do not give {world} ranks, so how many rows a step takes is not known",
+            "Set --training.global-batch-size, or the degrees to what they are on so many ranks",
+        )
+    return training.local_batch_size * replicas
+
+
+def validation_turns(config: Any, world: int) -> int:
+    """Batches of the validation loader that each of `fxpar.data_ranks` gives in a step, so that a step takes as many
+    rows as torchtitan's would: a batch for each replica, gradient accumulation or not.
+    """
+    batches = max(1, rows_of_step(config, world) // config.training.local_batch_size)
+    replicas = min(batches, data_parallel_degree(config.parallelism, world) or batches)
+    return max(1, replicas // config.fxpar.data_ranks)
+
+
+__all__ = ["check_options", "check_recipe", "data_parallel_degree", "refusals", "rows_of_step", "validation_turns"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.checkpoint.metadata import check_plain_pickle
 from fxpar.errors import DataRanksError, UnsupportedRecipeError
 from fxpar.recipes.torchtitan_api import BaseDataLoader, BaseTokenizer
 
@@ -86,10 +87,15 @@ class LengthGroupedDataLoader(BaseDataLoader):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises DataRanksError for the state of a loader with another number of data-parallel ranks."""
+        """Raises DataRanksError for the state of a loader with another number of data-parallel ranks,
+        pickle.UnpicklingError for one that names a class or a function: torchtitan's loader unpickles it.
+        """
         saved = state_dict.get("world_size", self.data_ranks)
         if saved != self.data_ranks:
             raise DataRanksError(saved, self.data_ranks)
+        for key, value in state_dict.items():
+            if isinstance(value, bytes):
+                check_plain_pickle(value, f"the place in the data ({key})")
         for loader in self.loaders:
             loader.load_state_dict(state_dict)
 

@@ -75,7 +75,7 @@ def shown_import_errors(module: str) -> Iterator[None]:
 
 check_versions()
 with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
-    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.checkpoint import MODEL, CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -96,6 +96,7 @@ with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
 
 __all__ = [
     "BRIDGES",
+    "MODEL",
     "BaseDataLoader",
     "BaseTokenizer",
     "Bridge",

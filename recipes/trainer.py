@@ -10,23 +10,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import fxpar
 from fxpar.api import ParallelModule
 from fxpar.losses import cross_entropy_sum
+from fxpar.monitor import Monitor
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR
 from fxpar.recipes.checkpoint import FxparCheckpointManager
-from fxpar.recipes.checks import check_recipe, data_parallel_degree
+from fxpar.recipes.checks import check_recipe, rows_of_step, validation_turns
 from fxpar.recipes.documents import split_rows
 from fxpar.recipes.loader import LengthGroupedDataLoader
 from fxpar.recipes.report import group_lines, step_line
+from fxpar.recipes.settings import unheard
 from fxpar.recipes.stock import prepare_host, stock, with_overrides
 from fxpar.recipes.torchtitan_api import Trainer, logger
 from fxpar.recipes.validator import FxparValidator
@@ -81,6 +85,8 @@ class FxparTrainer(Trainer):
         if self.is_hot:
             world = int(os.environ["WORLD_SIZE"])
             check_recipe(config, config.fxpar, world)
+            for line in unheard(config):
+                logger.warning(f"[fxpar] {line}")
             config = one_device(config, world, self._parallelize)
         else:
             config = stock(config)
@@ -103,7 +109,7 @@ class FxparTrainer(Trainer):
         budget, seed = self.settings.memory_budget_gib, self.config.debug.seed
         assert seed is not None  # `init_distributed` has seen to it
         compiled = compile_config.enable and "model" in compile_config.components
-        model.__class__ = _filled(type(model))
+        model.__class__ = _hosted(type(model))
         made = fxpar.parallelize(
             model,
             strategies=self.settings.strategies,
@@ -115,7 +121,8 @@ class FxparTrainer(Trainer):
             precision=_precision(training),
             nan=self.settings.nan,
             compile="inductor" if compiled else "eager",
-            deterministic=self.config.debug.deterministic,
+            # With `warn_only` the setting that torchtitan has made stays in force.
+            deterministic=self.config.debug.deterministic and not self.config.debug.deterministic_warn_only,
             initializer=_fill_own,
             seed=seed,
             timeout_s=float(self.config.comm.init_timeout_seconds),
@@ -138,6 +145,13 @@ class FxparTrainer(Trainer):
         self.ntokens_seen += labels.numel()
         self.reports.append(report)
         return torch.tensor(report.loss, dtype=torch.float64, device=self.device)
+
+    @record
+    def train(self) -> None:
+        """torchtitan's loop. What a lost rank breaks in it, saving and clipping too, names that rank."""
+        monitor = self.model_parts[0].fxpar_monitor if self.is_hot else None  # type: ignore[attr-defined]
+        with nullcontext() if monitor is None else cast(Monitor, monitor).explained("torchtitan's loop"):
+            super().train()
 
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
@@ -170,9 +184,7 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
     """
     assert config.model_spec is not None
     training, parallelism = config.training, config.parallelism
-    rows = training.global_batch_size
-    if rows < 0:
-        rows = training.local_batch_size * data_parallel_degree(parallelism, world)
+    rows = rows_of_step(config, world)
     alone = replace(
         parallelism,
         data_parallel_replicate_degree=1,
@@ -194,7 +206,9 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
             inner=config.dataloader, rows=training.local_batch_size, data_ranks=config.fxpar.data_ranks
         ),
         checkpoint=FxparCheckpointManager.of(config.checkpoint),
-        validator=FxparValidator.of(config.validator),
+        validator=FxparValidator.of(
+            config.validator, training.local_batch_size, validation_turns(config, world), config.fxpar.data_ranks
+        ),
     )
 
 
@@ -220,13 +234,19 @@ def _fill_own(module: nn.Module) -> None:
         module.reset_parameters()  # type: ignore[operator]
 
 
-def _filled(cls: type[nn.Module]) -> type[nn.Module]:
-    """The model's class, whose weights `parallelize` has filled when the trainer asks for it."""
+def _hosted(cls: type[nn.Module]) -> type[nn.Module]:
+    """The model's class, whose weights `parallelize` has filled when the trainer asks for it. Called by a validator of
+    the user's own, it keeps the documents of a row apart, as torchtitan's attention does.
+    """
 
     def init_weights(self: nn.Module, **_: Any) -> None:
         """Done."""
 
-    return type(cls.__name__, (cls,), {"init_weights": init_weights, "__module__": cls.__module__})
+    def forward(self: nn.Module, tokens: Tensor, positions: Tensor | None = None, *masks: Any, **more: Any) -> Tensor:
+        with nullcontext() if positions is None else packed(document_ids_from_positions(positions)):
+            return cls.forward(self, tokens, positions, *masks, **more)
+
+    return type(cls.__name__, (cls,), {"init_weights": init_weights, "forward": forward, "__module__": cls.__module__})
 
 
 __all__ = ["FxparConfig", "FxparTrainer", "next_token_loss", "one_device"]

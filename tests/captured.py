@@ -19,6 +19,7 @@ from fxpar.lowering import lower
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.pipeline_graph import TrainGraph
+from fxpar.runtime.micro import as_one_sequence
 from fxpar.tracer import capture
 
 Batch = dict[str, Tensor]
@@ -50,7 +51,8 @@ def take(
     batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
     graph = capture(model, loss, batches[0], **options)
     params = {name: p.detach() for name, p in model.named_parameters()}
-    return Captured(graph, params, dict(model.named_buffers()), tuple(batches))
+    numbered = tuple(as_one_sequence(graph.inputs, batch, i) for i, batch in enumerate(batches))
+    return Captured(graph, params, dict(model.named_buffers()), numbered)
 
 
 def tokens(vocab: int, *lengths: int, rows: int = 1) -> list[Batch]:

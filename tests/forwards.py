@@ -168,7 +168,7 @@ class Case:
 def case(spec: str, **options: str) -> Case:
     sizes = (6, 4) if spec in KEYS else (13, 22)
     loaded = load(spec, dtype=torch.float64, tokens=sizes, options=options)
-    keys = KEYS.get(spec, ("input_ids", "position_ids"))
+    keys = KEYS.get(spec, ("input_ids",) if spec.startswith("hf:") else ("input_ids", "position_ids"))
     batches = tuple(dict(b) for b in loaded.batches[:2])
     graph = capture_forward(loaded.model, (), {key: batches[0][key] for key in keys})
     return Case(loaded.model, graph, loaded.params(), loaded.buffers(), batches, keys)

@@ -6,11 +6,13 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fxpar.annotate import annotate
 from fxpar.graph import Dim, Input, TensorMeta, dim_symbol
-from fxpar.pass_base import block_of
+from fxpar.pass_base import block_of, gathered_together
 from fxpar.strategy import Strategy
+from fxpar.tracer import capture
 from tests.captured import gpt, llama, odd
 
 T, B = dim_symbol("T"), dim_symbol("B")
@@ -51,13 +53,14 @@ def test_gradients_are_shaped_like_their_parameters():
                 assert node.meta["tensor"] == shapes[out.fqn]
 
 
-def test_frozen_parameters_have_no_gradient_and_unused_ones_a_zero():
+def test_frozen_and_unused_parameters_have_no_gradient():
     captured = odd("counter")
     inputs = {i.fqn: i for i in captured.graph.inputs}
     grads = {o.fqn for o in captured.graph.outputs if o.kind == "grad"}
     assert not inputs["frozen"].requires_grad
     assert "frozen" not in grads
-    assert "unused" in grads
+    assert inputs["unused"].requires_grad
+    assert "unused" not in grads
     assert {o.fqn for o in captured.graph.outputs if o.kind == "buffer"} == {"calls", "average"}
 
 
@@ -99,3 +102,26 @@ def test_annotated_graph_is_a_copy():
 )
 def test_block_of(fqn, block):
     assert block_of(fqn) == block
+
+
+def test_what_is_gathered_together():
+    """What lies outside of layers is cut where layers come between, whatever the order in which parameters stand."""
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.last, self.bridge = (nn.Linear(4, 4, bias=False) for _ in range(3))
+            self.tower = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for one in (self.first, self.second, self.tower[0], self.bridge, self.tower[1], self.last, self.head):
+                x = one(x)
+            return x
+
+    captured = capture(Towers(), lambda model, batch: model(batch["x"]).sum(), {"x": torch.zeros(2, 4)})
+    found = gathered_together(annotate(captured, Strategy.parse("dp2")))
+    assert {fqn.removesuffix(".weight"): group for fqn, group in found.items()} == {
+        **{"first": "first", "second": "first", "tower.0": "tower.0"},
+        **{"bridge": "bridge", "tower.1": "tower.1", "last": "last", "head": "last"},
+    }

@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module imports from its own layer and lower ones. "__init__" is what `import fxpar` offers.
 LAYER_TABLE: dict[int, str] = {
-    0: "errors mesh version",
+    0: "errors lock mesh version",
     1: "dist_config strategy cluster",
     2: "graph collectives markers serialize exec_graph pass_base graph_module printer printer_tables pipeline_graph "
     "graph_diff",
     3: "torch_api rules ops pass_registry losses data",
-    4: "verify tracer annotate cost eager widen padding_hazard tp_plan batching monitor schedule stages remat "
-    "precision graph_codec graph_file",
+    4: "verify tracer annotate cost eager widen flow tp_plan batching monitor schedule stages remat "
+    "precision graph_codec graph_file graph_vocabulary graph_structure",
     5: "passes",
     6: "ladder lowering pipeline compile search",
     7: "store switch transport memory",

@@ -1,4 +1,4 @@
-"""Reference pages that are made from the source: the passes in their order, and the errors.
+"""Reference pages that are made from the source: the passes in their order, the errors, settings of torchtitan.
 
 The source is read, not repeated, so that the pages cannot say something else than `fxpar passes NAME` and the errors
 themselves do.
@@ -20,6 +20,7 @@ import torch
 import fxpar.errors
 from fxpar import pass_registry
 from fxpar.ladder import default_passes
+from fxpar.recipes import settings
 
 
 # ------------------------------------------------------------------------------------------------------ passes
@@ -133,4 +134,8 @@ def _cell(text: str) -> str:
     return re.sub(r"([*_\[\]])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
 
 
-GENERATORS: dict[str, Callable[[], str]] = {"passes": passes_reference, "errors": errors_reference}
+GENERATORS: dict[str, Callable[[], str]] = {
+    "passes": passes_reference,
+    "errors": errors_reference,
+    "torchtitan_settings": settings.table,
+}

@@ -16,15 +16,16 @@ from fxpar.annotate.policy import (
     grad_cost,
     resolve_overrides,
 )
-from fxpar.annotate.problem import AxisProblem, Sizes, build, is_op, normalize_fqn, resolve, tensor_metas
+from fxpar.annotate.problem import AxisProblem, build, normalize_fqn
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
 from fxpar.errors import NotYetError, warn
+from fxpar.flow import padding_hazard, token_symbol
 from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
-from fxpar.padding_hazard import padding_hazard
 from fxpar.pass_base import block_of, tensor_operands
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
+from fxpar.rules.view import Sizes, is_op, resolve, tensor_metas
 from fxpar.strategy import Strategy
 
 Choice = dict[fx.Node, Option]
@@ -54,7 +55,7 @@ def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[Anno
     )
     _label_placeholders(result)
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
-    token = _token_symbol(logical)
+    token = token_symbol(logical)
     sizes = Sizes([d.symbol for d in logical.dims], tensor * tensor * context, token)
     overrides = resolve_overrides(logical, strategy)
     named = {copied[node].name: overrides[node.name] for node in logical.placeholders if node.name in overrides}
@@ -77,7 +78,7 @@ def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[Anno
     _note_missing_rules(result)
     if token is not None:
         result.divisors[str(token)] = context * (tensor if strategy.sp else 1)
-        result.padding_hazard = padding_hazard(logical, token)
+        result.padding_hazard = padding_hazard(logical)
     result.timings = {**logical.timings, "annotate_cpu_s": time.process_time() - started}
     return result, tuple(searches)
 
@@ -103,14 +104,6 @@ def _label_variants(graph: AnnotatedGraph, overrides: dict[str, Placement]) -> N
     for node in graph.graph.nodes:
         if node.op == "call_function" and variants:
             node.meta["variant"] = tuple(variants.get(block_of(node.meta.get("fqn", "")), ()))
-
-
-def _token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:
-    """The dim that context and sequence parallelism cut: T where there is one, else the first dynamic dim."""
-    names = [d.name for d in logical.dims]
-    if not names:
-        return None
-    return next((d.symbol for d in logical.dims if d.name == "T"), logical.dims[0].symbol)
 
 
 def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, sp: bool | None) -> list[Demand]:

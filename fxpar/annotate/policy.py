@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
-from fxpar.annotate.problem import AxisProblem, OpClass, tensor_metas
+from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
 from fxpar.dist_config import Partial, Placement, R, Replicate, Shard
 from fxpar.errors import OverrideError, nearest
@@ -18,6 +18,7 @@ from fxpar.rules.matmul import matmul_flops
 from fxpar.rules.option import Option, OpView
 from fxpar.rules.own_ops import attention_options
 from fxpar.rules.table import aten, own
+from fxpar.rules.view import tensor_metas
 from fxpar.strategy import Strategy, parse_override
 
 ATTENTION = (own.attention.default, own.attention_backward.default)

@@ -6,7 +6,6 @@ that module, same op and sizes). A class is solved once, so a model of 80 layers
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -15,14 +14,13 @@ from typing import Any, Protocol
 
 import sympy
 from torch import fx
-from torch.fx.node import map_arg
 
-from fxpar.dist_config import Placement, R, Shard, chunk
-from fxpar.graph import Size, TensorMeta
-from fxpar.rules.option import Option, OpView, Seed, TensorRef, divides
+from fxpar.dist_config import Placement, Shard
+from fxpar.graph import Size
+from fxpar.rules.option import Option, OpView, Seed, divides
 from fxpar.rules.table import options
+from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
 
-Value = tuple[fx.Node, int]  # result `int` of a node
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -44,113 +42,6 @@ class OpClass:
     options: list[Option] = field(default_factory=list)
     candidates: list[set[Shard]] = field(default_factory=list)  # per result
     weighted: bool = False  # computed from parameters (a rotary table is not)
-
-
-class Sizes:
-    """Sizes as integers, for matching shapes ("probe") and for counting bytes ("nominal").
-
-    A dynamic dim is probed at a prime times the product of the degrees: it divides by every degree, as the runtime will
-    see to by padding, and no other size is mistaken for it.
-    """
-
-    _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033)
-    NOMINAL = 2048  # tokens; placements must not depend on the example's length
-
-    def __init__(self, symbols: list[sympy.Symbol], degree_product: int, token: sympy.Symbol | None = None) -> None:
-        self._probe = {s: p * degree_product for s, p in zip(symbols, self._PRIMES, strict=False)}
-        self._nominal = {s: self.NOMINAL if s == token or len(symbols) == 1 else 1 for s in symbols}
-        self._cache: dict[Any, int] = {}
-        self._shapes: dict[tuple, tuple[int, ...]] = {}
-        self._bytes: dict[TensorMeta, int] = {}
-
-    def probe(self, size: Size) -> int:
-        """Integer that stands for a size (or for any integer expression of the dynamic dims)."""
-        if isinstance(size, int):
-            return size
-        if size not in self._cache:
-            self._cache[size] = int(size.subs(self._probe))  # type: ignore[arg-type]
-        return self._cache[size]
-
-    def shape(self, meta: TensorMeta) -> tuple[int, ...]:
-        found = self._shapes.get(meta.shape)
-        if found is None:
-            found = self._shapes[meta.shape] = tuple(self.probe(s) for s in meta.shape)
-        return found
-
-    def nbytes(self, meta: TensorMeta) -> int:
-        """Bytes of the whole tensor with nominal dynamic dims, every float counted as two bytes.
-
-        Were real widths counted, an fp32 norm between bf16 layers would decide where sums are taken, and the
-        placements of a model would depend on the dtype it is captured in.
-        """
-        found = self._bytes.get(meta)
-        if found is None:
-            width = 2 if meta.dtype.is_floating_point else meta.dtype.itemsize
-            found = self._bytes[meta] = meta.numel(self._nominal) * width
-        return found
-
-
-def tensor_metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
-    """The node's results as a tuple."""
-    meta = node.meta.get("tensor")
-    if meta is None:
-        return ()
-    return meta if isinstance(meta, tuple) else (meta,)
-
-
-def resolve(node: fx.Node) -> Value:
-    """The (op node, result) behind a value; looks through getitem."""
-    if node.op == "call_function" and node.target is operator.getitem:
-        source, index = node.args
-        return source, index  # type: ignore[return-value]
-    return node, 0
-
-
-def is_op(node: fx.Node) -> bool:
-    """A call that makes tensors (no getitem, no integer arithmetic)."""
-    return node.op == "call_function" and node.target is not operator.getitem and bool(tensor_metas(node))
-
-
-def make_view(
-    node: fx.Node, sizes: Sizes, inner: Mapping[fx.Node, Option] | None, degree: int
-) -> tuple[OpView, list[Value]]:
-    """`OpView` of a node, with sizes already cut by the options in `inner` (those of another axis, of `degree`)."""
-    operands: list[Value] = []
-    shapes: list[tuple[int, ...]] = []
-    option = inner.get(node) if inner else None
-
-    def convert(arg: fx.Node) -> Any:
-        if "sym" in arg.meta:
-            return sizes.probe(arg.meta["sym"])
-        value = resolve(arg)
-        shape = sizes.shape(tensor_metas(value[0])[value[1]])  # type: ignore[arg-type]
-        position = len(operands)
-        operands.append(value)
-        shapes.append(localize(shape, option.inputs[position] if option else R, degree))
-        return TensorRef(position)
-
-    args = tuple(_freeze(map_arg(list(node.args), convert)))
-    kwargs = tuple((k, _freeze(map_arg(v, convert))) for k, v in node.kwargs.items())
-    outputs = tuple(
-        localize(sizes.shape(m), option.outputs[j] if option else R, degree) if m is not None else ()
-        for j, m in enumerate(tensor_metas(node))
-    )
-    return OpView(node.target, args, kwargs, tuple(shapes), outputs), operands
-
-
-def localize(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
-    """Local shape of a tensor on one axis."""
-    if not isinstance(placement, Shard):
-        return shape
-    local = chunk(shape[placement.dim], degree, placement.sections)
-    assert local is not None
-    return (*shape[: placement.dim], local, *shape[placement.dim + 1 :])
-
-
-def _freeze(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_freeze(v) for v in value)
-    return value
 
 
 class AxisPolicy(Protocol):
@@ -297,16 +188,4 @@ def _learn(entry: OpClass, result: int, placement: Placement) -> bool:
     return True
 
 
-__all__ = [
-    "AxisProblem",
-    "OpClass",
-    "Sizes",
-    "Value",
-    "build",
-    "is_op",
-    "localize",
-    "make_view",
-    "normalize_fqn",
-    "resolve",
-    "tensor_metas",
-]
+__all__ = ["AxisProblem", "OpClass", "build", "normalize_fqn"]

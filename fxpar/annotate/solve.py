@@ -16,10 +16,11 @@ import numpy as np
 
 from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve_want
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost, reshard_bytes
-from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass, tensor_metas
+from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass
 from fxpar.dist_config import Placement, Shard
 from fxpar.errors import PlacementError
 from fxpar.rules.option import Option
+from fxpar.rules.view import tensor_metas
 
 if TYPE_CHECKING:  # loading scipy takes half a second, which reading a placed graph need not wait for
     from scipy.optimize import LinearConstraint

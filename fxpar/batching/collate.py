@@ -16,7 +16,7 @@ Columns = dict[str, Tensor]
 
 # Batch keys that other frameworks use -> the key that is meant.
 ALIASES = {"tokens": "input_ids", "targets": "labels", "target": "labels", "positions": "position_ids"}
-_MARKERS = {"position_ids", "document_ids"}
+_MARKERS = {"position_ids", "document_ids", "document_positions"}
 
 
 def check_sequences(sequences: Sequence[Tokens]) -> tuple[int, ...]:
@@ -65,6 +65,17 @@ def collate(sequences: Sequence[Tokens], micro: MicroBatch, keys: Collection[str
     return {key: rows[meant][None] for key, meant in wanted.items()}
 
 
+def documents_of(sequence: Tokens) -> list[Tokens]:
+    """The documents of a sequence, each as a sequence; the sequence itself if it is one document."""
+    columns = _columns(0, sequence)
+    begins = torch.nonzero(_begins(columns)).flatten().tolist()
+    if len(begins) == 1:
+        return [sequence]
+    ends = [*begins[1:], columns["input_ids"].shape[0]]
+    kept = {key: value for key, value in columns.items() if key != "document_ids"}
+    return [{key: value[a:b] for key, value in kept.items()} for a, b in zip(begins, ends, strict=True)]
+
+
 def _columns(index: int, sequence: Tokens) -> Columns:
     """A sequence as checked tensors by key."""
     given = {"input_ids": sequence} if isinstance(sequence, Tensor) else sequence
@@ -95,6 +106,11 @@ def _check_columns(index: int, columns: Columns) -> None:
             raise SequenceError(index, "is empty; drop it before the step")
         if value.dim() == 0 or value.shape[0] != length:
             raise SequenceError(index, f"has {key!r} of shape {list(value.shape)} for {length} tokens")
+    documents = columns.get("document_ids")
+    if documents is not None and int(_changes(documents).sum()) != documents.unique().numel():
+        raise SequenceError(
+            index, "has 'document_ids' of which one comes back after another: keep documents in one piece"
+        )
     positions = columns.get("position_ids")
     if positions is not None and "document_ids" not in columns and positions[0] != 0:
         raise SequenceError(index, f"has 'position_ids' that start at {int(positions[0])}; they start at 0")
@@ -118,23 +134,21 @@ def _positions(columns: Sequence[Columns]) -> Tensor:
 
 
 def _positions_of(columns: Columns) -> Tensor:
-    if "position_ids" in columns:
-        return columns["position_ids"].long()
+    return columns["position_ids"].long() if "position_ids" in columns else _within(columns)
+
+
+def _within(columns: Columns) -> Tensor:
+    """How many tokens of its document are before each token [T]."""
     ids = columns["input_ids"]
     index = torch.arange(ids.shape[0], device=ids.device)
-    if "document_ids" not in columns:
-        return index
-    begins = _changes(columns["document_ids"])
-    return index - torch.where(begins, index, 0).cummax(0).values
+    return index - torch.where(_begins(columns), index, 0).cummax(0).values
 
 
 def _documents(columns: Sequence[Columns]) -> Tensor:
     """Ids [T] that count the documents of the row from 1."""
     rows, count = [], 0
     for one in columns:
-        given = one.get("document_ids")
-        # A document of the sequence's own may be in several pieces.
-        ids = _begins(one).cumsum(0) if given is None else given.unique(return_inverse=True)[1] + 1
+        ids = _begins(one).cumsum(0)
         rows.append(ids + count)
         count += int(ids.max())
     return torch.cat(rows)
@@ -179,4 +193,5 @@ _MADE: dict[str, Callable[[Sequence[Columns]], Tensor]] = {
     "labels": _labels,
     "position_ids": _positions,
     "document_ids": _documents,
+    "document_positions": lambda columns: torch.cat([_within(c) for c in columns]),
 }

@@ -19,12 +19,18 @@ from fxpar.strategy import Strategy
 class LengthGroup:
     """Sequences of up to `limit` tokens run under `strategy`.
 
-    `token_budget` is the most tokens that one micro-batch of one replica may have; it is at least `limit`.
+    `token_budget` is the most tokens that one micro-batch of one replica may have; it is at least `limit`. Lengths are
+    multiples of `multiple`: a strategy that cuts tokens needs it of a model that would see padding.
     """
 
     limit: int
     strategy: Strategy
     token_budget: int
+    multiple: int = 1
+
+    def takes(self, length: int) -> bool:
+        """Whether a sequence of this many tokens may run in the group."""
+        return length <= self.limit and length % self.multiple == 0
 
     @property
     def replicas(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +11,13 @@ from fxpar.batching.cost import GroupCost
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import TICKS_PER_S, Item, Rule, longest_first, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
-from fxpar.errors import EmptyMiniBatchError, GroupCostsError, SequenceError, SequenceTooLongError
+from fxpar.errors import (
+    EmptyMiniBatchError,
+    GroupCostsError,
+    LengthMultipleError,
+    SequenceError,
+    SequenceTooLongError,
+)
 
 EXHAUSTIVE = 6  # groups: 63 choices of those that run
 Running = tuple[int, ...]  # indices of the groups that run, ascending
@@ -39,12 +44,16 @@ def plan_batch(
 
     Every sequence is in exactly one micro-batch. Ranks that pass equal arguments get equal plans.
 
-    Raises EmptyMiniBatchError, SequenceError (a length below 1), SequenceTooLongError, GroupCostsError.
+    Groups with a `multiple` are not merged: not every sequence could follow.
+
+    Raises EmptyMiniBatchError, SequenceError (a length below 1), SequenceTooLongError, LengthMultipleError,
+    GroupCostsError.
     """
     if len(costs) != len(groups):
         raise GroupCostsError(len(groups), len(costs))
     planner = _Planner(groups, costs, switch_s, packed, _by_group(lengths, groups))
     start = tuple(g for g, members in enumerate(planner.members) if members)
+    merge = merge and all(group.multiple == 1 for group in groups)
     return planner.plan(planner.search(start) if merge else start)
 
 
@@ -52,15 +61,16 @@ def _by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[lis
     """(index, length) of the sequences of each group."""
     if not len(lengths):
         raise EmptyMiniBatchError
-    limits = [group.limit for group in groups]
     members: list[list[tuple[int, int]]] = [[] for _ in groups]
     for index, value in enumerate(lengths):
         length = operator.index(value)
         if length < 1:
             raise SequenceError(index, f"has {length} tokens; it needs at least one")
-        group = bisect_left(limits, length)
-        if group == len(groups):
-            raise SequenceTooLongError(index, length, limits[-1], str(groups[-1].strategy))
+        group = next((g for g, found in enumerate(groups) if found.takes(length)), None)
+        if group is None and length <= groups[-1].limit:
+            raise LengthMultipleError(index, length, [(g.limit, str(g.strategy), g.multiple) for g in groups])
+        if group is None:
+            raise SequenceTooLongError(index, length, groups[-1].limit, str(groups[-1].strategy))
         members[group].append((index, length))
     return members
 

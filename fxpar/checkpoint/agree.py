@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
-from fxpar.errors import CheckpointError
+from fxpar.errors import CheckpointError, PeerLostError
+from fxpar.monitor import Monitor, looks_like_peer_loss, unwatched
 
 T = TypeVar("T")
 
@@ -22,6 +25,24 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 def rank_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process' rank in the group and the group's size; (0, 1) for a process on its own."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+@contextmanager
+def watched(model: nn.Module, rank: int, phase: str) -> Iterator[None]:
+    """In the block, what fails because a rank is gone raises PeerLostError; the model's monitor names that rank."""
+    monitor = getattr(model, "fxpar_monitor", None)
+    if isinstance(monitor, Monitor):
+        with monitor.explained(phase):
+            yield
+        return
+    try:
+        yield
+    except PeerLostError:
+        raise
+    except Exception as error:
+        if not looks_like_peer_loss(error):
+            raise
+        raise unwatched(error, rank, phase) from error
 
 
 def agreed(group: dist.ProcessGroup | None, work: Callable[[], T], wrap: Callable[[Exception], CheckpointError]) -> T:

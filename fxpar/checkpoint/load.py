@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fxpar.checkpoint.agree import agreed, group_of, rank_in
-from fxpar.checkpoint.manifest import check_files, read_manifest
+from fxpar.checkpoint.agree import agreed, group_of, rank_in, watched
+from fxpar.checkpoint.manifest import advice, check_files, read_manifest
+from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.checkpoint.plain import decode
 from fxpar.checkpoint.save import PLAIN, without_group_warning
 from fxpar.checkpoint.state import IMPLEMENTATION_FLAGS, ModelState, model_state, parameter_names
@@ -38,13 +39,19 @@ def load_checkpoint(
     Takes one further copy of this rank's shards while it loads.
 
     Raises, the same on all ranks and before anything has changed: CorruptCheckpointError naming the file,
-    CheckpointMismatchError naming the first parameters that do not fit.
+    CheckpointMismatchError naming the first parameters that do not fit. PeerLostError if a rank is gone.
     """
     group, path = group_of(process_group), Path(path)
+    with watched(model, rank_in(group)[0], f"loading {path.name}"):
+        return _load(group, path, model, optimizer)
+
+
+def _load(
+    group: dist.ProcessGroup | None, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
     rank, world = rank_in(group)
     wrap = _Wrap(path)
     agreed(group, lambda: check_files(path, read_manifest(path), rank, world), wrap)
-    # Only now: the metadata is a pickle.
     found: list[_Job] = []
     agreed(group, lambda: found.append(_plan(path, model, optimizer)), wrap)
     job = found[0]
@@ -75,7 +82,10 @@ class _Wrap:
 
 
 def _plan(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Job:
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = read_metadata(path)
+    uncounted = {info.relative_path for info in metadata.storage_data.values()} - read_manifest(path).files.keys()
+    if uncounted:
+        raise CorruptCheckpointError(path, f"{min(uncounted)} is not in its manifest. {advice(path)}")
     plain = json.loads((path / PLAIN).read_text(encoding="utf-8"))
     state = model_state(model)
     values, extra = decode(plain["model"]), decode(plain["extra"])
@@ -183,8 +193,8 @@ def _device(tensor: torch.Tensor) -> torch.device:
 def _read(path: Path, job: _Job, group: dist.ProcessGroup | None) -> None:
     try:
         with without_group_warning(group):
-            reader = dcp.FileSystemReader(path)
-            dcp.load(job.targets, storage_reader=reader, process_group=group, no_dist=group is None)
+            words = {"storage_reader": SafeReader(path), "planner": SafePlanner()}
+            dcp.load(job.targets, process_group=group, no_dist=group is None, **words)
     except dcp.CheckpointException as failure:
         rank, (error, _) = min(failure.failures.items())
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

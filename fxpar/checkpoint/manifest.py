@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,23 @@ def read_manifest(path: Path) -> Manifest:
             raise CorruptCheckpointError(path, f"has format {body['format']}; this fxpar reads format {FORMAT}")
         if stated != _digest(body):
             raise CorruptCheckpointError(path, f"{MANIFEST} does not agree with its own checksum. {advice(path)}")
-        files = {name: FileSum(**entry) for name, entry in body["files"].items()}
+        files = {_plain_name(name): FileSum(**entry) for name, entry in body["files"].items()}
+        numbers = [body["step"], body["sequence"], body["world"], *(entry.size_bytes for entry in files.values())]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("a number is none")
         return Manifest(body["step"], body["sequence"], body["world"], files)
     except FileNotFoundError:
         raise CorruptCheckpointError(path, f"there is no {MANIFEST}: no checkpoint, or not complete") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{MANIFEST} cannot be read ({type(error).__name__}: {error}). {advice(path)}"
         raise CorruptCheckpointError(path, why) from error
+
+
+def _plain_name(name: str) -> str:
+    """The name of a file of the checkpoint's own folder. Raises ValueError."""
+    if name in (".", "..") or Path(name).name != name or "\\" in name:
+        raise ValueError(f"{name!r:.60} is no file of a checkpoint")
+    return name
 
 
 def check_files(path: Path, manifest: Manifest, share: int, shares: int) -> None:
@@ -83,9 +94,12 @@ def check_files(path: Path, manifest: Manifest, share: int, shares: int) -> None
     """
     for name, expected in manifest.files.items():
         try:
-            found = (path / name).stat().st_size
+            status = (path / name).stat()
         except OSError as error:
             raise CorruptCheckpointError(path, f"{name} is missing ({error.strerror}). {advice(path)}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(path, f"{name} is no file. {advice(path)}")
+        found = status.st_size
         if found != expected.size_bytes:
             why = f"{name} has {found:,} bytes instead of {expected.size_bytes:,}. {advice(path)}"
             raise CorruptCheckpointError(path, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import time
@@ -18,11 +19,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from fxpar.checkpoint.agree import agreed, gathered, group_of, rank_in
+from fxpar.checkpoint.agree import agreed, gathered, group_of, rank_in, watched
 from fxpar.checkpoint.folder import complete, free_path, remove, sync_folder, unfinished
 from fxpar.checkpoint.manifest import FileSum, Manifest, sum_file, write_json, write_manifest
 from fxpar.checkpoint.state import Content, collect
-from fxpar.errors import CheckpointError, CheckpointValueError, CheckpointWriteError
+from fxpar.errors import CheckpointError, CheckpointInUseError, CheckpointValueError, CheckpointWriteError
+from fxpar.lock import take
 
 PLAIN = "state.json"
 _VISIBLE_WITHIN_S = 10.0  # network file systems show a new folder to other machines after a while
@@ -42,20 +44,43 @@ def save_checkpoint(
 
     Parameters and their optimizer states may be DTensors, each rank then writes its shard; plain tensors must be equal
     on all ranks and are written once. `extra` (rank 0's) takes plain values: loader, engine, scheduler. The folder
-    belongs to one job, and all ranks must see it. A crash leaves the checkpoints before intact, and a folder with
-    `.tmp-` in its name, which the next save removes.
+    belongs to one job, and all ranks must see it: the process of rank 0 locks it until it ends. A crash leaves the
+    checkpoints before intact, and a folder with `.tmp-` in its name, which the next save removes.
 
-    Raises, the same on all ranks: CheckpointValueError for what cannot be stored, CheckpointWriteError for a full disk,
-    a missing permission, or a folder that not all ranks see; the checkpoints before are then untouched.
+    Raises, the same on all ranks: CheckpointValueError for what cannot be stored, CheckpointInUseError for a folder
+    that another job saves to, CheckpointWriteError for a full disk, a missing permission, or a folder that not all
+    ranks see; the checkpoints before are then untouched. PeerLostError if a rank is gone; the model's monitor names it.
     """
     group, folder = group_of(process_group), Path(folder)
     rank, _ = rank_in(group)
+    with watched(model, rank, f"saving the checkpoint of step {step}"):
+        return _save(group, rank, folder, step, model, optimizer, extra, keep)
+
+
+def _save(
+    group: dist.ProcessGroup | None,
+    rank: int,
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: Mapping[str, Any],
+    keep: int,
+) -> Path:
     wrap = _Wrap(folder)
     content = _collected(group, folder, step, keep, model, optimizer, extra)
     needed = gathered(group, lambda: content.local_bytes + (content.shared_bytes if rank == 0 else 0), wrap)
-    places = gathered(group, lambda: _prepare(folder, step, sum(needed)) if rank == 0 else None, wrap)
-    place = places[0]
-    assert place is not None
+    with contextlib.ExitStack() as guard:
+        places = gathered(group, lambda: _prepare(folder, step, sum(needed), guard) if rank == 0 else None, wrap)
+        place = places[0]
+        assert place is not None
+        _write(place, step, content, keep, group)
+    return place.final
+
+
+def _write(place: _Place, step: int, content: Content, keep: int, group: dist.ProcessGroup | None) -> None:
+    """All of it; what is there of it is removed where it fails."""
+    rank, wrap = rank_in(group)[0], _Wrap(place.final.parent)
     try:
         agreed(group, lambda: _check_visible(place.aside), wrap)
         _write_tensors(place, content, group)
@@ -65,7 +90,6 @@ def save_checkpoint(
         if rank == 0:
             shutil.rmtree(place.aside, ignore_errors=True)
         raise
-    return place.final
 
 
 @dataclass(frozen=True)
@@ -116,8 +140,14 @@ def _collected(
     return found[0]
 
 
-def _prepare(folder: Path, step: int, needed_bytes: int) -> _Place:
+def _prepare(folder: Path, step: int, needed_bytes: int, guard: contextlib.ExitStack) -> _Place:
+    """A folder to write to, locked until `guard` is closed."""
     folder.mkdir(parents=True, exist_ok=True)
+    other = take(folder, "saves checkpoints")
+    if other is not None:
+        raise CheckpointInUseError(folder, f"{other} saves to this folder; {_ELSEWHERE}")
+    for path in unfinished(folder):
+        _lock(path, guard)
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise CheckpointWriteError(
@@ -128,7 +158,26 @@ def _prepare(folder: Path, step: int, needed_bytes: int) -> _Place:
     final = free_path(folder, step)
     aside = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     aside.mkdir()
+    _lock(aside, guard)
     return _Place(aside, final)
+
+
+_ELSEWHERE = "wait until that has ended, or save to another folder"
+
+
+def _lock(path: Path, guard: contextlib.ExitStack) -> None:
+    """Lock an unfinished checkpoint until `guard` is closed: other threads of this process do not see the folder's
+    lock. Raises CheckpointInUseError.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    guard.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        why = f"another thread of this process is saving {path.name}; {_ELSEWHERE}"
+        raise CheckpointInUseError(path.parent, why) from error
+    except OSError:  # a file system without locks
+        pass
 
 
 def _check_visible(aside: Path) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import fxpar
 from fxpar.data.cache import cache_key, default_cache_dir
-from fxpar.errors import FxparWarning, GraphFileError, OutputError, warn
+from fxpar.errors import FxparWarning, GraphFileError, GraphFormatError, OutputError, warn
 from fxpar.graph_file import load_value, read_header, save_value
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class CaptureCache:
 
     def write(self, capture: str, what: Mapping[str, Any], value: Any, texts: Iterable[str] = ()) -> None:
         """Keep an entry; where that cannot be, the next command builds it again."""
-        with suppress(OSError, OutputError):
+        with suppress(OSError, OutputError, GraphFormatError):
             save_value(self._entry(capture, what), value, {"kind": "cache", "warnings": list(texts)})
             self._prune()
 

@@ -50,6 +50,8 @@ class CheckRequest:
     seed: int = 0
     debug: bool = False
     precision: str | None = None
+    packed: bool = False
+    padded: bool = False
 
     @property
     def source(self) -> Source:
@@ -105,7 +107,7 @@ def run_check(request: CheckRequest) -> bool:
         )
         logical = capture_model(model)
         status.update("comparing the captured graph with the model")
-        eager = compare_with_eager(logical, model.model, model.loss_fn, model.batches[0])
+        eager = compare_with_eager(logical, model.model, model.loss_fn, model.example_batch)
         logical = in_precision(logical, request.precision)
         results = []
         for strategy in strategies:
@@ -152,6 +154,8 @@ def check_one(logical: LogicalGraph, model: LoadedModel, strategy: Strategy, req
             scale=model.scale(),
             tolerance=request.tolerance,
             compile=request.compile,
+            packed=True if request.packed else None,
+            padded=request.padded,
         )
         return result
     except Exception as error:  # whatever it is, the other strategies still run

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fxpar.checking import CheckResult, check
+from fxpar.cli.rehearse import check_batches, rehearse
 from fxpar.cli.request import in_precision
 from fxpar.cli.source import Source, check_placed, read_file
-from fxpar.errors import GraphFileError
+from fxpar.errors import FxparError, GraphFileError
 from fxpar.graph import AnnotatedGraph, Input, LogicalGraph
 from fxpar.graph_file import Origin, load_origin
 from fxpar.lowering import finish
@@ -27,8 +28,21 @@ def check_file(
     """The logical graph of the file, and a result per strategy: those given for a file of a logical graph, else the one
     that the graph was lowered for. A graph on its way through the passes goes through those that are left.
 
-    Raises GraphFileError, VerifyError.
+    A file may be anybody's: what it holds is run when it is known what it calls (`fxpar.graph_vocabulary`), that its
+    batches fit, and that this machine has the memory. Raises GraphFileError, VerifyError.
     """
+    try:
+        return _checked(source, strategies, tolerance, compile, seed)
+    except FxparError:
+        raise
+    except Exception as error:  # of whatever op of torch a changed graph does not satisfy
+        why = f"its graph cannot be run ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
+        raise GraphFileError(source.model, why, "Write it again with: fxpar dump MODEL -o FILE.fxpar") from error
+
+
+def _checked(
+    source: Source, strategies: list[Strategy], tolerance: float | None, compile: Backend, seed: int
+) -> tuple[LogicalGraph, list[CheckResult]]:
     path = source.model
     graph, origin = read_file(source), load_origin(path)
     if isinstance(graph, LogicalGraph):
@@ -41,6 +55,11 @@ def check_file(
         why = "it holds no batches to check with, as a file of one pipeline stage does not"
         raise GraphFileError(path, why, "Write a whole model with: fxpar dump MODEL -o FILE.fxpar")
     logical, programs = _to_check(path, graph, origin, strategies)
+    dims = check_batches(path, logical, origin.batches)
+    rehearse(path, logical, dims)
+    for program in programs:
+        if isinstance(program, TrainGraph):
+            rehearse(path, program, dims)
     params = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "param"}
     buffers = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "buffer"}
     scale = mean_scale(origin.batches)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpar.cli.after_pass import FIRST, step_name
-from fxpar.cli.source import Source, read_logical
+from fxpar.cli.source import Source, read_rows
 from fxpar.errors import SidesError
 from fxpar.graph import AnnotatedGraph
 from fxpar.graph_diff import Digest, digest, joined
@@ -41,12 +41,12 @@ def after_passes(source: Source, strategy: Strategy, steps: tuple[str, str], onl
         if name in seen:
             seen[name].append(digest(graph, only=only))
 
-    logical = read_logical(source)
+    logical = read_rows(source)
     lower(logical, strategy, storage=source.storage_dtype, on_pass=look)
     return [joined(seen[step], logical.name, strategy, f"{strategy} after {step}") for step in steps]
 
 
 def lowered_alike(source: Source, strategies: Sequence[Strategy]) -> list[TrainGraph]:
     """The same capture under each strategy."""
-    logical = read_logical(source)
+    logical = read_rows(source)
     return [lower(logical, strategy, storage=source.storage_dtype) for strategy in strategies]

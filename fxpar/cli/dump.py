@@ -11,7 +11,7 @@ from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
 from fxpar.cli.request import check_graph_output, check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, StageName, check_stage, read_graph, read_logical, read_origin
+from fxpar.cli.source import Source, StageName, check_stage, read_graph, read_origin, read_rows
 from fxpar.errors import (
     DumpOptionError,
     NoModuleError,
@@ -93,7 +93,7 @@ def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
     stage = request.pipeline_stage
     if stage is not None:
         check_stage(strategy, stage)
-    return graph_after(read_logical(request.source), strategy, request.after, stage or 0, request.source.storage_dtype)
+    return graph_after(read_rows(request.source), strategy, request.after, stage or 0, request.source.storage_dtype)
 
 
 def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun: float) -> str:

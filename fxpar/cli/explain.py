@@ -21,20 +21,21 @@ from fxpar.cli.explain_document import (
 )
 from fxpar.cli.explain_exec import Traffic, by_module, casts, traffic
 from fxpar.cli.explain_subject import Placed, Subject, find, placed, vocabulary
-from fxpar.cli.request import check_output, collected_warnings, in_precision, to_json, write_output
+from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import (
     Source,
     check_placed,
     check_stage,
     read_file,
-    read_logical,
     read_lowered,
     read_origin,
+    read_rows,
 )
 from fxpar.errors import StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
 from fxpar.exec_graph import Program
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.graph_file import SavedGraph
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.strategy import Strategy
 
 _COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all)_\d+")
@@ -96,12 +97,10 @@ class _Graphs:
 
     @functools.cached_property
     def logical(self) -> LogicalGraph | None:
-        if self.file is None:
-            return read_logical(self.source)
-        if isinstance(self.file, LogicalGraph):
-            return in_precision(self.file, self.source.precision)
+        if self.file is None or isinstance(self.file, LogicalGraph):
+            return read_rows(self.source)
         origin = read_origin(self.source, self.file)
-        return None if origin is None else origin.logical
+        return None if origin is None or origin.logical is None else packed_if_proved(origin.logical)[0]
 
     @functools.cached_property
     def program(self) -> Program:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost
-from fxpar.annotate.problem import Sizes, normalize_fqn, resolve, tensor_metas
+from fxpar.annotate.problem import normalize_fqn
 from fxpar.cli.explain_exec import Traffic
 from fxpar.cli.explain_moves import Move
 from fxpar.cli.explain_subject import Placed, Subject, alike
@@ -18,6 +18,7 @@ from fxpar.exec_graph import Program
 from fxpar.graph import Dim, Input
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import op_name, type_of, without_folders
+from fxpar.rules.view import Sizes, resolve, tensor_metas
 from fxpar.strategy import Strategy
 
 Document = dict[str, Any]

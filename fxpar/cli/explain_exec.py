@@ -11,13 +11,14 @@ import torch
 from torch import fx
 
 from fxpar.annotate.policy import VIEWS
-from fxpar.annotate.problem import normalize_fqn, resolve
+from fxpar.annotate.problem import normalize_fqn
 from fxpar.dist_config import DistConfig
 from fxpar.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
 from fxpar.graph import Output
 from fxpar.ops import layout
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import PrintedPart, op_name, parts
+from fxpar.rules.view import resolve
 from fxpar.torch_api import kernels
 
 What = Literal["parameters", "gradients", "loss", "buffers", "activations"]

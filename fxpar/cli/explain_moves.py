@@ -13,7 +13,6 @@ import sympy
 from torch import fx
 
 from fxpar.annotate.policy import VIEWS
-from fxpar.annotate.problem import resolve
 from fxpar.collectives import partial, reshard, shard
 from fxpar.dist_config import DistConfig, Partial
 from fxpar.exec_graph import Communication
@@ -21,6 +20,7 @@ from fxpar.graph import AnnotatedGraph, TensorMeta
 from fxpar.pass_base import tensor_operands
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.reshard_to_collectives import steps
+from fxpar.rules.view import resolve
 
 LOCAL = {shard: "slice", partial: "keep on first"}  # steps without traffic
 

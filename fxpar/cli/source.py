@@ -73,6 +73,16 @@ def read_logical(source: Source) -> LogicalGraph:
     return in_precision(_captured(source), source.precision)
 
 
+def read_rows(source: Source) -> LogicalGraph:
+    """The graph that is lowered: of rows of several documents, where they are proved to stay apart, as in training.
+
+    Raises as `read_logical` does.
+    """
+    from fxpar.passes.pack_documents import packed_if_proved
+
+    return packed_if_proved(read_logical(source))[0]
+
+
 def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
     """What the ranks run under `strategy`; None is for a graph file that holds just that. A file of a graph on its way
     through the passes goes through those that are left.
@@ -95,7 +105,7 @@ def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
     def build() -> TrainGraph:
         from fxpar.lowering import lower
 
-        return lower(read_logical(source), strategy, storage=source.storage_dtype)
+        return lower(read_rows(source), strategy, storage=source.storage_dtype)
 
     return build() if source.is_file else from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build)
 
@@ -108,7 +118,7 @@ def read_for_store(source: Source, strategy: Strategy) -> TrainGraph:
     def build() -> TrainGraph:
         from fxpar.lowering import lower
 
-        return lower(read_logical(source), strategy, for_store=True)
+        return lower(read_rows(source), strategy, for_store=True)
 
     if source.is_file:
         return build()
@@ -142,7 +152,7 @@ def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
     def build() -> AnnotatedGraph:
         from fxpar.annotate import annotate
 
-        return annotate(read_logical(source), strategy)
+        return annotate(read_rows(source), strategy)
 
     return build() if source.is_file else from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build)
 

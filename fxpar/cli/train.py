@@ -118,8 +118,9 @@ def _as_rank(job: Job) -> bool:
 
 def _locally(job: Job, request: TrainRequest) -> bool:
     from fxpar.train.launch import launch
-    from fxpar.train.preflight import preflight
+    from fxpar.train.preflight import check_free, preflight
 
+    check_free(job.config)
     preflight(job.config)
     console = stdout_console()
     try:

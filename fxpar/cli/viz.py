@@ -12,7 +12,7 @@ from typing import Any
 from fxpar.batching.work import token_dim
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, read_for_store, read_logical, read_lowered
+from fxpar.cli.source import Source, read_for_store, read_lowered, read_rows
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
 from fxpar.graph import LogicalGraph
@@ -87,7 +87,7 @@ def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str]
     elif not strategies:
         raise StageNeedsStrategyError("exec")
     else:
-        logical = None if source.cache and held is None else read_logical(source)
+        logical = None if source.cache and held is None else read_rows(source)
         for strategy in strategies:
             say(f"lowering {source.model} to {strategy}")
             pairs.append(_lowered(source, logical, strategy))

@@ -10,7 +10,7 @@ import torch
 
 from fxpar.data.cut import CutReport, Overlong, cut
 from fxpar.data.tokens import Tokens
-from fxpar.errors import LoaderOptionError, LoaderStateError
+from fxpar.errors import LoaderOptionError, LoaderStateError, TokenIdError
 
 _FORMAT = 1
 
@@ -21,12 +21,12 @@ class MiniBatchLoader:
     A mini-batch is global and every rank gets the same one without communication: the order of an epoch is drawn from
     (seed, epoch) alone. Its budget is either `batch_tokens` (as many sequences as fit, at least one, even a longer one)
     or `batch_sequences`. It never spans two epochs, so the last one of an epoch may be smaller. Without `epochs` the
-    loader goes on for ever.
+    loader goes on for ever. With `vocab_size` no id is that large or negative.
 
     The loader is its own iterator: a second `for` goes on where the first one stopped. `state_dict` taken after a
     mini-batch resumes with the next one, on any number of ranks and with another budget.
 
-    Raises LoaderOptionError, OverlongError (overlong="error"), NoSequencesError.
+    Raises LoaderOptionError, OverlongError (overlong="error"), NoSequencesError; a mini-batch raises TokenIdError.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class MiniBatchLoader:
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if (batch_tokens is None) == (batch_sequences is None):
             raise LoaderOptionError("give the size of a mini-batch as one of batch_tokens and batch_sequences")
@@ -47,6 +48,7 @@ class MiniBatchLoader:
             ("batch_tokens", batch_tokens, 1),
             ("batch_sequences", batch_sequences, 1),
             ("epochs", epochs, 1),
+            ("vocab_size", vocab_size, 1),
             ("seed", seed, 0),
         ):
             if value is not None and value < least:
@@ -55,6 +57,7 @@ class MiniBatchLoader:
         self._flat = tokens.flat
         self._batch_tokens = batch_tokens
         self._batch_sequences = batch_sequences
+        self._vocab_size = vocab_size
         self._seed, self._shuffle, self._epochs = seed, shuffle, epochs
         self._fingerprint: dict[str, str | int | bool] = {
             **tokens.identity,
@@ -94,10 +97,12 @@ class MiniBatchLoader:
             raise StopIteration
         order = self._epoch_order()
         chosen = order[self._position : self._batch_end(order)]
+        sequences = [self._sequence(index) for index in chosen]
+        self._check_ids(sequences)
         self._position += len(chosen)
         if self._position == len(order):
             self._epoch, self._position = self._epoch + 1, 0
-        return [self._sequence(index) for index in chosen]
+        return sequences
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: a few numbers and short strings that JSON can hold."""
@@ -129,6 +134,18 @@ class MiniBatchLoader:
         if epoch < 0 or not 0 <= position < len(self.lengths):
             raise LoaderStateError(f"epoch {epoch}, position {position} of {len(self.lengths)} does not exist")
         self._epoch, self._position = epoch, position
+
+    def _check_ids(self, sequences: list[torch.Tensor]) -> None:
+        size = self._vocab_size
+        if size is None:
+            return
+        low, high = torch.aminmax(torch.cat(sequences))
+        if int(low) >= 0 and int(high) < size:
+            return
+        index, bad = next((i, b) for i, ids in enumerate(sequences) if (b := (ids < 0) | (ids >= size)).any())
+        position = int(bad.nonzero()[0])
+        value = int(sequences[index][position])
+        raise TokenIdError(index, position, "input_ids", value, size, "the vocabulary")
 
     def _batch_end(self, order: np.ndarray) -> int:
         if self._batch_sequences is not None:

@@ -27,23 +27,25 @@ def document_lengths(length: int) -> tuple[int, ...]:
     return (*parts, length - sum(parts))
 
 
-def packed_tokens(length: int, vocab: int, generator: torch.Generator, *, packed: bool = True) -> dict[str, Tensor]:
+def packed_tokens(length: int, vocab: int, generator: torch.Generator, *, positions: bool = True) -> dict[str, Tensor]:
     """One row of documents: input_ids, labels [1, T], and position_ids [1, T] that restart with every document.
 
-    Without `packed` the row is one document and has no position_ids.
+    Without `positions`, document_ids [1, T] say which token is of which document.
     """
     ids = torch.randint(0, vocab, (1, length), generator=generator)
-    if not packed:
-        return {"input_ids": ids, "labels": next_token_labels(ids)}
-    positions = torch.cat([torch.arange(n) for n in document_lengths(length)])[None]
-    labels = next_token_labels(ids, position_ids=positions)
-    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    lengths = document_lengths(length)
+    counted = torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = next_token_labels(ids, position_ids=counted)
+    if positions:
+        return {"input_ids": ids, "labels": labels, "position_ids": counted}
+    numbers = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))[None]
+    return {"input_ids": ids, "labels": labels, "document_ids": numbers}
 
 
-def token_batches(lengths: Sequence[int], vocab: int, seed: int, *, packed: bool = True) -> tuple[dict, ...]:
+def token_batches(lengths: Sequence[int], vocab: int, seed: int, *, positions: bool = True) -> tuple[dict, ...]:
     """One packed row per length."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(packed_tokens(n, vocab, generator, packed=packed) for n in lengths)
+    return tuple(packed_tokens(n, vocab, generator, positions=positions) for n in lengths)
 
 
 def labelled_batches(

@@ -130,6 +130,8 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     vocab = _first(result, ("vocab_size",), VOCAB)
     result.update(_token_ids(defaults, vocab))
     result.update(_per_layer(defaults, layers))
+    if "conv_L_cache" in defaults and set(result.get("layer_types", ())) == {"full_attention"}:
+        result["layer_types"][0] = "conv"  # published models have both kinds, the defaults only one
     if defaults.get("rope_parameters") == {}:  # a type whose defaults name no rotary frequencies at all
         rope = {"rope_type": "default", "rope_theta": 10_000.0}
         result["rope_parameters"] = {kind: rope for kind in result.get("layer_types", ())} or rope

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,11 +59,11 @@ def load_hf(
     config = make_config(model_type, defaults, size if at else None, given)
     model = build(model_type, config, dtype, device, seed, noise=noise)
     vocab = config.get_text_config().vocab_size
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     # A published configuration is looked at rather than run, at a length that fits its size.
     lengths = tuple(tokens or ((FULL_LENGTH,) if at else TOKENS))
-    batches = token_batches(lengths, vocab, seed, packed=takes_positions)
-    return LoadedModel(f"hf:{name}", model, losses.causal_lm, batches[0], batches)
+    batches = token_batches(lengths, vocab, seed, positions=False)
+    example = {key: batches[0][key] for key in ("input_ids", "labels")}  # the model makes positions of its own
+    return LoadedModel(f"hf:{name}", model, losses.causal_lm, example, batches)
 
 
 def default_config(model_type: str) -> Any:

@@ -3,47 +3,81 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
 from fxpar.monitor.beat import Beat
+from fxpar.monitor.door import try_doors
+from fxpar.monitor.process import Neighbours
 from fxpar.monitor.verdict import Verdict
+
+JUDGE = 0  # reads the beats of all ranks in every round; all others read its beat
+
+
+class Owner(Protocol):
+    """What the thread asks the monitor; `round_done` is called after every round, also when the store is lost."""
+
+    def beat(self, count: int) -> Beat: ...
+
+    def elapsed_s(self) -> float: ...
+
+    def round_done(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds between rounds, until a store that does not answer counts as lost, and for one attempt to connect."""
+
+    interval_s: float
+    timeout_s: float
+    attempt_s: float
 
 
 class Link(threading.Thread):
-    """Writes this rank's beat once per interval, looks whether a verdict is out, and reads the beat of `host`.
+    """Writes this rank's beat once per interval, looks whether a verdict is out, and reads the beats of the
+    judge and of the ranks of this host.
 
-    `beat_of(count)` gives the beat to write. While `watching`, each round also reads the beats of all ranks.
-    `wait_round` lets the training thread wait for a round, with a limit. The host's beat is read all the time because
-    nobody can read anything any more once the host of the store is gone.
+    While `hurried` rounds come twice as fast and read the beats of all ranks, as those of the judge always do. A
+    process of this host that ends starts a round at once. `wait_round` lets the training thread wait for a round, with
+    a limit. When the store fails (`error`) the thread goes on to watch the processes of this host.
     """
 
-    def __init__(
-        self, store: dist.Store, world: int, interval_s: float, beat_of: Callable[[int], Beat], host: int | None
-    ) -> None:
+    def __init__(self, rank: int, world: int, host: str, pid: int, store: dist.Store, pace: Pace, owner: Owner) -> None:
         super().__init__(daemon=True, name="fxpar-monitor")
-        self._store, self._world, self._interval_s, self._beat_of = store, world, interval_s, beat_of
-        self._host = host
+        self._rank, self._world, self._store, self._pace, self._owner = rank, world, store, pace, owner
         self._changed = threading.Condition()
-        self._asked = threading.Event()
+        self._neighbours = Neighbours()
+        self._beside, self._known_beside = f"host/{host}", 0
+        self._own_place = f"{rank} {pid}"
+        self._read_always = {JUDGE}
         self._to_publish: Verdict | None = None
         self._closing = False
-        self.watching = False
+        self._to_try: dict[int, str] = {}
+        self.unreachable: tuple[int, ...] | None = None
+        self.hurried = False
         self.rounds = 0
         self.beats: dict[int, Beat] = {}
-        self.host_beat: Beat | None = None
+        self.gone: dict[int, float] = {}
         self.verdict: Verdict | None = None
         self.error: Exception | None = None
 
     # ---------------------------------------------------------------------------- called by the training thread
-    def ask(self, publish: Verdict | None = None, watch: bool = False, close: bool = False) -> None:
+    def ask(self, publish: Verdict | None = None, hurry: bool = False, close: bool = False) -> None:
         """Begin the next round now; optionally offer a verdict, read all beats, or end after that round."""
         with self._changed:
             self._to_publish = publish or self._to_publish
-            self.watching = self.watching or watch
+            self.hurried = self.hurried or hurry
             self._closing = self._closing or close
-        self._asked.set()
+            if self.is_alive():
+                self._neighbours.wake()
+
+    def try_doors(self, doors: dict[int, str]) -> None:
+        """Find out which of these ranks can be reached; `unreachable` says it after the next round."""
+        self._to_try = doors
+        self.ask()
 
     def wait_round(self, after: int, limit_s: float) -> bool:
         """Wait until more than `after` rounds are done; False if that takes over `limit_s` or the store fails."""
@@ -55,39 +89,65 @@ class Link(threading.Thread):
     def run(self) -> None:
         count = 0
         while True:
-            # Cleared before the round: what is asked for during it gets a round of its own.
-            self._asked.clear()
             closing, count = self._closing, count + 1
-            try:
-                self._round(count)
-            except Exception as error:
-                with self._changed:
+            if self.error is None:
+                try:
+                    self._round(count)
+                except Exception as error:
                     self.error = error
-                    self._changed.notify_all()
-                return
             with self._changed:
-                self.rounds += 1
+                self.rounds += self.error is None
                 self._changed.notify_all()
-            if closing:
-                return
-            self._asked.wait(self._interval_s / 2 if self.watching else self._interval_s)
+                if closing:
+                    self._neighbours.close()
+                    return
+            self._owner.round_done()
+            interval_s = self._pace.interval_s
+            for rank in self._neighbours.wait(interval_s / 2 if self.hurried else interval_s):
+                self.gone[rank] = self._owner.elapsed_s()
 
     def _round(self, count: int) -> None:
-        beat = self._beat_of(count)
-        self._store.set(f"beat/{beat.rank}", beat.to_text())
-        offered = self._to_publish
-        if self.verdict is None and offered is not None:
-            self.verdict = Verdict.from_text(self._store.compare_set("verdict", "", offered.to_text()))
+        if self._to_try:
+            doors, self._to_try = self._to_try, {}
+            self.unreachable = try_doors(doors, self._pace.attempt_s)
+        beat = self._owner.beat(count)
+        own = f"beat/{beat.rank}"
+        self._store.set(own, beat.to_text())
+        # Of all requests only this one ends when its time is up.
+        self._store.wait([own], timedelta(seconds=self._pace.timeout_s))
+        if count == 1:
+            self._store.set(f"{self._beside}/{self._store.add(self._beside, 1)}", self._own_place)
+        self._meet_neighbours()
+        if self.verdict is None and self._to_publish is not None:
+            self.settle(self._to_publish)
         if self.verdict is None and self._store.check(["verdict"]):
             self.verdict = Verdict.from_text(self._store.get("verdict"))
-        if self.watching:
-            self.beats = self._read_all()
-        elif self._host is not None and self._host != beat.rank and self._store.check([f"beat/{self._host}"]):
-            self.host_beat = Beat.from_text(self._store.get(f"beat/{self._host}"))
+        self._read(range(self._world) if self.hurried or self._rank == JUDGE else sorted(self._read_always))
 
-    def _read_all(self) -> dict[int, Beat]:
-        keys = [f"beat/{rank}" for rank in range(self._world)]
-        if not self._store.check(keys):
+    def settle(self, offered: Verdict) -> Verdict:
+        """Publish a verdict; the one that holds, which another rank may have published before."""
+        if self.verdict is None:
+            try:
+                self.verdict = Verdict.from_text(self._store.compare_set("verdict", "", offered.to_text()))
+            except dist.DistError as error:
+                self.error, self.verdict = error, offered
+        return self.verdict
+
+    def _meet_neighbours(self) -> None:
+        """Watch the processes of this host that have come since."""
+        while self._known_beside < self._store.add(self._beside, 0):
+            key = f"{self._beside}/{self._known_beside + 1}"
+            if not self._store.check([key]):
+                return
+            self._known_beside += 1
+            rank, pid = map(int, self._store.get(key).split())
+            if rank != self._rank:
+                self._neighbours.add(rank, pid)
+                self._read_always.add(rank)
+
+    def _read(self, ranks: range | list[int]) -> None:
+        keys = [f"beat/{rank}" for rank in ranks if rank != self._rank]
+        if keys and not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]  # get() would wait for the others
-        beats = [Beat.from_text(text) for text in self._store.multi_get(keys)]
-        return {beat.rank: beat for beat in beats}
+        found = [Beat.from_text(text) for text in self._store.multi_get(keys)] if keys else []
+        self.beats = self.beats | {beat.rank: beat for beat in found}

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from multiprocessing import util
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from fxpar.errors import PeerLostError
-from fxpar.monitor.beat import DONE, ENDED, EXPLAIN, FAILED, LEFT, RUN, Beat, host_identity, process_state, where_is
-from fxpar.monitor.link import Link
-from fxpar.monitor.signs import is_timeout, looks_like_peer_loss
-from fxpar.monitor.verdict import Verdict, Watch, describe
+from fxpar.errors import ConnectionLostError, PeerLostError
+from fxpar.monitor.beat import DONE, ENDED, EXPLAIN, FAILED, LEFT, RUN, Beat
+from fxpar.monitor.door import Door, address_towards
+from fxpar.monitor.link import JUDGE, Link, Pace
+from fxpar.monitor.process import host_identity, node_of, where_is
+from fxpar.monitor.search import SETTLE_S, Search, how_lost, unborn_host
+from fxpar.monitor.signs import is_timeout, looks_like_peer_loss, one_line
+from fxpar.monitor.standing import Standing, message_of, print_and_exit
+from fxpar.monitor.verdict import LINKS, Silence, Verdict, describe
 
 # A heartbeat thread of a busy machine may miss a beat or two; that many intervals without one mean that it is gone.
 PATIENCE_INTERVALS = 4
@@ -32,12 +40,17 @@ class Monitor:
 
     On the way out of the `with` an error that looks like a lost peer becomes PeerLostError (its `__cause__` is the
     original); any other error is told to the other ranks, whose PeerLostError then quotes it. All ranks report the same
-    verdict: the first one that a rank reaches. The monitor cannot interrupt a wait: give the process groups a timeout
-    of `timeout_s` too (`dist.init_process_group(timeout=...)`); an error then comes within that plus about
-    `PATIENCE_INTERVALS` intervals. Costs one small write and two small reads of the store per interval.
+    verdict: the first one that a rank reaches, from who ended first without a word, not from who ended because of it.
+    The rank that hosts the store leaves when the others know the verdict.
+
+    Nothing can interrupt a wait of torch. So a rank that still waits `leave_s` after the verdict, or after another
+    rank's process is gone, is ended by its monitor: `end(lost)`, which by default prints the error and exits with
+    status 1. A rank without a heartbeat for `timeout_s` is lost even if nobody waits for it; for one that beats but
+    makes no progress, give the process groups a timeout of `timeout_s` too.
 
     `host` is the rank whose process serves the store, or None if another process does. The store is cloned: the monitor
-    has a connection of its own. All ranks make a monitor of a store the same number of times.
+    has a connection of its own. All ranks make a monitor of a store the same number of times. Costs about six small
+    requests to the store per interval, and on rank 0 one that reads the beats of all ranks.
     """
 
     def __init__(
@@ -48,41 +61,57 @@ class Monitor:
         *,
         interval_s: float = 1.0,
         timeout_s: float = 60.0,
+        leave_s: float = 10.0,
         host: int | None = 0,
+        end: Callable[[PeerLostError], object] | None = None,
     ) -> None:
         self.rank, self.world, self.host = rank, world, host
-        self.interval_s, self.timeout_s = interval_s, timeout_s
+        self.interval_s, self.timeout_s, self.leave_s = interval_s, timeout_s, leave_s
         self.patience_s = PATIENCE_INTERVALS * interval_s
+        self._end = end or print_and_exit
         self._store = store
         self._link: Link | None = None
+        self._search: Search | None = None
+        self._door: Door | None = None
         self._phase, self._progress, self._status = "start", 0, RUN
         self._thread_id, self._own_host, self._pid = 0, "", 0
-        self._zero_s, self._timed_out = 0.0, False
+        self._zero_s, self._in_step, self._timed_out = 0.0, False, False
+        self._inside, self._lost_s = 0, 0.0
+        self._silence = Silence(timeout_s, 2 * interval_s)
+        self._standing = Standing(2 * interval_s)
 
     @classmethod
-    def of_world(cls, *, interval_s: float = 1.0, timeout_s: float = 60.0) -> Monitor:
+    def of_world(cls, **options: Any) -> Monitor:
         """The monitor of the default process group, on that group's own store (of torchrun, or of rank 0)."""
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("call torch.distributed.init_process_group before Monitor.of_world")
         # torch's elastic agent serves the store from a process of its own, which outlives the ranks.
         host = None if dist.is_torchelastic_launched() else 0
-        store = group.get_group_store()
-        return cls(group.rank(), group.size(), store, interval_s=interval_s, timeout_s=timeout_s, host=host)
+        return cls(group.rank(), group.size(), group.get_group_store(), host=host, **options)
 
     # --------------------------------------------------------------------------------------------- life
     def start(self) -> Monitor:
-        """Begin to beat; call it on the thread that trains. Raises PeerLostError if rank 0 does not start as well."""
-        connection: Any = self._store  # the stubs lack clone()
-        store = dist.PrefixStore("fxpar-monitor", connection.clone())
-        # The verdict of an earlier monitor on the same store must not count: each start has keys of its own.
-        store = dist.PrefixStore(str(store.add(f"starts/{self.rank}", 1)), store)
+        """Begin to beat; call it on the thread that trains. Raises PeerLostError if the store is gone already."""
         self._thread_id, self._own_host, self._pid = threading.get_ident(), host_identity(), os.getpid()
-        self._status, self._timed_out, self._zero_s = RUN, False, time.monotonic()
-        if self.rank != 0:
-            self._zero_s -= self._elapsed_of_rank_0(store)
-        self._link = Link(store, self.world, self.interval_s, self._beat, self.host)
-        self._link.start()
+        self._status, self._timed_out, self._in_step = RUN, False, self.rank == JUDGE
+        self._zero_s = time.monotonic()
+        connection: Any = self._store  # the stubs lack clone()
+        try:
+            # The connection that is there tells of a dead host at once, whereas a new one is tried again and again.
+            connection.set(f"fxpar-monitor/{self.rank}", "")
+            connection.wait([f"fxpar-monitor/{self.rank}"], timedelta(seconds=self.timeout_s))
+            store = dist.PrefixStore("fxpar-monitor", connection.clone())
+            # The verdict of an earlier monitor on the same store must not count: each start has keys of its own.
+            store = dist.PrefixStore(str(store.add(f"starts/{self.rank}", 1)), store)
+        except dist.DistError as error:
+            raise self._lost(unborn_host(self.host, how_lost(error)), "start of the monitor", error) from error
+        self._door = Door(address_towards(connection))
+        pace = Pace(self.interval_s, self.timeout_s, self.patience_s / 4)
+        self._link = link = Link(self.rank, self.world, self._own_host, self._pid, store, pace, self)
+        who, waits = (self.rank, self.world, self.host, self._own_host), (self.interval_s, self.patience_s)
+        self._search = Search(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
+        link.start()
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
@@ -94,22 +123,37 @@ class Monitor:
         if link is None:
             return
         publish = None
-        if error is None:
-            self._status = DONE
-        elif isinstance(error, PeerLostError):
+        if isinstance(error, PeerLostError) or self._status == LEFT or (error is not None and self._is_caused(error)):
             self._status = LEFT
+        elif error is None:
+            self._status = DONE
         else:
             self._status = FAILED
-            detail = f"{type(error).__name__}: {error}"[:500]
-            publish = Verdict("failed", (self.rank,), f"rank {self.rank} (in phase {self._phase!r})", detail)
+            who = f"rank {self.rank} (in phase {self._phase!r} on {node_of(self._own_host)})"
+            publish = Verdict("failed", (self.rank,), who, f"{type(error).__name__}: {error}"[:500])
         before = link.rounds
         link.ask(publish=publish)
         link.wait_round(before, self.interval_s)
         if self.rank == self.host:
-            self._let_others_end(link)
+            self._let_others_end(link, 3 * self.interval_s)
+        self._link = self._search = None
         link.ask(close=True)
         link.join(self.interval_s)
-        self._link = None
+        if self._door is not None:
+            self._door.close()
+
+    def stop_at_exit(self) -> None:
+        """Stop when this process ends; an error that ends it, and that a lost peer caused, is explained then."""
+        atexit.register(self._exit)
+        util.Finalize(None, self._exit, exitpriority=10)  # processes of multiprocessing do not call atexit
+
+    def _exit(self) -> None:
+        error = sys.exception() or getattr(sys, "last_value", None)
+        if isinstance(error, Exception) and not isinstance(error, PeerLostError) and self._is_caused(error):
+            lost = self.explain(error)
+            print(message_of(lost), file=sys.stderr, flush=True)
+            error = lost
+        self.stop(error)
 
     def __enter__(self) -> Monitor:
         return self.start()
@@ -117,7 +161,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, PeerLostError) and looks_like_peer_loss(error):
+        if isinstance(error, Exception) and not isinstance(error, PeerLostError) and self._is_caused(error):
             lost = self.explain(error)
             self.stop(lost)
             raise lost from error
@@ -135,103 +179,134 @@ class Monitor:
         return _Phase(self, before)
 
     # ------------------------------------------------------------------------------------------- explain
+    @contextmanager
+    def explained(self, phase: str = "") -> Iterator[None]:
+        """In the block (of this phase) an error that a lost peer caused is raised as PeerLostError."""
+        with self.phase(phase) if phase else nullcontext():
+            self._inside += 1
+            try:
+                yield
+            except PeerLostError:
+                raise
+            except Exception as error:
+                if not looks_like_peer_loss(error):
+                    raise
+                raise self.explain(error) from error
+            finally:
+                self._inside -= 1
+
     def explain(self, error: Exception) -> PeerLostError:
         """The error to raise in place of `error`, which a collective, a send, a receive or a store call raised.
 
-        Waits at most PATIENCE_INTERVALS + 2 intervals. The result has `error` as its `__cause__`.
+        Waits at most PATIENCE_INTERVALS + 2 intervals, on the host of the store until the others know the verdict too.
+        The result has `error` as its `__cause__`.
         """
         if isinstance(error, PeerLostError):
             return error
-        phase, self._timed_out, self._status = self._phase, is_timeout(error), EXPLAIN
-        lost = self._lost(self._search(), phase, error)
+        link, phase = self._link, self._phase
+        self._timed_out, self._status = is_timeout(error), EXPLAIN
+        verdict = Verdict("unknown") if self._search is None else self._search.run(self._timed_out)
+        lost = self._lost(verdict, phase, error)
         lost.__cause__ = error
         self._status = LEFT
-        if self._link is not None:
-            self._link.ask()
+        if link is not None:
+            link.ask()
+            if self.rank == self.host:
+                self._let_others_end(link, self.patience_s)
         return lost
 
-    def _search(self) -> Verdict:
-        link = self._link
-        if link is None:
-            return Verdict("unknown")
-        watch = Watch(
-            self.rank, self.world, self.patience_s, lambda beat: process_state(beat, self._own_host), self._timed_out
+    def _lost(self, verdict: Verdict, phase: str, error: BaseException | str) -> PeerLostError:
+        text = verdict.text
+        if self.rank in verdict.ranks and verdict.kind not in LINKS:
+            text = f"the other ranks gave up on this rank: {text}"
+        made = ConnectionLostError if verdict.kind in LINKS else PeerLostError
+        noticed = error if isinstance(error, str) else one_line(error)
+        return made(verdict.ranks, verdict.kind, text, self.rank, phase, noticed, node_of(self._own_host))
+
+    def _is_caused(self, error: BaseException) -> bool:
+        """Whether another rank's end caused this error: it says so, or one was there before it, without a word."""
+        link, search = self._link, self._search
+        if looks_like_peer_loss(error):
+            return True
+        if link is None or search is None or not isinstance(error, Exception):
+            return False
+        time.sleep(SETTLE_S)
+        before = link.rounds
+        link.ask()
+        link.wait_round(before, self.interval_s)
+        return link.verdict is not None or search.died() is not None
+
+    # ----------------------------------------------------------------------------- called by the link's thread
+    def beat(self, count: int) -> Beat:
+        """What this rank says of itself now."""
+        where = where_is(self._thread_id) if self._status == RUN else ""
+        link, search, door = self._link, self._search, self._door
+        return Beat(
+            self.rank,
+            count,
+            round(self.elapsed_s(), 3),
+            self._progress,
+            self._status,
+            self._phase,
+            where,
+            self._own_host,
+            self._pid,
+            "" if door is None else door.name,
+            self._timed_out,
+            link is not None and link.verdict is not None,
+            {} if search is None else search.all_gone(),
+            None if link is None else link.unreachable,
         )
-        end_s = self._elapsed_s() + self.patience_s + self.interval_s
-        rounds, first = link.rounds, link.rounds + 1  # the round under way may not read the beats yet
-        link.ask(watch=True)
-        while link.verdict is None:
-            seen = link.wait_round(rounds, end_s - self._elapsed_s())
-            rounds, now_s = link.rounds, self._elapsed_s()
-            if link.verdict is not None:
-                break
-            if link.error is not None:
-                return self._host_verdict(link, f"closed the connection ({_one_line(link.error)})")
-            if not seen and rounds < first:
-                return self._host_verdict(link, "does not answer: its process is stopped, or its machine unreachable")
-            if link.beats:
-                watch.update(link.beats, now_s)
-            began_s = now_s if watch.since_s is None else watch.since_s
-            verdict = watch.certain(now_s)
-            if verdict is None and (now_s - began_s >= self.patience_s or not seen):
-                verdict = watch.final(now_s)
-            if verdict is not None:
-                return self._publish(link, verdict)
-        return link.verdict
 
-    def _publish(self, link: Link, verdict: Verdict) -> Verdict:
-        """Offer a verdict to all ranks; the one that holds, which another rank may have published before."""
-        for _ in range(2):  # the round under way may have looked already
-            before = link.rounds
-            link.ask(publish=verdict)
-            if not link.wait_round(before, self.interval_s) or link.verdict is not None:
-                break
-        return link.verdict or verdict
+    def round_done(self) -> None:
+        """Look whether a rank is silent for too long, and whether this one waits for nobody."""
+        link, search = self._link, self._search
+        if link is None or search is None:
+            return
+        if self._door is not None:
+            self._door.clear()
+        if not self._in_step and self._status == RUN and JUDGE in link.beats:
+            self._zero_s, self._in_step = time.monotonic() - link.beats[JUDGE].elapsed_s, True
+        passed_s = self._standing.look(self._thread_id)
+        silent = self._silence.update(link.beats, passed_s)
+        if silent and link.verdict is None and link.error is None:
+            stopped = [beat for beat in silent if search.state_of(beat) == "stopped"]
+            ranks = tuple(beat.rank for beat in stopped or silent)
+            kind = "stopped" if stopped else "silent"
+            link.ask(publish=Verdict(kind, ranks, describe(link.beats, ranks, self.elapsed_s())))
+        if self._status != EXPLAIN:
+            self._end_in_vain(link, search, min(passed_s, 2 * self.interval_s))
 
-    def _host_verdict(self, link: Link, detail: str) -> Verdict:
-        """The store itself fails: its host is to blame, with what was read of it last."""
-        if self.host is None:
-            return Verdict("host", (), "the launcher, not a rank,", detail)
-        beat = link.beats.get(self.host) or link.host_beat
-        known = {} if beat is None else {self.host: beat}
-        who, kind = describe(known, [self.host], self._elapsed_s()), "host"
-        if beat is not None:
-            state = process_state(beat, self._own_host)
-            kind = "done" if beat.status == DONE else {"gone": "died", "stopped": "stopped"}.get(state, "host")
-        return Verdict(kind, (self.host,), who, detail)
+    def _end_in_vain(self, link: Link, search: Search, passed_s: float) -> None:
+        """End this process if it has waited, or has been in one call of fxpar, for `leave_s` since a rank was lost."""
+        verdict, certain = link.verdict or search.died(), link.verdict is not None
+        if verdict is None and link.error is not None:
+            beat = None if self.host is None else link.beats.get(self.host)
+            if beat is None or beat.status not in ENDED:
+                verdict, certain = search.of_store(how_lost(link.error)), True
+        self._lost_s = self._lost_s + passed_s if verdict is not None and self._inside else 0.0
+        in_vain = self._standing.seconds >= self.leave_s and (certain or self._standing.is_in_wait)
+        if verdict is not None and (in_vain or self._lost_s >= self.leave_s):
+            if link.error is None:
+                verdict = link.settle(verdict)
+            by = f"its monitor, which ended it in its wait at {where_is(self._thread_id)}"
+            self._end(self._lost(verdict, self._phase, by))
 
-    def _lost(self, verdict: Verdict, phase: str, error: Exception) -> PeerLostError:
-        if self.rank in verdict.ranks:
-            text = f"the other ranks gave up on this rank: {verdict.text}"
-        else:
-            text = verdict.text
-        return PeerLostError(verdict.ranks, verdict.kind, text, self.rank, phase, _one_line(error))
-
-    # ------------------------------------------------------------------------------------------- helpers
-    def _elapsed_s(self) -> float:
+    def elapsed_s(self) -> float:
+        """Since the start of rank 0's monitor, or of this one until it has heard of that."""
         return time.monotonic() - self._zero_s
 
-    def _beat(self, count: int) -> Beat:
-        where = where_is(self._thread_id) if self._status == RUN else ""
-        state = (self._progress, self._status, self._phase, where, self._own_host, self._pid, self._timed_out)
-        return Beat(self.rank, count, round(self._elapsed_s(), 3), *state)
-
-    def _elapsed_of_rank_0(self, store: dist.Store) -> float:
-        """Rank 0's time since its start: only says how long ago a rank was seen, so a late answer does no harm."""
-        try:
-            store.wait(["beat/0"], timedelta(seconds=self.timeout_s))
-        except dist.DistError as error:
-            lost = self._lost(Verdict("unborn", (0,), "rank 0"), "start of the monitor", error)
-            raise lost from error
-        return Beat.from_text(store.get("beat/0")).elapsed_s
-
-    def _let_others_end(self, link: Link) -> None:
-        """Keep the store up until all others ended, or for a few intervals (each reads the verdict once in one)."""
-        end = time.monotonic() + 3 * self.interval_s
-        link.ask(watch=True)
+    # ------------------------------------------------------------------------------------------- helpers
+    def _let_others_end(self, link: Link, limit_s: float) -> None:
+        """Keep the store up until all others ended or know the verdict, or for a while."""
+        end = time.monotonic() + limit_s
+        link.ask(hurry=True)
         while time.monotonic() < end and link.error is None:
             link.wait_round(link.rounds, end - time.monotonic())
-            if len(link.beats) == self.world and all(beat.status in ENDED for beat in link.beats.values()):
+            blamed = {self.rank, *(() if link.verdict is None else link.verdict.ranks)}
+            waiting = set(range(self.world)) - set(link.gone) - blamed
+            beats = [link.beats.get(rank) for rank in waiting]
+            if all(beat is not None and (beat.knows or beat.status in ENDED) for beat in beats):
                 return
 
 
@@ -249,9 +324,6 @@ class _Phase(AbstractContextManager[None]):
             self._monitor.phase(self._before)
 
 
-def _one_line(error: BaseException) -> str:
-    """`Type: first line of its text`, without gloo's source line and advice and the C++ stack that torch appends."""
-    line = (str(error).splitlines() or [""])[0]
-    if line.startswith("[/"):
-        line = line.partition("] ")[2] or line
-    return f"{type(error).__name__}: {line.partition('. This is typically')[0][:300]}".rstrip(".")
+def unwatched(error: Exception, rank: int, phase: str, kind: str = "unknown") -> PeerLostError:
+    """What to raise for an error that a lost peer caused where no monitor runs: it cannot name the rank."""
+    return PeerLostError((), kind, Verdict(kind).text, rank, phase, one_line(error), node_of(host_identity()))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxpar.monitor.beat import DONE, ENDED, FAILED, RUN, Beat
+from fxpar.monitor.process import node_of
 
 # What each kind says of `{who}`, the blamed ranks with what is known of each.
 TEXTS: dict[str, str] = {
@@ -20,14 +21,20 @@ TEXTS: dict[str, str] = {
     "stuck": "{who} lives but makes no progress",
     "done": "{who} ended its work while other ranks still wait for it: the ranks do not run the same steps",
     "slow": "{who} still makes progress, but others waited longer for it than the timeout allows",
-    "connection": "no rank is missing: all heartbeats go on, so a connection between ranks broke",
-    "unknown": "the monitor of this rank does not run, so it cannot say which rank is missing",
+    "link": "all ranks live, but {detail}",
+    "connection": "all ranks live and reach each other, but a connection between ranks broke{detail}",
+    "absent": "not all ranks have come: one died before, hangs in its start, or does not reach the others",
+    "unknown": "no monitor runs on this rank, so it cannot say which rank is missing",
 }
+LINKS = ("link", "connection")  # nobody is to blame: what lies between the ranks is
+AT_ONCE_S = 0.02  # ranks that are seen to end within this time of the first one ended with it, not because of it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which ranks are to blame and why; the first one published holds for all ranks."""
+    """Which ranks are to blame and why; the first one published holds for all ranks. Of the kinds in LINKS, `ranks`
+    are the two ends.
+    """
 
     kind: str
     ranks: tuple[int, ...] = ()
@@ -64,12 +71,20 @@ def describe(beats: Mapping[int, Beat], ranks: Iterable[int], now_s: float) -> s
     first = known[0]
     place = f" at {first.where}" if first.where else ""
     age_s = max(0.0, now_s - first.elapsed_s)
-    prefix = "" if len(ordered) == 1 else f"rank {first.rank} "
-    node = first.host.partition("/")[0]
+    nodes = list(dict.fromkeys(node_of(beat.host) for beat in known))
+    prefix = "" if len(ordered) == 1 else f"on {', '.join(nodes[:8])}; rank {first.rank} "
     return (
-        f"{name_ranks(ordered)} ({prefix}in phase {first.phase!r}{place}, process {first.pid} on {node}, "
+        f"{name_ranks(ordered)} ({prefix}in phase {first.phase!r}{place}, process {first.pid} on {nodes[0]}, "
         f"last heartbeat about {age_s:.1f} s ago)"
     )
+
+
+def first_gone(gone: Mapping[int, float], beats: Mapping[int, Beat]) -> tuple[int, ...]:
+    """Of the ranks whose processes ended, those that did so first and without a word; none if all said why."""
+    # A rank whose operation failed before it ended saw another one go, even if it had no time to say goodbye.
+    silent = {rank: at for rank, at in gone.items() if rank not in beats or beats[rank].status == RUN}
+    first = min(silent.values(), default=0.0)
+    return tuple(sorted(rank for rank, at in silent.items() if at <= first + AT_ONCE_S))
 
 
 @dataclass
@@ -88,10 +103,11 @@ class Watch:
     beats: dict[int, Beat] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)
     moving: set[int] = field(default_factory=set)
+    gone: dict[int, float] = field(default_factory=dict)
     since_s: float | None = None
 
-    def update(self, beats: Mapping[int, Beat], now_s: float) -> None:
-        """Take in what the store holds at `now_s` (this rank's monotonic clock)."""
+    def update(self, beats: Mapping[int, Beat], now_s: float, gone: Mapping[int, float] | None = None) -> None:
+        """Take in what the store holds at `now_s` (this rank's monotonic clock), and what this rank saw `gone`."""
         if self.since_s is None:
             self.since_s = now_s
         for rank, beat in beats.items():
@@ -101,6 +117,9 @@ class Watch:
             if before is not None and beat.progress != before.progress:
                 self.moving.add(rank)
         self.beats.update(beats)
+        for seen in (gone or {}, *(beat.gone for beat in beats.values())):
+            for rank, at in seen.items():
+                self.gone[rank] = min(at, self.gone.get(rank, at))
 
     def others(self, *statuses: str) -> list[Beat]:
         return [b for b in self.beats.values() if b.rank != self.rank and b.status in statuses]
@@ -109,16 +128,16 @@ class Watch:
         """What can be said without waiting: a rank that says so itself, or whose process is seen to be gone."""
         failed = self.others(FAILED)
         if failed:
-            return self._verdict("failed", failed, now_s)
-        states = {beat.rank: self.state_of(beat) for beat in self.others(RUN)}
-        for state, kind in (("gone", "died"), ("stopped", "stopped")):
-            found = [self.beats[rank] for rank, seen in states.items() if seen == state and rank not in self.alive]
-            if found:
-                return self._verdict(kind, found, now_s)
-        return None
+            return self._verdict("failed", (beat.rank for beat in failed), now_s)
+        died = first_gone(self.gone, self.beats)
+        if died:
+            return self._verdict("died", died, now_s)
+        stopped = [b.rank for b in self.others(RUN) if b.rank not in self.alive and self.state_of(b) == "stopped"]
+        return self._verdict("stopped", stopped, now_s) if stopped else None
 
     def final(self, now_s: float) -> Verdict:
-        """The verdict after `patience_s`: silent before stuck before ended before slow before nobody.
+        """The verdict after `patience_s`: silent before unreachable before stuck before ended before slow before
+        nobody.
 
         Ranks that left because of another one, and those that look for the culprit as well, are never blamed.
         """
@@ -129,9 +148,14 @@ class Watch:
         if unborn:
             return Verdict("unborn", tuple(sorted(unborn)), name_ranks(unborn))
         # A rank that stopped beating while it explained is lost too: those that ended themselves say so.
-        silent = [b for b in self.beats.values() if b.rank not in {*self.alive, self.rank} and b.status not in ENDED]
+        silent = [
+            b.rank for b in self.beats.values() if b.rank not in {*self.alive, self.rank} and b.status not in ENDED
+        ]
         if silent:
             return self._verdict("silent", silent, now_s)
+        cut = self._cut()
+        if cut is not None:
+            return cut
         # Where connections broke at once, those that still run may well wait for this very rank. But gloo also closes
         # the connections of a rank that timed out, so one timeout anywhere means that somebody is late.
         late = self.timed_out or any(beat.timed_out for beat in self.beats.values())
@@ -140,12 +164,46 @@ class Watch:
         if stuck:
             # Those ahead wait themselves: the least progress is where it began.
             least = min(beat.progress for beat in stuck)
-            return self._verdict("stuck", [beat for beat in stuck if beat.progress == least], now_s)
+            return self._verdict("stuck", (beat.rank for beat in stuck if beat.progress == least), now_s)
         for kind, found in (("done", self.others(DONE)), ("slow", running)):
             if found:
-                return self._verdict(kind, found, now_s)
-        return Verdict("connection")
+                return self._verdict(kind, (beat.rank for beat in found), now_s)
+        return self._broken()
 
-    def _verdict(self, kind: str, found: list[Beat], now_s: float) -> Verdict:
-        ranks = tuple(sorted(beat.rank for beat in found))
+    def _cut(self) -> Verdict | None:
+        """Two ranks of which one tried in vain to connect to the other."""
+        for rank, beat in sorted(self.beats.items()):
+            for other in beat.unreachable or ():
+                if other in self.beats:
+                    here, there = (f"rank {r} on {node_of(self.beats[r].host)}" for r in (rank, other))
+                    detail = f"{here} cannot connect to {there}: the network between the two is broken or blocked"
+                    return Verdict("link", (rank, other), detail=detail)
+        return None
+
+    def _broken(self) -> Verdict:
+        """The ranks whose operations failed at once are the ends of what broke."""
+        ends = [b for _, b in sorted(self.beats.items()) if not b.timed_out and b.status not in (RUN, DONE)]
+        named = " and ".join(f"rank {b.rank} on {node_of(b.host)}" for b in ends[:8])
+        return Verdict("connection", tuple(b.rank for b in ends), detail=f": {named} noticed it first" if named else "")
+
+    def _verdict(self, kind: str, found: Iterable[int], now_s: float) -> Verdict:
+        ranks = tuple(sorted(found))
         return Verdict(kind, ranks, describe(self.beats, ranks, now_s))
+
+
+@dataclass
+class Silence:
+    """How long each rank has not beaten. Time in which the observer itself was stopped does not count."""
+
+    limit_s: float
+    most_s: float  # that one look adds at most
+    counts: dict[int, int] = field(default_factory=dict)
+    silent_s: dict[int, float] = field(default_factory=dict)
+
+    def update(self, beats: Mapping[int, Beat], passed_s: float) -> list[Beat]:
+        """The ranks that have not beaten for `limit_s`, now that `passed_s` have passed since the last look."""
+        for rank, beat in beats.items():
+            quiet = self.counts.get(rank) == beat.count and beat.status not in ENDED
+            self.silent_s[rank] = self.silent_s.get(rank, 0.0) + min(passed_s, self.most_s) if quiet else 0.0
+            self.counts[rank] = beat.count
+        return [beats[rank] for rank in sorted(beats) if self.silent_s[rank] >= self.limit_s]

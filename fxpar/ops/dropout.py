@@ -12,6 +12,7 @@ the same on every device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,16 +41,30 @@ _MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _SHIFTS = (30, 27)
 
 
-def dropout(x: Tensor, p: float, seed: Tensor, salt: int) -> Tensor:
+def dropout(x: Tensor, p: float, seed: Tensor, salt: int, numbers: Mapping[int, Tensor] | None = None) -> Tensor:
     """x with each element zeroed with probability p and the others divided by 1 - p.
 
     x: any shape, taken as the global tensor. seed: one int64, for example one per step. salt:
     tells apart the dropouts of a model that share a seed. Equal (shape, p, seed, salt) give equal
     masks, so two dropouts of one step need different salts. The mask at an index does not depend on the sizes, so
-    padding a batch at its end leaves it as it was.
+    padding a batch at its end leaves it as it was. `numbers` gives the indices of a dim other numbers than 0, 1, ...:
+    by dim, int64 [size].
     """
-    offsets = [torch.arange(n, device=x.device) * s for n, s in zip(x.shape, index_strides(x.dim()), strict=True)]
+    given = numbers or {}
+    offsets = [
+        (given[d] if d in given else torch.arange(size, device=x.device)) * stride
+        for d, (size, stride) in enumerate(zip(x.shape, index_strides(x.dim()), strict=True))
+    ]
     return torch.ops.fxpar.dropout.default(x, seed, offsets, p, salt)
+
+
+def token_numbers(sequences: Iterable[tuple[int, int]]) -> Tensor:
+    """Numbers of the tokens of a row, int64 [1, T], from (index in the mini-batch, length) of each of its sequences.
+
+    A token's number depends on its sequence and its place in it alone, not on the row or on what else is in it.
+    """
+    rows = [torch.arange(length) + _mix_int(_signed((index + 1) * _GAMMA)) for index, length in sequences]
+    return torch.cat(rows)[None]
 
 
 def index_strides(rank: int) -> list[int]:

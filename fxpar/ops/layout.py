@@ -85,6 +85,11 @@ def lift(x: Tensor) -> Tensor:
     return x.unsqueeze(0).contiguous()
 
 
+def repeat(row: Tensor, degree: int) -> Tensor:
+    """[1, ...] -> [K, ...]: the same row for every rank."""
+    return row.expand(degree, *row.shape[1:]).contiguous()
+
+
 def lower(row: Tensor) -> Tensor:
     """[1, ...] -> [...]."""
     return row.squeeze(0)

@@ -2,14 +2,16 @@
 
 from fxpar.remat.choose import choose
 from fxpar.remat.forward import ForwardValues, forward_values
-from fxpar.remat.storages import Storages, saved_bytes, saved_storages, trace_storages
+from fxpar.remat.storages import Storages, run_on_meta, saved_bytes, saved_storages, tensors_of, trace_storages
 
 __all__ = [
     "ForwardValues",
     "Storages",
     "choose",
     "forward_values",
+    "run_on_meta",
     "saved_bytes",
     "saved_storages",
+    "tensors_of",
     "trace_storages",
 ]

@@ -4,7 +4,7 @@ and storages but no data. Views share a storage as they do on a real device, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,32 +40,39 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
-    places = coordinates or {}
-    values: dict[fx.Node, Any] = {}
     numbers: dict[int, int] = {}
     kept: list[Any] = []  # a storage that is freed could give its id to the next one
     of: dict[fx.Node, tuple[int, ...]] = {}
     borrowed: set[int] = set()
     of_weights: dict[fx.Node, bool] = {}
-    with torch.no_grad():
-        for node in graph.nodes:
-            if node.op == "output":
-                continue
-            values[node] = _place(node, dims) if node.op == "placeholder" else _call(node, values, places)
-            found = []
-            for tensor in _tensors(values[node]):
-                storage = tensor.untyped_storage()
-                if id(storage) not in numbers:
-                    numbers[id(storage)] = len(kept)
-                    kept.append(storage)
-                found.append(numbers[id(storage)])
-            of[node] = tuple(dict.fromkeys(found))
-            of_weights[node] = _is_weight(node, of_weights)
-            if node.op == "placeholder":
-                borrowed.update(found)
+    for node, value in run_on_meta(graph, dims, coordinates):
+        found = []
+        for tensor in tensors_of(value):
+            storage = tensor.untyped_storage()
+            if id(storage) not in numbers:
+                numbers[id(storage)] = len(kept)
+                kept.append(storage)
+            found.append(numbers[id(storage)])
+        of[node] = tuple(dict.fromkeys(found))
+        of_weights[node] = _is_weight(node, of_weights)
+        if node.op == "placeholder":
+            borrowed.update(found)
     others = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
     weights = frozenset(range(len(kept))) - others
     return Storages(of, tuple(storage.nbytes() for storage in kept), frozenset(borrowed), weights)
+
+
+def run_on_meta(
+    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], coordinates: Mapping[str, int] | None = None
+) -> Iterator[tuple[fx.Node, Any]]:
+    """Each node of a graph in turn with its value: tensors on the meta device, and integers. As `trace_storages`."""
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            with torch.no_grad():
+                made = _place(node, dims) if node.op == "placeholder" else _call(node, values, coordinates or {})
+            values[node] = made
+            yield node, made
 
 
 def saved_bytes(graph: fx.Graph, storages: Storages) -> int:
@@ -86,7 +93,8 @@ def saved_storages(graph: fx.Graph, storages: Storages) -> frozenset[int]:
     return frozenset(saved - storages.borrowed - storages.weights - returned)
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors_of(value: Any) -> Iterable[Tensor]:
+    """The tensors of a node's value."""
     if isinstance(value, Tensor):
         return (value,)
     return (v for v in value if isinstance(v, Tensor)) if isinstance(value, tuple | list) else ()
@@ -118,7 +126,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], places: Mapping[str, int]) 
         args = (*args[:3], [args[0].shape[1]], *args[4:])
     schema = getattr(target, "_schema", None)
     if schema is not None and any(a.name == "device" for a in schema.arguments):
-        makes = not any(True for arg in args for _ in _tensors(arg))
+        makes = not any(True for arg in args for _ in tensors_of(arg))
         if makes or kwargs.get("device") is not None:
             kwargs["device"] = _META
     return target(*args, **kwargs)

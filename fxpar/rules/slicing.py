@@ -166,10 +166,11 @@ def index_factors(op: OpView) -> list[Factor]:
 
 
 def gather_factors(op: OpView) -> list[Factor]:
-    """aten.gather(x, dim, index): dims other than `dim` that agree."""
+    """aten.gather(x, dim, index): dims other than `dim` that agree; along `dim` each index looks up the whole x."""
     dim = op.dim(op.arg(1, "dim"))
     x, index = op.inputs[0], op.inputs[1]
-    return [Factor((d, d), (d,)) for d in range(len(x)) if d != dim and x[d] == index[d]]
+    agree = [Factor((d, d), (d,)) for d in range(len(x)) if d != dim and x[d] == index[d]]
+    return [*agree, Factor((None, dim), (dim,), pad=False)]
 
 
 def index_select_factors(op: OpView) -> list[Factor]:
@@ -185,6 +186,12 @@ def scatter_factors(op: OpView) -> list[Factor]:
     rank, count = len(op.inputs[0]), len(op.inputs)
     agree = [d for d in range(rank) if d != dim and len({shape[d] for shape in op.inputs}) == 1]
     return [Factor((d,) * count, (d,)) for d in agree]
+
+
+def slice_scatter_factors(op: OpView) -> list[Factor]:
+    """aten.slice_scatter(x, src, dim, start, end, step): every dim but `dim`."""
+    dim = op.dim(op.arg(2, "dim", 0))
+    return [Factor((d, d), (d,)) for d in range(len(op.inputs[0])) if d != dim]
 
 
 def other_dims_factors(op: OpView, *dims: int) -> list[Factor]:
@@ -229,6 +236,7 @@ __all__ = [
     "select_factors",
     "slice_",
     "slice_backward",
+    "slice_scatter_factors",
     "sort_factors",
     "split",
     "stack_factors",

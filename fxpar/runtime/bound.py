@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.exec_graph import ExecGraph, Part, Program, Source, compile_graph, substitute_tokens
+from fxpar.exec_graph import ExecGraph, Part, Program, Source, compile_graph
 from fxpar.passes.write_in_place import undo
 from fxpar.runtime.accumulate import accumulating, own_memory
+from fxpar.runtime.gloo import graph_of_rank
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.spans import NO_SPANS, Spans
 
@@ -38,7 +39,7 @@ class BoundGraph:
         self._sums: list[Tensor] | None = None
 
     def _compile(self, part: Part) -> Callable[..., Any]:
-        return self._compile_graph(substitute_tokens(part.graph, self._groups, self._indices), part.is_empty)
+        return self._compile_graph(graph_of_rank(part.graph, self._groups, self._indices), part.is_empty)
 
     def _compile_graph(self, graph: fx.Graph, is_empty: bool) -> Callable[..., Any]:
         if self._backend == "eager" or is_empty:
@@ -161,7 +162,7 @@ class BoundGraph:
         """The body that adds to earlier results; compiled when a second micro-batch comes."""
         if self._accumulate is None:
             program = self.program
-            graph = substitute_tokens(program.body.graph, self._groups, self._indices)
+            graph = graph_of_rank(program.body.graph, self._groups, self._indices)
             self._accumulate = self._compile_graph(accumulating(graph, self._buffer_outputs()), is_empty=False)
         return self._accumulate
 

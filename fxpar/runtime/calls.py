@@ -7,7 +7,7 @@ is the mean over replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class PlainCalls:
     epoch: Callable[[], Hashable]
     captured: Mapping[str, torch.dtype]
     precision: Precision
+    watched: Callable[[], AbstractContextManager[object]] = nullcontext
     is_tracing: bool = False
     calls: int = 0
     _ready: dict[Hashable, _Ready] = field(default_factory=dict)
@@ -119,11 +120,17 @@ class PlainCalls:
         return self.switching.store.version(), self.epoch()
 
     def _take_home(self, ready: _Ready, grads: Mapping[str, Tensor]) -> None:
-        """Add the mean over replicas to `.grad`."""
+        """Add the mean over replicas to `.grad`, which only parameters that the loss depends on have."""
         assert ready.reduction is not None
-        self.switching.store.attach_gradients()
-        replicas = ready.runner.program.strategy.degree("dp")
-        mean = {fqn: grad / replicas for fqn, grad in grads.items()} if replicas > 1 else grads
+        store, program = self.switching.store, ready.runner.program
+        store.attach_gradients(grads.keys())
+        replicas = program.strategy.degree("dp")
+        mean = {fqn: grad / replicas for fqn, grad in grads.items()} if replicas > 1 else dict(grads)
+        for out, stored in zip(program.outputs, program.stored_outputs, strict=True):
+            if out.kind == "grad" and out.fqn not in mean:  # the plan of the reduction has them all
+                mean[out.fqn] = torch.zeros(
+                    [int(size) for size in stored.local.shape], dtype=stored.local.dtype, device=store.device
+                )
         ready.reduction.run(mean, accumulate=True)
 
     def _get_ready(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ready:
@@ -140,7 +147,7 @@ class PlainCalls:
     def _prepare(self, program: PlainGraph) -> _Ready:
         store, options = self.switching.store, self.switching.options
         tokens = self.process_groups.names(program.strategy.mesh, program.axes())
-        runner = PlainRunner(program, store.rank, tokens, compile=self.compile)
+        runner = PlainRunner(program, store.rank, tokens, compile=self.compile, watched=self.watched)
         weights, switch = self._weights(layout_of(program, self.strategy))
         reduction = None
         placements = gradient_placements(program)
@@ -148,7 +155,7 @@ class PlainCalls:
             home = ParamLayout("home", store.home.world, {fqn: store.home.params[fqn] for fqn in placements})
             plan = plan_reduction(placements, home, self.cluster, name=f"plain {self.strategy}")
             plan.verify()
-            target = {fqn: store.home_grads[fqn] for fqn in placements}
+            target = store.home_gradients(placements)
             reduction = Reduction(plan, store.rank, Holding(home, target), **options.shared())
         return _Ready(runner, weights, switch, reduction)
 

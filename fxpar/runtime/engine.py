@@ -13,33 +13,31 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
-from fxpar.batching.collate import check_sequences, collate, valid_tokens
+from fxpar.batching.collate import check_sequences, valid_tokens
+from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import FxparError, NanLossError, TransferError
-from fxpar.monitor import looks_like_peer_loss
+from fxpar.errors import FxparError, ModelLengthError, NanLossError
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
-from fxpar.runtime.micro import MicroRun, replica_of
-from fxpar.runtime.padding import pad
+from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.report import GroupReport, StepReport
 from fxpar.runtime.spans import NO_SPANS, GroupRun, Recorder, Spans, StepTrace
 from fxpar.runtime.switching import Switching
 
 Sequence_ = Tensor | Mapping[str, Tensor]
-T = TypeVar("T")
 
 
 class Watcher(Protocol):
@@ -47,7 +45,7 @@ class Watcher(Protocol):
 
     def phase(self, text: str) -> AbstractContextManager[object]: ...
 
-    def explain(self, error: Exception) -> Exception: ...
+    def explained(self, phase: str = "") -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class EngineOptions:
     """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next."""
 
     packed: bool = True
+    lengths: tuple[int, int | None] = (1, None)  # the least and the most tokens that the model takes
     merge: bool = True
     order: tuple[str, ...] | None = None
     nan: Literal["error", "skip"] = "error"
@@ -80,14 +79,20 @@ class Engine:
     world_group: Any = None
     scaler: LossScaler | None = None
     recorder: Recorder | None = None
+    id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
     steps: int = 0
     _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
         """What `step` would run (`packed`: instead of what the options say). Raises the errors of `fxpar.batching`."""
         lengths = check_sequences(sequences)
+        check_ids(sequences, self.id_limits)
         options = self.options
         packed = options.packed if packed is None else packed
+        least, most = options.lengths
+        for index, length in enumerate(lengths):
+            if length < least or (most is not None and length > most):
+                raise ModelLengthError(index, length, least, most)
         return plan_batch(lengths, self.groups, self.costs, self.switch_seconds, packed=packed, merge=options.merge)
 
     def switch_seconds(self, groups: tuple[int, ...]) -> float:
@@ -110,18 +115,12 @@ class Engine:
         Raises NanLossError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher makes of a rank
         that is gone.
         """
-        with deterministic_kernels(self.options.deterministic):
-            return self.watched(lambda: self._step(sequences, buffers))
+        with deterministic_kernels(self.options.deterministic), self.watched(f"step {self.steps + 1}"):
+            return self._step(sequences, buffers)
 
-    def watched(self, work: Callable[[], T]) -> T:
-        """`work()`; what fails because a rank is gone raises PeerLostError, which names it."""
-        try:
-            return work()
-        except Exception as error:
-            lost = isinstance(error, TransferError) or looks_like_peer_loss(error)
-            if self.watcher is None or not lost:
-                raise
-            raise self.watcher.explain(error) from error
+    def watched(self, phase: str) -> AbstractContextManager[object]:
+        """In the block, what fails because a rank is gone raises PeerLostError, which names it and this phase."""
+        return nullcontext() if self.watcher is None else self.watcher.explained(phase)
 
     def _step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
         begun = time.perf_counter()
@@ -241,19 +240,14 @@ class Engine:
         """What this rank's replica runs, with idle ones where it must run as many as the others."""
         program = bound.program
         replica = replica_of(program, bound.rank)
-        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
 
         def load(micro: MicroBatch, text: str) -> Mapping[str, Tensor]:
             with self._phase(f"run {program.strategy}, {text}"):
-                return pad(program, collate(sequences, micro, keys))
+                return row_of(program, sequences, micro)
 
-        mine = group.replicas[replica]
+        mine, seed = group.replicas[replica], self._seed()
         runs = [
-            MicroRun(
-                partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"),
-                scale,
-                self._seed(group.group, replica, turn),
-            )
+            MicroRun(partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"), scale, seed)
             for turn, micro in enumerate(mine)
         ]
         if program.strategy.zero >= 2:
@@ -264,12 +258,11 @@ class Engine:
             runs += [idle] * (group.slots - len(mine))
         return runs
 
-    def _seed(self, group: int, replica: int, turn: int) -> int:
-        """The dropout seed of a micro-batch: another one each time, the same when a run is repeated or resumed."""
-        mixed = self.options.seed
-        for part in (self.steps, group, replica, turn):
-            mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) % 2**63
-        return mixed
+    def _seed(self) -> int:
+        """The dropout seed of this mini-batch, the same when a run is repeated or resumed. Groups, replicas and
+        micro-batches share it: masks differ by the numbers of the tokens.
+        """
+        return (self.options.seed * 6364136223846793005 + self.steps + 1442695040888963407) % 2**63
 
     def _check_overflow(self, factor: float) -> bool:
         """Whether the mini-batch is left out because fp16 gradients overflowed, on any rank and in any group."""
@@ -299,8 +292,3 @@ class Engine:
 def length_counts(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """(2**k, number of lengths in (2**(k-1), 2**k]), ascending."""
     return tuple(sorted(Counter(1 << (length - 1).bit_length() for length in lengths).items()))
-
-
-def sequence_length(sequence: Sequence_) -> int:
-    """Tokens of a sequence."""
-    return len(sequence["input_ids"] if isinstance(sequence, Mapping) else sequence)

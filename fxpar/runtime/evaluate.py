@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpar.batching import GroupPlan, MicroBatch
-from fxpar.batching.collate import collate, valid_tokens
+from fxpar.batching.collate import collate, documents_of, valid_tokens
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.engine import Engine, sequence_length
-from fxpar.runtime.micro import MicroRun, replica_of
-from fxpar.runtime.padding import pad
+from fxpar.runtime.engine import Engine
+from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.switch import layout_of
 
@@ -29,12 +28,15 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 @dataclass
 class Evaluation:
-    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages."""
+    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages. `keys` are
+    those of the batch that the loss function takes.
+    """
 
     engine: Engine
     calls: PlainCalls
     loss: LossFunction
     capture: Callable[[nn.Module], LogicalGraph]
+    keys: Sequence[str]
     _logical: LogicalGraph | None = None
     _bound: dict[str, BoundPipeline] = field(default_factory=dict)
 
@@ -44,7 +46,8 @@ class Evaluation:
         All ranks pass the same sequences. Raises as `train_step` does.
         """
         engine = self.engine
-        # A loss that keeps packed documents apart does so in the captured step; a forward alone would not see that.
+        # Documents are kept apart in the captured step; a forward alone would not see that.
+        sequences = [document for sequence in sequences for document in documents_of(sequence)]
         plan = engine.plan(sequences, packed=False)
         count = valid_tokens(sequences)
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -67,13 +70,12 @@ class Evaluation:
     def _share(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
         """This rank's part of the sum; the ranks of a replica find the same sum and share it out."""
         program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
-        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
         mine = group.replicas[replica_of(program, rank)]
         found = 0.0
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
-            value = float(self.loss(module, collate(sequences, micro, keys)))
+            value = float(self.loss(module, collate(sequences, micro, self.keys)))
             found += value if turn < len(mine) else 0.0
         return found * program.strategy.degree("dp") / program.strategy.world
 
@@ -83,11 +85,10 @@ class Evaluation:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
         program = bound.program
-        keys = [info.fqn for info in program.inputs if info.kind == "batch"]
         micro_batches = list(group.replicas[replica_of(program, bound.rank)])
         idle = group.slots - len(micro_batches) if program.strategy.zero == 3 else 0
-        runs = [MicroRun(partial(_load, program, sequences, micro, keys), 1.0) for micro in micro_batches]
-        spare = partial(_load, program, sequences, _shortest(sequences, group), keys)
+        runs = [MicroRun(partial(row_of, program, sequences, micro), 1.0) for micro in micro_batches]
+        spare = partial(row_of, program, sequences, _shortest(sequences, group))
         runs += [MicroRun(spare, 0.0, idle=True)] * idle
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
@@ -104,10 +105,6 @@ class Evaluation:
         bound = bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
         assert isinstance(bound, BoundPipeline)
         return bound
-
-
-def _load(program: PipelineGraph, sequences: Sequence[Any], micro: MicroBatch, keys: list[str]) -> dict[str, Tensor]:
-    return pad(program, collate(sequences, micro, keys))
 
 
 def _shortest(sequences: Sequence[Any], group: GroupPlan) -> MicroBatch:

@@ -52,7 +52,7 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
                 rank, ok, blob = results_queue.get(timeout=timeout_s)
                 if not ok:
                     raise RankError(str(rank), blob)
-                results[rank] = torch.load(io.BytesIO(blob), weights_only=False)
+                results[rank] = torch.load(io.BytesIO(blob), weights_only=False)  # of a child of this very process
         except queue.Empty:
             missing = [rank for rank in range(world) if rank not in results]
             where = "".join(f"\nrank {rank}:\n{_stack(ranks[rank], stacks[rank])}" for rank in missing)

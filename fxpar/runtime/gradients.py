@@ -57,7 +57,7 @@ class Gradients:
 
     def begin(self, scale: float = 1.0) -> None:
         """Start a mini-batch whose loss is multiplied by `scale`: `.grad` of the parameters is where gradients go."""
-        self.store.attach_gradients()
+        self.store.attach_gradients(self.store.trained)
         if scale != 1.0:  # what earlier mini-batches have left is divided with the rest at the end
             self.store.scale_gradients(scale)
         self._last = None

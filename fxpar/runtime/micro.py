@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fxpar.batching import MicroBatch
+from fxpar.batching.collate import ALIASES, Tokens, collate
 from fxpar.exec_graph import Program
+from fxpar.graph import TOKEN_NUMBERS, Input
+from fxpar.ops.dropout import token_numbers
+from fxpar.runtime.padding import pad
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,46 @@ class MicroRun:
     scale: float
     seed: int = 0
     idle: bool = False
+
+
+def sequence_length(sequence: Tokens) -> int:
+    """Tokens of a sequence."""
+    if isinstance(sequence, Tensor):
+        return len(sequence)
+    return next(len(value) for key, value in sequence.items() if ALIASES.get(key, key) == "input_ids")
+
+
+def batch_keys(program: Program) -> list[str]:
+    """What a program asks of a batch, but for what fxpar adds itself."""
+    return [info.fqn for info in program.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
+
+
+def row_of(program: Program, sequences: Sequence[Tokens], micro: MicroBatch) -> dict[str, Tensor]:
+    """The batch of a micro-batch, padded as the program needs it."""
+    row = collate(sequences, micro, batch_keys(program))
+    lengths = [(i, sequence_length(sequences[i])) for i in micro.sequences]
+    return pad(program, with_token_numbers(program.inputs, row, lengths))
+
+
+def with_token_numbers(
+    inputs: Sequence[Input], batch: Mapping[str, Tensor], sequences: Sequence[tuple[int, int]]
+) -> dict[str, Tensor]:
+    """A batch with the numbers of its tokens, if the graph with these inputs asks for any and the batch has none.
+
+    `sequences` are (index in the mini-batch, length) of what the row consists of.
+    """
+    shape = next((info.meta.shape for info in inputs if info.fqn == TOKEN_NUMBERS), None)
+    if shape is None or TOKEN_NUMBERS in batch:
+        return dict(batch)
+    numbers = token_numbers(sequences)
+    return {**batch, TOKEN_NUMBERS: numbers if len(shape) == 2 else numbers[0]}
+
+
+def as_one_sequence(inputs: Sequence[Input], batch: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """A batch whose row counts as sequence `index`, where the graph with these inputs asks for numbers of tokens."""
+    shape = next((info.meta.shape for info in inputs if info.fqn == TOKEN_NUMBERS), None)
+    like = next((info.fqn for info in inputs if info.meta.shape == shape and info.fqn in batch), None)
+    return dict(batch) if like is None else with_token_numbers(inputs, batch, [(index, batch[like].shape[-1])])
 
 
 def replica_of(program: Program, rank: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,11 @@ from fxpar.batching import MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
-from fxpar.errors import ParallelizeError, nearest
-from fxpar.graph import LogicalGraph
+from fxpar.errors import ParallelizeError, PositionTableError, nearest
+from fxpar.graph import LogicalGraph, Packing
 from fxpar.lowering import lower
 from fxpar.monitor import Monitor
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.bound import Backend
@@ -66,6 +68,7 @@ class Options:
 
     token_budget: int | Mapping[int, int] | None = None
     packed: bool | None = None
+    length_multiple: int = 1
     order: Sequence[str] | None = None
     merge: bool = True
     home: Mapping[str, str | DistConfig] | None = None
@@ -102,13 +105,22 @@ class Options:
 class Compiled:
     """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
 
-    `logical` is the graph as it was captured, `precision` says how the programs compute.
+    `logical` is the graph as it was captured, what the model does to one sequence; `precision` says how the programs
+    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so.
     """
 
     logical: LogicalGraph
     programs: Mapping[str, TrainGraph]
     timings: Mapping[str, float] = field(default_factory=dict)
     precision: Precision = field(default_factory=Precision)
+    packing: Packing | None = None
+    unpacked: str = ""
+
+    @property
+    def lengths(self) -> tuple[int, int | None]:
+        """The least and the most tokens of a sequence, as the model was captured."""
+        tokens = next((dim for dim in self.logical.dims if dim.name == "T"), None)
+        return (1, None) if tokens is None else (tokens.minimum, tokens.maximum)
 
 
 def compile_strategies(
@@ -118,17 +130,20 @@ def compile_strategies(
     example: Mapping[str, Tensor] | None = None,
     token_budget: int | Mapping[int, int] | None = None,
     precision: Precision | str | None = None,
+    packed: bool | None = None,
 ) -> Compiled:
     """Capture `module` and lower it for all strategies; no process group. Raises what `capture`, `with_precision` and
     `lower` raise.
 
-    A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`, as in `parallelize`.
+    A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`, and `packed`, as in
+    `parallelize`.
     """
     begun = time.process_time()
-    logical = capture(module, loss, example_batch() if example is None else example, name=type(module).__name__)
+    logical = capture_step(module, loss, example)
     captured = time.process_time()
     how = as_precision(precision)
-    computed = with_precision(logical, how)
+    rows, unpacked = packed_if_proved(logical, force=bool(packed))
+    computed = with_precision(rows, how)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
     parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
     by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
@@ -140,7 +155,31 @@ def compile_strategies(
         for name, strategy in by_name.items()
     }
     timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
-    return Compiled(logical, programs, timings, how)
+    return Compiled(logical, programs, timings, how, rows.packing, unpacked)
+
+
+def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Tensor] | None) -> LogicalGraph:
+    """The training step on `example`; by default on token ids and labels, and on positions if model or loss ask.
+
+    A model that makes its own positions is left to: they need not begin at 0.
+    """
+    name = type(module).__name__
+    if example is not None:
+        return capture(module, loss, example, name=name)
+    given = inspect.signature(module.forward).parameters.get("position_ids")
+    positions, tokens = given is not None and given.default is given.empty, EXAMPLE_TOKENS
+    while True:
+        batch = example_batch(tokens)
+        if not positions:
+            del batch["position_ids"]
+        try:
+            return capture(module, loss, batch, name=name)
+        except KeyError as error:
+            if positions or error.args != ("position_ids",):
+                raise
+            positions = True  # the loss function reads them
+        except PositionTableError as error:
+            tokens = error.rows
 
 
 def as_precision(given: Precision | str | None) -> Precision:
@@ -160,11 +199,10 @@ def strategy_names(strategies: Sequence[Strategy]) -> list[str]:
     return names
 
 
-def example_batch() -> dict[str, Tensor]:
-    """Two packed sequences; only shapes and dtypes are read."""
-    return collate(
-        [torch.zeros(37, dtype=torch.int64), torch.zeros(24, dtype=torch.int64)], MicroBatch((0, 1), 61), _KEYS
-    )
+def example_batch(tokens: int) -> dict[str, Tensor]:
+    """One sequence; only shapes and dtypes are read."""
+    return collate([torch.zeros(tokens, dtype=torch.int64)], MicroBatch((0,), tokens), _KEYS)
 
 
 _KEYS = ("input_ids", "labels", "position_ids")
+EXAMPLE_TOKENS = 61  # a length that is no width of a model

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fxpar.errors import PadError
 from fxpar.exec_graph import Program
+from fxpar.flow import PADDING
 from fxpar.graph import Dim, Input
-
-IGNORE_INDEX = -100
 
 
 def _constant(value: int) -> Callable[[Tensor, int, int], Tensor]:
@@ -44,17 +43,11 @@ _LABELS = ("labels", "target", "targets")  # ignored by index; a float target is
 
 # Batch key -> how its padding looks.
 PAD_RULES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
-    "input_ids": _constant(0),
-    "tokens": _constant(0),
-    "labels": _constant(IGNORE_INDEX),
-    "targets": _constant(IGNORE_INDEX),
-    "target": _constant(IGNORE_INDEX),
+    **{key: _constant(value) for key, value in PADDING.items()},
     "position_ids": _restart,
     "positions": _restart,
+    "document_positions": _restart,
     "document_ids": _next_document,
-    "attention_mask": _constant(0),
-    "token_type_ids": _constant(0),
-    "loss_mask": _constant(0),
 }
 
 

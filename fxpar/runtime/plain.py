@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
-from fxpar.exec_graph import Part, PlainGraph, compile_graph, substitute_tokens
+from fxpar.exec_graph import Part, PlainGraph, compile_graph
 from fxpar.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
 from fxpar.runtime.bound import Backend, token_axes
+from fxpar.runtime.gloo import graph_of_rank
 from fxpar.runtime.padding import pad_batch
 from fxpar.torch_api.tree import flatten_call, unflatten
 
@@ -63,18 +65,26 @@ class _Call:
     on_gradients: OnTensors
     weights: Callable[[], Hashable]
     buffers: dict[str, Tensor]  # new values, filled in by the forward
+    values: list[tuple[torch.Size, torch.dtype]]  # what was returned, filled in by the forward
 
 
 class PlainRunner:
     """One rank's `PlainGraph`. Any number of forwards may run before their backwards, which may come in any order.
 
-    All ranks must call it, and `backward`, in the same order.
+    All ranks must call it, and `backward`, in the same order. Backwards run within `watched()`: they begin outside of
+    fxpar's calls.
     """
 
     def __init__(
-        self, program: PlainGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager"
+        self,
+        program: PlainGraph,
+        rank: int,
+        groups: Mapping[str, str],
+        *,
+        compile: Backend = "eager",
+        watched: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.program, self.rank = program, rank
+        self.program, self.rank, self.watched = program, rank, watched
         mesh = program.strategy.mesh
         indices = {axis: mesh.index(rank, axis) for axis in token_axes(program)}  # type: ignore[arg-type]
         self._forward = _compile(program.forward, dict(groups), indices, compile)
@@ -85,6 +95,7 @@ class PlainRunner:
         self._gradients = [(o, s) for o, s in found if o.kind not in ("value", "buffer")]
         self._values = [(o.fqn, s.meta) for o, s in self._returned if o.kind == "value"]
         self._tangents = {i.fqn for i in program.inputs if i.kind == "tangent"}
+        self._reached = _tangents_of(program)
         # What the backward reads besides results of the forward. Tensors of the call are watched by autograd for
         # writes between forward and backward; weights are not, as whoever stores them may well write the same again.
         used = [i for source, i in program.backward.sources if source == "input"]
@@ -111,17 +122,19 @@ class PlainRunner:
 
         `params` are local tensors as `program.stored_inputs` says, `buffers` whole ones. Returns what the model
         returns. When a backward reaches it, `on_gradients` gets the local gradients by FQN, which lie as
-        `program.stored_outputs` says; `on_buffers` gets new values of buffers right away, if there are any. `weights()`
-        identifies the values of the weights (a count of updates); a backward checks that it is as in its forward.
-        `roots` are tensors by parameter FQN whose gradients autograd gets as well, for programs lowered with `whole`.
+        `program.stored_outputs` says, of all parameters that the loss depends on; `on_buffers` gets new values of
+        buffers right away, if there are any. `weights()` identifies the values of the weights (a count of updates); a
+        backward checks that it is as in its forward. `roots` are tensors by parameter FQN whose gradients autograd gets
+        as well, for programs lowered with `whole`.
 
         Raises CallMismatchError, PadError; in the backward StaleWeightsError, SecondDerivativeError.
         """
-        batch = call_tensors(self.program.structure, args, kwargs or {})
+        given = call_tensors(self.program.structure, args, kwargs or {})
+        batch = mark_documents(self.program.inputs, given, whole=True)  # padding will be another document
         lengths = self._lengths(batch)
         device = next((t.device for t in (*params.values(), *batch.values())), torch.device("cpu"))
         inputs = self._inputs(params, buffers, batch, torch.tensor(seed, dtype=torch.int64, device=device))
-        call = _Call(inputs, device, lengths, on_gradients, weights, {})
+        call = _Call(inputs, device, lengths, on_gradients, weights, {}, [])
         wanted = {("batch", i.fqn): batch[i.fqn] for i in self.program.inputs if i.kind == "batch" and i.requires_grad}
         wanted |= {("param", fqn): tensor for fqn, tensor in (roots or {}).items()}
         if self._tangents and torch.is_grad_enabled():
@@ -146,20 +159,25 @@ class PlainRunner:
                 values.append(call.lengths.cut(value, stored.meta.shape))
             else:
                 call.buffers[out.fqn] = value
+        call.values = [(value.shape, value.dtype) for value in values]
         return values, list(results)
 
     def run_backward(
-        self, call: _Call, inputs: Mapping[int, Any], results: Mapping[int, Any], tangents: Sequence[Tensor]
+        self, call: _Call, inputs: Mapping[int, Any], results: Mapping[int, Any], tangents: Sequence[Tensor | None]
     ) -> dict[tuple[str, str], Tensor]:
         """Hand out the gradients of parameters; returns them and those of the batch by kind and name of the input.
 
         `inputs` and `results` (of the forward) are those that the backward needs, by position; `tangents` are those of
-        all values.
+        all values, None where no loss reads one. What depends on such values alone has no gradient, as in autograd.
         """
-        local = dict(inputs)
-        for (fqn, _), tangent in zip(self._values, tangents, strict=True):
+        local, used = dict(inputs), set()
+        for (fqn, _), tangent, (shape, dtype) in zip(self._values, tangents, call.values, strict=True):
             if fqn not in self._tangents:
                 continue
+            if tangent is None:
+                tangent = torch.zeros(shape, dtype=dtype, device=call.device)
+            else:
+                used.add(fqn)
             i = self._position[("tangent", fqn)]
             stored = self.program.stored_inputs[i]
             local[i] = stored.dist.take(call.lengths.fill(tangent, stored.meta.shape), self.rank)
@@ -168,7 +186,9 @@ class PlainRunner:
             found = self._backward(*(table[source][i] for source, i in self.program.backward.sources))
         grads: dict[str, Tensor] = {}
         back: dict[tuple[str, str], Tensor] = {}
-        for (out, stored), grad in zip(self._gradients, found, strict=True):
+        for (out, stored), reached, grad in zip(self._gradients, self._reached, found, strict=True):
+            if not reached & used:
+                continue
             if out.kind == "grad":
                 grads[out.fqn] = grad
             else:
@@ -257,6 +277,7 @@ class _Plain(torch.autograd.Function):
         call.inputs = ()
         fixed = [v for v, yes in zip(values, runner.differentiable, strict=True) if not yes]
         ctx.mark_non_differentiable(*fixed)
+        ctx.set_materialize_grads(False)
         return tuple(values)
 
     @staticmethod
@@ -270,7 +291,8 @@ class _Plain(torch.autograd.Function):
         own, tensors = ctx.places
         inputs = {**ctx.shared, **dict(zip(own, saved, strict=False))}
         results = {**ctx.numbers, **dict(zip(tensors, saved, strict=True))}
-        back = runner.run_backward(ctx.call, inputs, results, grad_outputs)
+        with runner.watched():
+            back = runner.run_backward(ctx.call, inputs, results, grad_outputs)
         return None, None, None, None, *(back.get(name) for name in ctx.names)
 
 
@@ -281,6 +303,20 @@ def _surroundings(device: torch.device) -> Iterator[None]:
     """
     with torch.autocast(device.type, enabled=False), nullcontext() if device.type == "cpu" else device:
         yield
+
+
+def _tangents_of(program: PlainGraph) -> list[frozenset[str]]:
+    """The tangents that each gradient of the backward depends on, by FQN."""
+    reached: dict[fx.Node, frozenset[str]] = {}
+    sources = iter(program.backward.sources)
+    for node in program.backward.graph.nodes:
+        found = [reached[operand] for operand in node.all_input_nodes]
+        if node.op == "placeholder":
+            source, i = next(sources)
+            if source == "input" and program.inputs[i].kind == "tangent":
+                found.append(frozenset((program.inputs[i].fqn,)))
+        reached[node] = frozenset().union(*found)
+    return [reached[node] for node in program.backward.results]
 
 
 def _distinct(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -325,7 +361,7 @@ def _check(info: Input, tensor: Tensor, sizes: dict[sympy.Symbol, int]) -> None:
 
 
 def _compile(part: Part, groups: dict[str, str], indices: dict[str, int], backend: Backend) -> Callable[..., Any]:
-    graph: fx.Graph = substitute_tokens(part.graph, groups, indices)
+    graph = graph_of_rank(part.graph, groups, indices)
     if backend == "eager" or part.is_empty:
         return compile_graph(graph)
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +12,13 @@ from torch import Tensor, nn
 
 from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
-from fxpar.batching.documents import keeps_documents_apart
+from fxpar.batching.ids import id_limits
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import OrderError, ParallelizeError, nearest
-from fxpar.graph import LogicalGraph
+from fxpar.errors import OrderError, ParallelizeError, nearest, warn
+from fxpar.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.monitor import Monitor
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.passes.share_weights import share_weights
 from fxpar.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.precision import with_precision
@@ -36,9 +35,9 @@ from fxpar.runtime.options import (
     LossFunction,
     Options,
     as_precision,
+    capture_step,
     compile_strategies,
     default_cluster,
-    example_batch,
     figures,
     strategy_names,
 )
@@ -59,7 +58,6 @@ from fxpar.store import (
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.strategy import Strategy
 from fxpar.switch import layout_of
-from fxpar.tracer import capture
 from fxpar.transport import Staging, SubGroups
 
 
@@ -93,11 +91,13 @@ class Session:
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
-        return self.engine.watched(lambda: self.calls.call(module, args, kwargs))
+        with self.engine.watched("a plain call"):
+            return self.calls.call(module, args, kwargs)
 
     def evaluate(self, module: nn.Module, sequences: Sequence[Any]) -> float:
         """Mean loss of sequences without training on them."""
-        return self.engine.watched(lambda: self.evaluation.run(module, sequences))
+        with self.engine.watched("evaluation"):
+            return self.evaluation.run(module, sequences)
 
     def state(self) -> dict[str, Any]:
         scaler = self.engine.scaler
@@ -123,13 +123,34 @@ def open_session(
             "torch.distributed is not initialised. Start the script with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
+    watcher = _watcher(options, dist.get_world_size())
+    if watcher is None:
+        return _open(module, strategies, loss, example, options, None)
+    try:
+        with watcher.explained("start of the session"):
+            _meet()
+            return _open(module, strategies, loss, example, options, watcher)
+    except BaseException as error:
+        if watcher is not options.monitor:
+            watcher.stop(error)
+        raise
+
+
+def _open(
+    module: nn.Module,
+    strategies: Mapping[int, Strategy | str],
+    loss: LossFunction,
+    example: Mapping[str, Tensor] | None,
+    options: Options,
+    watcher: Monitor | None,
+) -> Session:
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = length_groups(strategies, world=world, token_budget=options.token_budget)
     names = strategy_names([group.strategy for group in groups])
     device = _device(module)
     cluster = options.cluster or default_cluster(world, device)
     compiled = options.compiled or compile_strategies(
-        module, strategies, loss, example, options.token_budget, options.precision
+        module, strategies, loss, example, options.token_budget, options.precision, options.packed
     )
     programs = compiled.programs
     if options.precision is not None and as_precision(options.precision) != compiled.precision:
@@ -137,6 +158,10 @@ def open_session(
     if set(programs) != set(names):
         raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
     order = None if options.order is None else check_order(options.order, list(programs))
+    groups = with_multiples(groups, [programs[name] for name in names], options.length_multiple)
+    packed = compiled.packing is not None and options.packed is not False
+    if rank == 0 and not packed and options.packed is None:
+        warn(f"{compiled.logical.name}: each sequence runs alone, since {compiled.unpacked}")
     plain = _plain_strategy(options, groups, names)
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
@@ -153,7 +178,8 @@ def open_session(
         cluster=cluster,
         device=device,
         options=EngineOptions(
-            packed=_can_pack(programs) if options.packed is None else options.packed,
+            packed=packed,
+            lengths=compiled.lengths,
             merge=options.merge,
             order=order,
             nan=options.nan,
@@ -162,8 +188,9 @@ def open_session(
         ),
         scaler=_scaler(store, options),
         recorder=Recorder(device) if options.record else None,
-        watcher=_watcher(options, world),
+        watcher=watcher,
         world_group=world_group,
+        id_limits=id_limits(compiled.logical),
     )
     captured = {info.fqn: info.meta.dtype for info in compiled.logical.params()}
     calls = PlainCalls(
@@ -177,15 +204,41 @@ def open_session(
         epoch=lambda: engine.steps,
         captured=captured,
         precision=compiled.precision,
+        watched=lambda: engine.watched("backward of a plain call"),
     )
 
+    keys = [info.fqn for info in compiled.logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
+
     def capture_again(module: nn.Module) -> LogicalGraph:
-        batch = example_batch() if example is None else example
         with store.shown_without_values(module, captured), calls.tracing():
-            logical = capture(module, loss, batch, name=type(module).__name__)
+            logical = capture_step(module, loss, example)
+        if compiled.packing is not None:
+            logical = pack_documents(logical, force=bool(options.packed))
         return with_precision(logical, compiled.precision)
 
-    return Session(compiled, store, engine, memory, options, calls, Evaluation(engine, calls, loss, capture_again))
+    evaluation = Evaluation(engine, calls, loss, capture_again, keys)
+    return Session(compiled, store, engine, memory, options, calls, evaluation)
+
+
+def with_multiples(
+    groups: Sequence[LengthGroup], programs: Sequence[TrainGraph], promised: int
+) -> tuple[LengthGroup, ...]:
+    """The groups, told what their lengths must be multiples of: where a program cuts tokens and would see padding.
+
+    Raises ParallelizeError if some length would have no strategy, unless all lengths are `promised` to be multiples.
+    """
+    found = [
+        replace(group, multiple=program.divisors.get("T", 1) if program.padding_hazard else 1)
+        for group, program in zip(groups, programs, strict=True)
+    ]
+    for g, (group, program) in enumerate(zip(found, programs, strict=True)):
+        if all(promised % other.multiple for other in found[g:]):
+            raise ParallelizeError(
+                f"sequences whose length is no multiple of {group.multiple} cannot run under {group.strategy}: "
+                f"{program.padding_hazard}. Add a strategy that does not cut tokens (without cp and sp) for up to "
+                f"{found[-1].limit} tokens, or promise lengths that divide: length_multiple={group.multiple}"
+            )
+    return tuple(found)
 
 
 def _bind_all(
@@ -228,14 +281,23 @@ def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequ
     return options.plain
 
 
+def _meet() -> None:
+    """Wait for all ranks on the connections that there are: they tell of a rank that is gone at once, whereas making
+    new groups waits for it.
+    """
+    if "gloo" in str(dist.get_backend_config()):
+        dist.all_reduce(torch.zeros(1))
+
+
 def _watcher(options: Options, world: int) -> Monitor | None:
-    """Beats until this process ends; an error that ends it is told to the other ranks."""
+    """The monitor that was given, or one that beats until this process ends."""
     if isinstance(options.monitor, Monitor):
         return options.monitor
     if world == 1 or not options.monitor:
         return None
     monitor = Monitor.of_world(timeout_s=options.timeout_s or 60.0).start()
-    atexit.register(lambda: monitor.stop(getattr(sys, "last_value", None)))
+    monitor.phase("the script's own code")
+    monitor.stop_at_exit()
     return monitor
 
 
@@ -309,7 +371,3 @@ def _costs(
         else group_cost(program, cluster, tflops, **rates)
         for program in programs
     ]
-
-
-def _can_pack(programs: Mapping[str, TrainGraph]) -> bool:
-    return all(keeps_documents_apart(program) for program in programs.values())

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.exec_graph import Part, substitute_tokens
+from fxpar.exec_graph import Part
 from fxpar.pipeline_graph import StageProgram
 from fxpar.runtime.accumulate import accumulating, own_memory
 from fxpar.runtime.bound import Backend, functional_collectives, token_axes
+from fxpar.runtime.gloo import graph_of_rank
 from fxpar.torch_api.boxed import compile_boxed
 
 Half = Literal["backward", "input_part", "weight_part"]
@@ -42,7 +43,7 @@ class BoundStage:
         indices = {axis: mesh.index(rank, axis) for axis in token_axes(program)}
         names = ("prologue", "forward", "backward", "input_part", "weight_part", "epilogue")
         self._parts: dict[str, Part] = {
-            name: Part(substitute_tokens(part.graph, dict(groups), indices), part.sources)
+            name: Part(graph_of_rank(part.graph, groups, indices), part.sources)
             for name in names
             for part in (getattr(program, name),)
         }

@@ -68,7 +68,7 @@ def crossings(
 @dataclass
 class StageBuilder:
     """Copies one stage. `results` are the model's results that are made here, `homes` says which stage each node
-    that is not free belongs to.
+    that is not free belongs to, `unread` are parameters that this stage keeps although nothing reads them.
     """
 
     nodes: Nodes
@@ -76,6 +76,7 @@ class StageBuilder:
     boundaries: Boundaries
     index: int
     results: list[Result]
+    unread: frozenset[str] = frozenset()
     copied: dict[fx.Node, fx.Node] = field(default_factory=dict)
     graph: fx.Graph = field(default_factory=fx.Graph)
 
@@ -130,7 +131,7 @@ class StageBuilder:
         """Make the placeholders; those of sizes are read from what is there."""
         read = {o for n in members if "sym" not in n.meta for o in n.all_input_nodes if o.op == "placeholder"}
         read |= {n for _, values in self.results for n in values if n.op == "placeholder"}
-        given = {out.fqn for out, _ in self.results if out.kind == "grad"}
+        given = {out.fqn for out, _ in self.results if out.kind == "grad"} | self.unread
         read |= {n for n, i in self.nodes.inputs.items() if i.kind == "param" and i.fqn in given}
         sizes = [n for n in members if n.target is aten.sym_size.int]
         for size in sizes:

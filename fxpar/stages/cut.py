@@ -44,7 +44,11 @@ def cut_stages(logical: LogicalGraph, stages: int, *, cuts: Sequence[str] | None
     homes = {**stage_of, **backward}
     results, shared_terms = _results(nodes, homes, holders, gradients, found)
     boundaries = crossings(nodes, homes, results, stages)
-    made = tuple(StageBuilder(nodes, homes, boundaries, k, results[k]).build() for k in range(stages))
+    unread = [
+        frozenset(i.fqn for n, i in nodes.inputs.items() if not n.users and holders.get(i.fqn) == (k,))
+        for k in range(stages)
+    ]
+    made = tuple(StageBuilder(nodes, homes, boundaries, k, results[k], unread[k]).build() for k in range(stages))
     where: dict[str, list[int]] = defaultdict(list)
     for stage in made:
         for info in stage.params():

@@ -9,7 +9,7 @@ Home pieces are views of one flat buffer per dtype as well, without padding, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -58,7 +58,9 @@ class WeightStore:
         self.wire = wire_layout(home, self.specs)
         self.layouts = {name: layout_of(program, name) for name, program in programs.items()}
         _, self.home_tensors = self._views(list(home.params))
-        self._grad_flat, self.home_grads = self._views([f for f in home.params if f in self.trained])
+        self._grad_flat: list[Tensor] = []
+        self.home_grads: dict[str, Tensor] = {}
+        self.home_gradients(f for f in home.params if f in self.trained)
         flat = {key: torch.zeros(count, dtype=key[1], device=device) for key, count in storage.numel.items()}
         # Zeros once: padding is never written again, and a graph may count on it.
         self._views_of = {
@@ -153,21 +155,33 @@ class WeightStore:
             for owner, name, param in owners:
                 setattr(owner, name, param)
 
-    def attach_gradients(self) -> None:
-        """Before a mini-batch: `.grad` of every trained parameter is its home gradient.
-
-        Gradients that the user has dropped (`zero_grad`) start at zero, others are added to, as in autograd.
+    def home_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Where the gradients of these parameters lie. Those that the training step does not touch are made on demand,
+        for a plain call that does.
         """
-        dropped = [fqn for fqn in self.home_grads if self.params[fqn].grad is None]
-        if len(dropped) == len(self.home_grads):
+        wanted = list(names)
+        flat, views = self._views([fqn for fqn in wanted if fqn not in self.home_grads])
+        self._grad_flat += flat
+        self.home_grads |= views
+        return {fqn: self.home_grads[fqn] for fqn in wanted}
+
+    def attach_gradients(self, names: Collection[str]) -> None:
+        """Before a mini-batch that touches these parameters: their `.grad` is their home gradient.
+
+        Gradients that the user has dropped (`zero_grad`) start at zero, others are added to, and parameters that are
+        not touched keep what they have, None too: as in autograd.
+        """
+        clean = all(self.params[fqn].grad is None for fqn in self.home_grads)
+        if clean:
             for flat in self._grad_flat:
                 flat.zero_()
         for fqn, local in self.home_grads.items():
             param = self.params[fqn]
             if param.grad is None:
-                if len(dropped) < len(self.home_grads):
+                if not clean:
                     local.zero_()
-                param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])
+                if fqn in names:
+                    param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])
             elif isinstance(param.grad, DTensor) and param.grad.to_local().data_ptr() != local.data_ptr():
                 local.copy_(param.grad.to_local())
                 param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fxpar.errors import warn
-from fxpar.graph import LogicalGraph
+from fxpar.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.torch_api.symbolic import FakeWorld
-from fxpar.tracer.dynamic import Dynamic, resolve_dynamic
+from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
 from fxpar.tracer.provenance import Provenance, user_line
 from fxpar.tracer.signature import Batch, make_signature, model_device, named_batch
@@ -52,6 +52,9 @@ def _capture(
     device = model_device(model)
     batch = named_batch(example_batch)
     dims = resolve_dynamic(dynamic, batch)
+    ids = token_row(batch, dims)
+    if ids is not None:
+        batch, dims = batch | {TOKEN_NUMBERS: batch[ids].long()}, dims.with_like(TOKEN_NUMBERS, ids)
     world = FakeWorld(user_line)
     signature = make_signature(model, batch, world, dims)
     step = Step(
@@ -65,5 +68,5 @@ def _capture(
     )
     raw = step.trace()
     if raw.unused:
-        warn(f"the loss does not depend on {', '.join(raw.unused)}; the gradients are zeros")
+        warn(f"the loss does not depend on {', '.join(raw.unused)}: no gradient, as in autograd")
     return LogicalGraph(**canonical_graph(raw, world, dims, started), name=name)

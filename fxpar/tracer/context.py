@@ -38,13 +38,16 @@ class MaskRule:
 
 @dataclass
 class CaptureContext:
-    """State of one trace. `batch` holds the traced batch tensors, `seed` the graph's seed input."""
+    """State of one trace. `batch` holds the traced batch tensors, `seed` the graph's seed input, `token_numbers`
+    [1, T] or [T] what dropout counts tokens by.
+    """
 
     world: FakeWorld
     provenance: Provenance
     batch: Mapping[str, Tensor]
     seed: Tensor
     device: torch.device
+    token_numbers: Tensor | None = None
     means: list[Mean] = field(default_factory=list)
     masks: list[tuple[Tensor, MaskRule]] = field(default_factory=list)
     documents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

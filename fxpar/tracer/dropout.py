@@ -1,4 +1,9 @@
-"""Dropout as `fxpar::dropout`: a mask from the graph's seed, the same whenever the same call runs again."""
+"""Dropout as `fxpar::dropout`: a mask from the graph's seed, the same whenever the same call runs again.
+
+Where the graph has token numbers (see `fxpar.tracer.signature`), the mask of a token depends on its sequence and its
+place in it, not on the row: a dim of the size of the token dim is counted by them. A value without such a dim belongs
+to the row, and takes the number of the row's first token.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpar.ops.dropout import dropout as fxpar_dropout
+from fxpar.torch_api.symbolic import known_equal
 from fxpar.tracer.context import current
 
 
@@ -22,7 +28,12 @@ def dropout(x: Tensor, p: float) -> Tensor:
     context = current()
     if p == 0.0 or context is None:
         return F.dropout(x, p) if p else x
-    return fxpar_dropout(x, float(p), context.seed, salt(context.provenance.next_call()))
+    name, seed, numbers = salt(context.provenance.next_call()), context.seed, context.token_numbers
+    if numbers is None:
+        return fxpar_dropout(x, float(p), seed, name)
+    row = numbers.reshape(-1)
+    by_dim = {d: row for d, size in enumerate(x.shape) if known_equal(size, row.shape[0])}
+    return fxpar_dropout(x, float(p), seed if by_dim else seed + row[0], name, by_dim)
 
 
 def functional_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

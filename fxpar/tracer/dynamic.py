@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class DynamicDims:
             world.symbol(named[d], max(2, size)) if d in named else size for d, size in enumerate(tensor.shape)
         )
 
+    def with_like(self, key: str, other: str) -> DynamicDims:
+        """The same with a further tensor, whose dims are those of `other`."""
+        return replace(self, names={**self.names, key: self.names[other]})
+
 
 def resolve_dynamic(dynamic: Dynamic, batch: Mapping[str, Tensor]) -> DynamicDims:
     """Turn the `dynamic` argument of `capture` into names per batch tensor; raises DynamicDimError."""
@@ -58,6 +62,19 @@ def resolve_dynamic(dynamic: Dynamic, batch: Mapping[str, Tensor]) -> DynamicDim
                     "size: give the second dim another name"
                 )
     return DynamicDims(names, tuple(Dim(name, size) for name, (size, _) in sizes.items()))
+
+
+def token_row(batch: Mapping[str, Tensor], dims: DynamicDims) -> str | None:
+    """The key of a tensor of ids [1, T] or [T] whose token dim is dynamic: of a batch that is one row of tokens."""
+    return next(
+        (
+            key
+            for key, tensor in batch.items()
+            if dims.names.get(key) == {tensor.dim() - 1: TOKENS} and tensor.numel() == tensor.shape[-1]
+            if tensor.dim() <= 2 and _is_integer(tensor)
+        ),
+        None,
+    )
 
 
 def _checked(dynamic: Mapping[str, Mapping[int, str]], batch: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:

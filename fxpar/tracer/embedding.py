@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.errors import PositionTableError
 from fxpar.torch_api.tracing import first_of_range
 from fxpar.tracer.context import current
+from fxpar.tracer.provenance import user_line
 
 
 class _PaddedEmbedding(torch.autograd.Function):
@@ -43,9 +45,11 @@ def functional_embedding(
         raise context.unsupported(f"F.embedding with {option}", f"Leave {option} at its default.")
     V = weight.shape[0]
     first = first_of_range(input) if input.dim() else None
-    if first is not None:
-        # Positions that the model counts itself. The table must have a row for each, so this bounds the length.
-        bool(input.shape[-1] + first <= V)
+    # Positions that the model counts itself. The table must have a row for each, so this bounds the length.
+    if first is not None and not input.shape[-1] + first <= V:
+        context = current()
+        assert context is not None
+        raise PositionTableError(int(input.shape[-1]), V - int(first), context.provenance.fqn, user_line())
     row_ids = torch.arange(1, V + 1)
     if padding_idx is None:
         return torch.ops.fxpar.embedding(weight, input, row_ids)

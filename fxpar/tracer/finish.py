@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fxpar.graph import Output
+from torch import fx
+
+from fxpar.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.canonical import Canonical
 from fxpar.tracer.constants import lift_constants
@@ -14,6 +16,18 @@ from fxpar.tracer.functional import make_functional
 from fxpar.tracer.guards import check_guards
 from fxpar.tracer.simplify import simplify
 from fxpar.tracer.step import RawTrace
+
+
+def _without_numbers(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
+    """The inputs without token numbers that no dropout reads; so the graph."""
+    kept = []
+    for node, info in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if info.fqn == TOKEN_NUMBERS and info.kind == "batch" and not node.users:
+            gm.graph.erase_node(node)
+        else:
+            kept.append(info)
+    gm.recompile()
+    return tuple(kept)
 
 
 def canonical_graph(raw: RawTrace, world: FakeWorld, dims: DynamicDims, started: float) -> dict[str, Any]:
@@ -33,7 +47,7 @@ def canonical_graph(raw: RawTrace, world: FakeWorld, dims: DynamicDims, started:
     results = functional.results[:count] + [buffers[fqn] for fqn in written]
     gm = Canonical(functional.gm, signature.inputs, dims, world).run(results)
     simplify(gm)
-    inputs, constants = lift_constants(gm, signature.inputs)
+    inputs, constants = lift_constants(gm, _without_numbers(gm, signature.inputs))
     done = time.process_time()
     return {
         "gm": gm,

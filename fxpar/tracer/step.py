@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpar.errors import CaptureError, DataDependentError, DeviceError, LossError, UnsupportedOpError
-from fxpar.graph import Input, Output
+from fxpar.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.context import CaptureContext, running
@@ -104,12 +104,13 @@ class Traced(ABC):
 
     def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
         named = {i.fqn: v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "batch"}
+        numbers = named.pop(TOKEN_NUMBERS, None)
         for found, value in zip(self.signature.inputs, values, strict=True):
             node = tracing.node_of(value)
             assert node is not None
             node.meta["kind"] = found.kind
         seed = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "seed")
-        context = CaptureContext(self.world, self.provenance, named, seed, self.device)
+        context = CaptureContext(self.world, self.provenance, named, seed, self.device, numbers)
         with (
             tracing.swapped_tensors(self.model, self.signature.model_tensors(values)),
             running(context),
@@ -161,15 +162,15 @@ class Step(Traced):
     batch: Batch
 
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
-        """The scaled loss and the gradients of all trainable parameters."""
+        """The scaled loss and the gradients of all trainable parameters that it depends on."""
         loss = _call_loss(self.loss_fn, self.model, self._container(context.batch))
         loss = as_sum(loss, context)
         scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
         self.signature = self.signature.with_scale(loss.dtype)
         loss = loss * tracing.retyped_input(scale, loss.dtype)
         grads = self._gradients(loss, self.trained(values))
-        self.outputs = [Output("loss", "loss"), *(Output("grad", i.fqn) for i, _ in self.trained(values))]
-        return [loss.detach(), *grads]
+        self.outputs = [Output("loss", "loss"), *(Output("grad", fqn) for fqn in grads)]
+        return [loss.detach(), *grads.values()]
 
     def _container(self, named: Mapping[str, Tensor]) -> Any:
         """The traced batch in the container that the user passed."""
@@ -178,7 +179,8 @@ class Step(Traced):
         make: Any = getattr(type(self.batch), "_make", type(self.batch))  # named tuples take one argument per field
         return make(named.values())
 
-    def _gradients(self, loss: Tensor, trained: Sequence[tuple[Input, Tensor]]) -> list[Tensor]:
+    def _gradients(self, loss: Tensor, trained: Sequence[tuple[Input, Tensor]]) -> dict[str, Tensor]:
+        """By FQN. A parameter without a path to the loss has none, as in autograd: an optimizer must pass over it."""
         if not trained:
             raise LossError("a loss, but the model has no parameter that requires a gradient")
         with torch.autocast("cpu", enabled=False):
@@ -186,10 +188,7 @@ class Step(Traced):
         if all(grad is None for grad in grads):
             raise LossError("a tensor that does not depend on any trainable parameter")
         self.unused = tuple(i.fqn for (i, _), grad in zip(trained, grads, strict=True) if grad is None)
-        return [
-            torch.zeros(v.shape, dtype=v.dtype) if grad is None else grad
-            for (_, v), grad in zip(trained, grads, strict=True)
-        ]
+        return {i.fqn: grad for (i, _), grad in zip(trained, grads, strict=True) if grad is not None}
 
 
 def _operation(error: Exception) -> str:

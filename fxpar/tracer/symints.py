@@ -86,6 +86,6 @@ def _evaluate(target: Any, args: tuple[Any, ...]) -> Any:
     """The expression of a partial result, such as the first product of three factors."""
     import operator
 
-    values = [a.meta["sym"] if isinstance(a, fx.Node) else sympy.sympify(a) for a in args]
+    values = [a.meta["sym"] if isinstance(a, fx.Node) else sympy.sympify(a, strict=True) for a in args]
     functions = {operator.add: sympy.Add, operator.mul: sympy.Mul}
     return functions[target](*values) if target in functions else None

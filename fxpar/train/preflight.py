@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
 from fxpar.cluster import ClusterSpec
-from fxpar.errors import CheckpointError, RunFolderError
+from fxpar.errors import CheckpointError, RunFolderError, RunInUseError
+from fxpar.lock import holder, release, take
 from fxpar.train.config import TrainConfig
 from fxpar.train.session import latest
 
@@ -35,6 +36,35 @@ def check_folders(config: TrainConfig) -> None:
                 "has checkpoints of an earlier run. Add --resume to go on with it, set run.folder to another folder, "
                 "or delete this one",
             )
+
+
+def check_free(config: TrainConfig) -> None:
+    """See that no other run works in the folders, before ranks are started. Raises RunInUseError."""
+    for folder in _folders(config):
+        other = holder(folder)
+        if other is not None:
+            raise RunInUseError(str(folder), str(other))
+
+
+def lock_folders(config: TrainConfig) -> None:
+    """Keep the folders of the run for this process. Raises RunInUseError and RunFolderError."""
+    for folder in _folders(config):
+        make_writable(folder)
+        other = take(folder, f"fxpar train of {config.name!r}")
+        if other is not None:
+            unlock_folders(config)
+            raise RunInUseError(str(folder), str(other))
+
+
+def unlock_folders(config: TrainConfig) -> None:
+    """Give back what this process has locked."""
+    for folder in _folders(config):
+        release(folder)
+
+
+def _folders(config: TrainConfig) -> list[Path]:
+    """Where the run writes."""
+    return [config.folder, *([config.checkpoints] if config.checkpoint.enabled else [])]
 
 
 def make_writable(folder: Path) -> None:

@@ -16,15 +16,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fxpar.errors import DeviceCountError, FxparWarning, OutputError, StrategyWorldsError, VizDependencyError
-from fxpar.monitor import Monitor
+from fxpar.errors import (
+    DeviceCountError,
+    FxparWarning,
+    OutputError,
+    PeerLostError,
+    RunInUseError,
+    StrategyWorldsError,
+    VizDependencyError,
+)
+from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
 from fxpar.strategy import Strategy
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps
 from fxpar.train.metrics import EventsFile, MetricsFile, finite
-from fxpar.train.preflight import preflight
+from fxpar.train.preflight import lock_folders, preflight, unlock_folders
 from fxpar.train.records import StepRecord, Totals
 from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
@@ -98,9 +107,10 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
     if rank == 0:
         preflight(config)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
+    _join(backend, config.run.timeout_s, rank)
     try:
-        with Monitor.of_world(timeout_s=config.run.timeout_s) as monitor:
+        _claim(config, rank)
+        with Monitor.of_world(timeout_s=config.run.timeout_s, end=_record_and_exit) as monitor:
             console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
             place = Place(rank, world, local_rank, device, console, monitor, stop)
             outcome = _train(job, place)
@@ -108,7 +118,38 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
             dist.barrier()  # no rank leaves while another still writes
         return outcome
     finally:
+        if rank == 0:
+            unlock_folders(config)
         dist.destroy_process_group()
+
+
+def _claim(config: TrainConfig, rank: int) -> None:
+    """Rank 0 locks the folders of the run. Raises RunInUseError, on every rank, if another run has them."""
+    refusal: list[RunInUseError | None] = [None]
+    if rank == 0:
+        try:
+            lock_folders(config)
+        except RunInUseError as error:
+            refusal = [error]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise refusal[0]
+
+
+def _join(backend: str, timeout_s: float, rank: int) -> None:
+    """Make the process group. Raises PeerLostError if a rank does not come, or dies meanwhile."""
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if not looks_like_peer_loss(error):
+            raise
+        raise unwatched(error, rank, "start of the process group", "absent") from error
+
+
+def _record_and_exit(lost: PeerLostError) -> None:
+    """Leave the error where torch's elastic launcher looks for it."""
+    get_error_handler().record_exception(lost)
+    print_and_exit(lost)
 
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:

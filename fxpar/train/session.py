@@ -110,7 +110,7 @@ def open_session(
     begun = time.perf_counter()
     torch.manual_seed(config.run.seed)
     tokens, held_out = open_tokens(prepared, config.data.validation)
-    loader = make_loader(tokens, config)
+    loader = make_loader(tokens, config, prepared.vocab_size)
     loaded = build_model(config, prepared.vocab_size, prepared.tokenizer)
     count = sum(parameter.numel() for parameter in loaded.model.parameters())
     engine = config.engine

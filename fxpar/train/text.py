@@ -68,8 +68,8 @@ def open_tokens(prepared: Prepared, validation: int) -> tuple[Tokens, Tokens]:
     return data.load(prepared.folder).hold_out(validation)
 
 
-def make_loader(tokens: Tokens, config: TrainConfig) -> MiniBatchLoader:
-    """Mini-batches without end. Raises OverlongError, NoSequencesError."""
+def make_loader(tokens: Tokens, config: TrainConfig, vocab_size: int) -> MiniBatchLoader:
+    """Mini-batches without end, of ids below `vocab_size`. Raises OverlongError, NoSequencesError."""
     return MiniBatchLoader(
         tokens,
         max_length=config.max_length,
@@ -78,6 +78,7 @@ def make_loader(tokens: Tokens, config: TrainConfig) -> MiniBatchLoader:
         overlong=config.data.overlong,
         seed=config.run.seed,
         shuffle=config.data.shuffle,
+        vocab_size=vocab_size,
     )
 
 

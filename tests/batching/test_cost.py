@@ -13,7 +13,6 @@ from torch import nn
 from fxpar import losses
 from fxpar.batching import GroupCost
 from fxpar.batching.cost import group_cost
-from fxpar.batching.documents import keeps_documents_apart
 from fxpar.batching.work import body_work, link_crosses_nodes
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import ClusterError, CostModelError
@@ -22,7 +21,6 @@ from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.tracer import capture
-from tests.captured import llama as plain_llama
 from tests.captured import mlp
 
 LAYERS, DIM, HEADS, FFN, VOCAB = 2, 512, 8, 1376, 4096
@@ -159,18 +157,6 @@ def test_models_without_tokens():
     work = body_work(lower(mlp().graph, "dp2"))
     assert work.product_flops.c1 > 0
     assert work.attention_flops.c2 == 0
-
-
-# ------------------------------------------------------------------------------------------ documents (hazard H3)
-@pytest.mark.parametrize("strategy", ["dp4", "tp4", "cp4"])
-def test_documents_reach_attention(strategy):
-    assert keeps_documents_apart(program(strategy))
-
-
-def test_a_model_that_ignores_documents_is_told_apart():
-    """position_ids alone give rotary positions; attention of the plain model still sees the whole row."""
-    assert not keeps_documents_apart(lower(plain_llama().graph, "dp2"))
-    assert not keeps_documents_apart(lower(mlp().graph, "dp2"))
 
 
 # ------------------------------------------------------------------------------------------------------ errors

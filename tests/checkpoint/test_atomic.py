@@ -10,12 +10,13 @@ import pytest
 
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fxpar.errors import CheckpointError, CheckpointValueError, CheckpointWriteError, RankError
+from fxpar.lock import LOCK
 from fxpar.runtime.forked import run_forked
 from tests.checkpoint.small import assert_same, make, step, whole
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def failing(work):

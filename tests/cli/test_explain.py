@@ -23,6 +23,7 @@ from fxpar.cli.explain_subject import find, placed, vocabulary
 from fxpar.graph_file import load_graph, save_graph
 from fxpar.lowering import lower
 from fxpar.pass_base import tensor_operands
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.strategy import Strategy
 from tests.captured import llama
 from tests.cli.helpers import fxpar
@@ -117,7 +118,7 @@ def test_a_loss_among_gradients_is_not_the_cause():
 
 
 def test_names_are_those_of_dump(model):
-    known = placed(*annotate_and_search(load_graph(model), Strategy.parse("tp2")))
+    known = placed(*annotate_and_search(pack_documents(load_graph(model)), Strategy.parse("tp2")))
     _, out, _ = fxpar("dump", model, "-s", "tp2", "--stage", "annotated", "--full")
     printed = set(re.findall(r"^ +%([\w.]+) : (?!int)", out, re.MULTILINE))
     assert printed <= set(vocabulary(known))

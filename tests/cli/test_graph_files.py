@@ -178,7 +178,7 @@ def test_what_a_model_prints_is_not_output(tmp_path):
     status, out, err = fxpar("dump", f"{tmp_path}/talks.py:make", "-s", "dp2", "--json", "-", "--no-cache")
     assert status == 0, err
     assert json.loads(out)["model"] == "make"
-    note = "note: the loss does not depend on idle.weight, idle.bias; the gradients are zeros"
+    note = "note: the loss does not depend on idle.weight, idle.bias: no gradient, as in autograd"
     assert err.splitlines() == ["the file", "the function", note]
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fxpar.data import LengthHistogram, MiniBatchLoader, in_memory
 from fxpar.data.cut import cut
-from fxpar.errors import LoaderOptionError, LoaderStateError, NoSequencesError, OverlongError
+from fxpar.errors import LoaderOptionError, LoaderStateError, NoSequencesError, OverlongError, TokenIdError
 from tests.repeat import examples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,6 +231,7 @@ def test_options_that_make_no_sense():
         ({"batch_sequences": 0}, "batch_sequences 0 is too small"),
         ({"batch_sequences": 1, "epochs": 0}, "epochs 0 is too small"),
         ({"batch_sequences": 1, "seed": -1}, "seed -1 is too small"),
+        ({"batch_sequences": 1, "vocab_size": 0}, "vocab_size 0 is too small"),
         ({"batch_sequences": 1, "max_length": 1}, "max_length 1 is too small"),
         ({"batch_sequences": 1, "overlong": "splt"}, "did you mean 'split'"),
     ):
@@ -238,6 +239,15 @@ def test_options_that_make_no_sense():
             MiniBatchLoader(tokens, **{"max_length": 4, **options})
     with pytest.raises(NoSequencesError, match="none of 2 documents"):
         MiniBatchLoader(in_memory([[1], []]), max_length=4, batch_sequences=1)
+
+
+def test_ids_outside_of_the_vocabulary_are_named():
+    loader = MiniBatchLoader(
+        in_memory([[1, 2, 3], [4, 5, 6, 9], [7, 8]]), max_length=9, batch_sequences=2, shuffle=False, vocab_size=9
+    )
+    with pytest.raises(TokenIdError, match=r"sequence 1 .*position 3: 'input_ids' is 9, but the vocabulary has 9 rows"):
+        next(loader)
+    assert loader.position == 0
 
 
 # ------------------------------------------------------------------------------------------------------ many processes

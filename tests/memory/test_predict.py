@@ -11,6 +11,7 @@ from fxpar.errors import DimNameError
 from fxpar.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.memory import Conditions, body_peak, predict_memory, program_peak
+from fxpar.passes.pack_documents import pack_documents
 from tests.captured import llama
 from tests.memory.measured import allocated_bytes, body_bytes, model
 from tests.repeat import thinned
@@ -123,7 +124,7 @@ def test_sums():
 
 def test_longer_documents_take_more():
     captured = model("hf:gemma2", 256)
-    program = lower(captured.graph, "dp1+remat")
+    program = lower(pack_documents(captured.graph), "dp1+remat")
     dims = captured.graph.example_dims()
     short, long, row = (program_peak(program, dims, conditions=Conditions(longest=n)) for n in (32, 200, None))
     assert short.total_bytes <= long.total_bytes <= row.total_bytes

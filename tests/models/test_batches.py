@@ -30,10 +30,11 @@ def test_packed_row():
     assert int(ids.max()) < 11
 
 
-def test_row_without_positions_is_one_document():
-    batch = packed_tokens(9, 11, torch.Generator().manual_seed(0), packed=False)
-    assert set(batch) == {"input_ids", "labels"}
-    assert (batch["labels"] == -100).sum() == 1
+def test_row_without_positions_numbers_its_documents():
+    batch, counted = (packed_tokens(9, 11, torch.Generator().manual_seed(0), positions=p) for p in (False, True))
+    assert set(batch) == {"input_ids", "labels", "document_ids"}
+    assert torch.equal(batch["labels"], counted["labels"])
+    assert torch.equal(batch["document_ids"], (counted["position_ids"] == 0).cumsum(1))
 
 
 def test_micro_batches_differ_and_repeat_with_the_seed():

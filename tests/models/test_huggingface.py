@@ -25,7 +25,7 @@ def test_tiny_llama():
     assert (config.num_hidden_layers, config.num_key_value_heads, config.vocab_size) == (2, 2, 131)
     assert all(p.dtype == torch.float64 for p in loaded.params().values())
     assert loaded.model.training
-    assert set(loaded.example_batch) == {"input_ids", "labels", "position_ids"}
+    assert set(loaded.example_batch) == {"input_ids", "labels"}
     loss = loaded.loss_fn(loaded.model, loaded.example_batch)
     assert loss.dim() == 0
     assert loss.item() > 0

@@ -1,5 +1,7 @@
 """Each surviving rank names the lost one, says why, and ends in time; with real processes over gloo."""
 
+import socket
+
 import pytest
 
 from fxpar.monitor.monitor import PATIENCE_INTERVALS
@@ -37,7 +39,7 @@ def test_survivors_name_the_lost_rank(tmp_path, case, victim):
         assert (report["ranks"], report["kind"]) == ([victim], kind), report
         assert f"rank {victim} (in phase {SWITCH!r}" in report["text"] or case == "leaves"
         assert words in report["text"]
-        assert f"Rank {rank} noticed it in phase {SWITCH!r}" in report["text"]
+        assert f"Rank {rank} on {socket.gethostname()} noticed it in phase {SWITCH!r}" in report["text"]
         assert report["cause"] == "RuntimeError"
         assert report["seconds"] < LIMIT_S
 

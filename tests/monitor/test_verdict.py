@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from fxpar.errors import CheckpointWriteError, TransferError
 from fxpar.monitor import looks_like_peer_loss
-from fxpar.monitor.beat import DONE, EXPLAIN, FAILED, LEFT, RUN, Beat, process_state, where_is
+from fxpar.monitor.beat import DONE, EXPLAIN, FAILED, LEFT, RUN, Beat
 from fxpar.monitor.signs import is_timeout
-from fxpar.monitor.verdict import Verdict, Watch
+from fxpar.monitor.verdict import Silence, Verdict, Watch, first_gone
 
 WORLD = 4
 
@@ -46,7 +47,11 @@ RULES = [
     ({"r1": {"status": DONE, "count": 1}}, "done", (1,)),
     ({"r1": {"status": DONE, "count": 1}, "r3": {"status": RUN}}, "stuck", (3,)),
     ({"r1": {"status": RUN, "progress": 9}}, "slow", (1,)),
-    ({}, "connection", ()),
+    ({}, "connection", (0, 1, 2, 3)),
+    ({"r1": {"timed_out": True}, "r3": {"timed_out": True}}, "connection", (0, 2)),
+    # Rank 1 tried to reach rank 3 and could not; rank 2 only waits.
+    ({"r1": {"unreachable": (3,)}, "r2": {"status": RUN}}, "link", (1, 3)),
+    ({"r1": {"gone": {2: 9.5}}, "r2": {"status": RUN, "count": 1}}, "died", (2,)),
 ]
 
 
@@ -85,10 +90,10 @@ def test_a_rank_without_a_beat():
     assert (verdict.kind, verdict.ranks) == ("unborn", (2, 3))
 
 
-@pytest.mark.parametrize(("state", "kind"), [("gone", "died"), ("stopped", "stopped")])
-def test_what_the_same_host_sees_is_certain_at_once(state, kind):
-    watch = Watch(0, WORLD, 4.0, lambda beat: state if beat.rank == 2 else "running")
-    watch.update(beats()[0], 10.0)
+@pytest.mark.parametrize(("gone", "kind"), [({2: 9.0}, "died"), ({}, "stopped")])
+def test_what_the_same_host_sees_is_certain_at_once(gone, kind):
+    watch = Watch(0, WORLD, 4.0, lambda beat: "stopped" if beat.rank == 2 else "running")
+    watch.update(beats()[0], 10.0, gone)
     verdict = watch.certain(10.0)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == (kind, (2,))
@@ -104,12 +109,27 @@ def test_many_ranks_are_not_all_listed():
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more" in watch.final(9.0).text
 
 
-def test_process_state_of_another_host_is_unknown():
-    assert process_state(beat(1), "elsewhere") == ""
+@pytest.mark.parametrize(
+    ("gone", "statuses", "first"),
+    [
+        ({2: 9.0, 1: 9.2}, {}, (2,)),  # rank 1 ended because of rank 2, without a word
+        ({2: 9.2, 1: 9.0}, {1: EXPLAIN}, (2,)),  # rank 1 was looking for the culprit when it ended
+        ({2: 9.0, 1: 9.01}, {}, (1, 2)),  # both were killed
+        ({1: 9.0}, {1: DONE}, ()),
+        ({}, {}, ()),
+    ],
+)
+def test_who_ended_first_is_to_blame(gone, statuses, first):
+    known = {rank: beat(rank, status=statuses.get(rank, RUN)) for rank in range(WORLD)}
+    assert first_gone(gone, known) == first
 
 
-def test_where_an_unknown_thread_is():
-    assert where_is(-1) == ""
+def test_a_rank_is_silent_only_while_its_observer_looks():
+    silence, known = Silence(3.0, 2.0), {1: beat(1), 2: beat(2, status=DONE)}
+    found = [silence.update(known, passed_s) for passed_s in (0.0, 100.0, 0.5)]  # it was stopped for 98 s itself
+    assert found == [[], [], []]
+    assert silence.update(known, 0.5) == [known[1]]
+    assert silence.update({1: beat(1, count=2)}, 9.0) == []
 
 
 def test_signs():
@@ -119,3 +139,11 @@ def test_signs():
     assert looks_like_peer_loss(RuntimeError("[x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
     assert not looks_like_peer_loss(RuntimeError("shape mismatch"))
     assert not looks_like_peer_loss(ValueError("Broken pipe"))
+    assert looks_like_peer_loss(TransferError("switch", "3", "x"))
+
+
+def test_an_error_that_a_lost_peer_caused():
+    error = CheckpointWriteError("x", "y")
+    assert not looks_like_peer_loss(error)
+    error.__cause__ = RuntimeError("Connection closed by peer")
+    assert looks_like_peer_loss(error)

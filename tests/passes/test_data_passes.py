@@ -126,9 +126,11 @@ def test_zero_three_gathers_in_the_body_and_again_in_the_backward():
     body = kinds(program.body)
     assert body["reduce_scatter"] == 9 * 3 + 3
     assert body["all_gather"] > 9 * 3 + 3
-    # every bucket is gathered in one call, the layers by themselves
+    # every bucket is gathered in one call: the layers by themselves, norm and head together
+    for kind in ("all_gather", "reduce_scatter"):
+        calls = [c for c in program.communications() if c.kind == kind]
+        assert sorted(c.fused for c in calls if not (c.backward and kind == "all_gather")) == [1, 2, 9, 9, 9]
     calls = [c for c in program.communications() if c.kind == "all_gather"]
-    assert sorted({c.fused for c in calls}) == [1, 9]
     assert len([c for c in calls if c.fused == 9 and not c.backward]) == 3
 
 

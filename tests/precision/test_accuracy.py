@@ -130,8 +130,8 @@ def test_agrees_with_a_host_model_in_bf16():
     class Called(nn.Module):
         """The model with the rounded parameters, under the same loss function."""
 
-        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        def forward(self, input_ids: Tensor) -> Tensor:
+            arguments = {"input_ids": input_ids, "use_cache": False}
             return torch.func.functional_call(model, host, (), arguments).logits
 
     loss = found.loaded.loss_fn(Called(), batch)

@@ -16,7 +16,15 @@ from torchtitan.models.llama3.model import Llama3Model
 
 from fxpar.errors import StrategySyntaxError, StrategyWorldsError, UnsupportedRecipeError
 from fxpar.recipes import torchtitan_api as titan
-from fxpar.recipes.checks import REFUSALS, check_options, check_recipe, data_parallel_degree, refusals
+from fxpar.recipes.checks import (
+    REFUSALS,
+    check_options,
+    check_recipe,
+    data_parallel_degree,
+    refusals,
+    rows_of_step,
+    validation_turns,
+)
 from fxpar.recipes.trainer import FxparConfig
 
 
@@ -189,6 +197,43 @@ def test_options_that_pass():
     assert list(refusals(replace(llama(), loss=CrossEntropyLoss.Config()))) == []
 
 
+# ----------------------------------------------------------------------------------------------------------- rows
+def test_rows_of_a_step():
+    assert rows_of_step(changed("training", local_batch_size=3)(), 8) == 24
+    given = changed("training", global_batch_size=10)()
+    given.parallelism = replace(given.parallelism, tensor_parallel_degree=3)
+    assert rows_of_step(given, 2) == 10  # the degrees say nothing then
+
+
+def test_degrees_that_do_not_fit_are_refused():
+    config = changed("parallelism", tensor_parallel_degree=3)()
+    with pytest.raises(UnsupportedRecipeError) as error:
+        check_recipe(config, FxparConfig(strategies={2048: "dp2"}), 2)
+    assert str(error.value) == (
+        "recipe option parallelism.*_degree: tensor_parallel 3 do not give 2 ranks, so how many rows a step takes is "
+        "not known. Set --training.global-batch-size, or the degrees to what they are on so many ranks"
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "data_ranks", "options", "turns"),
+    [
+        (8, 1, {}, 8),
+        (8, 2, {}, 4),
+        (8, 8, {"global_batch_size": 16 * 8}, 1),  # accumulated over two batches
+        (8, 1, {"global_batch_size": 16 * 8}, 8),
+        (2, 1, {"global_batch_size": 8}, 1),  # less than two ranks would take
+        (2, 8, {}, 1),  # goes on from eight ranks
+    ],
+)
+def test_validation_takes_as_many_rows(world, data_ranks, options, turns):
+    config = changed("training", local_batch_size=8, **options)()
+    config = SimpleNamespace(
+        training=config.training, parallelism=config.parallelism, fxpar=FxparConfig(data_ranks=data_ranks)
+    )
+    assert validation_turns(config, world) == turns
+
+
 # ----------------------------------------------------------------------------------------------------------- strategies
 def checked(strategies: dict[int, str] | None, *, world: int = 2, seq_len: int = 2048) -> None:
     config = changed("training", seq_len=seq_len)()
@@ -244,7 +289,10 @@ def test_options_come_before_strategies():
         (8, {"tensor_parallel_degree": 2}, 4),
         (8, {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "pipeline_parallel_degree": 2}, 1),
         (8, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, 4),
-        (2, {"tensor_parallel_degree": 8}, 1),  # a recipe for more ranks than there are
+        (2, {"tensor_parallel_degree": 8}, None),  # a recipe for more ranks than there are
+        (2, {"tensor_parallel_degree": 3}, None),
+        (8, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, None),
+        (8, {"data_parallel_replicate_degree": 3}, None),
     ],
 )
 def test_data_parallel_degree(world, degrees, expected):

@@ -16,6 +16,7 @@ from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import Compiled, compile_strategies
@@ -35,14 +36,19 @@ def _captured(make: Callable[[], nn.Module]) -> LogicalGraph:
 
 
 @functools.cache
+def _rows(make: Callable[[], nn.Module]) -> LogicalGraph:
+    return pack_documents(_captured(make))
+
+
+@functools.cache
 def _lowered(make: Callable[[], nn.Module], strategy: str) -> TrainGraph:
-    return lower(_captured(make), strategy, for_store=True)
+    return lower(_rows(make), strategy, for_store=True)
 
 
 def compiled(make: Callable[[], nn.Module], strategies: Iterable[str] = tuple(STRATEGIES.values())) -> Compiled:
     """What `compile_strategies` makes, captured once for a `make` and lowered once for each strategy."""
     names = [str(Strategy.parse(text)) for text in strategies]
-    return Compiled(_captured(make), {name: _lowered(make, name) for name in names})
+    return Compiled(_captured(make), {name: _lowered(make, name) for name in names}, packing=_rows(make).packing)
 
 
 def parallel(make: Callable[[], nn.Module], **options: Any) -> Any:

@@ -19,6 +19,7 @@ from fxpar.errors import (
     SequenceTooLongError,
     StrategyWorldsError,
     TokenBudgetError,
+    TokenIdError,
 )
 from fxpar.runtime.forked import run_forked
 from tests.runtime.hot import (
@@ -260,6 +261,11 @@ def bad_options(rank):
     model = parallel(shallow)
     with pytest.raises(SequenceTooLongError, match="600"):
         model.train_step([torch.arange(10), torch.arange(600) % 131])
+    unknown = [torch.arange(10), {"input_ids": torch.arange(10), "labels": torch.arange(122, 132)}]
+    for run in (model.train_step, model.evaluate):
+        with pytest.raises(TokenIdError, match=r"sequence 1 .*position 9: 'labels' is 131, but the table"):
+            run(unknown)
+    assert model.step_count == 0
     return True
 
 

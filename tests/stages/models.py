@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fxpar import losses
 from fxpar.graph import LogicalGraph
 from fxpar.models import load
+from fxpar.runtime.micro import as_one_sequence
 from fxpar.tracer import capture
 from tests.captured import squared, tokens, vectors
 from tests.random_model import VOCAB, RandomModel
@@ -36,7 +37,7 @@ class Model:
         return {
             "param": self.params,
             "buffer": self.buffers,
-            "batch": self.batches[micro_batch],
+            "batch": as_one_sequence(self.graph.inputs, self.batches[micro_batch], micro_batch),
             "constant": self.graph.constants,
             "scale": {"scale": torch.tensor(0.37, dtype=scale.meta.dtype)},
             "seed": {"seed": torch.tensor(5)},

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from fxpar.errors import RankError
+from fxpar.lock import LOCK, Holder, started
 
 from .runs import SWITCHING, recipe, train
 
@@ -131,3 +135,27 @@ def test_the_data_of_another_number_of_ranks(tmp_path):
 
     with pytest.raises(RankError, match=r"--fxpar.data-ranks.*exclude-from-loading dataloader"):
         train(2, made, tmp_path)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    """The second is refused before it has saved anything; what it would have been is there when the first has ended."""
+
+    def second(trainer):
+        other = Holder.here("trains")
+        (Path(trainer.checkpointer.folder).mkdir(parents=True, exist_ok=True))
+        lock = replace(other, pid=os.getppid(), started=started(os.getppid()))
+        (Path(trainer.checkpointer.folder) / LOCK).write_text(json.dumps(asdict(lock)))
+
+    with pytest.raises(RankError, match=rf"CheckpointInUseError: .* process {os.getpid()} on "):
+        train(2, saving({512: "dp2"}), tmp_path, inspect=second)
+    assert not list((tmp_path / "outputs" / "checkpoint").glob("step-*"))
+
+
+def test_a_checkpoint_with_code_in_it(tmp_path):
+    """In its metadata, and in the place in the data, which torchtitan unpickles."""
+    train(1, saving({512: "dp1"}), tmp_path, inspect=until(2))
+    folder = tmp_path / "outputs" / "checkpoint" / "step-2"
+    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch made'\ntR.")
+    with pytest.raises(RankError, match=r"CorruptCheckpointError: .*\.metadata is none that DCP writes"):
+        train(1, saving({512: "dp1"}), tmp_path)
+    assert not (tmp_path / "made").exists()

@@ -40,8 +40,9 @@ def eager(model: nn.Module, loss_fn: Loss, batch: Mapping[str, Tensor], scale: f
     loss = loss_fn(model, dict(batch)) * scale
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     results = {("loss", "loss"): loss.detach()}
-    for (name, p), grad in zip(named.items(), grads, strict=True):
-        results["grad", name] = torch.zeros_like(p) if grad is None else grad
+    for name, grad in zip(named, grads, strict=True):
+        if grad is not None:
+            results["grad", name] = grad
     return results
 
 

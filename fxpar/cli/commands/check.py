@@ -34,6 +34,10 @@ def check_command(
         float | None, typer.Option(help="Largest relative error (default: by dtype).", show_default=False)
     ] = None,
     precision: PrecisionText = None,
+    packed: Annotated[
+        bool, typer.Option("--force-packing", help="Pack documents into rows without a proof that it is harmless.")
+    ] = False,
+    padded: Annotated[bool, typer.Option("--force-padding", help="Pad rows although the model would see it.")] = False,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
@@ -59,6 +63,8 @@ def check_command(
         seed=seed,
         debug=debug,
         precision=precision,
+        packed=packed,
+        padded=padded,
     )
     if not run_check(request):
         raise typer.Exit(1)

@@ -1,0 +1,160 @@
+"""Are the ids of a mini-batch rows of the tables that they index? Asked before anything runs.
+
+Inside of a graph nothing can look at data and raise: an id that no table has gives NaN there, or a row of zeros where
+the table is cut over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.batching.collate import ALIASES, Tokens, collate
+from fxpar.batching.plan import MicroBatch
+from fxpar.errors import TokenIdError
+from fxpar.graph import LogicalGraph
+
+aten, own = torch.ops.aten, torch.ops.fxpar
+
+# Ops that index a table: the operand numbers of ids and table, and the dim of the table that ids count.
+_LOOKUPS = {
+    own.embedding.default: (1, 0, 0),
+    aten.embedding.default: (1, 0, 0),
+    own.cross_entropy.default: (1, 0, 1),
+    aten.nll_loss_forward.default: (1, 0, 1),
+}
+_LOSSES = {own.cross_entropy.default, aten.nll_loss_forward.default}
+# Ops whose result has no values but those of their first operand, and numbers of the graph's own.
+_KEEP_VALUES = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+
+
+@dataclass(frozen=True)
+class IdLimit:
+    """Values of a batch key are 0 to `rows` - 1, or one of `ignored`; `table` is what they index."""
+
+    rows: int
+    table: str
+    ignored: frozenset[int] = frozenset()
+
+    def outside(self, values: Tensor) -> Tensor:
+        """Which values are none of these."""
+        bad = (values < 0) | (values >= self.rows)
+        for number in self.ignored:
+            bad &= values != number
+        return bad
+
+
+def id_limits(logical: LogicalGraph) -> dict[str, IdLimit]:
+    """The limit of each batch key whose values index tables of fixed size as they are: that of the smallest table."""
+    found: dict[str, IdLimit] = {}
+    for node, info in zip(logical.placeholders, logical.inputs, strict=True):
+        if info.kind == "batch" and _is_integer(info.meta.dtype):
+            limits = list(_limits(node))
+            if limits:
+                found[ALIASES.get(info.fqn, info.fqn)] = min(limits, key=lambda limit: limit.rows)
+    return found
+
+
+def _limits(ids: fx.Node) -> Iterator[IdLimit]:
+    """What the values of `ids` index, directly or through ops that keep them."""
+    for user in ids.users:
+        if user.args[0] is ids and _keeps_values(user):
+            yield from _limits(user)
+        elif user.target in _LOOKUPS:
+            at, table, dim = _LOOKUPS[user.target]
+            rows = user.args[table].meta["tensor"].shape[dim]  # type: ignore[union-attr]
+            if user.args[at] is ids and isinstance(rows, int):
+                yield IdLimit(rows, _name(user, table), _ignored(user, ids))
+
+
+def _keeps_values(node: fx.Node) -> bool:
+    return node.target in _KEEP_VALUES or (
+        node.target is aten._to_copy.default and _is_integer(node.meta["tensor"].dtype)
+    )
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def _ignored(lookup: fx.Node, ids: fx.Node) -> frozenset[int]:
+    """Labels that a loss leaves out: it compares them with a number, or is told the number."""
+    if lookup.target not in _LOSSES:
+        return frozenset()
+    numbers = [user.args[1] for user in ids.users if user.target in (aten.eq.Scalar, aten.ne.Scalar)]
+    if lookup.target is aten.nll_loss_forward.default:
+        numbers.append(lookup.args[4])
+    return frozenset(n for n in numbers if isinstance(n, int))
+
+
+def _name(lookup: fx.Node, table: int) -> str:
+    """What a user calls the table of a lookup."""
+    return (
+        "the table of logits"
+        if lookup.target in _LOSSES
+        else f"the table of {lookup.meta.get('fqn') or lookup.args[table]!r}"
+    )
+
+
+def check_ids(sequences: Sequence[Tokens], limits: Mapping[str, IdLimit]) -> None:
+    """Raise TokenIdError for the first id without a row. `sequences` are what `check_sequences` lets pass."""
+    for key, limit in limits.items():
+        # One look at all of them: without a bad id this is a few calls, however many sequences there are.
+        likely = [values for one in sequences if (values := _superset(one, key)) is not None]
+        if likely and bool(limit.outside(torch.cat([values.reshape(-1) for values in likely])).any()):
+            _find(sequences, key, limit)
+
+
+def _find(sequences: Sequence[Tokens], key: str, limit: IdLimit) -> None:
+    """TokenIdError for the first bad value, if there is one."""
+    for index, sequence in enumerate(sequences):
+        values = _column(sequence, key)
+        if values is None and key in _MADE:
+            values = collate(sequences, MicroBatch((index,), 0), [key])[key][0]
+        bad = torch.empty(0) if values is None else limit.outside(values).nonzero()
+        if values is not None and len(bad):
+            value = int(values[tuple(bad[0])])
+            raise TokenIdError(index, int(bad[0, 0]), key, value, limit.rows, limit.table)
+
+
+def _column(sequence: Tokens, key: str) -> Tensor | None:
+    """What a sequence brings under a key, or another name of it."""
+    if isinstance(sequence, Tensor):
+        return sequence if key == "input_ids" else None
+    return next((value for name, value in sequence.items() if ALIASES.get(name, name) == key), None)
+
+
+def _superset(sequence: Tokens, key: str) -> Tensor | None:
+    """Values among which those of a key are: the sequence's own, or where they are made, those that they can be."""
+    own_values = _column(sequence, key)
+    return _MADE[key](sequence) if own_values is None and key in _MADE else own_values
+
+
+def _ids(sequence: Tokens) -> Tensor | None:
+    return _column(sequence, "input_ids")
+
+
+def _places(sequence: Tokens) -> Tensor | None:
+    ids = _ids(sequence)
+    return None if ids is None else torch.arange(len(ids), device=ids.device)
+
+
+# Columns that `collate` makes of the others, and the values that can be in them.
+_MADE = {"labels": _ids, "position_ids": _places}

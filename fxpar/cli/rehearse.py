@@ -1,0 +1,88 @@
+"""Before the graph of a file is run: do the batches fit it, and would it fill the memory of this machine?"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+from torch import Tensor, fx
+
+from fxpar.cli.console import human_bytes
+from fxpar.errors import GraphFileError
+from fxpar.exec_graph import Program
+from fxpar.graph import LogicalGraph
+from fxpar.remat import run_on_meta, tensors_of
+
+# Every rank of a program is a thread of this process.
+MOST_RANKS = 256
+_LARGEST_INT = 2**63
+
+
+def check_batches(path: str, logical: LogicalGraph, batches: Sequence[Mapping[str, Tensor]]) -> dict[sympy.Symbol, int]:
+    """The largest size of each dynamic dim. Raises GraphFileError for batches that are not of the graph."""
+    largest = {dim.symbol: 1 for dim in logical.dims}
+    for batch in batches:
+        sizes: dict[Any, int] = {}
+        for info in logical.inputs:
+            if info.kind != "batch":
+                continue
+            found = batch.get(info.fqn)
+            if found is None or found.dtype != info.meta.dtype or found.dim() != len(info.meta.shape):
+                raise GraphFileError(path, f"its batches do not fit {info.fqn!r} of its graph", _AGAIN)
+            for stated, size in zip(info.meta.shape, found.shape, strict=True):
+                if sizes.setdefault(stated, size) != size or (isinstance(stated, int) and stated != size):
+                    raise GraphFileError(path, f"its batches do not fit {info.fqn!r} of its graph", _AGAIN)
+        for dim in logical.dims:
+            size = sizes.get(dim.symbol, dim.example)
+            if size > (dim.maximum or size) or size < dim.minimum:
+                raise GraphFileError(path, f"a batch has {dim.name}={size}, which its graph does not allow", _AGAIN)
+            largest[dim.symbol] = max(largest[dim.symbol], size)
+    if not batches:
+        raise GraphFileError(path, "it holds no batches to check with", _AGAIN)
+    return largest
+
+
+def rehearse(path: str, graph: LogicalGraph | Program, dims: Mapping[sympy.Symbol, int]) -> None:
+    """Run a graph without its data. Raises GraphFileError where memory would not do, or where torch refuses."""
+    if isinstance(graph, LogicalGraph):
+        ranks, graphs = 1, [graph.gm.graph]
+    else:
+        ranks, graphs = graph.strategy.world, [part.graph for part in graph.parts.values()]
+        dims = {d.symbol: _up(dims.get(d.symbol, d.example), graph.divisors.get(d.name, 1)) for d in graph.dims}
+    if ranks > MOST_RANKS:
+        raise GraphFileError(path, f"its {ranks:,} ranks are more than the {MOST_RANKS} that are run here", _AGAIN)
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+    for each in graphs:
+        _rehearse(path, each, dims, limit)
+
+
+_AGAIN = "Write it again with: fxpar dump MODEL -o FILE.fxpar"
+
+
+def _up(size: int, divisor: int) -> int:
+    return -(-size // max(1, divisor)) * max(1, divisor)
+
+
+def _rehearse(path: str, graph: fx.Graph, dims: Mapping[sympy.Symbol, int], limit: int) -> None:
+    """Adds up what is alive, node by node."""
+    last = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
+    held: dict[fx.Node, list[Any]] = {}
+    users: Counter[int] = Counter()
+    alive = 0
+    for node, value in run_on_meta(graph, dims):
+        held[node] = list({id(s): s for s in (t.untyped_storage() for t in tensors_of(value))}.values())
+        for storage in held[node]:
+            alive += storage.nbytes() if not users[id(storage)] else 0
+            users[id(storage)] += 1
+        too_large = isinstance(value, int) and abs(value) > _LARGEST_INT
+        if alive > limit or too_large:
+            what = "a number of more than 64 bits" if too_large else f"{human_bytes(alive)} at once on a rank"
+            raise GraphFileError(path, f"%{node.name} of its graph needs {what}", "This machine has not got that")
+        for operand in {node, *node.all_input_nodes}:
+            if last.get(operand, node) is node:
+                for storage in held.pop(operand, ()):
+                    users[id(storage)] -= 1
+                    alive -= storage.nbytes() if not users[id(storage)] else 0

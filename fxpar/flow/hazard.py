@@ -1,0 +1,45 @@
+"""Why a row must not be padded, if it must not."""
+
+from __future__ import annotations
+
+import sympy
+
+from fxpar.flow.analysis import PADDED_KEYS, in_words, token_flow
+from fxpar.graph import LogicalGraph
+
+
+def token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:
+    """The dim that context and sequence parallelism cut: T where there is one, else the first dynamic dim."""
+    names = [d.name for d in logical.dims]
+    if not names:
+        return None
+    return next((d.symbol for d in logical.dims if d.name == "T"), logical.dims[0].symbol)
+
+
+def padding_hazard(logical: LogicalGraph) -> str | None:
+    """What of the model would see tokens behind the last one, in words; None if nothing does.
+
+    A stage of a pipeline has none of its own: the whole graph is asked.
+    """
+    token = token_symbol(logical)
+    if token is None or any(info.kind in ("received", "received_grad") for info in logical.inputs):
+        return None
+    if any(out.kind == "sent" for out in logical.outputs):
+        return None
+    if logical.packing is not None:
+        return logical.packing.padding_hazard
+    unknown = unknown_padding(logical, token)
+    if unknown is not None:
+        return unknown
+    flow = token_flow(logical, token, "padding")
+    return None if flow.hazard is None else in_words(flow.hazard)
+
+
+def unknown_padding(logical: LogicalGraph, token: sympy.Symbol) -> str | None:
+    """The first tensor of the batch with tokens for which nobody knows how padding looks, in words."""
+    for info in logical.inputs:
+        tokens = [s for s in info.meta.shape if token in getattr(s, "free_symbols", ())]
+        floating = info.meta.dtype.is_floating_point and info.fqn != "loss_mask"
+        if info.kind == "batch" and tokens and (info.fqn not in PADDED_KEYS or floating):
+            return f"nothing is known that could stand for padding in batch[{info.fqn!r}]"
+    return None

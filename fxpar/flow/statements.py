@@ -1,0 +1,249 @@
+"""What is known of ops whose sharding rule does not say how tokens flow through them.
+
+A statement gives the flow of a call's results, or None to leave it to the op's sharding rule: what may be cut along the
+tokens without communication treats each token (each document) by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
+from fxpar.dist_config import Shard
+from fxpar.flow.call import Call
+from fxpar.flow.value import Flow, row
+
+aten = torch.ops.aten
+own = torch.ops.fxpar
+Flows = Flow | tuple[Flow, ...]
+Statement = Callable[[Call], Flows | None]
+
+POSITION_KEYS = ("position_ids", "positions")
+"""Batch keys that count from 0 in every document."""
+
+
+def attention(call: Call) -> Flows | None:
+    """`fxpar::attention`: a token sees those of its row; of its document, once it is told documents."""
+    q, k, v, *rest = call.flows
+    args = call.node.args
+    documents = rest.pop(0) if args[3] is not None else None
+    mask = rest.pop(0) if args[4] is not None else None
+    batch = q.dims[:1]
+    if batch and batch[0].dim == 0 and all(f.dims in ((), batch) for f in (q, k, v, *rest)):
+        return (Flow(dims=batch),) * 2  # rows of the batch, each by itself
+    rows = (Shard(2),)
+    plain = all(not f.dims or call.is_token(i, 2) for i, f in enumerate((q, k, v)))
+    if not plain or any(f.dims not in ((), rows) for f in (q, k, v)) or k.dims != v.dims:
+        return row(call.node, "attends over more than tokens")
+    if not k.dims:
+        return (Flow(dims=q.dims),) * 2 if documents is None and (mask is None or not mask.dims) else None
+    if not q.dims:
+        return row(call.node, "sums up all tokens of the row")
+    if mask is not None and not (mask.constant or mask.pairs(Shard(2), Shard(3))):
+        return row(call.node, "is told a mask of another kind than pairs of tokens")
+    numbered = documents is not None and documents.kind == "number"
+    if call.packs:
+        if documents is not None and not numbered and documents.everywhere is None:
+            return row(call.node, "is told documents that the model makes")
+        call.at("attention")
+    elif not args[5] and not numbered:
+        return row(call.node, "lets tokens see the ones behind them")
+    return (Flow(dims=rows),) * 2
+
+
+def softmax(call: Call) -> Flows | None:
+    """A softmax over the keys of [queries, keys]: over those of the document, once others are masked."""
+    (x,) = call.flows
+    over = Shard(call.view.dim(call.argument(1, "dim")))
+    if not any(s.dim == over.dim for s in x.dims):
+        return None
+    if not call.packs or len(x.dims) != 2 or not all(call.is_token(0, s.dim) and not s.sections for s in x.dims):
+        return row(call.node, "normalises over tokens")
+    call.at("softmax")
+    return Flow(dims=x.dims, inside=True)
+
+
+def count_up(call: Call) -> Flows | None:
+    """`arange` over the tokens: their positions."""
+    if call.node.target is aten.arange.default:
+        start, end, step = 0, call.argument(0, "end"), 1
+    else:
+        start, end, step = call.argument(0, "start"), call.argument(1, "end"), call.argument(2, "step", 1)
+    if not any(call.depends(value) for value in (start, end, step)):
+        return None
+    if not isinstance(start, int) or step != 1 or call.meta.shape != (call.token,) or end - start != call.token:
+        return row(call.node, "counts from or to the end of the tokens")
+    call.at("positions")
+    return Flow(dims=(Shard(0),))
+
+
+def running(call: Call) -> Flows | None:
+    """`cumsum` and the like along the tokens: of what is before a token."""
+    x = call.flows[0]
+    over = Shard(call.view.dim(call.argument(1, "dim")))
+    if not any(s.dim == over.dim for s in x.dims):
+        return None
+    plain, single = over in x.dims and call.is_token(0, over.dim), len(x.dims) == 1
+    outputs = len(call.view.outputs)
+    if plain and single and call.node.target is aten.cumsum.default and _marks_starts(call):
+        return Flow("number", x.dims)
+    if not call.packs:
+        return (Flow(dims=x.dims),) * outputs if outputs > 1 else Flow(dims=x.dims)
+    counts = not call.meta.dtype.is_floating_point and not call.meta.dtype.is_complex
+    if plain and single and call.node.target is aten.cumsum.default and (counts or x.everywhere is not None):
+        call.at("count")
+        return Flow(dims=x.dims)
+    return row(call.node, "adds up the tokens before")
+
+
+def _marks_starts(call: Call) -> bool:
+    """Whether what is added up is `positions == 0`, of positions that come with the batch."""
+    node: Any = call.node.args[0]
+    while isinstance(node, fx.Node) and node.target in (aten._to_copy.default, aten.view.default):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.eq.Scalar or node.args[1] != 0:
+        return False
+    source: Any = node.args[0]
+    while isinstance(source, fx.Node) and source.target in (aten.unsqueeze.default, aten.view.default):
+        source = source.args[0]
+    return isinstance(source, fx.Node) and call.keys.get(source) in POSITION_KEYS
+
+
+def part(call: Call) -> Flows | None:
+    """`table[a : a + T]`: the rows of the positions; a part of the tokens themselves is left to the rule."""
+    x = call.flows[0]
+    d = call.view.dim(call.argument(1, "dim", 0))
+    if any(s.dim == d for s in x.dims) or not call.depends(call.meta.shape[d]):
+        return None
+    start, step = call.argument(2, "start") or 0, call.argument(4, "step", 1)
+    if not isinstance(start, int) or start < 0 or step != 1 or call.meta.shape[d] != call.token or x.kind != "same":
+        return row(call.node, "takes rows that the number of tokens decides")
+    flat = all(size == 1 for size in call.shapes[0][:d])
+    if call.packs and call.trained and not flat:
+        return row(call.node, "takes as many rows of a parameter as there are tokens, along an inner dim")
+    call.at("table")
+    return Flow(dims=tuple(sorted((*x.dims, Shard(d)), key=lambda s: s.dim)))
+
+
+def triangle(call: Call) -> Flows | None:
+    """`tril`, `triu` of [tokens, tokens]: by how far two tokens are apart, which is the same in a document."""
+    (x,) = call.flows
+    rank = len(call.shapes[0])
+    if not x.pairs(Shard(rank - 2), Shard(rank - 1)) or call.depends(call.argument(1, "diagonal", 0)):
+        return None
+    return replace(x, everywhere=None, padded=None)
+
+
+def dropout(call: Call) -> Flows | None:
+    """`fxpar::dropout`: the elements of x; which ones are dropped is drawn anew for every row."""
+    x = call.flows[0]
+    return replace(x, everywhere=None, padded=0.0 if x.padded == 0 else None)
+
+
+def compare(call: Call) -> Flows | None:
+    """Whether two tokens are of one document."""
+    if all(f.kind == "number" for f in call.flows) and len(call.flows) == 2:
+        return None
+    return row(call.node, "uses the numbers of documents") if any(f.kind == "number" for f in call.flows) else None
+
+
+STATEMENTS: dict[Any, Statement] = {
+    own.attention.default: attention,
+    own.dropout.default: dropout,
+    aten._softmax.default: softmax,
+    aten._safe_softmax.default: softmax,
+    aten.arange.default: count_up,
+    aten.arange.start: count_up,
+    aten.arange.start_step: count_up,
+    aten.cumsum.default: running,
+    aten.cumprod.default: running,
+    aten.cummax.default: running,
+    aten.cummin.default: running,
+    aten.slice.Tensor: part,
+    aten.tril.default: triangle,
+    aten.triu.default: triangle,
+    aten.eq.Tensor: compare,
+    aten.ne.Tensor: compare,
+}
+"""Op -> what is known of it."""
+
+# Argument positions that may be sizes: these ops do nothing else with them.
+SIZES: dict[Any, tuple[int, ...]] = {
+    aten.view.default: (1,),
+    aten.reshape.default: (1,),
+    aten._unsafe_view.default: (1,),
+    aten.expand.default: (1,),
+    aten.full.default: (0,),
+    aten.zeros.default: (0,),
+    aten.ones.default: (0,),
+    aten.empty.memory_format: (0,),
+    aten.new_zeros.default: (1,),
+    aten.new_ones.default: (1,),
+    aten.new_full.default: (1,),
+    aten.new_empty.default: (1,),
+    aten.arange.default: (0,),
+    aten.arange.start: (0, 1),
+    aten.arange.start_step: (0, 1),
+    aten.slice.Tensor: (2, 3),
+}
+
+# Ops of whose operands only the dtype counts.
+UNREAD = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+
+# A sum over documents of x becomes the sum of what these make of x.
+LINEAR = {
+    aten.neg.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.clone.default,
+    aten.alias.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.stack.default,
+    aten.cat.default,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+}
+
+# Ops that give the elements of operand 0 in other places, and nothing else.
+MOVES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.repeat.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten._to_copy.default,
+    operator.getitem,
+}

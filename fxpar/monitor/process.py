@@ -1,0 +1,113 @@
+"""The processes of this machine: which one is this, who runs beside it, and the moment at which one ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+# Frames that do not say where the program stands.
+PASSED_OVER = (f"{os.sep}torch{os.sep}", f"{os.sep}threading.py", f"{os.sep}fxpar{os.sep}monitor{os.sep}")
+
+
+def host_identity() -> str:
+    """`name/boot/pids`: equal for two processes exactly if one can look at the other's process id."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        parts.append("")  # no procfs: process_state() answers "" as well
+    return "/".join(parts)
+
+
+def node_of(host: str) -> str:
+    """The name of the machine in a `host_identity()`."""
+    return host.partition("/")[0]
+
+
+def process_state(pid: int) -> str:
+    """`running`, `stopped` or `gone` for a process of this host; an empty string where that cannot be known."""
+    if not Path("/proc/self/stat").exists():
+        return ""
+    try:
+        # The name of the program stands in parentheses and may hold any character; the state comes after it.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "running")
+
+
+class Neighbours:
+    """The other ranks of this host. `wait` sleeps until one of their processes ends, or somebody calls `wake`."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._wake = os.pipe()
+        for end in self._wake:
+            os.set_blocking(end, False)
+        self._poll.register(self._wake[0], select.POLLIN)
+        self._pids: dict[int, int] = {}  # by rank
+        self._ranks: dict[int, int] = {}  # by descriptor of a process
+
+    def add(self, rank: int, pid: int) -> None:
+        """Watch a rank. Where the kernel cannot wake us (before Linux 5.3) it is looked at in each `wait`."""
+        self._pids[rank] = pid
+        try:
+            descriptor = os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            return
+        self._ranks[descriptor] = rank
+        self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, limit_s: float) -> list[int]:
+        """The ranks whose processes have ended since the last call; each is named once."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(max(0.0, limit_s) * 1e3)}
+        if self._wake[0] in ready:
+            os.read(self._wake[0], 4096)
+        gone = {self._ranks[descriptor] for descriptor in ready - {self._wake[0]}}
+        unwatched = set(self._pids) - set(self._ranks.values()) - gone
+        gone |= {rank for rank in unwatched if process_state(self._pids[rank]) == "gone"}
+        for descriptor in [d for d, rank in self._ranks.items() if rank in gone]:
+            self._forget(descriptor)
+        for rank in gone:
+            del self._pids[rank]
+        return sorted(gone)
+
+    def wake(self) -> None:
+        """Let `wait` return now; for another thread."""
+        with contextlib.suppress(BlockingIOError):  # so much is waiting there that it will wake
+            os.write(self._wake[1], b"!")
+
+    def close(self) -> None:
+        for descriptor in list(self._ranks):
+            self._forget(descriptor)
+        for end in self._wake:
+            os.close(end)
+
+    def _forget(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        del self._ranks[descriptor]
+
+
+def where_is(thread_id: int) -> str:
+    """`file.py:12 in name` for the innermost frame of a thread outside of torch; empty if the thread has ended."""
+    innermost: FrameType | None = sys._current_frames().get(thread_id)
+    frame = innermost
+    while frame is not None and any(part in frame.f_code.co_filename for part in PASSED_OVER):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def instruction_of(thread_id: int) -> tuple[int, int, str]:
+    """(frame, instruction, file) that a thread is at: the same as before if it waits, or works, in one call of C."""
+    frame = sys._current_frames().get(thread_id)
+    return (0, 0, "") if frame is None else (id(frame), frame.f_lasti, frame.f_code.co_filename)

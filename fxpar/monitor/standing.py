@@ -1,0 +1,51 @@
+"""A training thread that nothing can interrupt: how long it has stood still, and the end of its process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from fxpar.errors import PeerLostError
+from fxpar.monitor.process import instruction_of
+
+# Code that waits for other ranks; `_ops` is where the collectives of a graph are called.
+_WAITS = tuple(part.replace("/", os.sep) for part in ("/torch/distributed/", "/torch/_ops.py", "/fxpar/"))
+
+
+class Standing:
+    """How long a thread has been in one and the same call. Time in which its observer was stopped does not count:
+    one look adds at most `most_s`.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._looked_s, self.seconds = time.monotonic(), 0.0
+        self._instruction = (0, 0, "")
+
+    def look(self, thread_id: int) -> float:
+        """Take down where the thread is; seconds since the last look."""
+        now_s, instruction = time.monotonic(), instruction_of(thread_id)
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        same = instruction == self._instruction
+        self.seconds = self.seconds + min(passed_s, self._most_s) if same else 0.0
+        self._instruction = instruction
+        return passed_s
+
+    @property
+    def is_in_wait(self) -> bool:
+        """Whether the call may be one that waits for other ranks."""
+        return any(part in self._instruction[2] for part in _WAITS)
+
+
+def message_of(lost: PeerLostError) -> str:
+    """The last line of a traceback."""
+    return f"{type(lost).__module__}.{type(lost).__qualname__}: {lost}"
+
+
+def print_and_exit(lost: PeerLostError) -> None:
+    """As python ends on an error, but at once: the thread that should raise it waits for a rank that is gone."""
+    print(message_of(lost), file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)

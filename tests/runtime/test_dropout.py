@@ -1,0 +1,126 @@
+"""A sequence drops the same elements under every strategy, in any packing, and those that it drops alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.exec_graph import compile_graph
+from fxpar.losses import cross_entropy_sum, next_token_labels
+from fxpar.models.builtin import packed_lm_loss
+from fxpar.models.gpt import Gpt, GptOptions
+from fxpar.ops.dropout import token_numbers
+from fxpar.runtime.engine import Engine, EngineOptions
+from fxpar.runtime.forked import run_forked
+from fxpar.runtime.options import Compiled, compile_strategies
+from tests.runtime.hot import largest_error, sequences
+
+VOCAB, LENGTHS = 31, (6, 20, 4, 8, 12)
+
+
+class Pooled(nn.Module):
+    """Dropout of attention probabilities [1, H, T, T], of tokens as [1, T, D] and [T, D], of the row's mean [1, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, 24), nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = F.dropout(self.embedding(input_ids), 0.3)
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.4).transpose(1, 2).flatten(2)
+        row = F.dropout(x.mean(1), 0.5)
+        return self.head(F.dropout(x.flatten(0, 1), 0.2).view_as(x) + row[:, None])
+
+
+def make_gpt() -> nn.Module:
+    torch.manual_seed(2)
+    return Gpt(GptOptions(2, 16, 2, 64, VOCAB, 32, 0.4)).double()
+
+
+def make_pooled() -> nn.Module:
+    torch.manual_seed(2)
+    return Pooled().double()
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return cross_entropy_sum(model(batch["input_ids"]), batch["labels"])
+
+
+# Strategies, and how the mini-batch is packed: one sequence a row, two or three, all in one.
+GPT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dp2", {"packed": False}),
+    ("dp2+zero3", {"token_budget": 26}),
+    ("tp2+sp", {"token_budget": 50}),
+    ("cp2", {"token_budget": 26}),
+    ("pp2", {"token_budget": 26}),
+)
+POOLED: tuple[tuple[str, dict[str, Any]], ...] = tuple((s, {"packed": False}) for s in ("dp2", "tp2", "cp2"))
+CASES = [(make_gpt, packed_lm_loss, *case) for case in GPT] + [(make_pooled, loss, *case) for case in POOLED]
+
+
+@functools.cache
+def compiled(case: int) -> Compiled:
+    make, loss_fn, strategy, _ = CASES[case]
+    row = torch.zeros(1, 13, dtype=torch.int64)
+    keys = ("input_ids", "labels", "position_ids") if make is make_gpt else ("input_ids", "labels")
+    return compile_strategies(make(), {20: strategy}, loss_fn, dict.fromkeys(keys, row))
+
+
+def run(case: int, steps: int) -> dict[str, Tensor]:
+    make, loss_fn, strategy, options = CASES[case]
+    given = {"loss": loss_fn, "compiled": compiled(case), "monitor": False, "seed": 5, **options}
+    model: Any = fxpar.parallelize(make(), strategies={20: strategy}, **given)
+    for _ in range(steps):
+        model.zero_grad()
+        model.train_step(sequences(1, LENGTHS, VOCAB))
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def alone(case: int, step: int) -> dict[str, Tensor]:
+    """The captured graph on each sequence by itself, on one device."""
+    logical = compiled(case).logical
+    graph, total = compile_graph(logical.gm.graph), {}
+    params = dict(CASES[case][0]().named_parameters())
+    seed = torch.tensor(seed_of_step(step))
+    batch = sequences(1, LENGTHS, VOCAB)
+    scale = torch.tensor(1.0 / sum(len(ids) - 1 for ids in batch), dtype=torch.float64)
+    for index, ids in enumerate(batch):
+        row = {"input_ids": ids[None], "labels": next_token_labels(ids[None])}
+        row |= {"position_ids": torch.arange(len(ids))[None], "token_numbers": token_numbers([(index, len(ids))])}
+        known = {"param": params, "batch": row, "scale": {"scale": scale}, "seed": {"seed": seed}}
+        with torch.no_grad():
+            results = graph(*(known[i.kind][i.fqn] for i in logical.inputs))
+        for out, value in zip(logical.outputs, results, strict=True):
+            if out.kind == "grad":
+                total[out.fqn] = total.get(out.fqn, 0) + value
+    return total
+
+
+def seed_of_step(step: int) -> int:
+    engine: Any = object.__new__(Engine)
+    engine.options, engine.steps = EngineOptions(seed=5), step
+    return engine._seed()
+
+
+def test_like_each_sequence_alone():
+    truth = {make: alone(next(i for i, c in enumerate(CASES) if c[0] is make), 0) for make in (make_gpt, make_pooled)}
+    later = alone(0, 1)
+    for case in range(len(CASES)):
+        assert any(i.fqn == "token_numbers" for i in compiled(case).logical.inputs)
+    (found, second), _ = run_forked(2, lambda rank: ([run(i, 1) for i in range(len(CASES))], run(0, 2)), 240.0)
+    errors = {f"{c[0].__name__} {c[2]}": largest_error(g, truth[c[0]]) for c, g in zip(CASES, found, strict=True)}
+    assert max(errors.values()) <= 1e-10, errors
+    assert largest_error(second, later) <= 1e-10
+    assert largest_error(later, truth[make_gpt]) > 1e-2  # another step, other masks
+
+
+def test_sequences_drop_other_elements():
+    numbers = token_numbers([(0, 5), (1, 5), (7, 3)])
+    assert numbers.unique().numel() == 13
+    assert torch.equal(numbers[:, 5:10], token_numbers([(1, 5)]))

@@ -1,0 +1,113 @@
+"""What shares a row in training, what runs alone, and under which strategy a length that cannot be padded runs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpar
+from fxpar import losses
+from fxpar.errors import LengthMultipleError, ModelLengthError, ParallelizeError
+from tests.runtime.hot import World, largest_error, sequences
+
+VOCAB, DIM, LONGEST = 131, 8, 40
+BATCH = sequences(3, (9, 30, 5, 17, 7, 2))
+
+
+class Plain(nn.Module):
+    """A language model that knows nothing of documents; `mix` puts a causal convolution over tokens in it."""
+
+    def __init__(self, mix: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.tokens, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(LONGEST, DIM)
+        self.qkv, self.head = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, VOCAB)
+        self.kernel = nn.Parameter(torch.randn(DIM, 1, 3)) if mix else None
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        if self.kernel is not None:
+            x = x + F.conv1d(F.pad(x.mT, (2, 0)), self.kernel, groups=DIM).mT
+        q, k, v = (y.unflatten(-1, (2, DIM // 2)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+def make(mix: bool, strategies: dict[int, str], **options):
+    words = {"loss": losses.causal_lm, "monitor": False, "merge": False, **options}
+    return fxpar.parallelize(Plain(mix), strategies=strategies, **words)
+
+
+def alone(mix: bool) -> dict[str, Tensor]:
+    """Gradients by plain torch, sequence after sequence."""
+    model, count = Plain(mix), sum(len(ids) - 1 for ids in BATCH)
+    for ids in BATCH:
+        row = {"input_ids": ids[None], "labels": losses.next_token_labels(ids[None])}
+        (losses.causal_lm(model, row) / count).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def gradients(model) -> dict[str, Tensor]:
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+WORLD = World(2, lambda: None)
+
+
+@WORLD.case
+def packed(rank):
+    model = make(False, {8: "dp2", LONGEST: "cp2"})
+    report = model.train_step(BATCH)
+    with pytest.raises(ModelLengthError, match=r"sequence 0 .* 41 tokens, but .* takes at least 1 and at most 40"):
+        model.train_step([torch.zeros(LONGEST + 1, dtype=torch.int64)])
+    return gradients(model), [(g.strategy, g.sequences, g.micro_batches) for g in report.groups], model.evaluate(BATCH)
+
+
+def test_a_model_that_knows_nothing_of_documents_is_packed():
+    grads, groups, loss = packed()[0]
+    assert largest_error(grads, alone(False)) < 1e-10
+    assert groups == [("dp2", 3, 1), ("cp2", 3, 2)]
+    assert abs(loss - packed()[1][2]) < 1e-12
+
+
+@WORLD.case
+def mixing(rank):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = make(True, {32: "cp2", LONGEST: "dp2"})
+    report = model.train_step(BATCH)
+    groups = [(g.strategy, g.sequences, g.micro_batches) for g in report.groups]
+    with pytest.raises(ParallelizeError, match=r"no multiple of 2 cannot run under cp2: .*length_multiple=2"):
+        make(True, {8: "dp2", LONGEST: "cp2"}, packed=False)
+    promised = make(True, {8: "dp2", LONGEST: "cp2"}, packed=False, length_multiple=2)
+    with pytest.raises(LengthMultipleError, match=r"sequence 1 .* 9 tokens, .* multiple of .* 2 up to 40 tokens"):
+        promised.train_step([torch.zeros(4, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)])
+    return gradients(model), groups, [str(w.message) for w in said if "alone" in str(w.message)]
+
+
+def test_a_model_that_mixes_tokens_runs_each_sequence_alone():
+    """Even lengths under cp2, odd ones under the next strategy that does not cut tokens."""
+    (grads, groups, said), (_, _, nothing) = mixing()
+    assert not nothing
+    assert re.fullmatch(
+        r"Plain: each sequence runs alone, since aten.* at .*test_packing.py:\d+ mixes.*", "".join(said)
+    )
+    assert largest_error(grads, alone(True)) < 1e-10
+    assert groups == [("cp2", 2, 2), ("dp2", 4, 2)]
+
+
+@WORLD.case
+def forced(rank):
+    model = make(True, {LONGEST: "dp2"}, packed=True)
+    model.train_step(BATCH)
+    return gradients(model)
+
+
+def test_packing_without_a_proof_is_wrong_where_tokens_mix():
+    assert largest_error(forced()[0], alone(True)) > 1e-3

@@ -1,0 +1,98 @@
+"""Folders of a run: locked by rank 0, refused on every rank where another run has them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from fxpar.errors import RunFolderError, RunInUseError
+from fxpar.lock import LOCK, release, take
+from fxpar.runtime.forked import run_forked
+from fxpar.train.config import parse_config
+from fxpar.train.preflight import check_free, lock_folders, unlock_folders
+from fxpar.train.rank import _claim
+from tests.cli.helpers import fxpar
+
+CONFIG = """
+[model]
+name = "llama"
+[data]
+source = "corpus"
+batch_sequences = 8
+[strategies]
+32 = "dp2"
+[run]
+steps = 2
+folder = "{folder}"
+[checkpoint]
+folder = "{checkpoints}"
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = CONFIG.format(folder=tmp_path / "run", checkpoints=tmp_path / "kept")
+    return parse_config(text, "test.toml", "test", [])
+
+
+@pytest.mark.parametrize("busy", ["run", "kept"])
+def test_every_rank_is_told_who_has_the_folder(busy, config, tmp_path):
+    folder = tmp_path / busy
+    folder.mkdir()
+    assert take(folder, "fxpar train of 'other'") is None
+
+    def work(rank):
+        try:
+            _claim(config, rank)
+        except RunInUseError as error:
+            return str(error)
+        return ""
+
+    try:
+        one, other = run_forked(2, work, 60)
+    finally:
+        release(folder)
+    assert one == other
+    assert one.startswith(f"{folder} is in use by process {os.getpid()} on ")
+    assert "fxpar train of 'other'" in one
+    assert list(tmp_path.glob(f"*/{LOCK}")) == []  # nothing is kept by who was refused
+    assert run_forked(2, work, 60) == ["", ""]
+
+
+def test_what_was_locked_is_given_back(config, tmp_path):
+    lock_folders(config)
+    lock_folders(config)
+    assert sorted(path.parent.name for path in tmp_path.glob(f"*/{LOCK}")) == ["kept", "run"]
+    check_free(config)  # its own
+    unlock_folders(config)
+    assert list(tmp_path.glob(f"*/{LOCK}")) == []
+
+
+def test_a_folder_that_cannot_be_written(config, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        lock_folders(config)
+
+
+def test_the_command_line_refuses_before_ranks_are_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "c.toml"
+    file.write_text(CONFIG.format(folder=tmp_path / "run", checkpoints=tmp_path / "kept"))
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(there, str(take(tmp_path / "run", "fxpar train of 'first'")).encode())
+        time.sleep(60)
+        os._exit(0)
+    os.read(here, 10)
+    try:
+        status, _, err = fxpar("train", file)
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    assert status == 1
+    assert f"in use by process {pid} on" in err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
