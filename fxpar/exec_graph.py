@@ -241,12 +241,14 @@ class PlainGraph(Program):
 
     Results of `forward`: the values and new buffers in the order of `outputs`, then what the backward needs of it
     (tensors and integers). Results of `backward`: the gradients in the order of `outputs`. Without a gradient the
-    backward is empty.
+    backward is empty. `tangents` has those that a gradient (its kind and name) depends on in the captured graph; in the
+    lowered one several gradients may share a collective.
     """
 
     forward: Part
     backward: Part
     structure: CallStructure
+    tangents: Mapping[tuple[str, str], frozenset[str]]
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -119,7 +119,7 @@ def _read(path: Path) -> tuple[Holder | None, str] | None:
     """(holder, the text of the file); no holder for a file that says none, None if there is no file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         found = Holder(**json.loads(text))

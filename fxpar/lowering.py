@@ -174,7 +174,26 @@ def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
     forward = cut_part(first, [*returned, *saved], position, {})
     slots = {"forward": {node: i for i, node in reversed(list(enumerate([*returned, *saved]))) if node not in position}}
     backward = cut_part(second, gradients, position, slots)
-    return PlainGraph(**common_fields(graph), forward=forward, backward=backward, structure=logical.structure)
+    return PlainGraph(
+        **common_fields(graph),
+        forward=forward,
+        backward=backward,
+        structure=logical.structure,
+        tangents=_tangents_of(logical),
+    )
+
+
+def _tangents_of(logical: ForwardGraph) -> dict[tuple[str, str], frozenset[str]]:
+    """The tangents that each gradient depends on, by its kind and FQN."""
+    reached = {
+        node: frozenset((info.fqn,) if info.kind == "tangent" else ())
+        for node, info in zip(logical.placeholders, logical.inputs, strict=True)
+    }
+    for node in logical.gm.graph.nodes:
+        if node not in reached:
+            reached[node] = frozenset().union(*(reached[operand] for operand in node.all_input_nodes))
+    pairs = zip(logical.results, logical.outputs, strict=True)
+    return {(out.kind, out.fqn): reached[node] for node, out in pairs if out.kind not in ("value", "buffer")}
 
 
 def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:

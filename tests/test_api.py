@@ -138,7 +138,7 @@ def test_the_decorator_makes_a_class_whose_instances_train():
         assert isinstance(model, Tiny)
         assert model.embed.embedding_dim == 24
         batch = sequences(2, (20, 100, 7))
-        assert not model._session().engine.options.packed  # a model without attention may mix tokens in other ways
+        assert model._session().engine.options.packed  # it is proved that nothing mixes tokens
         report = model.train_step(batch)
         plain = Further()
         assert not isinstance(plain, fxpar.ParallelModule)

@@ -196,9 +196,8 @@ SIZES: dict[Any, tuple[int, ...]] = {
 # Ops of whose operands only the dtype counts.
 UNREAD = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 
-# A sum over documents of x becomes the sum of what these make of x.
-LINEAR = {
-    aten.neg.default,
+# Ops that give the elements of operand 0 in other places, and nothing else.
+_VIEWS = {
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -214,6 +213,12 @@ LINEAR = {
     aten.slice.Tensor,
     aten.clone.default,
     aten.alias.default,
+}
+MOVES = _VIEWS | {aten.repeat.default, aten._to_copy.default, operator.getitem}
+"""Ops whose result has the elements of operand 0, cast at most."""
+
+LINEAR = _VIEWS | {
+    aten.neg.default,
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.mean.default,
@@ -225,25 +230,4 @@ LINEAR = {
     aten.add.Tensor,
     aten.sub.Tensor,
 }
-
-# Ops that give the elements of operand 0 in other places, and nothing else.
-MOVES = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.repeat.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten._to_copy.default,
-    operator.getitem,
-}
+"""Ops that make of a sum over documents the sum of what they make of each."""

@@ -15,7 +15,8 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its summed loss, the batch to capture with, and micro-batches to check with (the first is the example).
+    """A model, its summed loss, the batch to capture with, and micro-batches to check with: rows, whose documents may
+    be marked by `document_ids` [1, T].
 
     `loss_fn(model, batch)` returns the sum over valid tokens (rows of a model that has no tokens).
     """

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,9 +30,9 @@ def load_function(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, de
     place, _, name = spec.rpartition(":")
     function = find_function(spec, place, name)
     arguments = with_arguments(given, inspect.signature(function), spec)
-    model, loss_fn, batches = unpack(spec, call(spec, function, arguments, device, seed))
-    batches = tuple(_on_cpu(cast_batch(batch, dtype)) for batch in batches)
-    return LoadedModel(name, model.to(dtype), loss_fn, batches[0], batches)
+    model, loss_fn, *batches = unpack(spec, call(spec, function, arguments, device, seed))
+    example, *others = (_on_cpu(cast_batch(batch, dtype)) for batch in batches)
+    return LoadedModel(name, model.to(dtype), loss_fn, example, tuple(others) or (example,))
 
 
 def find_function(spec: str, place: str, name: str) -> Callable[..., Any]:
@@ -63,8 +63,8 @@ def call(spec: str, function: Callable[..., Any], arguments: dict[str, Any], dev
     raise AssertionError("unreachable")
 
 
-def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, Sequence[Mapping[str, Tensor]]]:
-    """Model, loss function and batches out of what the function returned. Raises ModelFunctionError."""
+def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, *tuple[Mapping[str, Tensor], ...]]:
+    """Model, loss function, example and batches out of what the function returned. Raises ModelFunctionError."""
     if isinstance(result, Mapping):
         missing = [key for key in ("model", "loss_fn", "example_batch") if key not in result]
         if missing:
@@ -80,8 +80,7 @@ def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, Sequence[Mappin
         raise ModelFunctionError(spec, f"the model it returned is {type(model).__name__}, not a torch.nn.Module")
     if not callable(loss_fn):
         raise ModelFunctionError(spec, f"the loss function it returned is {type(loss_fn).__name__}; it is not callable")
-    _as_dict(spec, example)
-    return model, loss_fn, [_as_dict(spec, batch) for batch in (others or (example,))]
+    return model, loss_fn, *(_as_dict(spec, batch) for batch in (example, *others))
 
 
 def _as_dict(spec: str, batch: Any) -> Mapping[str, Tensor]:

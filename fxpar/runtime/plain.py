@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
@@ -95,7 +95,7 @@ class PlainRunner:
         self._gradients = [(o, s) for o, s in found if o.kind not in ("value", "buffer")]
         self._values = [(o.fqn, s.meta) for o, s in self._returned if o.kind == "value"]
         self._tangents = {i.fqn for i in program.inputs if i.kind == "tangent"}
-        self._reached = _tangents_of(program)
+        self._reached = [program.tangents[o.kind, o.fqn] for o, _ in self._gradients]
         # What the backward reads besides results of the forward. Tensors of the call are watched by autograd for
         # writes between forward and backward; weights are not, as whoever stores them may well write the same again.
         used = [i for source, i in program.backward.sources if source == "input"]
@@ -303,20 +303,6 @@ def _surroundings(device: torch.device) -> Iterator[None]:
     """
     with torch.autocast(device.type, enabled=False), nullcontext() if device.type == "cpu" else device:
         yield
-
-
-def _tangents_of(program: PlainGraph) -> list[frozenset[str]]:
-    """The tangents that each gradient of the backward depends on, by FQN."""
-    reached: dict[fx.Node, frozenset[str]] = {}
-    sources = iter(program.backward.sources)
-    for node in program.backward.graph.nodes:
-        found = [reached[operand] for operand in node.all_input_nodes]
-        if node.op == "placeholder":
-            source, i = next(sources)
-            if source == "input" and program.inputs[i].kind == "tangent":
-                found.append(frozenset((program.inputs[i].fqn,)))
-        reached[node] = frozenset().union(*found)
-    return [reached[node] for node in program.backward.results]
 
 
 def _distinct(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from fxpar.exec_graph import ExecGraph
 from fxpar.models import load
 from fxpar.runtime import ProcessGroups, bind
-from fxpar.runtime.micro import local_batch
+from fxpar.runtime.micro import as_one_sequence, local_batch
 from fxpar.runtime.padding import pad
 from fxpar.tracer import capture
 from tests.captured import Captured
@@ -40,7 +40,7 @@ def body_bytes(captured: Captured, program: ExecGraph, micro_batches: int = 1) -
         for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
         if info.kind == "param"
     }
-    batch = local_batch(program, pad(program, captured.batches[0]), 0)
+    batch = local_batch(program, pad(program, as_one_sequence(program.inputs, captured.batches[0], 0)), 0)
     dist.init_process_group("fake", rank=0, world_size=strategy.world)
     try:
         bound = bind(program, 0, ProcessGroups().names(strategy.mesh, program.axes()))

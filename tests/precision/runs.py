@@ -14,6 +14,7 @@ from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
 from fxpar.precision import Precision, with_precision
+from fxpar.runtime.micro import as_one_sequence
 from fxpar.torch_api import kernels
 from fxpar.tracer import capture
 from fxpar.widen import widen
@@ -56,7 +57,8 @@ def _list(value: Any) -> list[Any]:
 
 def arguments(graph: LogicalGraph, params: Mapping, buffers: Mapping, batch: Mapping) -> list[Tensor]:
     """What the graph takes, in its dtypes."""
-    sources = {"param": params, "buffer": buffers, "batch": batch, "constant": graph.constants}
+    numbered = as_one_sequence(graph.inputs, batch, 0)
+    sources = {"param": params, "buffer": buffers, "batch": numbered, "constant": graph.constants}
     values = []
     for info in graph.inputs:
         if info.kind == "scale":

@@ -16,7 +16,7 @@ from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
-from fxpar.passes.pack_documents import pack_documents
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import Compiled, compile_strategies
@@ -37,7 +37,7 @@ def _captured(make: Callable[[], nn.Module]) -> LogicalGraph:
 
 @functools.cache
 def _rows(make: Callable[[], nn.Module]) -> LogicalGraph:
-    return pack_documents(_captured(make))
+    return packed_if_proved(_captured(make))[0]
 
 
 @functools.cache

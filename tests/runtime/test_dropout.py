@@ -60,7 +60,9 @@ GPT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cp2", {"token_budget": 26}),
     ("pp2", {"token_budget": 26}),
 )
-POOLED: tuple[tuple[str, dict[str, Any]], ...] = tuple((s, {"packed": False}) for s in ("dp2", "tp2", "cp2"))
+POOLED: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (s, {"packed": False, "length_multiple": 2}) for s in ("dp2", "tp2", "cp2")
+)
 CASES = [(make_gpt, packed_lm_loss, *case) for case in GPT] + [(make_pooled, loss, *case) for case in POOLED]
 
 

@@ -80,10 +80,10 @@ def test_a_stage_takes_what_it_needs():
     ]
     received = [[c.name for c in stage.received] for stage in staged.stages]
     assert kinds == [
-        ["input_ids", "position_ids"],
-        ["position_ids", *received[1]],
-        ["position_ids", *received[2]],
-        ["labels", "position_ids", *received[3], "scale"],
+        ["input_ids"],
+        received[1],
+        received[2],
+        ["labels", *received[3], "scale"],
     ]
     assert [o.kind for o in staged.stages[1].outputs if o.kind != "grad"] == ["sent", "sent_grad"]
     vit = cut_stages(MODELS["vit"]().graph, 2).stages[1]
@@ -96,8 +96,8 @@ def test_summary():
         """\
 hf:qwen3 in 2 stages
   stage 0: 23 parameters, 66% of the FLOPs
-    -> %add_17 f64[1, T, 64]
-    <- %add_40 f64[1, T, 64]
+    -> %add_18 f64[1, T, 64]
+    <- %add_41 f64[1, T, 64]
   stage 1 from model.layers.2: 13 parameters, 34% of the FLOPs
   model.embed_tokens.weight is on stages 0, 1""",
     )
