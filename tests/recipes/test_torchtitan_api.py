@@ -68,6 +68,7 @@ def test_torchtitan_is_not_installed(monkeypatch):
         titan.check_versions()
 
 
+@pytest.mark.titan
 def test_an_unsupported_version_fails_on_import(tmp_path):
     """At once, before anything of torchtitan is imported; no stack of torchtitan's own in front of it."""
     info = tmp_path / "torchtitan-0.2.2.dist-info"
@@ -263,10 +264,11 @@ def recipes(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.titan
 @pytest.mark.parametrize(
     ("how", "module", "failed"),
     [
-        pytest.param("torchtitan.config.manager", "bad_recipe", "bad_recipe", marks=pytest.mark.titan),
+        ("torchtitan.config.manager", "bad_recipe", "bad_recipe"),
         ("torchtitan.train", "pkg", "pkg.config_registry"),
     ],
 )

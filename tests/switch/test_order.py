@@ -8,6 +8,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.errors import OrderError
 from fxpar.switch import order as order_module
 from fxpar.switch.order import OrderSearch
+from tests.repeat import thinned
 from tests.switch.large import layouts_32b
 from tests.switch.moving import simple_layout
 
@@ -35,7 +36,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("combination", "network", "gigabytes", "times"), PUBLISHED)
+@pytest.mark.parametrize(("combination", "network", "gigabytes", "times"), thinned(PUBLISHED, PUBLISHED[::4]))
 def test_published_sums(combination, network, gigabytes, times):
     searched = search(combination, network, "hotspa", by="seconds")
     given = searched.evaluate(C[combination].split())
