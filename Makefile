@@ -53,7 +53,7 @@ test-packaging: setup
 test-docs: setup
 	$(PYTEST) -m docs tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
 
-# Training with torchtitan, stock and with fxpar: several minutes.
+# torchtitan in processes of its own, stock and with fxpar: several minutes.
 test-titan: setup
 	$(PYTEST) -m titan tests/titan tests/recipes $(PYTEST_ARGS)
 
