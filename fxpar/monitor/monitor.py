@@ -19,8 +19,8 @@ import torch.distributed as dist
 from fxpar.errors import ConnectionLostError, PeerLostError
 from fxpar.monitor.beat import DONE, ENDED, EXPLAIN, FAILED, LEFT, RUN, Beat
 from fxpar.monitor.door import Door, address_towards
-from fxpar.monitor.link import JUDGE, Link, Pace
-from fxpar.monitor.process import host_identity, node_of, where_is
+from fxpar.monitor.link import JUDGE, Link
+from fxpar.monitor.process import Neighbours, host_identity, node_of, where_is
 from fxpar.monitor.search import SETTLE_S, Search, how_lost, unborn_host
 from fxpar.monitor.signs import is_timeout, looks_like_peer_loss, one_line
 from fxpar.monitor.standing import Standing, message_of, print_and_exit
@@ -72,12 +72,14 @@ class Monitor:
         self._store = store
         self._link: Link | None = None
         self._search: Search | None = None
+        self._neighbours: Neighbours | None = None
         self._door: Door | None = None
         self._phase, self._progress, self._status = "start", 0, RUN
         self._thread_id, self._own_host, self._pid = 0, "", 0
         self._zero_s, self._in_step, self._timed_out = 0.0, False, False
         self._inside, self._lost_s = 0, 0.0
-        self._silence = Silence(timeout_s, 2 * interval_s)
+        self._rounds, self._stalled_s = 0, 0.0
+        self._silence = Silence(timeout_s)
         self._standing = Standing(2 * interval_s)
 
     @classmethod
@@ -107,11 +109,12 @@ class Monitor:
         except dist.DistError as error:
             raise self._lost(unborn_host(self.host, how_lost(error)), "start of the monitor", error) from error
         self._door = Door(address_towards(connection))
-        pace = Pace(self.interval_s, self.timeout_s, self.patience_s / 4)
-        self._link = link = Link(self.rank, self.world, self._own_host, self._pid, store, pace, self)
+        self._neighbours = Neighbours(self.interval_s, self._look)
+        self._link = link = Link(self.rank, self.world, self._own_host, self._pid, store, self.interval_s, self)
         who, waits = (self.rank, self.world, self.host, self._own_host), (self.interval_s, self.patience_s)
         self._search = Search(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
         link.start()
+        self._neighbours.start()
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
@@ -139,6 +142,9 @@ class Monitor:
         self._link = self._search = None
         link.ask(close=True)
         link.join(self.interval_s)
+        if self._neighbours is not None:
+            self._neighbours.close()
+            self._neighbours.join(self.interval_s)
         if self._door is not None:
             self._door.close()
 
@@ -236,7 +242,7 @@ class Monitor:
         link.wait_round(before, self.interval_s)
         return link.verdict is not None or search.died() is not None
 
-    # ----------------------------------------------------------------------------- called by the link's thread
+    # -------------------------------------------------------------------- called by the threads of link and neighbours
     def beat(self, count: int) -> Beat:
         """What this rank says of itself now."""
         where = where_is(self._thread_id) if self._status == RUN else ""
@@ -258,16 +264,28 @@ class Monitor:
             None if link is None else link.unreachable,
         )
 
-    def round_done(self) -> None:
-        """Look whether a rank is silent for too long, and whether this one waits for nobody."""
+    def met(self, rank: int, pid: int) -> None:
+        """Another rank runs on this host."""
+        if self._neighbours is not None:
+            self._neighbours.add(rank, pid)
+
+    def _look(self, gone: list[int]) -> None:
+        """Once per interval: has a rank ended, or is one silent for too long; does this one wait for nobody?"""
         link, search = self._link, self._search
         if link is None or search is None:
             return
+        if gone:
+            link.gone = {**link.gone, **dict.fromkeys(gone, self.elapsed_s())}
+            link.ask()
         if self._door is not None:
             self._door.clear()
         if not self._in_step and self._status == RUN and JUDGE in link.beats:
             self._zero_s, self._in_step = time.monotonic() - link.beats[JUDGE].elapsed_s, True
         passed_s = self._standing.look(self._thread_id)
+        self._stalled_s = self._stalled_s + passed_s if link.busy and link.rounds == self._rounds else 0.0
+        self._rounds = link.rounds
+        if self._stalled_s >= self.timeout_s:
+            link.give_up(TimeoutError("the store timed out"))
         silent = self._silence.update(link.beats, passed_s)
         if silent and link.verdict is None and link.error is None:
             stopped = [beat for beat in silent if search.state_of(beat) == "stopped"]
@@ -275,7 +293,7 @@ class Monitor:
             kind = "stopped" if stopped else "silent"
             link.ask(publish=Verdict(kind, ranks, describe(link.beats, ranks, self.elapsed_s())))
         if self._status != EXPLAIN:
-            self._end_in_vain(link, search, min(passed_s, 2 * self.interval_s))
+            self._end_in_vain(link, search, passed_s)
 
     def _end_in_vain(self, link: Link, search: Search, passed_s: float) -> None:
         """End this process if it has waited, or has been in one call of fxpar, for `leave_s` since a rank was lost."""
@@ -287,8 +305,9 @@ class Monitor:
         self._lost_s = self._lost_s + passed_s if verdict is not None and self._inside else 0.0
         in_vain = self._standing.seconds >= self.leave_s and (certain or self._standing.is_in_wait)
         if verdict is not None and (in_vain or self._lost_s >= self.leave_s):
-            if link.error is None:
-                verdict = link.settle(verdict)
+            link.ask(publish=verdict)
+            link.wait_round(link.rounds, self.interval_s)
+            verdict = link.verdict or verdict
             by = f"its monitor, which ended it in its wait at {where_is(self._thread_id)}"
             self._end(self._lost(verdict, self._phase, by))
 

@@ -7,6 +7,8 @@ import os
 import select
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -42,57 +44,67 @@ def process_state(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "running")
 
 
-class Neighbours:
-    """The other ranks of this host. `wait` sleeps until one of their processes ends, or somebody calls `wake`."""
+class Neighbours(threading.Thread):
+    """A thread that watches the other ranks of this host, and waits for nothing else.
 
-    def __init__(self) -> None:
+    It calls `look(gone)` once per interval, and at once when processes of ranks have ended: each is named once.
+    """
+
+    def __init__(self, interval_s: float, look: Callable[[list[int]], object]) -> None:
+        super().__init__(daemon=True, name="fxpar-neighbours")
+        self._interval_s, self._look = interval_s, look
         self._poll = select.poll()
-        self._wake = os.pipe()
-        for end in self._wake:
-            os.set_blocking(end, False)
-        self._poll.register(self._wake[0], select.POLLIN)
+        self._bell = os.pipe()
+        self._poll.register(self._bell[0], select.POLLIN)
+        self._come: list[tuple[int, int]] = []
         self._pids: dict[int, int] = {}  # by rank
         self._ranks: dict[int, int] = {}  # by descriptor of a process
+        self._closing = False
 
     def add(self, rank: int, pid: int) -> None:
-        """Watch a rank. Where the kernel cannot wake us (before Linux 5.3) it is looked at in each `wait`."""
-        self._pids[rank] = pid
-        try:
-            descriptor = os.pidfd_open(pid)
-        except (OSError, AttributeError):
-            return
-        self._ranks[descriptor] = rank
-        self._poll.register(descriptor, select.POLLIN)
+        """Watch a rank from now on; for any thread."""
+        self._come.append((rank, pid))
+        os.write(self._bell[1], b"!")
 
-    def wait(self, limit_s: float) -> list[int]:
-        """The ranks whose processes have ended since the last call; each is named once."""
-        ready = {descriptor for descriptor, _ in self._poll.poll(max(0.0, limit_s) * 1e3)}
-        if self._wake[0] in ready:
-            os.read(self._wake[0], 4096)
-        gone = {self._ranks[descriptor] for descriptor in ready - {self._wake[0]}}
-        unwatched = set(self._pids) - set(self._ranks.values()) - gone
+    def close(self) -> None:
+        """End the thread; for another one."""
+        self._closing = True
+        os.write(self._bell[1], b"!")
+
+    def run(self) -> None:
+        while True:
+            gone = self._wait()
+            if self._closing:
+                break
+            self._look(gone)
+        for descriptor in (*self._ranks, *self._bell):
+            os.close(descriptor)
+
+    def _wait(self) -> list[int]:
+        """The ranks whose processes have ended, after at most one interval."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(self._interval_s * 1e3)}
+        if self._bell[0] in ready:
+            os.read(self._bell[0], 4096)
+        gone = {self._ranks[descriptor] for descriptor in ready - {self._bell[0]}}
+        while self._come:
+            self._meet(*self._come.pop())
+        unwatched = set(self._pids) - set(self._ranks.values())
         gone |= {rank for rank in unwatched if process_state(self._pids[rank]) == "gone"}
-        for descriptor in [d for d, rank in self._ranks.items() if rank in gone]:
-            self._forget(descriptor)
+        for descriptor in [descriptor for descriptor, rank in self._ranks.items() if rank in gone]:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            del self._ranks[descriptor]
         for rank in gone:
             del self._pids[rank]
         return sorted(gone)
 
-    def wake(self) -> None:
-        """Let `wait` return now; for another thread."""
-        with contextlib.suppress(BlockingIOError):  # so much is waiting there that it will wake
-            os.write(self._wake[1], b"!")
-
-    def close(self) -> None:
-        for descriptor in list(self._ranks):
-            self._forget(descriptor)
-        for end in self._wake:
-            os.close(end)
-
-    def _forget(self, descriptor: int) -> None:
-        self._poll.unregister(descriptor)
-        os.close(descriptor)
-        del self._ranks[descriptor]
+    def _meet(self, rank: int, pid: int) -> None:
+        """Where the kernel cannot wake us for a process (before Linux 5.3) it is looked at once per interval."""
+        self._pids[rank] = pid
+        with contextlib.suppress(OSError, AttributeError):
+            descriptor = os.pidfd_open(pid)
+            self._ranks[descriptor] = rank
+            self._poll.register(descriptor, select.POLLIN)
 
 
 def where_is(thread_id: int) -> str:

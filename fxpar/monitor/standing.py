@@ -14,8 +14,9 @@ _WAITS = tuple(part.replace("/", os.sep) for part in ("/torch/distributed/", "/t
 
 
 class Standing:
-    """How long a thread has been in one and the same call. Time in which its observer was stopped does not count:
-    one look adds at most `most_s`.
+    """How long a thread has been in one and the same call.
+
+    Time in which the observer was stopped itself does not count: one look adds at most `most_s`.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -24,11 +25,10 @@ class Standing:
         self._instruction = (0, 0, "")
 
     def look(self, thread_id: int) -> float:
-        """Take down where the thread is; seconds since the last look."""
+        """Take down where the thread is; seconds since the last look, but `most_s` at most."""
         now_s, instruction = time.monotonic(), instruction_of(thread_id)
-        passed_s, self._looked_s = now_s - self._looked_s, now_s
-        same = instruction == self._instruction
-        self.seconds = self.seconds + min(passed_s, self._most_s) if same else 0.0
+        passed_s, self._looked_s = min(now_s - self._looked_s, self._most_s), now_s
+        self.seconds = self.seconds + passed_s if instruction == self._instruction else 0.0
         self._instruction = instruction
         return passed_s
 

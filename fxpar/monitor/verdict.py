@@ -193,10 +193,9 @@ class Watch:
 
 @dataclass
 class Silence:
-    """How long each rank has not beaten. Time in which the observer itself was stopped does not count."""
+    """How long each rank has not beaten."""
 
     limit_s: float
-    most_s: float  # that one look adds at most
     counts: dict[int, int] = field(default_factory=dict)
     silent_s: dict[int, float] = field(default_factory=dict)
 
@@ -204,6 +203,6 @@ class Silence:
         """The ranks that have not beaten for `limit_s`, now that `passed_s` have passed since the last look."""
         for rank, beat in beats.items():
             quiet = self.counts.get(rank) == beat.count and beat.status not in ENDED
-            self.silent_s[rank] = self.silent_s.get(rank, 0.0) + min(passed_s, self.most_s) if quiet else 0.0
+            self.silent_s[rank] = self.silent_s.get(rank, 0.0) + passed_s if quiet else 0.0
             self.counts[rank] = beat.count
         return [beats[rank] for rank in sorted(beats) if self.silent_s[rank] >= self.limit_s]

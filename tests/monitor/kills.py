@@ -1,18 +1,23 @@
-"""Worlds of forked gloo ranks that train as a user's script does, while some are killed; what the others said."""
+"""Worlds of forked gloo ranks that train as a user's script does, while some are killed; what the others said.
+
+`python -m tests.monitor.kills 100` kills a hundred at random and prints a table.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import random
+import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +51,23 @@ class Kill:
     abrupt: bool = False  # survivors end on their error without a word, as by os._exit
 
 
+@dataclass(frozen=True)
+class Survivor:
+    """How a rank ended that nobody killed: exit status (None: it did not), seconds since the kill, what it printed."""
+
+    rank: int
+    status: int | None
+    seconds: float
+    printed: str
+
+    @property
+    def named(self) -> set[int]:
+        """The ranks that its last error blames."""
+        errors = [line for line in self.printed.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        found = re.match(r"fxpar\.errors\.PeerLostError: ranks? ([\d, ]*\d)", errors[-1] if errors else "")
+        return set(map(int, found[1].split(", "))) if found else set()
+
+
 @dataclass
 class Rank:
     """What the script of one rank has at hand; `begin` is called when the phase to be hit begins."""
@@ -59,7 +81,7 @@ class Rank:
 
     def open(self) -> None:
         strategies = {limit: text.format(n=self.world) for limit, text in STRATEGIES.items()}
-        self.model = parallel(make_llama, strategies=strategies, monitor=True, timeout_s=TIMEOUT_S, resident=[])
+        self.model = parallel(small, strategies=strategies, monitor=True, timeout_s=TIMEOUT_S, resident=[])
         self.optimizer = adamw(self.model)
 
     def step(self, seed: int = 1) -> None:
@@ -67,6 +89,10 @@ class Rank:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def small() -> nn.Module:
+    return make_llama(layers="1")
 
 
 def start(my: Rank) -> None:
@@ -169,6 +195,7 @@ def idle(my: Rank) -> None:
         my.step(i)
 
 
+# What ranks do when one is struck, and within how many seconds of its beginning.
 PHASES: dict[str, tuple[Callable[[Rank], None], float]] = {
     "start": (start, 0.8),
     "first step": (first_step, 0.3),
@@ -185,38 +212,36 @@ PHASES: dict[str, tuple[Callable[[Rank], None], float]] = {
 }
 
 
-def run(kill: Kill, folder: Path) -> list[dict[str, Any] | None]:
-    """What each rank left, by rank: `{status, text, seconds}`, seconds from the kill; None for the killed ones."""
+def run(kill: Kill, folder: Path) -> list[Survivor]:
+    """Train in `kill.world` processes until the victims are struck; the others, by rank. `prepare` comes before."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("fork")
     ranks = [context.Process(target=_main, args=(rank, kill, folder, port)) for rank in range(kill.world)]
-    began = time.monotonic()
     for process in ranks:
         process.start()
-    struck = folder / "struck"
-    while not struck.exists() and time.monotonic() - began < 60:
+    struck, waiting = folder / "struck", set(range(kill.world)) - set(kill.victims)
+    while not struck.exists() and all(process.exitcode is None for process in ranks):
         time.sleep(0.02)
-    end = time.monotonic() + LIMIT_S
-    found: list[dict[str, Any] | None] = [None] * kill.world
-    waiting = set(range(kill.world)) - set(kill.victims)
-    at = float(struck.read_text() or time.monotonic()) if struck.exists() else began
-    while waiting and time.monotonic() < end:
-        for rank in sorted(waiting):
-            code = ranks[rank].exitcode
-            if code is not None:
-                waiting.discard(rank)
-                file = folder / f"{rank}.txt"
-                found[rank] = {"status": code, "text": file.read_text(), "seconds": time.monotonic() - at}
+    assert struck.exists(), "a rank ended before: " + "".join(file.read_text() for file in folder.glob("*.txt"))
+    at, ended = float(struck.read_text() or time.monotonic()), {}
+    while waiting and time.monotonic() < at + LIMIT_S:
+        for rank in [rank for rank in waiting if ranks[rank].exitcode is not None]:
+            waiting.discard(rank)
+            ended[rank] = time.monotonic() - at
         time.sleep(0.02)
-    for rank in waiting:
-        found[rank] = {"status": None, "text": "HANGS " + (folder / f"{rank}.txt").read_text(), "seconds": LIMIT_S}
+    statuses = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
         process.join()
-    return found
+    texts = {rank: (folder / f"{rank}.txt").read_text() for rank in range(kill.world)}
+    survivors = [rank for rank in range(kill.world) if rank not in kill.victims]
+    return [
+        Survivor(rank, statuses[rank] if rank in ended else None, ended.get(rank, LIMIT_S), texts[rank])
+        for rank in survivors
+    ]
 
 
 def _main(rank: int, kill: Kill, folder: Path, port: int) -> None:
@@ -244,8 +269,8 @@ def _main(rank: int, kill: Kill, folder: Path, port: int) -> None:
 
 
 def _fuse(rank: int, kill: Kill, folder: Path) -> Callable[[], None]:
+    """What the first victim calls when its phase begins: it takes the others with it."""
     lit: list[bool] = []
-
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
 
     def strike() -> None:
@@ -266,17 +291,49 @@ def _fuse(rank: int, kill: Kill, folder: Path) -> Callable[[], None]:
     return begin
 
 
-def draw(count: int, seed: int, world: int = 3) -> list[Kill]:
-    """`count` kills, all phases equally often."""
-    chance = random.Random(seed)
-    names = list(PHASES)
+def draw(count: int, seed: int, world: int = 3, victims: int = 1) -> list[Kill]:
+    """`count` kills at random moments, all phases equally often."""
+    chance, names = random.Random(seed), list(PHASES)
     kills = []
     for i in range(count):
         phase = names[i % len(names)]
-        kills.append(Kill(phase, (chance.randrange(world),), chance.uniform(0, PHASES[phase][1]), world))
+        struck = tuple(chance.sample(range(world), victims))
+        kills.append(Kill(phase, struck, chance.uniform(0, PHASES[phase][1]), world))
     return kills
 
 
 def prepare(world: int) -> None:
+    """Capture and lower once, before processes are forked."""
     torch.set_num_threads(1)
-    precompile(make_llama, {limit: text.format(n=world) for limit, text in STRATEGIES.items()})
+    precompile(small, {limit: text.format(n=world) for limit, text in STRATEGIES.items()})
+
+
+def table(results: list[tuple[Kill, list[Survivor]]]) -> str:
+    """Per phase: kills, survivors, how many of those named the victims (some of several), the slowest's seconds."""
+    lines = [f"{'phase':12} {'kills':>5} {'survivors':>9} {'right':>5} {'slowest':>8}"]
+    for phase in dict.fromkeys(kill.phase for kill, _ in results):
+        mine = [(kill, ranks) for kill, ranks in results if kill.phase == phase]
+        all_ranks = [(kill, rank) for kill, ranks in mine for rank in ranks]
+        right = sum(bool(rank.named) and rank.named <= set(kill.victims) for kill, rank in all_ranks)
+        slowest = max(rank.seconds for _, rank in all_ranks)
+        lines.append(f"{phase:12} {len(mine):5} {len(all_ranks):9} {right:5} {slowest:6.1f} s")
+    return "\n".join(lines)
+
+
+def main(count: int, seed: int, world: int, victims: int, how: str) -> None:
+    prepare(world)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, kill in enumerate(draw(count, seed, world, victims)):
+            kill = replace(kill, abrupt=how == "abrupt", how=signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+            results.append((kill, run(kill, Path(folder) / str(i))))
+            for rank in results[-1][1]:
+                if not rank.named or not rank.named <= set(kill.victims) or rank.status != 1:
+                    print(f"kill {i}, {kill}: rank {rank.rank} ended with {rank.status} after {rank.seconds:.1f} s")
+                    print(rank.printed[-2000:], flush=True)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    count, seed, world, victims, how = (sys.argv[1:] + ["100", "0", "3", "1", "kill"][len(sys.argv) - 1 :])[:5]
+    main(int(count), int(seed), int(world), int(victims), how)

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from fxpar.monitor.monitor import PATIENCE_INTERVALS
-from tests.monitor.ranks import INTERVAL_S, SWITCH, TIMEOUT_S, fail, kill, lose_one, sleep, stop
+from tests.monitor.ranks import INTERVAL_S, LEAVE_S, SWITCH, TIMEOUT_S, cut, fail, kill, lose_one, sleep, stop
 
 WORLD = 4
 # What a loaded machine may add.
@@ -60,3 +60,21 @@ def test_a_rank_that_wakes_up_learns_that_it_was_given_up(tmp_path):
 def test_nobody_is_blamed_when_all_is_well(tmp_path):
     reports = lose_one(tmp_path, 3, 1, lambda: None, wait_for_victim=True)
     assert [report["error"] for report in reports] == ["none"] * 3
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_hung_rank_is_found_although_nobody_times_out(tmp_path, victim):
+    reports = lose_one(tmp_path, 3, victim, stop, group_timeout_s=1800)
+    for rank in {0, 1, 2} - {victim}:
+        report = reports[rank]
+        assert (report["ranks"], report["kind"], report["cause"]) == ([victim], "stopped", "ended"), report
+        assert "which ended it in its wait at ranks.py" in report["text"]
+        assert report["seconds"] < TIMEOUT_S + LEAVE_S + 4 * INTERVAL_S + SLACK_S
+
+
+def test_a_broken_connection_names_both_ends(tmp_path):
+    reports = lose_one(tmp_path, 3, 1, cut, wait_for_victim=True)
+    node = socket.gethostname()
+    for report in reports:
+        assert (report["error"], report["ranks"], report["kind"]) == ("ConnectionLostError", [1, 2], "connection")
+        assert f"broke: rank 1 on {node} and rank 2 on {node} noticed it first" in report["text"]

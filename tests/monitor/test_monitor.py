@@ -1,14 +1,19 @@
 """One rank's monitor on a store without processes: what it writes, what it costs, what it does when it is alone."""
 
+import multiprocessing as mp
 import pickle
 import threading
 import time
+from socket import gethostname
 
 import pytest
 import torch.distributed as dist
 
-from fxpar.errors import PeerLostError
+from fxpar.errors import ConnectionLostError, PeerLostError
 from fxpar.monitor import Monitor, unwatched
+from fxpar.monitor.beat import FAILED, LEFT
+from fxpar.monitor.door import Door, address_towards, try_doors
+from fxpar.monitor.process import Neighbours
 
 
 class CountingStore(dist.Store):
@@ -38,8 +43,7 @@ class CountingStore(dist.Store):
         return self.store.add(key, value)
 
     def wait(self, keys, timeout):
-        self.calls.append(("wait", 0))
-        self.store.wait(keys, timeout)
+        self.store.wait(keys, timeout)  # at the start only
 
     def compare_set(self, key, expected, desired):
         return self.store.compare_set(key, expected, desired)
@@ -92,7 +96,7 @@ def test_alone_with_a_broken_connection():
 def test_not_started():
     lost = Monitor(0, 1, dist.HashStore()).explain(RuntimeError("Broken pipe"))
     assert (lost.kind, lost.ranks) == ("unknown", ())
-    assert str(lost) == str(unwatched(RuntimeError("Broken pipe"), 0, "start"))
+    assert str(lost) == str(unwatched(RuntimeError("Broken pipe"), 0, "start")).replace(f" on {gethostname()}", "")
 
 
 def test_silent_rank_on_another_machine():
@@ -130,7 +134,7 @@ def test_all_ranks_report_the_first_verdict():
     assert all(monitor._link.verdict is None for monitor in again)
     for monitor in again[::-1]:
         monitor.stop()
-    wait_until(lambda: not any(thread.name == "fxpar-monitor" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name.startswith("fxpar-") for thread in threading.enumerate()))
 
 
 def test_rank_0_that_never_starts():
@@ -146,3 +150,55 @@ def test_leaving_the_block_explains_what_looks_like_a_lost_peer_and_nothing_else
         raise RuntimeError("Connection closed by peer")
     with pytest.raises(RuntimeError, match="mine"), Monitor(0, 1, store, interval_s=0.05):
         raise RuntimeError("mine")
+
+
+def test_two_machines_that_do_not_reach_each_other():
+    store = dist.HashStore()
+    monitors = [Monitor(rank, 2, store, interval_s=0.1).start() for rank in range(2)]
+    for rank, monitor in enumerate(monitors):
+        monitor._own_host = f"node{rank}"
+    monitors[1]._door.name = "127.0.0.2|1"  # where nobody listens
+    time.sleep(0.3)
+    text = "rank 0 on node0 cannot connect to rank 1 on node1: the network"
+    with pytest.raises(ConnectionLostError, match=text) as lost, monitors[0].explained("step 3"):
+        raise RuntimeError("Timed out waiting")
+    assert (lost.value.kind, lost.value.ranks) == ("link", (0, 1))
+    for monitor in monitors[::-1]:
+        monitor.stop(lost.value)
+
+
+def test_doors():
+    door, shut = Door("127.0.0.1"), Door("127.0.0.1")
+    shut.close()
+    assert try_doors({3: door.name, 4: shut.name, 5: door.name}, 1.0) == (4,)
+    door.clear()
+    door.close()
+    assert address_towards(dist.PrefixStore("x", dist.HashStore())) == "127.0.0.1"
+
+
+def test_neighbours_are_missed_at_once_and_named_once():
+    processes = [mp.get_context("fork").Process(target=time.sleep, args=(seconds,)) for seconds in (0.2, 60)]
+    seen = []
+    neighbours = Neighbours(60.0, seen.append)
+    for rank, process in enumerate(processes):
+        process.start()
+        neighbours.add(rank, process.pid)
+    neighbours.start()
+    wait_until(lambda: [0] in seen)
+    processes[1].kill()
+    wait_until(lambda: [1] in seen)
+    neighbours.close()
+    neighbours.join(10)
+    assert not neighbours.is_alive()
+    assert [gone for gone in seen if gone] == [[0], [1]]
+
+
+def test_an_error_of_its_own_is_none_if_a_peer_is_gone():
+    """Errors that do not look like a lost peer, but come right after one."""
+    store = dist.HashStore()
+    monitors = [Monitor(rank, 2, store, interval_s=0.1).start() for rank in range(2)]
+    monitors[0]._link.gone[1] = 0.1
+    monitors[0].stop(KeyError("a wrapper of its own"))
+    assert monitors[0]._status == LEFT
+    monitors[1].stop(KeyError("its own"))
+    assert monitors[1]._status == FAILED

@@ -9,6 +9,7 @@ from fxpar.errors import CheckpointWriteError, TransferError
 from fxpar.monitor import looks_like_peer_loss
 from fxpar.monitor.beat import DONE, EXPLAIN, FAILED, LEFT, RUN, Beat
 from fxpar.monitor.signs import is_timeout
+from fxpar.monitor.standing import Standing
 from fxpar.monitor.verdict import Silence, Verdict, Watch, first_gone
 
 WORLD = 4
@@ -124,12 +125,18 @@ def test_who_ended_first_is_to_blame(gone, statuses, first):
     assert first_gone(gone, known) == first
 
 
-def test_a_rank_is_silent_only_while_its_observer_looks():
-    silence, known = Silence(3.0, 2.0), {1: beat(1), 2: beat(2, status=DONE)}
-    found = [silence.update(known, passed_s) for passed_s in (0.0, 100.0, 0.5)]  # it was stopped for 98 s itself
-    assert found == [[], [], []]
+def test_a_rank_that_does_not_beat_is_silent_after_the_limit():
+    silence, known = Silence(3.0), {1: beat(1), 2: beat(2, status=DONE)}
+    assert [silence.update(known, passed_s) for passed_s in (9.0, 2.0, 0.5)] == [[], [], []]
     assert silence.update(known, 0.5) == [known[1]]
     assert silence.update({1: beat(1, count=2)}, 9.0) == []
+
+
+def test_an_observer_that_was_stopped_itself_counts_little_of_that():
+    standing = Standing(2.0)
+    standing._looked_s -= 100
+    assert standing.look(0) == 2.0
+    assert standing.seconds == 2.0
 
 
 def test_signs():
