@@ -128,9 +128,8 @@ class PlainCalls:
         mean = {fqn: grad / replicas for fqn, grad in grads.items()} if replicas > 1 else dict(grads)
         for out, stored in zip(program.outputs, program.stored_outputs, strict=True):
             if out.kind == "grad" and out.fqn not in mean:  # the plan of the reduction has them all
-                mean[out.fqn] = torch.zeros(
-                    [int(size) for size in stored.local.shape], dtype=stored.local.dtype, device=store.device
-                )
+                shape = tuple(int(size) for size in stored.local.shape)
+                mean[out.fqn] = torch.zeros(shape, dtype=stored.meta.dtype, device=store.device)
         ready.reduction.run(mean, accumulate=True)
 
     def _get_ready(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ready:

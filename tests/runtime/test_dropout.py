@@ -15,27 +15,30 @@ from fxpar.losses import cross_entropy_sum, next_token_labels
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.ops.dropout import token_numbers
+from fxpar.pass_base import ancestors
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import Compiled, compile_strategies
+from fxpar.tracer import capture
 from tests.runtime.hot import largest_error, sequences
 
 VOCAB, LENGTHS = 31, (6, 20, 4, 8, 12)
 
 
-class Pooled(nn.Module):
+class Mixed(nn.Module):
     """Dropout of attention probabilities [1, H, T, T], of tokens as [1, T, D] and [T, D], of the row's mean [1, D]."""
 
-    def __init__(self) -> None:
+    def __init__(self, pooled: bool) -> None:
         super().__init__()
+        self.pooled = pooled
         self.embedding, self.qkv, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, 24), nn.Linear(8, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = F.dropout(self.embedding(input_ids), 0.3)
         q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.4).transpose(1, 2).flatten(2)
-        row = F.dropout(x.mean(1), 0.5)
-        return self.head(F.dropout(x.flatten(0, 1), 0.2).view_as(x) + row[:, None])
+        row = F.dropout(x.mean(1), 0.5)[:, None] if self.pooled else 0.0
+        return self.head(F.dropout(x.flatten(0, 1), 0.2).view_as(x) + row)
 
 
 def make_gpt() -> nn.Module:
@@ -43,9 +46,12 @@ def make_gpt() -> nn.Module:
     return Gpt(GptOptions(2, 16, 2, 64, VOCAB, 32, 0.4)).double()
 
 
-def make_pooled() -> nn.Module:
+def make_mixed(pooled: bool = False) -> nn.Module:
     torch.manual_seed(2)
-    return Pooled().double()
+    return Mixed(pooled).double()
+
+
+make_pooled = functools.partial(make_mixed, True)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -63,14 +69,21 @@ GPT: tuple[tuple[str, dict[str, Any]], ...] = (
 POOLED: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     (s, {"packed": False, "length_multiple": 2}) for s in ("dp2", "tp2", "cp2")
 )
-CASES = [(make_gpt, packed_lm_loss, *case) for case in GPT] + [(make_pooled, loss, *case) for case in POOLED]
+MIXED: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (s, {"packed": True, "token_budget": 26}) for s in ("dp2", "tp2+sp", "cp2")
+)
+CASES = [
+    *((make_gpt, packed_lm_loss, *case) for case in GPT),
+    *((make_mixed, packed_lm_loss, *case) for case in MIXED),
+    *((make_pooled, loss, *case) for case in POOLED),
+]
 
 
 @functools.cache
 def compiled(case: int) -> Compiled:
     make, loss_fn, strategy, _ = CASES[case]
     row = torch.zeros(1, 13, dtype=torch.int64)
-    keys = ("input_ids", "labels", "position_ids") if make is make_gpt else ("input_ids", "labels")
+    keys = ("input_ids", "labels") if make is make_pooled else ("input_ids", "labels", "position_ids")
     return compile_strategies(make(), {20: strategy}, loss_fn, dict.fromkeys(keys, row))
 
 
@@ -84,24 +97,33 @@ def run(case: int, steps: int) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def alone(case: int, step: int) -> dict[str, Tensor]:
-    """The captured graph on each sequence by itself, on one device."""
+def one(case: int, step: int, index: int, ids: Tensor, count: int) -> dict[str, Tensor]:
+    """Gradients of the captured graph, on one device, on a sequence by itself; `count` labels in the mini-batch."""
     logical = compiled(case).logical
-    graph, total = compile_graph(logical.gm.graph), {}
-    params = dict(CASES[case][0]().named_parameters())
-    seed = torch.tensor(seed_of_step(step))
-    batch = sequences(1, LENGTHS, VOCAB)
-    scale = torch.tensor(1.0 / sum(len(ids) - 1 for ids in batch), dtype=torch.float64)
+    row = {"input_ids": ids[None], "labels": next_token_labels(ids[None])}
+    row |= {"position_ids": torch.arange(len(ids))[None], "token_numbers": token_numbers([(index, len(ids))])}
+    known = {
+        "param": dict(CASES[case][0]().named_parameters()),
+        "batch": row,
+        "scale": {"scale": torch.tensor(1.0 / count, dtype=torch.float64)},
+        "seed": {"seed": torch.tensor(seed_of_step(step))},
+    }
+    with torch.no_grad():
+        results = compile_graph(logical.gm.graph)(*(known[i.kind][i.fqn] for i in logical.inputs))
+    return {out.fqn: v for out, v in zip(logical.outputs, results, strict=True) if out.kind == "grad"}
+
+
+def alone(case: int, step: int) -> dict[str, Tensor]:
+    """The sum over the mini-batch's sequences."""
+    batch, total = sequences(1, LENGTHS, VOCAB), {}
     for index, ids in enumerate(batch):
-        row = {"input_ids": ids[None], "labels": next_token_labels(ids[None])}
-        row |= {"position_ids": torch.arange(len(ids))[None], "token_numbers": token_numbers([(index, len(ids))])}
-        known = {"param": params, "batch": row, "scale": {"scale": scale}, "seed": {"seed": seed}}
-        with torch.no_grad():
-            results = graph(*(known[i.kind][i.fqn] for i in logical.inputs))
-        for out, value in zip(logical.outputs, results, strict=True):
-            if out.kind == "grad":
-                total[out.fqn] = total.get(out.fqn, 0) + value
+        for name, grad in one(case, step, index, ids, sum(LENGTHS) - len(LENGTHS)).items():
+            total[name] = total.get(name, 0) + grad
     return total
+
+
+def first(make: Any) -> int:
+    return next(i for i, case in enumerate(CASES) if case[0] is make)
 
 
 def seed_of_step(step: int) -> int:
@@ -111,15 +133,36 @@ def seed_of_step(step: int) -> int:
 
 
 def test_like_each_sequence_alone():
-    truth = {make: alone(next(i for i, c in enumerate(CASES) if c[0] is make), 0) for make in (make_gpt, make_pooled)}
+    truth = {make: alone(first(make), 0) for make in (make_gpt, make_mixed, make_pooled)}
     later = alone(0, 1)
     for case in range(len(CASES)):
         assert any(i.fqn == "token_numbers" for i in compiled(case).logical.inputs)
     (found, second), _ = run_forked(2, lambda rank: ([run(i, 1) for i in range(len(CASES))], run(0, 2)), 240.0)
-    errors = {f"{c[0].__name__} {c[2]}": largest_error(g, truth[c[0]]) for c, g in zip(CASES, found, strict=True)}
+    errors = {f"{i} {c[2]}": largest_error(found[i], truth[c[0]]) for i, c in enumerate(CASES)}
     assert max(errors.values()) <= 1e-10, errors
     assert largest_error(second, later) <= 1e-10
     assert largest_error(later, truth[make_gpt]) > 1e-2  # another step, other masks
+
+
+class Row(nn.Module):
+    """Drops of the row's mean only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        return self.head(x + F.dropout(x.mean(1), 0.5)[:, None])
+
+
+def test_a_value_of_the_row_is_dropped_by_its_sequence():
+    row = torch.arange(9)[None]
+    graph = capture(Row(), loss, {"input_ids": row, "labels": row})
+    (drop, _) = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default)
+    numbers = next(n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.fqn == "token_numbers")
+    assert numbers in ancestors([drop.args[1]])  # the seed; there is no dim to count tokens along
+    assert numbers not in ancestors(list(drop.args[2]))
 
 
 def test_sequences_drop_other_elements():
