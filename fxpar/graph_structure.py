@@ -84,8 +84,21 @@ def check_meta(node: fx.Node) -> None:
     for key, value in node.meta.items():
         if not isinstance(key, str) or (key in _META and not fits(value, _META[key])):
             raise GraphFormatError(f"the metadata {key!r} of %{node.name} cannot be of class {type(value).__name__}")
+    if "dist" in node.meta:
+        for key in ("tensor", "local"):
+            _check_dims(node, node.meta.get(key), node.meta["dist"])
     if node.op != "output" and not {"tensor", "sym"} & node.meta.keys():
         raise GraphFormatError(f"%{node.name} has neither a shape nor a size")
+
+
+def _check_dims(node: fx.Node, meta: Any, dist: Any) -> None:
+    """A placement says of each dim of a value how it lies."""
+    metas, dists = (each if isinstance(each, tuple) else (each,) for each in (meta, dist))
+    if meta is not None and (
+        len(metas) != len(dists)
+        or any(m is not None and d is not None and len(m.shape) != d.ndim for m, d in zip(metas, dists, strict=True))
+    ):
+        raise GraphFormatError(f"the placement of %{node.name} is not one of {shown(meta)}")
 
 
 def fits(value: Any, hint: Any) -> bool:

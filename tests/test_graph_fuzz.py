@@ -17,6 +17,7 @@ from fxpar.cli.source import Source
 from fxpar.errors import FxparError
 from fxpar.graph_file import _MEMBERS, Origin, load_graph, load_origin, save_graph
 from fxpar.lowering import lower
+from fxpar.printer import format_graph
 from tests.captured import odd
 from tests.watched import watched
 
@@ -190,9 +191,10 @@ def fuzz(bases: list[Base], folder: Any, cases: range, run: bool) -> tuple[int, 
         write(path, bases[index], rng)
         with watched() as seen:
             try:
-                load_graph(path)
+                graph = load_graph(path)
                 load_origin(path)
                 read += 1
+                format_graph(graph)
                 if run:
                     checked(path, logical=index == 0)
             except FxparError as error:
