@@ -97,11 +97,11 @@ def _attend_by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    probabilities = torch.softmax(wide, -1).to(q.dtype)
     if rule.document_ids is not None or mask is not None:
-        # A query that sees no key gets zeros, as from the op.
-        probabilities = probabilities.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-    return torch.matmul(dropout(probabilities, rule.dropout_p), v)
+        probabilities = torch.ops.aten._safe_softmax.default(wide, -1)  # zeros for a query that sees no key, as the op
+    else:
+        probabilities = torch.softmax(wide, -1)
+    return torch.matmul(dropout(probabilities.to(q.dtype), rule.dropout_p), v)
 
 
 def _hidden(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor | None:
