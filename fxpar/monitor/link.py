@@ -54,6 +54,12 @@ class Link(threading.Thread):
         self.error: Exception | None = None
 
     # ------------------------------------------------------------------------------------- called by other threads
+    def begin(self) -> None:
+        """Let the others know of this rank, then start the thread."""
+        self._store.set(f"{self._beside}/{self._store.add(self._beside, 1)}", self._own_place)
+        self._store.set(f"beat/{self._rank}", self._owner.beat(1).to_text())
+        self.start()
+
     def ask(self, publish: Verdict | None = None, hurry: bool = False, close: bool = False) -> None:
         """Begin the next round now; optionally offer a verdict, read all beats, or end after that round."""
         with self._changed:
@@ -81,7 +87,7 @@ class Link(threading.Thread):
 
     # ------------------------------------------------------------------------------------------- the thread
     def run(self) -> None:
-        count = 0
+        count = 1
         while self.error is None:
             # Cleared before the round: what is asked for during it gets a round of its own.
             self._asked.clear()
@@ -104,8 +110,6 @@ class Link(threading.Thread):
             self.unreachable = try_doors(doors, self._interval_s)
         beat = self._owner.beat(count)
         self._store.set(f"beat/{beat.rank}", beat.to_text())
-        if count == 1:
-            self._store.set(f"{self._beside}/{self._store.add(self._beside, 1)}", self._own_place)
         self._meet_neighbours()
         if self.verdict is None and self._to_publish is not None:
             self.verdict = Verdict.from_text(self._store.compare_set("verdict", "", self._to_publish.to_text()))

@@ -113,9 +113,16 @@ class Monitor:
         self._link = link = Link(self.rank, self.world, self._own_host, self._pid, store, self.interval_s, self)
         who, waits = (self.rank, self.world, self.host, self._own_host), (self.interval_s, self.patience_s)
         self._search = Search(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
-        link.start()
         self._neighbours.start()
+        link.begin()
         return self
+
+    def all_are_here(self) -> None:
+        """All ranks have started their monitors: know them from now on. Without this call, within a few intervals."""
+        if self._link is not None:
+            before = self._link.rounds
+            self._link.ask()
+            self._link.wait_round(before + self._link.busy, self.interval_s)
 
     def stop(self, error: BaseException | None = None) -> None:
         """End this rank's heartbeat: done, or ended by `error` (PeerLostError means: because of another rank).
@@ -125,8 +132,8 @@ class Monitor:
         link = self._link
         if link is None:
             return
-        publish = None
-        if isinstance(error, PeerLostError) or self._status == LEFT or (error is not None and self._is_caused(error)):
+        publish, has_left = None, self._status == LEFT
+        if isinstance(error, PeerLostError) or has_left or (error is not None and self._is_caused(error)):
             self._status = LEFT
         elif error is None:
             self._status = DONE
@@ -134,9 +141,10 @@ class Monitor:
             self._status = FAILED
             who = f"rank {self.rank} (in phase {self._phase!r} on {node_of(self._own_host)})"
             publish = Verdict("failed", (self.rank,), who, f"{type(error).__name__}: {error}"[:500])
-        before = link.rounds
-        link.ask(publish=publish)
-        link.wait_round(before, self.interval_s)
+        if not has_left:
+            before = link.rounds
+            link.ask(publish=publish)
+            link.wait_round(before, self.interval_s)
         if self.rank == self.host:
             self._let_others_end(link, 3 * self.interval_s)
         self._link = self._search = None
@@ -215,10 +223,10 @@ class Monitor:
         lost = self._lost(verdict, phase, error)
         lost.__cause__ = error
         self._status = LEFT
-        if link is not None:
-            link.ask()
-            if self.rank == self.host:
-                self._let_others_end(link, self.patience_s)
+        if link is not None and self.rank == self.host:
+            self._let_others_end(link, self.patience_s)
+        elif link is not None:
+            link.ask(close=True)  # the host may be gone any time now
         return lost
 
     def _lost(self, verdict: Verdict, phase: str, error: BaseException | str) -> PeerLostError:

@@ -128,7 +128,7 @@ def open_session(
         return _open(module, strategies, loss, example, options, None)
     try:
         with watcher.explained("start of the session"):
-            _meet()
+            _meet(watcher)
             return _open(module, strategies, loss, example, options, watcher)
     except BaseException as error:
         if watcher is not options.monitor:
@@ -281,12 +281,13 @@ def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequ
     return options.plain
 
 
-def _meet() -> None:
+def _meet(watcher: Monitor) -> None:
     """Wait for all ranks on the connections that there are: they tell of a rank that is gone at once, whereas making
     new groups waits for it.
     """
     if "gloo" in str(dist.get_backend_config()):
         dist.all_reduce(torch.zeros(1))
+        watcher.all_are_here()
 
 
 def _watcher(options: Options, world: int) -> Monitor | None:

@@ -13,6 +13,7 @@ from fxpar.torch_api.symbolic import known_equal
 from fxpar.tracer.context import MaskRule
 from fxpar.tracer.dropout import dropout
 
+aten = torch.ops.aten
 assert ops  # importing it registers torch.ops.fxpar
 
 
@@ -98,7 +99,7 @@ def _attend_by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
         scores = scores.masked_fill(hidden, -math.inf)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     if rule.document_ids is not None or mask is not None:
-        probabilities = torch.ops.aten._safe_softmax.default(wide, -1)  # zeros for a query that sees no key, as the op
+        probabilities = aten._safe_softmax.default(wide, -1)  # zeros for a query that sees no key, as the op has
     else:
         probabilities = torch.softmax(wide, -1)
     return torch.matmul(dropout(probabilities.to(q.dtype), rule.dropout_p), v)

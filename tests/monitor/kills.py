@@ -63,7 +63,7 @@ class Survivor:
     @property
     def named(self) -> set[int]:
         """The ranks that its last error blames."""
-        errors = [line for line in self.printed.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        errors = [line for line in self.printed.splitlines() if re.match(r"[\w.]+(Error|Exception): ", line)]
         found = re.match(r"fxpar\.errors\.PeerLostError: ranks? ([\d, ]*\d)", errors[-1] if errors else "")
         return set(map(int, found[1].split(", "))) if found else set()
 
