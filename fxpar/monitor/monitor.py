@@ -24,7 +24,7 @@ from fxpar.monitor.process import Neighbours, host_identity, node_of, where_is
 from fxpar.monitor.search import SETTLE_S, Search, how_lost, unborn_host
 from fxpar.monitor.signs import is_timeout, looks_like_peer_loss, one_line
 from fxpar.monitor.standing import Standing, message_of, print_and_exit
-from fxpar.monitor.verdict import LINKS, Silence, Verdict, describe
+from fxpar.monitor.verdict import DUMB, LINKS, Silence, Verdict, describe
 
 # A heartbeat thread of a busy machine may miss a beat or two; that many intervals without one mean that it is gone.
 PATIENCE_INTERVALS = 4
@@ -330,8 +330,8 @@ class Monitor:
         link.ask(hurry=True)
         while time.monotonic() < end and link.error is None:
             link.wait_round(link.rounds, end - time.monotonic())
-            blamed = {self.rank, *(() if link.verdict is None else link.verdict.ranks)}
-            waiting = set(range(self.world)) - set(link.gone) - blamed
+            dumb = link.verdict.ranks if link.verdict is not None and link.verdict.kind in DUMB else ()
+            waiting = set(range(self.world)) - {self.rank, *link.gone, *dumb}
             beats = [link.beats.get(rank) for rank in waiting]
             if all(beat is not None and (beat.knows or beat.status in ENDED) for beat in beats):
                 return

@@ -27,6 +27,7 @@ TEXTS: dict[str, str] = {
     "unknown": "no monitor runs on this rank, so it cannot say which rank is missing",
 }
 LINKS = ("link", "connection")  # nobody is to blame: what lies between the ranks is
+DUMB = ("died", "stopped", "silent", "unborn")  # the blamed ranks say nothing any more
 AT_ONCE_S = 0.02  # ranks that are seen to end within this time of the first one ended with it, not because of it
 
 
