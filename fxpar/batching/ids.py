@@ -60,6 +60,13 @@ class IdLimit:
             bad &= values != number
         return bad
 
+    def any_outside(self, columns: Sequence[Tensor]) -> bool:
+        """Whether any value of the columns is none of these."""
+        values = torch.cat([column.reshape(-1) for column in columns])
+        low, high = torch.aminmax(values)
+        inside = int(low) >= 0 and int(high) < self.rows
+        return not inside and bool(self.outside(values).any())
+
 
 def id_limits(logical: LogicalGraph) -> dict[str, IdLimit]:
     """The limit of each batch key whose values index tables of fixed size as they are: that of the smallest table."""
@@ -117,16 +124,28 @@ def check_ids(sequences: Sequence[Tokens], limits: Mapping[str, IdLimit]) -> Non
     """Raise TokenIdError for the first id without a row. `sequences` are what `check_sequences` lets pass."""
     for key, limit in limits.items():
         # One look at all of them: without a bad id this is a few calls, however many sequences there are.
-        likely = [values for one in sequences if (values := _superset(one, key)) is not None]
-        if likely and bool(limit.outside(torch.cat([values.reshape(-1) for values in likely])).any()):
+        given = [values for one in sequences if (values := _column(one, key)) is not None]
+        made = len(given) < len(sequences) and _made_may_be_outside(sequences, key, limits)
+        if made or (given and limit.any_outside(given)):
             _find(sequences, key, limit)
+
+
+def _made_may_be_outside(sequences: Sequence[Tokens], key: str, limits: Mapping[str, IdLimit]) -> bool:
+    """Whether a column that `collate` makes of the ids can have a value without a row."""
+    ids = [values for one in sequences if (values := _column(one, "input_ids")) is not None]
+    if key == "position_ids":
+        return max(map(len, ids)) > limits[key].rows
+    if key != "labels":
+        return False
+    known = limits.get("input_ids")
+    return (known is None or known.rows > limits[key].rows) and limits[key].any_outside(ids)
 
 
 def _find(sequences: Sequence[Tokens], key: str, limit: IdLimit) -> None:
     """TokenIdError for the first bad value, if there is one."""
     for index, sequence in enumerate(sequences):
         values = _column(sequence, key)
-        if values is None and key in _MADE:
+        if values is None and key in ("labels", "position_ids"):
             values = collate(sequences, MicroBatch((index,), 0), [key])[key][0]
         bad = torch.empty(0) if values is None else limit.outside(values).nonzero()
         if values is not None and len(bad):
@@ -139,22 +158,3 @@ def _column(sequence: Tokens, key: str) -> Tensor | None:
     if isinstance(sequence, Tensor):
         return sequence if key == "input_ids" else None
     return next((value for name, value in sequence.items() if ALIASES.get(name, name) == key), None)
-
-
-def _superset(sequence: Tokens, key: str) -> Tensor | None:
-    """Values among which those of a key are: the sequence's own, or where they are made, those that they can be."""
-    own_values = _column(sequence, key)
-    return _MADE[key](sequence) if own_values is None and key in _MADE else own_values
-
-
-def _ids(sequence: Tokens) -> Tensor | None:
-    return _column(sequence, "input_ids")
-
-
-def _places(sequence: Tokens) -> Tensor | None:
-    ids = _ids(sequence)
-    return None if ids is None else torch.arange(len(ids), device=ids.device)
-
-
-# Columns that `collate` makes of the others, and the values that can be in them.
-_MADE = {"labels": _ids, "position_ids": _places}
