@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import zipfile
@@ -18,7 +19,16 @@ from fxpar.dist_config import DistConfig
 from fxpar.errors import GraphFileError, GraphFormatError, OutputError
 from fxpar.graph import TensorMeta, dim_symbol
 from fxpar.graph_codec import Decoder, Encoder
-from fxpar.graph_file import Origin, kind_of, load_graph, load_origin, read_header, save_graph
+from fxpar.graph_file import (
+    Origin,
+    kind_of,
+    load_graph,
+    load_origin,
+    load_value,
+    read_header,
+    save_graph,
+    save_value,
+)
 from fxpar.lowering import lower
 from fxpar.mesh import Mesh
 from fxpar.printer import format_graph
@@ -192,3 +202,132 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     finally:
         del node.meta["odd"]
     assert list(tmp_path.iterdir()) == []
+
+
+def written(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+
+
+def members(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_files_that_would_fill_the_memory(tmp_path):
+    path = tmp_path / "g.fxpar"
+    save_graph(path, odd("shared").graph)
+    parts = members(path)
+    written(path, {**parts, "graph.json": b" " * (2**27 + 1)}.items())
+    assert path.stat().st_size < 2**18
+    with pytest.raises(GraphFileError, match=r"its graph.json unpacks to 134,217,729 bytes, more than 134,217,728"):
+        load_graph(path)
+    # One that lies about its size: the archive is damaged.
+    content = path.read_bytes()
+    path.write_bytes(content.replace((2**27 + 1).to_bytes(4, "little"), (100).to_bytes(4, "little")))
+    with pytest.raises(GraphFileError, match="it is no graph file, or not all of it is there"):
+        load_graph(path)
+
+
+def resigned(path, body=None, **header):
+    """The file with another graph, and the checksum of that one."""
+    parts = members(path)
+    parts["graph.json"] = parts["graph.json"] if body is None else body
+    digest = hashlib.sha256(b"".join(parts[n] for n in ("graph.json", "graph.bin", "origin.json", "origin.bin")))
+    header = {**json.loads(parts["header.json"]), "sha256": digest.hexdigest(), **header}
+    written(path, {**parts, "header.json": json.dumps(header).encode()}.items())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"pool":[],"pool":[],"root":1,"tensors":[]}', "a key is there twice"),
+        (b'{"pool":[],"root":NaN,"tensors":[]}', "NaN is no number"),
+        (b'{"pool":[],"root":1e999,"tensors":[]}', "inf is no value of a graph file"),
+        (b'{"pool":[],"root":' + b"9" * 5000 + b',"tensors":[]}', "it cannot be understood"),
+        (b'{"pool":[],"root":' + b"9" * 50 + b',"tensors":[]}', "a number of 167 bits is too large"),
+        (b'{"pool":[],"root":' + b"[" * 99999 + b"]" * 99999 + b',"tensors":[]}', "RecursionError"),
+        (b'{"pool":[],"root":' + b'["t",' * 800 + b"1" + b"]" * 800 + b',"tensors":[]}', "it holds no graph|Recursion"),
+        (b'{"pool":[["t",1]],"root":1,"tensors":[]}', "does not belong into the pool"),
+        (b'{"pool":[],"root":{"a":1},"tensors":[]}', "is no value of a graph file"),
+        (b'{"pool":[],"root":1,"tensors":[["float32",[4]]]}', "bytes of its tensors are missing"),
+        (b'{"pool":[],"root":1,"tensors":[["float32",[4611686018427387904,4]]]}', "bytes of its tensors are missing"),
+        (b'{"pool":[],"root":1,"tensors":[["float32",[-1]]]}', "is no tensor"),
+        (b'{"pool":[],"root":1,"tensors":[["load",[1]]]}', "is no tensor"),
+        (b'{"pool":[],"root":"\\u001b]0;x\\u0007","tensors":[]}', "holds control characters"),
+        (b'{"pool":[["e","Pow",["s","T"],99]],"root":1,"tensors":[]}', "is no power of a size"),
+        (b'{"pool":[["s","T+1"]],"root":1,"tensors":[]}', "is no name of a value"),
+        (b'{"pool":[["q",1,0]],"root":1,"tensors":[]}', "the tag 'q' is not known, or not with what follows it"),
+        (b"[]", "it cannot be understood"),
+        (b"", "it cannot be understood"),
+    ],
+)
+def test_values_that_no_graph_has(body, message, tmp_path):
+    path = tmp_path / "g.fxpar"
+    save_graph(path, odd("shared").graph)
+    parts = members(path)
+    written(path, {**parts, "graph.bin": b""}.items())
+    resigned(path, body)
+    with pytest.raises(GraphFileError, match=message) as info:
+        load_graph(path)
+    assert str(info.value).isprintable()
+
+
+def test_expressions_do_not_grow(tmp_path):
+    """Each is made of the one before, twice: forty of them would have a million million parts."""
+    pool = [["s", "T"]]
+    for i in range(40):
+        pool.append(["e", "Mul", ["p", i], ["e", "Add", ["p", i], 1]])
+    with pytest.raises(GraphFormatError, match="more than 2000 parts"):
+        Decoder(pool, [])
+
+
+def test_what_a_header_says_is_shown_as_text(tmp_path):
+    path = tmp_path / "g.fxpar"
+    save_graph(path, odd("shared").graph)
+    resigned(path, fxpar="\x1b]0;x\x07", version=7)
+    with pytest.raises(GraphFileError, match=r"fxpar \\x1b\]0;x\\x07 wrote it in version 7"):
+        load_graph(path)
+
+
+def test_members_that_do_not_belong_there(tmp_path):
+    path = tmp_path / "g.fxpar"
+    save_graph(path, odd("shared").graph)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("../../made", b"")
+    with pytest.raises(GraphFileError, match="it is no graph file"):
+        load_graph(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_tensors_come_back(dtype, tmp_path):
+    for shape in ((), (0,), (3,), (2, 0, 2), (2, 3)):
+        value = (torch.randn(shape) * 3).to(dtype)
+        save_value(tmp_path / "v.fxpar", {"a": value, "b": value.expand(2, *shape)}, {"kind": "test"})
+        found = load_value(tmp_path / "v.fxpar")
+        assert torch.equal(found["a"], value)
+        assert found["a"].dtype == dtype
+        assert torch.equal(found["b"], value.expand(2, *shape))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["placeholder", "x", "x): return __import__('os').system('touch made')\ndef g(y", ["t"], ["d"], []],
+        ["placeholder", "x", "x=__import__('os').system('touch made')", ["t"], ["d"], []],
+        ["placeholder", "x", "torch", ["t"], ["d"], []],
+        ["placeholder", "x", "x", ["t", "a default"], ["d"], []],
+        ["placeholder", "x y", "x", ["t"], ["d"], []],
+        ["get_attr", "x", "x.__class__", ["t"], ["d"], []],
+        ["call_method", "x", "__reduce__", ["t"], ["d"], []],
+        ["call_module", "x", "x", ["t"], ["d"], []],
+        ["output", "output", "output", ["t", ["t", 1]], ["d"], []],
+        ["output", "output", "output", ["t", ["t"], ["t"]], ["d"], []],
+        ["call_function", "x", "aten.ones.default", ["t", ["l", 2]], ["d", ["pin_memory=x, **y", True]], []],
+        ["call_function", "x", "aten.ones.default", ["d", ["a", 1]], ["d"], []],
+    ],
+)
+def test_nodes_that_would_be_code(node):
+    with pytest.raises(GraphFormatError):
+        Decoder([], []).decode(["g", node, ["output", "output", "output", ["t", ["t"]], ["d"], []]])

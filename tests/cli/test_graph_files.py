@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import fx
 
+from fxpar.graph import TensorMeta
+from fxpar.graph_file import Origin, save_graph
+from tests.captured import odd
 from tests.cli.helpers import fxpar
 
 
@@ -202,3 +209,50 @@ def make():
     print("the function")
     return Model(), lambda model, batch: model(batch["x"]).square().mean(), {"x": torch.randn(8, 4)}
 """
+
+
+def test_a_graph_that_needs_more_memory_than_there_is(tmp_path):
+    """A size of 2**40 in one node: found before anything is allocated."""
+    graph = odd("shared").graph
+    gm = fx.GraphModule(graph.gm, copy.deepcopy(graph.gm.graph))
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    with gm.graph.inserting_before(first):
+        node = gm.graph.call_function(torch.ops.aten.full.default, ([2**40], 1.0))
+        node.meta = {**first.meta, "tensor": TensorMeta((4,), torch.float32)}
+    path = tmp_path / "g.fxpar"
+    save_graph(path, replace(graph, gm=gm), Origin(None, odd("shared").batches))
+    status, _, err = fxpar("check", path, "-s", "dp2")
+    assert status == 1
+    assert f"%{node.name} of its graph needs 4.4 TB at once on a rank. This machine has not got that" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda batch: {}, "its batches do not fit 'x' of its graph"),
+        (lambda batch: {**batch, "x": batch["x"].int()}, "its batches do not fit 'x' of its graph"),
+        (lambda batch: {**batch, "x": batch["x"][0]}, "its batches do not fit 'x' of its graph"),
+        (lambda batch: {**batch, "x": batch["x"][:, 1:]}, "its batches do not fit 'x' of its graph"),
+        (lambda batch: {**batch, "x": batch["x"][1:]}, "its batches do not fit 'y' of its graph"),
+    ],
+)
+def test_batches_of_another_graph(change, message, tmp_path):
+    model = odd("shared")
+    path = tmp_path / "g.fxpar"
+    save_graph(path, model.graph, Origin(None, (change(model.batches[0]),)))
+    status, _, err = fxpar("check", path, "-s", "dp2")
+    assert status == 1
+    assert message in err
+
+
+def test_a_graph_that_torch_cannot_run(tmp_path):
+    """Its metadata says one thing and its ops another."""
+    graph = odd("shared").graph
+    gm = fx.GraphModule(graph.gm, copy.deepcopy(graph.gm.graph))
+    node = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.mm.default)
+    node.args = (node.args[0], node.args[0])
+    path = tmp_path / "g.fxpar"
+    save_graph(path, replace(graph, gm=gm), Origin(None, odd("shared").batches))
+    status, _, err = fxpar("check", path, "-s", "dp2")
+    assert status == 1
+    assert "its graph cannot be run (RuntimeError: " in err
