@@ -269,7 +269,8 @@ class _Rewrite:
         shape = table.meta["tensor"].shape
         with self.graph.inserting_before(node):
             rows = self._rows(node, start)
-            if any(size != 1 for size in shape[:dim]) or not meta.dtype.is_floating_point:
+            whole = any(size != 1 for size in shape[:dim]) or not all(isinstance(size, int) for size in shape)
+            if whole or not meta.dtype.is_floating_point:
                 found = self._like(node, aten.index_select.default, (table, dim, rows), meta.shape, meta.dtype)
             else:
                 count, width = shape[dim], _product(shape[dim + 1 :])

@@ -23,7 +23,7 @@ from torch import fx
 from fxpar.dist_config import Partial, Shard
 from fxpar.flow import numbers
 from fxpar.flow.call import Call, Question, Site
-from fxpar.flow.statements import LINEAR, MOVES, SIZES, STATEMENTS, UNREAD, Flows
+from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
 from fxpar.rules.option import Option
@@ -175,6 +175,8 @@ class _Walk:
             return row(node, "draws random numbers")
         if self._uses_length(node):
             return row(node, "computes with the number of tokens")
+        if any(f.kind == "number" for f in flows) and node.target not in NUMBERED:
+            return row(node, "uses the numbers of documents")
         sums = [f for f in flows if f.kind == "sum"]
         if sums:
             return self._of_sums(call, sums[0])
@@ -226,8 +228,6 @@ class _Walk:
     def _by_rule(self, call: Call) -> Flows:
         """What the op's sharding rule says of a cut along all token dims at once."""
         numbered = any(f.kind == "number" for f in call.flows)
-        if numbered and call.node.target not in MOVES and call.node.target not in (aten.eq.Tensor, aten.ne.Tensor):
-            return row(call.node, "uses the numbers of documents")
         loops = self._loops(call)
         if isinstance(loops, Flow):
             return loops
@@ -290,7 +290,7 @@ class _Walk:
     ) -> Flow:
         """A result that is a sum over tokens."""
         if len(summed) == 1 and not dims:
-            nothing = numbers.contracts_to_zero(call)
+            nothing = call.node.target in _CONTRACTIONS and numbers.contracts_to_zero(call)
             if self.question == "padding":
                 # Without padding the sum is what it was: the value does not depend on the padding.
                 return CONSTANT if nothing else row(call.node, "sums up all tokens, padding included")

@@ -135,8 +135,11 @@ def triangle(call: Call) -> Flows | None:
     """`tril`, `triu` of [tokens, tokens]: by how far two tokens are apart, which is the same in a document."""
     (x,) = call.flows
     rank = len(call.shapes[0])
+    square = rank >= 2 and call.is_token(0, rank - 2) and call.is_token(0, rank - 1)
     if not x.pairs(Shard(rank - 2), Shard(rank - 1)) or call.depends(call.argument(1, "diagonal", 0)):
         return None
+    if not square:
+        return row(call.node, "compares places of another kind than tokens")
     return replace(x, everywhere=None, padded=None)
 
 
@@ -144,6 +147,14 @@ def dropout(call: Call) -> Flows | None:
     """`fxpar::dropout`: the elements of x; which ones are dropped is drawn anew for every row."""
     x = call.flows[0]
     return replace(x, everywhere=None, padded=0.0 if x.padded == 0 else None)
+
+
+def lookup(call: Call) -> Flows | None:
+    """`fxpar::embedding`: rows of a table; a table whose rows are tokens is looked up by places in the row."""
+    weight, _, row_ids = call.flows
+    if row_ids.constant and not any(s.dim == 0 for s in weight.dims):
+        return None
+    return row(call.node, "looks up tokens by their place in the row")
 
 
 def compare(call: Call) -> Flows | None:
@@ -156,6 +167,7 @@ def compare(call: Call) -> Flows | None:
 STATEMENTS: dict[Any, Statement] = {
     own.attention.default: attention,
     own.dropout.default: dropout,
+    own.embedding.default: lookup,
     aten._softmax.default: softmax,
     aten._safe_softmax.default: softmax,
     aten.arange.default: count_up,
@@ -216,6 +228,9 @@ _VIEWS = {
 }
 MOVES = _VIEWS | {aten.repeat.default, aten._to_copy.default, operator.getitem}
 """Ops whose result has the elements of operand 0, cast at most."""
+
+NUMBERED = MOVES | {aten.eq.Tensor, aten.ne.Tensor, own.attention.default}
+"""Ops that may be given the numbers of documents: they ask at most which are equal."""
 
 LINEAR = _VIEWS | {
     aten.neg.default,

@@ -45,7 +45,7 @@ def _is_general(condition: sympy.Basic, guard: Guard) -> bool:
 def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]], guard: Guard) -> None:
     """Tighten `bounds` by one condition."""
     found = _linear(condition)
-    if found is None and isinstance(condition, _COMPARISONS) and _holds(condition, _SAMPLES):
+    if found is None and isinstance(condition, _COMPARISONS) and _holds(condition, _sizes_for(condition, guard)):
         return
     if found is None:
         names = " and ".join(sorted(map(str, condition.free_symbols))) or "a dim"
@@ -63,6 +63,19 @@ _COMPARISONS = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, s
 _SAMPLES = (*range(1, 257), *range(4096, 4096 + 64), *range(10**6, 10**6 + 64))
 
 
+def _sizes_for(condition: sympy.Basic, guard: Guard) -> Sequence[int]:
+    """Sizes that decide a condition. A remainder in a user's branch repeats with its divisor, so two periods are tried;
+    none for periods that are too long, of which nothing is known.
+    """
+    period = math.prod({abs(int(n)) for n in condition.atoms(sympy.Integer) if n != 0})
+    if not guard.by_user or 2 * period <= _SAMPLES[255]:
+        return _SAMPLES
+    return (*range(1, 2 * period + 1), *_SAMPLES[256:]) if period <= _LONGEST_PERIOD else ()
+
+
+_LONGEST_PERIOD = 2048
+
+
 def _holds(condition: sympy.Basic, sizes: Sequence[int]) -> bool:
     """Whether a condition on one dim holds for these sizes.
 
@@ -72,7 +85,7 @@ def _holds(condition: sympy.Basic, sizes: Sequence[int]) -> bool:
     if not isinstance(condition, (*_COMPARISONS, sympy.Ne)) or len(condition.free_symbols) != 1:
         return False
     (symbol,) = condition.free_symbols
-    return all(condition.subs(symbol, size) == sympy.true for size in sizes)
+    return bool(sizes) and all(condition.subs(symbol, size) == sympy.true for size in sizes)
 
 
 def _linear(condition: Any) -> tuple[sympy.Symbol, int | None, int | None] | None:

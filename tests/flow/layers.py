@@ -154,6 +154,12 @@ def buffer_by_position(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     return x * net.numbers[:, : x.shape[1], None]
 
 
+def mask_by_columns_first(net: Net, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = _heads(net, x)
+    mask = net.mask.double()[None][..., : x.shape[1]][:, :, : x.shape[1]]
+    return _merged((q @ k.transpose(-1, -2)).masked_fill(mask == 0, float("-inf")).softmax(-1) @ v)
+
+
 def gathered(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     return x * torch.gather(net.numbers, 1, torch.arange(x.shape[1])[None])[..., None]
 
@@ -177,6 +183,7 @@ HARMLESS: dict[str, Layer] = {
         bidirectional,
         tril,
         mask_of_a_buffer,
+        mask_by_columns_first,
         added_triangle,
         alibi,
         relative_bias,
@@ -211,12 +218,25 @@ def _of_a_column(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     return x + net.inner[0, :, : x.shape[1]].t()
 
 
+def _half_triangle(net: Net, x: Tensor, ids: Tensor) -> Tensor:
+    """Token i sees the first half of what is before it."""
+    T = x.shape[1]
+    mask = torch.ones(T, 2 * T, dtype=torch.bool).tril().view(T, T, 2)[..., 0]
+    return _merged(F.scaled_dot_product_attention(*_heads(net, x), attn_mask=mask))
+
+
+def _first_by_lookup(net: Net, x: Tensor, ids: Tensor) -> Tensor:
+    return x * F.embedding(torch.zeros(1, dtype=torch.long), x[0])
+
+
 def _own_attention_mask(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     q, k, v = _heads(net, x)
     return _merged((q @ k.transpose(-1, -2)).relu() @ v)
 
 
 HARMFUL: dict[str, Harmful] = {
+    "half a triangle": Harmful(_half_triangle, "tril"),
+    "first token by a lookup": Harmful(_first_by_lookup, "embedding"),
     "linear attention": Harmful(_linear_attention, "bmm"),
     "linear attention by pairs": Harmful(_quadratic_linear_attention, "bmm"),
     "attention without a softmax": Harmful(_own_attention_mask, "bmm"),

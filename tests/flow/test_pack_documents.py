@@ -14,7 +14,7 @@ from fxpar.errors import PackingError
 from fxpar.exec_graph import compile_graph
 from fxpar.flow import padding_hazard
 from fxpar.graph import LogicalGraph
-from fxpar.losses import IGNORE_INDEX
+from fxpar.losses import IGNORE_INDEX, mse_sum
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.tracer import capture
 from tests.flow.layers import HARMFUL, HARMLESS, LENGTHS, Net, alone, documents, loss_of, sites
@@ -120,6 +120,24 @@ def test_padding_of_one_sequence(name):
         assert padding_hazard(logical) is not None
 
 
+class Counted(torch.nn.Module):
+    """Scales tokens by a running sum of the numbers of their documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 4)
+
+    def forward(self, input_ids: torch.Tensor, document_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids) * document_ids.cumsum(1)[..., None]
+
+
+def test_numbers_of_documents_may_only_be_compared():
+    batch = {**documents()[0], "document_ids": torch.ones(1, LENGTHS[0], dtype=torch.int64)}
+    logical = capture(Counted(), lambda m, b: m(b["input_ids"], b["document_ids"]).sum(), batch)
+    with pytest.raises(PackingError, match=r"cumsum.* uses the numbers of documents"):
+        pack_documents(logical)
+
+
 def _extra(kind: str, net: Net, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     size = logits.logsumexp(-1).square()
     return {
@@ -127,6 +145,7 @@ def _extra(kind: str, net: Net, logits: torch.Tensor, labels: torch.Tensor) -> t
         "of labelled tokens": (size * (labels != IGNORE_INDEX)).sum(),
         "masked": size.masked_fill(labels == IGNORE_INDEX, 0.0).sum() * 0.1,
         "of the weights": net.a.square().sum(),
+        "distance to what is nothing at padding": mse_sum(logits[..., 0], (labels != IGNORE_INDEX).double()),
         "a sum for each token": size.sum().expand(labels.shape[1]).sum(),
     }[kind]
 
@@ -139,6 +158,7 @@ def _extra(kind: str, net: Net, logits: torch.Tensor, labels: torch.Tensor) -> t
         ("masked", True, True),
         ("of the weights", False, False),
         ("a sum for each token", False, False),
+        ("distance to what is nothing at padding", True, False),
     ],
 )
 def test_terms_of_the_loss(kind, packs, pads):
