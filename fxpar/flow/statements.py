@@ -24,6 +24,7 @@ own = torch.ops.fxpar
 Flows = Flow | tuple[Flow, ...]
 Statement = Callable[[Call], Flows | None]
 
+_TO_THE_END = 2**63 - 1  # as ATen writes `x[a:]`
 POSITION_KEYS = ("position_ids", "positions")
 """Batch keys that count from 0 in every document."""
 
@@ -119,9 +120,13 @@ def part(call: Call) -> Flows | None:
     """`table[a : a + T]`: the rows of the positions; a part of the tokens themselves is left to the rule."""
     x = call.flows[0]
     d = call.view.dim(call.argument(1, "dim", 0))
-    if any(s.dim == d for s in x.dims) or not call.depends(call.meta.shape[d]):
+    start, end, step = call.argument(2, "start") or 0, call.argument(3, "end"), call.argument(4, "step", 1)
+    if any(s.dim == d for s in x.dims):
+        # A number of tokens may be longer than any sequence, and shorter than a row.
+        whole = start == 0 and step == 1 and (end is None or end == call.shapes[0][d] or end == _TO_THE_END)
+        return None if whole else row(call.node, "takes a part of the tokens")
+    if not call.depends(call.meta.shape[d]):
         return None
-    start, step = call.argument(2, "start") or 0, call.argument(4, "step", 1)
     if not isinstance(start, int) or start < 0 or step != 1 or call.meta.shape[d] != call.token or x.kind != "same":
         return row(call.node, "takes rows that the number of tokens decides")
     flat = all(size == 1 for size in call.shapes[0][:d])

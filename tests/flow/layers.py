@@ -247,6 +247,7 @@ HARMFUL: dict[str, Harmful] = {
     "prod": Harmful(lambda n, x, i: x * x.prod(1, keepdim=True), "prod"),
     "topk": Harmful(lambda n, x, i: x * x.topk(1, 1).values, "topk"),
     "sort of tokens": Harmful(lambda n, x, i: x.sort(1).values, "sort"),
+    "a crop that is longer than any document": Harmful(lambda n, x, i: x[:, -9000:], "slice", shows=False),
     "last token": Harmful(lambda n, x, i: x * x[:, -1:], "slice"),
     "first token": Harmful(lambda n, x, i: x * x[:, 0][:, None], "select"),
     "token before": Harmful(lambda n, x, i: F.pad(x, (0, 0, 1, 0))[:, :-1] * x, "constant_pad_nd"),
