@@ -56,7 +56,10 @@ def sweep_one(name: str) -> dict[str, Any]:
     alone = [document for row in model.batches for document in split_documents(logical.inputs, row)]
     eager = 0.0
     for document in alone:
-        found = compare_with_eager(logical, module, model.loss_fn, document)
+        try:
+            found = compare_with_eager(logical, module, model.loss_fn, document)
+        except Exception as error:
+            return {"status": "refused", "why": f"the model itself does not run in float64: {_line(error)}"}
         if found is not None:
             eager = max(eager, found.loss_rel_err, found.grad_max_rel_err)
     rows, unpacked = packed_if_proved(widen(logical))

@@ -88,7 +88,7 @@ def _evaluated(node: fx.Node, known: list[float]) -> float | None:
     values = iter(known)
 
     def number(arg: fx.Node) -> torch.Tensor:
-        return torch.tensor(next(values), dtype=arg.meta["tensor"].dtype)
+        return torch.tensor(next(values), dtype=torch.float64).to(arg.meta["tensor"].dtype)
 
     nodes = [*node.all_input_nodes]
     if any("tensor" not in n.meta or isinstance(n.meta["tensor"], tuple) for n in nodes):
