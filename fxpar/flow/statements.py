@@ -129,9 +129,9 @@ def part(call: Call) -> Flows | None:
         return None
     if not isinstance(start, int) or start < 0 or step != 1 or call.meta.shape[d] != call.token or x.kind != "same":
         return row(call.node, "takes rows that the number of tokens decides")
-    flat = all(size == 1 for size in call.shapes[0][:d])
-    if call.packs and call.trained and not flat:
-        return row(call.node, "takes as many rows of a parameter as there are tokens, along an inner dim")
+    plain = all(size == 1 for size in call.shapes[0][:d]) and all(isinstance(s, int) for s in call.shapes[0])
+    if call.packs and call.trained and not plain:
+        return row(call.node, "takes as many rows of trained values as there are tokens, and not of a plain table")
     call.at("table")
     return Flow(dims=tuple(sorted((*x.dims, Shard(d)), key=lambda s: s.dim)))
 

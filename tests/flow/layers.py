@@ -229,12 +229,19 @@ def _first_by_lookup(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     return x * F.embedding(torch.zeros(1, dtype=torch.long), x[0])
 
 
+def _rows_of_products(net: Net, x: Tensor, ids: Tensor) -> Tensor:
+    """[LONGEST, T] products, of which the first T rows are taken."""
+    scores = (net.positions @ x[0].t())[: x.shape[1]]
+    return scores.tril().softmax(-1)[None] @ x
+
+
 def _own_attention_mask(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     q, k, v = _heads(net, x)
     return _merged((q @ k.transpose(-1, -2)).relu() @ v)
 
 
 HARMFUL: dict[str, Harmful] = {
+    "rows of products": Harmful(_rows_of_products, "slice", shows=False),
     "half a triangle": Harmful(_half_triangle, "tril"),
     "first token by a lookup": Harmful(_first_by_lookup, "embedding"),
     "linear attention": Harmful(_linear_attention, "bmm"),
