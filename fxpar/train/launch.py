@@ -21,12 +21,20 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import fxpar
 from fxpar import errors
 from fxpar.errors import LaunchError, LauncherSignalError, RankFailedError
+from fxpar.monitor.verdict import TEXTS
 from fxpar.train.preflight import make_writable
 from fxpar.train.rank import Job, Outcome
 from fxpar.train.worker import JOB, OUTCOME, STOP
 
 # Errors that name another rank as the cause, or a broken connection: another error, if there is one, caused them.
-_CONSEQUENCES = ("PeerLostError", "DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError")
+_CONSEQUENCES = (
+    "PeerLostError",
+    "ConnectionLostError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "RuntimeError",
+)
 
 
 def launch(job: Job, say: Callable[[str], None]) -> Outcome:
@@ -72,10 +80,14 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The failure that caused the others: not one that the launcher or another rank's end caused, then the earliest."""
+    verdicts = [message for kind, message, _ in map(error_of, failures.values()) if kind == "PeerLostError"]
+    # The launcher kills a rank that hangs; the others say that it hung, not that it died.
+    hung = bool(verdicts) and not any(TEXTS["died"].format(who="") in verdict for verdict in verdicts)
+    ended_by_launcher = (-signal.SIGTERM, -signal.SIGINT, *((-signal.SIGKILL,) if hung else ()))
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
-        if failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+        if failure.exitcode in ended_by_launcher:
             level = 2
         else:
             level = 1 if error_of(failure)[0] in _CONSEQUENCES else 0

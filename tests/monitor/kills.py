@@ -327,6 +327,13 @@ def main(count: int, seed: int, world: int, victims: int, how: str) -> None:
         for i, kill in enumerate(draw(count, seed, world, victims)):
             kill = replace(kill, abrupt=how == "abrupt", how=signal.SIGSTOP if how == "stop" else signal.SIGKILL)
             results.append((kill, run(kill, Path(folder) / str(i))))
+            print(
+                i,
+                kill.phase,
+                kill.victims,
+                [(r.rank, r.named, round(r.seconds, 1)) for r in results[-1][1]],
+                flush=True,
+            )
             for rank in results[-1][1]:
                 if not rank.named or not rank.named <= set(kill.victims) or rank.status != 1:
                     print(f"kill {i}, {kill}: rank {rank.rank} ended with {rank.status} after {rank.seconds:.1f} s")

@@ -34,13 +34,22 @@ def test_a_cause_comes_before_its_consequences(tmp_path):
 
 def test_a_killed_rank_is_the_cause(tmp_path):
     failures = {
-        0: failure(tmp_path, 0, "PeerLostError: rank 1 ...", time=1),
+        0: failure(tmp_path, 0, "PeerLostError: rank 1 (in phase 'x') died: its process is gone. Rank 0 ...", time=1),
         1: failure(tmp_path, 1, code=-9),
     }
     rank, found = first_failure(failures)
     error = describe_failure(rank, found, "logs")
     assert isinstance(error, LaunchError)
     assert str(error) == "rank 1 was ended by SIGKILL (out of memory?); what it wrote is in 'logs'"
+
+
+def test_a_rank_that_hung_was_killed_by_the_launcher(tmp_path):
+    failures = {
+        0: failure(tmp_path, 0, "PeerLostError: rank 1 (in phase 'x') is stopped. Rank 0 ...", time=10**12),
+        1: failure(tmp_path, 1, code=-9),
+    }
+    rank, found = first_failure(failures)
+    assert str(describe_failure(rank, found, "logs")).startswith("PeerLostError on rank 0: rank 1 (in phase 'x') is s")
 
 
 def test_an_error_that_is_not_ours_says_how_to_see_more(tmp_path):
