@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.batching.documents import mark_documents, split_documents
+from fxpar.batching.documents import cut_in_documents, mark_documents, split_documents
 from fxpar.dist_config import DistConfig
 from fxpar.eager import NOISE, relative_error
 from fxpar.errors import FxparError
@@ -81,9 +81,10 @@ def check(
 ) -> list[CheckResult]:
     """Check each strategy, or each program that `lower` made of `logical` already.
 
-    A batch is a row whose documents are marked by `document_ids` [1, T], or by positions that restart; unmarked, it is
-    one document. Documents share a row if that is proved to be harmless, else each is a micro-batch of its own.
-    `packed=True` packs without a proof, `padded=True` pads rows although the model would see it: an error shows.
+    A batch is a row whose documents are marked by `document_ids` [1, T], or by positions that restart; an unmarked one
+    is cut in two where documents may share a row. They share one if that is proved to be harmless, else each is a
+    micro-batch of its own. `packed=True` packs without a proof, `padded=True` pads rows although the model would see
+    it: an error shows.
 
     Replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse). `params` and `buffers` are whole
     tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the parameters' narrowest dtype: 1e-10
@@ -105,8 +106,9 @@ def check(
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
     batches = [as_one_sequence(logical.inputs, batch, i) for i, batch in enumerate(batches)]
     rows, unpacked = (logical, "") if packed is False else packed_if_proved(logical, force=bool(packed))
-    several = any(len(split_documents(logical.inputs, row)) > 1 for row in batches)
-    note = f"each document runs alone, since {unpacked}" if several and unpacked else ""
+    note = f"each document runs alone, since {unpacked}" if unpacked and _has_tokens(logical) else ""
+    if rows.packing is not None and not ready:
+        batches = [cut_in_documents(logical.inputs, row) for row in batches]
     oracle = _Oracle(logical, params, buffers, scale)
     setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, note)
     return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
@@ -183,10 +185,16 @@ class _Setting:
     note: str
 
 
-def _micro_batches(program: TrainGraph, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
-    """Rows with their documents marked, or each document by itself for a program that takes no marks."""
+def _has_tokens(logical: LogicalGraph) -> bool:
+    return any(dim.name == "T" for dim in logical.dims)
+
+
+def _micro_batches(program: TrainGraph, batches: Sequence[Batch], alone: bool) -> list[dict[str, Tensor]]:
+    """Rows with their documents marked, or each document by itself: if they must run `alone`, or for a program that
+    takes no marks.
+    """
     keys = {info.fqn for info in program.inputs if info.kind == "batch"}
-    if keys & {"document_ids", "document_positions", "position_ids", "positions"}:
+    if not alone and keys & {"document_ids", "document_positions", "position_ids", "positions"}:
         return [mark_documents(program.inputs, row) for row in batches]
     return [document for row in batches for document in split_documents(program.inputs, row)]
 
@@ -196,7 +204,7 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
     if padded:
         program = replace(program, padding_hazard=None)
     strategy = program.strategy
-    micro_batches = _micro_batches(program, setting.batches)
+    micro_batches = _micro_batches(program, setting.batches, bool(setting.note))
     plan = assign(strategy, len(micro_batches))
     results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
     expected = _sum(results, setting.rows)

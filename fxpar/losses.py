@@ -29,9 +29,12 @@ def causal_lm(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Sum of the token losses of a language model.
 
     Calls the model with those tensors of the batch that its forward accepts (all but the labels), and `use_cache=False`
-    if it knows that. The model returns logits [..., V], or an object with `.logits`; labels [...] are aligned.
+    if it knows that. A forward without an argument `input_ids` gets the token ids as its first one. The model returns
+    logits [..., V], a tuple that begins with them, or an object with `.logits`; labels [...] are aligned.
     """
     outputs = model(**_model_inputs(model, batch))
+    if isinstance(outputs, tuple) and not hasattr(outputs, "logits"):
+        outputs = outputs[0]
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
     return cross_entropy_sum(logits, batch["labels"])
 
@@ -80,6 +83,8 @@ def _model_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, An
     inputs: dict[str, Any] = {
         key: value for key, value in batch.items() if key not in _NOT_INPUTS and (takes_any or key in parameters)
     }
+    if "input_ids" in batch and "input_ids" not in inputs and parameters:
+        inputs[next(iter(parameters))] = batch["input_ids"]
     if "use_cache" in parameters:
         inputs["use_cache"] = False
     return inputs

@@ -71,3 +71,12 @@ def mark_documents(inputs: Collection[Input], row: Row, *, whole: bool = False) 
         "document_positions": (index - torch.where(starts, index, 0).cummax(0).values)[None],
     }
     return {**row, **{key: value for key, value in made.items() if key in missing}}
+
+
+def cut_in_documents(inputs: Collection[Input], row: Row) -> dict[str, Tensor]:
+    """An unmarked row [1, T] as two documents of about half its length; any other as it is."""
+    token = dim_symbol("T")
+    length = next((row[i.fqn].shape[1] for i in inputs if i.fqn in row and i.meta.shape == (1, token)), 0)
+    if document_starts(row) is not None or length < 2:
+        return dict(row)
+    return {**row, "document_ids": 1 + (torch.arange(length) >= (length + 1) // 2).long()[None]}

@@ -217,6 +217,8 @@ def show(
             f"{eager.grad_max_rel_err:.1e} ({eager.worst_param})",
             markup=False,
         )
+    else:
+        console.print("captured graph against the model itself: not compared, since the model drops out", markup=False)
     _show_results(console, results, notes)
 
 
