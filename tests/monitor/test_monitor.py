@@ -49,7 +49,7 @@ class CountingStore(dist.Store):
         return self.store.compare_set(key, expected, desired)
 
 
-def wait_until(condition, limit_s=10.0):
+def wait_until(condition, limit_s=60.0):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end
@@ -114,7 +114,7 @@ def test_silent_rank_on_another_machine():
     lost = monitors[0].explain(RuntimeError("Timed out waiting"))
     assert (lost.kind, lost.ranks) == ("silent", (1,))
     assert "rank 1 (in phase 'step 8'" in str(lost)
-    assert 0.4 <= time.monotonic() - began < 3.0
+    assert 0.4 <= time.monotonic() - began < 30.0
     for monitor in monitors:
         monitor.stop(lost)
 
