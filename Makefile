@@ -1,4 +1,4 @@
-# make setup | demo | test | test-browser | test-packaging | test-docs | test-titan | test-nightly | lint | bench | docs | docs-serve
+# make setup | demo | test | test-browser | test-packaging | test-docs | test-titan | test-nightly | lint | bench | gpu | docs | docs-serve
 # The first target that is run makes .venv with pip; later runs reuse it until pyproject.toml changes.
 
 VENV := .venv
@@ -11,14 +11,14 @@ WORKERS ?= 2
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 SWEEP_ARGS ?=
 DEMO_ARGS ?=
-BENCHMARKS = $(sort $(wildcard benchmarks/bench_*.py))
 # The first of these that runs and is new enough makes the virtual environment.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test test-browser test-packaging test-docs test-titan test-nightly lint format bench docs docs-serve clean
+.PHONY: setup demo test test-browser test-packaging test-docs test-titan test-nightly lint format bench gpu docs docs-serve clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -70,9 +70,14 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# The figures of docs/benchmarks.md; goes on where it was stopped, as `gpu` does.
 bench: setup
-	@test -n "$(BENCHMARKS)" || { echo "there is no benchmarks/bench_*.py to run"; exit 1; }
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script $(BENCH_ARGS); done
+	$(RUN) benchmarks/run_cpu.py $(BENCH_ARGS)
+
+# What waits for a GPU; goes on where it was stopped. With a Python that has torch already, and no .venv:
+# make gpu VENV= PYTHON=python3
+gpu: $(if $(VENV),setup)
+	OMP_NUM_THREADS=1 $(if $(VENV),$(PY),$(PYTHON)) benchmarks/run_gpu.py $(GPU_ARGS)
 
 # All causal model types of transformers against plain torch, half an hour of CPU time; goes on where it was stopped.
 sweep: setup

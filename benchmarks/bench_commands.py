@@ -1,6 +1,6 @@
 """CPU seconds of the commands that look at a model: the first time, and when the cache has its graphs.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_commands.py [--model hf:llama@8b] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_commands.py [--model hf:llama@8b] [--tiny] [--json OUT]
 
 Each command is a process of its own, torch's import included; `idle` is `fxpar --version` and one that only imports
 torch. Runs in a cache folder of its own, so the first column is without any cache.
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 COLD_TARGET_S, CACHED_TARGET_S = 30.0, 3.0
@@ -22,7 +24,7 @@ CLUSTER = {"nodes": 4, "devices_per_node": 8, "intra_gb_per_s": 300, "inter_gb_p
 COMMANDS = {
     "dump": "dump {model} -s dp4.tp8+sp --brief",
     "diff": "diff {model} -s dp4.tp8 -s dp4.tp8+sp --brief",
-    "explain": "explain {model} -s dp4.tp8+sp model.layers.3.self_attn.q_proj.weight",
+    "explain": "explain {model} -s dp4.tp8+sp {parameter}",
     "switch": "switch {model} --from dp4.tp8 --to pp4.tp8 --cluster {cluster}",
     "memory": "memory {model} -s dp4.tp8+sp --tokens 8192",
     "viz": "viz {model} -s dp4.tp8+sp -o {folder}/out.html",
@@ -37,21 +39,46 @@ def cpu_s(words: list[str], environment: dict[str, str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def main() -> None:
+def run_tiny(folder: str, cluster: Path) -> None:
+    """Every command once, on a small model, in a fork of this process: what torch imports is imported once."""
+    from fxpar.cli.app import app
+
+    def command(words: list[str]) -> None:
+        os.environ["XDG_CACHE_HOME"] = folder
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            app(words)
+
+    for name, text in COMMANDS.items():
+        words = text.format(model="llama", parameter="layers.1.ffn.up_proj.weight", cluster=cluster, folder=folder)
+        process = multiprocessing.get_context("fork").Process(target=command, args=(words.split(),))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"fxpar {words} has failed")
+        print(f"{name:8} runs")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="hf:llama@8b")
+    parser.add_argument("--parameter", default="model.layers.3.self_attn.q_proj.weight", help="that is explained")
+    parser.add_argument("--tiny", action="store_true", help="a small model, each command once, to see that it runs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder, "cluster.json")
         cluster.write_text(json.dumps(CLUSTER))
+        if args.tiny:
+            run_tiny(folder, cluster)
+            return
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder}
         import_s = cpu_s([sys.executable, "-c", "import torch"], environment)
         print(f"import torch {import_s:.1f} CPU s; a command that needs no torch ", end="")
         print(f"{cpu_s([sys.executable, '-m', 'fxpar', '--version'], environment):.1f} CPU s")
         for name, text in COMMANDS.items():
-            words = text.format(model=args.model, cluster=cluster, folder=folder).split()
+            words = text.format(model=args.model, parameter=args.parameter, cluster=cluster, folder=folder).split()
             alone = {**environment, "XDG_CACHE_HOME": f"{folder}/{name}"}
             command = [sys.executable, "-m", "fxpar", *words]
             rows[name] = (cpu_s(command, alone), min(cpu_s(command, alone) for _ in range(2)))

@@ -1,6 +1,7 @@
 """Compile time: capture and lower a 32-layer Llama of 8B widths on meta weights, with a dynamic token count.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_compile.py [--layers 32] [--strategies dp4.tp8 dp4.tp8+sp] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_compile.py [--layers 32] [--strategies dp4.tp8 dp4.tp8+sp] [--tiny]
+        [--json OUT]
 
 CPU seconds of this process and its peak resident memory. No process group, no device, no weights.
 """
@@ -11,6 +12,7 @@ import argparse
 import json
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,12 +20,15 @@ import torch
 CAPTURE_TARGET_S, LOWER_TARGET_S, MEMORY_TARGET_GB = 20.0, 8.0, 2.0
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--strategies", nargs="*", default=["dp4.tp8", "dp4.tp8+sp", "dp4.tp8+sp+zero3", "cp4.tp8+sp"])
+    parser.add_argument("--tiny", action="store_true", help="one layer, one strategy, to see that it runs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.layers, args.strategies = 1, ["dp4.tp8+sp"]
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import fxpar

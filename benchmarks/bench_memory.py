@@ -1,6 +1,6 @@
 """Peak memory of one training step on one rank without parallelism: fxpar's graph against eager torch.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_memory.py [--batch 64] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_memory.py [--batch 64] [--tiny] [--json OUT]
 
 Each mode runs in a process of its own; the figure is how far the resident set rises over its level before the step.
 """
@@ -10,35 +10,39 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import resource
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+from model import TINY, LanguageModel, Sizes, loss_sum, make_model
+from torch import Tensor
+
+from fxpar.lowering import lower
+from fxpar.runtime import bind
+from fxpar.runtime.forked import run_forked
+from fxpar.tracer import capture
+
 TARGET = 1.05
+Step = Callable[[Tensor], object]
 
 
-def step_peak_mb(mode: str, batch: int) -> float:
-    """Run one step after a warm-up with a small batch; MB by which the resident set rose at most."""
-    import torch
-    from model import SEQ, VOCAB, make_model
-
-    torch.set_num_threads(1)
-    model = make_model()
-    ids = torch.randint(0, VOCAB, (batch, SEQ + 1), generator=torch.Generator().manual_seed(1))
-    step = _eager(model) if mode == "eager" else _fxpar(model, batch)
-    step(ids[:, :9] if mode == "eager" else ids[:, : SEQ // 4 + 1])
+def step_peak_mb(mode: str, sizes: Sizes) -> float:
+    """Run one step after a warm-up with a short batch; MB by which the resident set rose at most."""
+    model = make_model(sizes)
+    shape = (sizes.batch, sizes.seq + 1)
+    ids = torch.randint(0, sizes.vocab, shape, generator=torch.Generator().manual_seed(1))
+    step = _eager(model) if mode == "eager" else _fxpar(model, sizes)
+    step(ids[:, :9] if mode == "eager" else ids[:, : sizes.seq // 4 + 1])
     before = _resident_mb()
     _reset_peak()
     step(ids)
     return _peak_mb() - before
 
 
-def _eager(model):
-    import torch.nn.functional as F
-
-    def step(ids):
+def _eager(model: LanguageModel) -> Step:
+    def step(ids: Tensor) -> None:
         for p in model.parameters():
             p.grad = None
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
@@ -47,20 +51,12 @@ def _eager(model):
     return step
 
 
-def _fxpar(model, batch: int):
-    import torch
-    from bench_step import loss_sum
-    from model import SEQ
-
-    from fxpar.lowering import lower
-    from fxpar.runtime import bind
-    from fxpar.tracer import capture
-
-    example = torch.zeros(batch, SEQ, dtype=torch.long)
+def _fxpar(model: LanguageModel, sizes: Sizes) -> Step:
+    example = torch.zeros(sizes.batch, sizes.seq, dtype=torch.long)
     bound = bind(lower(capture(model, loss_sum, {"ids": example, "labels": example}), "dp1"), 0, {})
     params = {n: p.detach() for n, p in model.named_parameters()}
 
-    def step(ids):
+    def step(ids: Tensor) -> object:
         bound.prepare(params, {})
         bound.run({"ids": ids[:, :-1], "labels": ids[:, 1:]}, 1.0)
         return bound.finish()
@@ -88,22 +84,16 @@ def _peak_mb() -> float:
     return _status("VmHWM")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--mode", choices=["eager", "fxpar"])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if args.mode:
-        print(step_peak_mb(args.mode, args.batch))
-        return
-    found = {}
-    for mode in ("eager", "fxpar"):
-        command = [sys.executable, __file__, "--mode", mode, "--batch", str(args.batch)]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
-        found[mode] = float(result.stdout.split()[-1])
-    ratio = found["fxpar"] / found["eager"]
+    args = parser.parse_args(argv)
+    sizes = TINY if args.tiny else Sizes(batch=args.batch)
+    found = {mode: run_forked(1, lambda _, mode=mode: step_peak_mb(mode, sizes))[0] for mode in ("eager", "fxpar")}
     print(f"peak of a step over its start: eager {found['eager']:.0f} MB, fxpar {found['fxpar']:.0f} MB, ", end="")
+    ratio = found["fxpar"] / found["eager"] if found["eager"] else float("nan")
     print(f"ratio {ratio:.2f} (target <= {TARGET})")
     if args.json:
         args.json.write_text(json.dumps(found))

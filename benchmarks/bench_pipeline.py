@@ -1,7 +1,7 @@
 """One training step in four pipeline stages: fxpar against torch.distributed.pipelining, in the same run.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_pipeline.py [--steps 3] [--rounds 5] [--tokens 512]
-        [--one-document | --long-tail] [--json OUT]
+        [--one-document | --long-tail] [--tiny] [--json OUT]
 
 4 gloo ranks run forward and backward of 8 micro-batches (packed rows of tokens) through an 8-layer Llama under 1F1B
 and under GPipe. The figure is CPU milliseconds per step (process time, all threads) summed over ranks; modes alternate
@@ -23,7 +23,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from fxpar.tracer import capture
 STAGES, MICRO_BATCHES = 4, 8
 LONG_TAIL = (64, 128, 256, 384, 512, 768, 960, 1024)  # tokens of the micro-batches
 MODEL = LlamaOptions(layers=8, dim=256, heads=8, kv_heads=4, ffn=704, vocab=2000)
+TINY = LlamaOptions(layers=STAGES, dim=32, heads=4, kv_heads=2, ffn=64, vocab=64)
 # schedule -> fxpar's strategy, torch's schedule, the most that fxpar may cost as a share of torch's CPU time
 SCHEDULES = {"1f1b": ("pp4", Schedule1F1B, 0.8), "gpipe": ("pp4+gpipe", ScheduleGPipe, None)}
 TOLERANCE = 1e-5  # relative, float32
@@ -59,6 +60,7 @@ TOLERANCE = 1e-5  # relative, float32
 class Work:
     """What every mode computes: micro-batches of one row each, the scale of the loss, and one device's results."""
 
+    options: LlamaOptions
     loaded: LoadedModel
     lengths: tuple[int, ...]  # of the documents of a row, alike in all rows; of each row's sequence with `padded`
     scale: float
@@ -88,9 +90,9 @@ class Mode:
     grads: Callable[[], dict[str, Tensor]]
 
 
-def make_work(tokens: int, *, one_document: bool = False, long_tail: bool = False) -> Work:
+def make_work(tokens: int, model: LlamaOptions = MODEL, *, one_document: bool = False, long_tail: bool = False) -> Work:
     """Weights, rows and the reference; no process group."""
-    options = {name: str(value) for name, value in vars(MODEL).items()}
+    options = {name: str(value) for name, value in vars(model).items()}
     rows_of = LONG_TAIL if long_tail else (tokens,) * MICRO_BATCHES
     loaded = load("llama", noise=False, options=options, tokens=rows_of)
     lengths = rows_of if long_tail else (tokens,) if one_document else document_lengths(tokens)
@@ -104,7 +106,7 @@ def make_work(tokens: int, *, one_document: bool = False, long_tail: bool = Fals
         loss += float(part.detach())
     grads = gradients(loaded.model)
     loaded.model.zero_grad()
-    return Work(loaded, lengths, loaded.scale(), loss, grads, long_tail)
+    return Work(model, loaded, lengths, loaded.scale(), loss, grads, long_tail)
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -121,8 +123,8 @@ def _as_one_document(ids: Tensor) -> dict[str, Tensor]:
 class PackedAttention(Attention):
     """The model's attention with the documents of a row known ahead: one call of ATen's flash kernel for each."""
 
-    def __init__(self) -> None:
-        super().__init__(MODEL)
+    def __init__(self, options: LlamaOptions) -> None:
+        super().__init__(options)
         self.lengths: list[int] = []
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -148,14 +150,14 @@ class Stage(nn.Module):
     def __init__(self, work: Work, stage: int) -> None:
         super().__init__()
         model = copy.deepcopy(work.loaded.model)  # modes must not share gradients
-        share = MODEL.layers // STAGES
+        share = work.options.layers // STAGES
         mine = [str(i) for i in range(stage * share, (stage + 1) * share)]
         self.layers = nn.ModuleDict({i: model.get_submodule(f"layers.{i}") for i in mine})
         self.embedding = model.get_submodule("embedding") if stage == 0 else None
         self.norm = model.get_submodule("norm") if stage == STAGES - 1 else None
         self.head = model.get_submodule("head") if stage == STAGES - 1 else None
         for name, layer in self.layers.items():
-            attention = PackedAttention()
+            attention = PackedAttention(work.options)
             attention.load_state_dict(model.get_submodule(f"layers.{name}.attention").state_dict())
             layer.attention = attention
         self.lengths = None if work.padded else work.lengths
@@ -315,13 +317,14 @@ def report(found: dict, work: Work) -> None:
     if work.padded:
         computed = MICRO_BATCHES * work.row
         print(f"{work.tokens} valid tokens; fxpar computes these, torch {computed} with padding")
+    model = work.options
     print(
-        f"{MODEL.layers} layers, width {MODEL.dim}, vocab {MODEL.vocab}, {sizes} tokens, {STAGES} ranks, "
+        f"{model.layers} layers, width {model.dim}, vocab {model.vocab}, {sizes} tokens, {STAGES} ranks, "
         f"load {found['load1']:.1f}, torch {torch.__version__}"
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="steps per round and mode")
     parser.add_argument("--rounds", type=int, default=5)
@@ -329,12 +332,17 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--one-document", action="store_true", help="a row is one document, not four")
     kind.add_argument("--long-tail", action="store_true", help="a row is one sequence, of 64 to 1024 tokens")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, one short step, to see that it runs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    work = make_work(args.tokens, one_document=args.one_document, long_tail=args.long_tail)
+    model = MODEL
+    if args.tiny:
+        model, args.tokens, args.steps, args.rounds = TINY, 32, 1, 1
+    work = make_work(args.tokens, model, one_document=args.one_document, long_tail=args.long_tail)
     programs = lower_all(work)
-    found = merge(run_forked(STAGES, lambda _: run(args.steps, args.rounds, programs, work)), work)
+    ranks = run_forked(STAGES, lambda _: run(args.steps, args.rounds, programs, work), timeout_s=3600)
+    found = merge(ranks, work)
     report(found, work)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))

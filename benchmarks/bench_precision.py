@@ -1,6 +1,6 @@
 """Does bf16 learn what fp32 learns? Two runs of `fxpar train` on Python's standard library, from the same weights.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_precision.py [--steps 200] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_precision.py [--steps 200] [--tiny] [--json OUT]
 
 4 gloo ranks, three strategies in every step, one of them with pipeline stages; the runs differ in `precision.compute`
 only. Prints the loss of held-out text after the last step and the mean training loss of the last 20 steps, and how far
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 CONFIG = """
@@ -48,6 +49,8 @@ warmup = 10
 [checkpoint]
 enabled = false
 """
+# One file in three short documents, to see that it runs.
+TINY = ("data.glob=keyword.py", "data.unit=file", "data.vocab=270", "data.batch_tokens=1024", "data.validation=1")
 TARGET = 0.01
 LAST = 20
 
@@ -71,15 +74,17 @@ def run(name: str, steps: int, folder: Path, *words: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tiny", action="store_true", help="two steps on little text, to see that it runs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    steps, words = (2, TINY) if args.tiny else (args.steps, ())
     with tempfile.TemporaryDirectory() as folder:
         found = {
-            "fp32": run("fp32", args.steps, Path(folder)),
-            "bf16": run("bf16", args.steps, Path(folder), "precision.compute=bf16"),
+            "fp32": run("fp32", steps, Path(folder), *words),
+            "bf16": run("bf16", steps, Path(folder), *words, "precision.compute=bf16"),
         }
     for name, one in found.items():
         print(f"{name}  held-out loss {one['held_out']:.4f}, training {one['training']:.4f}, {one['cpu_s']:.0f} CPU s")

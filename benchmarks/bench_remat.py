@@ -1,6 +1,6 @@
 """Recomputation on one rank: what is saved for the backward, the peak of a step, and its time.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_remat.py [--layers 12] [--tokens 512] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_remat.py [--layers 12] [--tokens 512] [--tiny] [--json OUT]
 
 Bytes are predicted from the graph (tests/memory compares them with a run). Times are CPU seconds of one step, the
 least of several, strategies in turn. Targets: with `remat` at most 1/6 of the bytes saved, at most 1.4 times the time.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,13 +31,16 @@ def strategies(none_bytes: int) -> list[str]:
     return ["dp1", "dp1+remat", "dp1+remat(selective)", "dp1+remat(*.ffn)", *budgets]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="two layers, few tokens, to see that it runs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.layers, args.tokens, args.repeats = 2, 32, 1
     torch.set_num_threads(1)
     options = {"layers": args.layers, "dim": 256, "heads": 8, "kv_heads": 4, "ffn": 688, "vocab": 1024}
     model = load("llama", options={k: str(v) for k, v in options.items()}, tokens=(args.tokens,))

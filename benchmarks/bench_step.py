@@ -1,10 +1,10 @@
 """One training step on 4 gloo ranks: fxpar against DDP, FSDP2, DTensor TP and TP + sequence parallel, in the same run.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_step.py [--steps 8] [--rounds 3] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_step.py [--steps 6] [--rounds 8] [--only dp4+zero3] [--tiny] [--json OUT]
 
-Every mode takes the same global batch, weights and AdamW. The figure is CPU milliseconds per step summed over ranks
-(wall times swing on shared machines), best of `rounds`; losses must agree. Modes alternate, so that load hits all of
-them.
+Every mode takes the same global batch, weights and AdamW; losses must agree. The figure is CPU milliseconds per step
+(process time, all threads) summed over ranks: wall times swing on shared machines. Modes take turns within a round, so
+that load hits all of them; the ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -12,37 +12,50 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from model import BATCH, SEQ, VOCAB, make_model, make_tokens
-from torch import Tensor
+from model import TINY, Sizes, loss_sum, make_model, make_tokens
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fxpar.lowering import lower
+from fxpar.runtime import ProcessGroups, bind
+from fxpar.runtime.forked import run_forked
+from fxpar.runtime.micro import local_batch
+from fxpar.strategy import Strategy
+from fxpar.tracer import capture
 
 WORLD = 4
 # fxpar strategy -> (baseline, the most it may cost as a share of the baseline's CPU time)
 PAIRS = {
     "dp4": ("ddp", 1.0),
-    "dp4+zero3": ("fsdp", 0.85),
-    "tp4": ("tp", 0.60),
-    "tp4+sp": ("tp_sp", 0.60),
+    "dp4+zero3": ("fsdp", 0.8),
+    "tp4": ("tp", 0.6),
+    "tp4+sp": ("tp_sp", 0.6),
 }
+TOLERANCE = 1e-5  # of losses, relative, float32
 Step = Callable[[], float]
 
 
-def eager_step(mode: str) -> Step:
+def eager_step(mode: str, sizes: Sizes) -> Step:
     """A step of plain torch under DDP, FSDP2 or DTensor tensor parallelism."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = make_model()
-    tokens = make_tokens()
+    model: torch.nn.Module = make_model(sizes)
+    tokens = make_tokens(sizes)
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("x",))
     if mode in ("ddp", "fsdp"):
         tokens = tokens.chunk(WORLD)[dist.get_rank()]
@@ -53,7 +66,7 @@ def eager_step(mode: str) -> Step:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif mode in ("tp", "tp_sp"):
-        _tensor_parallel(model, mesh, sequence=mode == "tp_sp")
+        tensor_parallel(model, mesh, sequence=mode == "tp_sp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> float:
@@ -73,16 +86,7 @@ def eager_step(mode: str) -> Step:
     return step
 
 
-def _tensor_parallel(model: torch.nn.Module, mesh: object, *, sequence: bool) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
+def tensor_parallel(model: torch.nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     if sequence:
         parallelize_module(
             model,
@@ -104,29 +108,23 @@ def _tensor_parallel(model: torch.nn.Module, mesh: object, *, sequence: bool) ->
         parallelize_module(layer, mesh, plan)
 
 
-def fxpar_step(strategy: str, programs: dict) -> Step:
+def fxpar_step(program, sizes: Sizes) -> Step:
     """A step of the lowered graph with the same optimizer on this rank's stored parameters."""
-    from fxpar.runtime import ProcessGroups, bind
-
-    program = programs[strategy]
-    rank = dist.get_rank()
-    model = make_model()
-    whole = dict(model.named_parameters())
-    stored = {
-        info.fqn: s.dist for info, s in zip(program.inputs, program.stored_inputs, strict=True) if info.kind == "param"
-    }
+    rank, mesh = dist.get_rank(), program.strategy.mesh
+    whole = dict(make_model(sizes).named_parameters())
     local = {
-        fqn: torch.nn.Parameter(dist_config.take(whole[fqn].detach(), rank)) for fqn, dist_config in stored.items()
+        info.fqn: torch.nn.Parameter(stored.dist.take(whole[info.fqn].detach(), rank))
+        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+        if info.kind == "param"
     }
     optimizer = torch.optim.AdamW(local.values(), lr=1e-3, foreach=False)
-    mesh = program.strategy.mesh
     bound = bind(program, rank, ProcessGroups().names(mesh, program.axes()))
-    tokens = make_tokens().chunk(mesh.degree("dp"))[mesh.coordinate(rank).get("dp", 0)]
-    batch = local_pieces(program, {"ids": tokens[:, :-1], "labels": tokens[:, 1:]}, rank)
+    tokens = make_tokens(sizes).chunk(mesh.degree("dp"))[mesh.coordinate(rank).get("dp", 0)]
+    batch = local_batch(program, {"ids": tokens[:, :-1], "labels": tokens[:, 1:]}, rank)
 
     def step() -> float:
         bound.prepare(local, {})
-        bound.run(batch, 1.0 / (BATCH * SEQ))
+        bound.run(batch, 1.0 / (sizes.batch * sizes.seq))
         result = bound.finish()
         for fqn, grad in result["grads"].items():
             local[fqn].grad = grad
@@ -137,41 +135,24 @@ def fxpar_step(strategy: str, programs: dict) -> Step:
     return step
 
 
-def local_pieces(program: object, batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    from fxpar.runtime.micro import local_batch
-
-    return local_batch(program, batch, rank)  # type: ignore[arg-type]
-
-
-def loss_sum(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    from fxpar import losses
-
-    return losses.cross_entropy_sum(model(batch["ids"]), batch["labels"])
-
-
-def lower_all(strategies: list[str]) -> dict:
+def lower_all(strategies: Sequence[str], sizes: Sizes) -> dict:
     """Capture once per replica batch size, lower each strategy; no process group."""
-    from fxpar.lowering import lower
-    from fxpar.strategy import Strategy
-    from fxpar.tracer import capture
-
     programs, captured = {}, {}
     for text in strategies:
-        rows = BATCH // Strategy.parse(text).degree("dp")
+        rows = sizes.batch // Strategy.parse(text).degree("dp")
         if rows not in captured:
-            ids = torch.zeros(rows, SEQ, dtype=torch.long)
-            captured[rows] = capture(make_model(), loss_sum, {"ids": ids, "labels": ids})
+            ids = torch.zeros(rows, sizes.seq, dtype=torch.long)
+            captured[rows] = capture(make_model(sizes), loss_sum, {"ids": ids, "labels": ids})
         programs[text] = lower(captured[rows], text)
     return programs
 
 
-def worker(rank: int, port: int, modes: list[str], programs: dict, steps: int, rounds: int, out: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    best: dict[str, float] = {}
-    losses: dict[str, float] = {}
-    made = {mode: fxpar_step(mode, programs) if mode in programs else eager_step(mode) for mode in modes}
+def measure(programs: dict, sizes: Sizes, steps: int, rounds: int) -> tuple[dict, dict]:
+    """On one rank: CPU ms per step summed over ranks, of each mode and round; the loss of each mode's second step."""
+    modes = [mode for strategy in programs for mode in (PAIRS[strategy][0], strategy)]
+    made = {m: fxpar_step(programs[m], sizes) if m in programs else eager_step(m, sizes) for m in modes}
+    cpu_ms: dict[str, list[float]] = {mode: [] for mode in made}
+    losses = {}
     for mode, step in made.items():
         step()
         losses[mode] = step()
@@ -180,53 +161,51 @@ def worker(rank: int, port: int, modes: list[str], programs: dict, steps: int, r
             dist.barrier()
             begun = time.process_time()
             for _ in range(steps):
-                losses[mode] = step()
+                step()
             spent = torch.tensor(time.process_time() - begun, dtype=torch.float64)
             dist.all_reduce(spent)
-            best[mode] = min(best.get(mode, float("inf")), 1e3 * float(spent) / steps)
-    if rank == 0:
-        Path(out).write_text(json.dumps({"cpu_ms": best, "loss": losses, "load1": os.getloadavg()[0]}))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # forked from a process with a captured graph: skip its atexit handlers
+            cpu_ms[mode].append(1e3 * float(spent) / steps)
+    return cpu_ms, losses
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="*", default=list(PAIRS), help="fxpar strategies to run, with their baselines")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    programs = lower_all(args.only)
-    modes = [m for s in args.only for m in (PAIRS[s][0], s)]
-    out = Path("/tmp") / f"fxpar_bench_{os.getpid()}.json"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("fork")
-    ranks = [
-        context.Process(target=worker, args=(r, port, modes, programs, args.steps, args.rounds, str(out)))
-        for r in range(WORLD)
-    ]
-    for p in ranks:
-        p.start()
-    for p in ranks:
-        p.join()
-    data = json.loads(out.read_text())
-    out.unlink()
+def report(cpu_ms: dict[str, list[float]], losses: dict[str, float], sizes: Sizes) -> dict:
+    """Print a line per strategy. Raises SystemExit if it computes something else than its baseline."""
+    found: dict = {"cpu_ms": cpu_ms, "loss": losses, "ratio": {}, "load1": os.getloadavg()[0]}
     print(f"{'fxpar':12} {'CPU ms':>8}   {'baseline':8} {'CPU ms':>8}   ratio  target   loss fxpar / baseline")
-    for strategy in args.only:
-        baseline, target = PAIRS[strategy]
-        mine, theirs = data["cpu_ms"][strategy], data["cpu_ms"][baseline]
+    for strategy, (baseline, target) in PAIRS.items():
+        if strategy not in cpu_ms:
+            continue
+        mine, theirs = cpu_ms[strategy], cpu_ms[baseline]
+        ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+        found["ratio"][strategy] = ratio
         print(
-            f"{strategy:12} {mine:8.1f}   {baseline:8} {theirs:8.1f}   {mine / theirs:5.2f}  <={target:4.2f}   "
-            f"{data['loss'][strategy]:.5f} / {data['loss'][baseline]:.5f}"
+            f"{strategy:12} {statistics.median(mine):8.1f}   {baseline:8} {statistics.median(theirs):8.1f}   "
+            f"{ratio:5.2f}  <={target:4.2f}   {losses[strategy]:.5f} / {losses[baseline]:.5f}"
         )
-    print(f"vocab {VOCAB}, batch {BATCH} x {SEQ}, {WORLD} ranks, load {data['load1']:.1f}, torch {torch.__version__}")
+        if not abs(losses[strategy] / losses[baseline] - 1) <= TOLERANCE:
+            raise SystemExit(f"{strategy} and {baseline} differ")
+    print(
+        f"vocab {sizes.vocab}, batch {sizes.batch} x {sizes.seq}, {WORLD} ranks, load {found['load1']:.1f}, "
+        f"torch {torch.__version__}"
+    )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="per round and mode")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--only", nargs="*", default=list(PAIRS), help="fxpar strategies to run, with their baselines")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, one step, to see that it runs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    sizes, steps, rounds = (TINY, 1, 1) if args.tiny else (Sizes(), args.steps, args.rounds)
+    programs = lower_all(args.only, sizes)
+    cpu_ms, losses = run_forked(WORLD, lambda _: measure(programs, sizes, steps, rounds), timeout_s=3600)[0]
+    found = report(cpu_ms, losses, sizes)
     if args.json:
-        args.json.write_text(json.dumps(data, indent=1))
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One switch on 4 gloo ranks: fxpar against a hand-written fused all-to-all and against DTensor.redistribute.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_switch.py [--runs 7] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_switch.py [--runs 7] [--tiny] [--json OUT]
 
 32 MB of fp32 weights go from Shard(0) to Shard(1), as 32 tensors of 512 x 512 and as 512 tensors of 128 x 128. All
 ways run in the same processes and take turns, so that load hits all of them; wall time is that of the slowest rank,
@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from fxpar.transport import Holding, Switch
 
 WORLD = 4
 SIZES = {32: 512, 512: 128}  # tensors: rows and columns of each
+TINY = {4: 16}
 # tensors -> the most of the fused all-to-all's time, the least speedup over DTensor
 TARGETS = {32: (1.1, 4.0), 512: (1.1, 12.0)}
 Way = Callable[[], Any]
@@ -105,10 +106,10 @@ def ways_of(rank: int, tensors: int, dim: int) -> dict[str, Way]:
     return ways
 
 
-def measure(runs: int) -> Callable[[int], dict[str, dict[str, dict[str, float]]]]:
+def measure(sizes: dict[int, int], runs: int) -> Callable[[int], dict[str, dict[str, dict[str, float]]]]:
     def work(rank: int) -> dict[str, dict[str, dict[str, float]]]:
         results: dict[str, dict[str, dict[str, float]]] = {}
-        for tensors, dim in SIZES.items():
+        for tensors, dim in sizes.items():
             ways = ways_of(rank, tensors, dim)
             walls: dict[str, list[float]] = {name: [] for name in ways}
             cpus: dict[str, list[float]] = {name: [] for name in ways}
@@ -130,22 +131,26 @@ def measure(runs: int) -> Callable[[int], dict[str, dict[str, dict[str, float]]]
     return work
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="four small tensors, one run, to see that it runs")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    results = run_forked(WORLD, measure(options.runs))[0]
-    for tensors, dim in SIZES.items():
+    options = parser.parse_args(argv)
+    sizes, runs = (TINY, 1) if options.tiny else (SIZES, options.runs)
+    results = run_forked(WORLD, measure(sizes, runs), timeout_s=3600)[0]
+    for tensors, dim in sizes.items():
         ways = results[str(tensors)]
         fused, dtensor = ways["fused all-to-all"], ways["DTensor.redistribute"]
-        print(f"\n{tensors} tensors of {dim} x {dim}, 32 MB, Shard(0) -> Shard(1), {WORLD} gloo ranks")
+        size = f"{tensors} tensors of {dim} x {dim}, {tensors * dim**2 * 4 / 2**20:g} MB"
+        print(f"\n{size}, Shard(0) -> Shard(1), {WORLD} gloo ranks")
         print(f"{'':32}{'wall ms':>9}{'CPU ms':>9}{'of fused':>10}{'DTensor is':>12}")
         for name, took in ways.items():
             ratio, speedup = took["wall_ms"] / fused["wall_ms"], dtensor["wall_ms"] / took["wall_ms"]
             print(f"{name:32}{took['wall_ms']:9.1f}{took['cpu_ms']:9.1f}{ratio:10.2f}{speedup:11.1f}x")
-        most, least = TARGETS[tensors]
-        print(f"targets: fxpar p2p <= {most} of fused, DTensor >= {least:.0f}x; load {os.getloadavg()[0]:.1f}")
+        if tensors in TARGETS:
+            most, least = TARGETS[tensors]
+            print(f"targets: fxpar p2p <= {most} of fused, DTensor >= {least:.0f}x; load {os.getloadavg()[0]:.1f}")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -1,6 +1,6 @@
 """CPU seconds of planning: 32B on 32 ranks and 70B on 1,024 ranks, shapes only.
 
-    python benchmarks/bench_switch_plan.py
+    python benchmarks/bench_switch_plan.py [--tiny] [--json OUT]
 
 Prints one line per switch and planner. Layouts are made once and not counted; the plan (slices and senders) is.
 Targets: 0.3 s for 32B on 32 ranks, 3 s for 70B on 1,024 ranks.
@@ -8,7 +8,11 @@ Targets: 0.3 s for 32B on 32 ranks, 3 s for 70B on 1,024 ranks.
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -41,10 +45,16 @@ CASES = [
         ],
     ),
 ]
+TINY_CASES = [("tiny", {**SIZES_32B, "num_hidden_layers": "4"}, 4, ["dp4.pp4.tp2 > dp8.tp4"])]
 
 
-def main() -> None:
-    for label, options, nodes, switches in CASES:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="four layers, one switch, to see that it runs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    found = []
+    for label, options, nodes, switches in TINY_CASES if args.tiny else CASES:
         loaded = load("hf:llama@70b", options=options, dtype=torch.bfloat16, device="meta", tokens=(128,))
         shapes = model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, label)
         cluster = ClusterSpec(nodes, 8, intra_gb_per_s=200, inter_gb_per_s=25, latency_us=10)
@@ -55,6 +65,9 @@ def main() -> None:
                 begun = time.process_time()
                 plan.verify()
                 verify_s = time.process_time() - begun
+                found.append(
+                    [label, switch, planner, plan.plan_cpu_s, verify_s, plan.inter_node_bytes, plan.predicted_s]
+                )
                 print(
                     f"{label} {switch:34} {planner:12} plan {plan.plan_cpu_s:6.3f} s  verify {verify_s:6.3f} s  "
                     f"{len(plan.transfers):8} transfers  inter {plan.inter_node_bytes / 1e9:8.1f} GB  "
@@ -62,6 +75,8 @@ def main() -> None:
                     f"predicted {plan.predicted_s:.3f} s",
                     flush=True,
                 )
+    if args.json:
+        args.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Training with torchtitan on CPU: fxpar's recipes against stock torchtitan, in the same run, from the same model.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_torchtitan.py [--rounds 5] [--seq-len 2048] [--rows 4] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_torchtitan.py [--rounds 5] [--seq-len 2048] [--rows 4] [--tiny]
+        [--json OUT]
 
 Two gloo ranks train torchtitan's llama3 debug model (fp32) on packed rows of the standard library's definitions. All
 modes stand side by side in the same two processes and take turns, a step each; the figure is valid tokens per CPU
@@ -23,6 +24,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +65,8 @@ def modes(seq_len: int) -> list[Mode]:
         Mode("fxpar dp2", {seq_len: "dp2"}, draws=2),
         Mode("fxpar dp2+zero3", {seq_len: "dp2+zero3"}, draws=2),
         Mode("fxpar tp2+sp", {seq_len: "tp2+sp"}),
-        Mode("fxpar hot", {256: "dp2", 1024: "tp2+sp", seq_len: "cp2"}, draws=2),
-        Mode("fxpar hot, every group", {256: "dp2", 1024: "tp2+sp", seq_len: "cp2"}, draws=2),
+        Mode("fxpar hot", {seq_len // 8: "dp2", seq_len // 2: "tp2+sp", seq_len: "cp2"}, draws=2),
+        Mode("fxpar hot, every group", {seq_len // 8: "dp2", seq_len // 2: "tp2+sp", seq_len: "cp2"}, draws=2),
     ]
 
 
@@ -210,14 +212,18 @@ def show(results: list[Result], console: Console) -> None:
     console.print(table)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=4, help="rows of a mini-batch, over both ranks")
     parser.add_argument("--only", nargs="*", default=[], help="modes by name")
+    parser.add_argument("--tiny", action="store_true", help="three modes, short rows, one round, to see that it runs")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.tiny:
+        arguments.rounds, arguments.seq_len, arguments.rows = 1, 128, 2
+        arguments.only = ["fsdp2", "fsdp2 + fxpar::attention", "fxpar hot"]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run_forked(1, save_seed(arguments, folder))

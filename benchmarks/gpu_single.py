@@ -1,46 +1,127 @@
-"""One GPU: a training step of a 1B-class Llama, fxpar's graph with inductor against `torch.compile` of the same model.
+"""What one GPU can say about fxpar, piece by piece; `make gpu` runs all of them.
 
-    python benchmarks/gpu_single.py [--steps 20] [--rounds 5] [--tokens 8192] [--json OUT]
-    python benchmarks/gpu_single.py --device cpu --tiny     # the same program, to see that it runs
+    python benchmarks/gpu_single.py step|attention|packed|switch [--steps 20] [--rounds 5] [--json OUT]
+    python benchmarks/gpu_single.py step --device cpu --tiny      # the same program, to see that it runs
 
-bf16, one packed row of tokens (four documents), the same attention kernel on both sides (`fxpar::attention`). The
-figure is the time of forward and backward of one micro-batch (CUDA events; wall time on CPU) and the peak of allocated
-memory; modes alternate within a round, the ratio is the median over rounds. Loss and gradients of both are compared.
-Targets: step time <= 1.0x, peak memory <= 1.02x. Not part of `make bench`: it needs a GPU.
+step        forward and backward of one packed row through a Llama of 1B: eager torch, `torch.compile`, fxpar's graph
+            eager and with inductor, all with `fxpar::attention`
+attention   `fxpar::attention` against torch's, dense (flash) and in packed documents (varlen)
+packed      long-tailed documents in one row against a padded row each
+switch      training that changes between two strategies of one rank in every step, in fp32, bf16 and fp16, against
+            eager torch on each sequence alone
+
+Times are CUDA events (wall time on a CPU), the median over rounds in which ways take turns; memory is the peak of what
+was allocated. Every piece checks its results before it prints them, and raises SystemExit if they are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxpar
 from fxpar.exec_graph import ExecGraph
+from fxpar.losses import IGNORE_INDEX, next_token_labels
 from fxpar.lowering import lower
 from fxpar.models import LoadedModel, load
-from fxpar.runtime.bound import bind
+from fxpar.runtime.bound import Backend, bind
 from fxpar.tracer import capture
 
 SIZES = {"layers": "16", "dim": "2048", "heads": "32", "kv_heads": "8", "ffn": "8192", "vocab": "32000"}
 TINY = {"layers": "2", "dim": "64", "heads": "4", "kv_heads": "2", "ffn": "176", "vocab": "500"}
-TOLERANCE = 0.05  # bf16 gradients, relative in the 2-norm
-Step = Callable[[], tuple[float, dict[str, Tensor]]]
+TOLERANCE = 0.05  # of bf16 gradients, relative in the 2-norm
+Row = dict[str, Any]
+Batch = Mapping[str, Tensor]
+Step = Callable[[], tuple[float, dict[str, Tensor]]]  # a micro-batch's loss and gradients
 
 
-def fxpar_step(loaded: LoadedModel, batch: dict[str, Tensor], scale: float) -> Step:
+@dataclass(frozen=True)
+class Settings:
+    """`steps` per round and way."""
+
+    device: torch.device
+    tiny: bool
+    steps: int
+    rounds: int
+
+    @property
+    def model(self) -> dict[str, str]:
+        return TINY if self.tiny else SIZES
+
+    def to(self, batch: Batch) -> dict[str, Tensor]:
+        return {key: value.to(self.device) for key, value in batch.items()}
+
+
+# ----------------------------------------------------------------------------------------------------- measuring
+def timed(run: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
+    """(ms per step, peak MB) of `steps` steps; no MB on a CPU."""
+    if device.type == "cpu":
+        begun = time.perf_counter()
+        for _ in range(steps):
+            run()
+        return 1e3 * (time.perf_counter() - begun) / steps, 0.0
+    torch.cuda.reset_peak_memory_stats(device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(steps):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / steps, torch.cuda.max_memory_allocated(device) / 1e6
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], settings: Settings) -> dict[str, tuple[float, float]]:
+    """(ms, peak MB) of each way, which have run before."""
+    ms: dict[str, list[float]] = {name: [] for name in ways}
+    peaks = dict.fromkeys(ways, 0.0)
+    for _ in range(settings.rounds):
+        for name, run in ways.items():
+            took, peak = timed(run, settings.steps, settings.device)
+            ms[name].append(took)
+            peaks[name] = max(peaks[name], peak)
+    return {name: (statistics.median(ms[name]), peaks[name]) for name in ways}
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Relative difference in the 2-norm."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def accept(what: str, error: float, tolerance: float) -> float:
+    """`error`. Raises SystemExit if it is too large, or no number."""
+    if not error <= tolerance:
+        raise SystemExit(f"{what} is wrong by {error:.1e}, more than {tolerance:.0e}")
+    return error
+
+
+def compare(what: str, step: Step, expected: tuple[float, dict[str, Tensor]]) -> float:
+    """The worst relative difference of a gradient, or of the loss."""
+    loss, grads = step()
+    wanted, references = expected
+    worst = max([abs(loss / wanted - 1), *(apart(grads[name], one) for name, one in references.items())])
+    return accept(what, worst, TOLERANCE)
+
+
+# ---------------------------------------------------------------------------------------------------------- step
+def fxpar_step(loaded: LoadedModel, batch: Batch, scale: float, compile: Backend) -> Step:
     """The lowered graph of one rank."""
     program = lower(capture(loaded.model, loaded.loss_fn, batch), "dp1")
     assert isinstance(program, ExecGraph)
-    bound = bind(program, 0, {}, compile="inductor")
-    params = {name: p.detach() for name, p in loaded.model.named_parameters()}
-    buffers = dict(loaded.model.named_buffers())
+    bound = bind(program, 0, {}, compile=compile)
+    params, buffers = loaded.params(), loaded.buffers()
 
     def step() -> tuple[float, dict[str, Tensor]]:
         bound.prepare(params, buffers)
@@ -51,84 +132,280 @@ def fxpar_step(loaded: LoadedModel, batch: dict[str, Tensor], scale: float) -> S
     return step
 
 
-def torch_step(loaded: LoadedModel, batch: dict[str, Tensor], scale: float) -> Step:
+def torch_step(loaded: LoadedModel, batch: Batch, scale: float, *, compiled: bool = False) -> Step:
     """What a careful user writes."""
     model: nn.Module = loaded.model
-    compiled: Any = torch.compile(lambda given: loaded.loss_fn(model, given) * scale)
+
+    def forward(given: Batch) -> Tensor:
+        return loaded.loss_fn(model, given) * scale
+
+    run: Any = torch.compile(forward) if compiled else forward
 
     def step() -> tuple[float, dict[str, Tensor]]:
         model.zero_grad()
-        loss = compiled(batch)
+        loss = run(batch)
         loss.backward()
         return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     return step
 
 
-def timed(step: Step, steps: int, device: torch.device) -> tuple[float, float]:
-    """(ms per step, peak MB) of `steps` steps."""
-    if device.type == "cpu":
-        begun = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return 1e3 * (time.perf_counter() - begun) / steps, 0.0
-    torch.cuda.reset_peak_memory_stats(device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(steps):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / steps, torch.cuda.max_memory_allocated(device) / 1e6
+def load_llama(settings: Settings, dtype: torch.dtype, tokens: int) -> LoadedModel:
+    device = str(settings.device)
+    return load("llama", noise=False, options=settings.model, dtype=dtype, device=device, tokens=(tokens,))
 
 
-def compare(first: Step, second: Step) -> float:
-    """The worst relative difference of a gradient. Raises SystemExit if the two compute something else."""
-    (loss, grads), (other, expected) = first(), second()
-    grads = {name: grad.clone() for name, grad in grads.items()}
-    errors = {n: float((grads[n].float() - e.float()).norm() / e.float().norm()) for n, e in expected.items()}
-    worst = max(errors.values())
-    if abs(loss / other - 1) > TOLERANCE or worst > TOLERANCE:
-        raise SystemExit(f"they differ: losses {loss} and {other}, a gradient by {worst:.2e}")
-    return worst
+def compare_steps(settings: Settings) -> list[Row]:
+    """Targets: fxpar with inductor takes at most 1.0 of the time of torch.compile and 1.02 of its memory."""
+    loaded = load_llama(settings, torch.bfloat16, 64 if settings.tiny else 8192)
+    batch, scale = settings.to(loaded.example_batch), loaded.scale()
+    ways = {"torch": torch_step(loaded, batch, scale), "fxpar": fxpar_step(loaded, batch, scale, "eager")}
+    if not settings.tiny:
+        ways["torch.compile"] = torch_step(loaded, batch, scale, compiled=True)
+        ways["fxpar, inductor"] = fxpar_step(loaded, batch, scale, "inductor")
+    loss, grads = ways["torch"]()
+    expected = loss, {name: grad.clone() for name, grad in grads.items()}
+    errors = {name: compare(name, step, expected) for name, step in ways.items()}
+    found = in_turns(ways, settings)
+    return [
+        {
+            "way": name,
+            "ms": ms,
+            "of torch": ms / found["torch"][0],
+            "of torch.compile": ms / found["torch.compile"][0] if "torch.compile" in found else None,
+            "peak MB": peak,
+            "gradients apart": errors[name],
+        }
+        for name, (ms, peak) in found.items()
+    ]
 
 
-def main() -> None:
+# ----------------------------------------------------------------------------------------------------- attention
+def compare_attention(settings: Settings) -> list[Row]:
+    """Forward and backward, causal, as many key/value heads as heads. Errors are against fp32 document by document."""
+    tokens, counts = (64, (1, 4)) if settings.tiny else (16_384, (1, 4, 64))
+    return [row for count in counts for row in _attention_rows([tokens // count] * count, settings)]
+
+
+def _attention_rows(lengths: Sequence[int], settings: Settings) -> list[Row]:
+    heads, width = (2, 16) if settings.tiny else (16, 128)
+    shape, device = (1, sum(lengths), heads, width), settings.device
+    made = torch.Generator(device).manual_seed(0)
+    given = [torch.randn(shape, device=device, generator=made).bfloat16().transpose(1, 2) for _ in range(4)]
+    expected = _attend(lambda *x: _by_document(*x, lengths), *(x.float() for x in given))
+    ways = {name: partial(_attend, way, *given) for name, way in _attention_ways(lengths, device).items()}
+    errors = {
+        name: accept(name, max(apart(a, b) for a, b in zip(run(), expected, strict=True)), TOLERANCE)
+        for name, run in ways.items()
+    }
+    flops = 3.5 * 4 * heads * width * sum(n * n / 2 for n in lengths)
+    return [
+        {
+            "documents": f"{len(lengths)} of {lengths[0]}",
+            "way": name,
+            "ms": ms,
+            "TFLOP/s": flops / ms / 1e9,
+            "peak MB": peak,
+            "apart": errors[name],
+        }
+        for name, (ms, peak) in in_turns(ways, settings).items()
+    ]
+
+
+def _attend(way: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = way(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def _by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    pieces = zip(*(x.split(list(lengths), 2) for x in (q, k, v)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*piece, is_causal=True) for piece in pieces], 2)
+
+
+def _attention_ways(lengths: Sequence[int], device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """On q, k, v [1, H, T, E]."""
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(device)
+    ids = documents if len(lengths) > 1 else None
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.fxpar.attention.default(q, k, v, ids, None, True, 0, q.shape[-1] ** -0.5, 0.0)[0]
+
+    ways = {"fxpar::attention": ours, "torch, a call per document": lambda q, k, v: _by_document(q, k, v, lengths)}
+    if device.type == "cuda" and len(lengths) > 1:
+        from torch.nn.attention.varlen import varlen_attn
+
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+        def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            out: Any = varlen_attn(*rows, ends, ends, max(lengths), max(lengths), is_causal=True)
+            return out[None].transpose(1, 2)
+
+        ways["torch, varlen"] = varlen
+    return ways
+
+
+# -------------------------------------------------------------------------------------------------------- packed
+def compare_packing(settings: Settings) -> list[Row]:
+    """Documents whose lengths halve, doubling in number: valid tokens per second."""
+    longest = 64 if settings.tiny else 8192
+    lengths = [longest // 2**k for k in range(4) for _ in range(2**k)]
+    loaded = load_llama(settings, torch.bfloat16, longest)
+    made = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, int(settings.model["vocab"]), (n,), generator=made) for n in lengths]
+    scale = 1.0 / (sum(lengths) - len(lengths))
+    row, padded = settings.to(_packed(documents)), settings.to(_padded(documents))
+    ways = {
+        "torch, padded": torch_step(loaded, padded, scale),
+        "torch, packed": torch_step(loaded, row, scale),
+        "fxpar, packed": fxpar_step(loaded, row, scale, "eager"),
+    }
+    loss, grads = ways["torch, packed"]()
+    expected = loss, {name: grad.clone() for name, grad in grads.items()}
+    errors = {name: compare(name, step, expected) for name, step in ways.items()}
+    computed = {name: padded["input_ids"].numel() if "padded" in name else sum(lengths) for name in ways}
+    return [
+        {
+            "way": name,
+            "tokens computed": computed[name],
+            "ms": ms,
+            "valid tokens / s": round(sum(lengths) / ms * 1e3),
+            "peak MB": peak,
+            "gradients apart": errors[name],
+        }
+        for name, (ms, peak) in in_turns(ways, settings).items()
+    ]
+
+
+def _packed(documents: Sequence[Tensor]) -> Batch:
+    ids, positions = torch.cat(list(documents))[None], torch.cat([torch.arange(len(d)) for d in documents])[None]
+    labels = next_token_labels(ids, position_ids=positions)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def _padded(documents: Sequence[Tensor]) -> Batch:
+    longest = max(map(len, documents))
+    ids = torch.stack([F.pad(d, (0, longest - len(d))) for d in documents])
+    labels = torch.stack(
+        [F.pad(next_token_labels(d[None])[0], (0, longest - len(d)), value=IGNORE_INDEX) for d in documents]
+    )
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(longest).expand_as(ids).contiguous()}
+
+
+# -------------------------------------------------------------------------------------------------------- switch
+PRECISIONS = {"captured": 1e-4, "bf16": 0.02, "fp16": 0.02}  # and how far losses may be off, relative
+
+
+def compare_precisions(settings: Settings) -> list[Row]:
+    """Losses of some steps of AdamW with two strategies in every step, against eager torch in fp32."""
+    steps, longest = (2, 64) if settings.tiny else (8, 4096)
+    steps_of = [_mini_batch(settings, longest, seed) for seed in range(steps)]
+    expected = _train_eagerly(settings, steps_of)
+    backend = "nccl" if settings.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    rows: list[Row] = []
+    try:
+        for precision, tolerance in PRECISIONS.items():
+            begun = time.perf_counter()
+            losses, reports, peak = _train(settings, steps_of, longest, precision)
+            worst = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+            last = reports[-1]
+            rows.append(
+                {
+                    "precision": precision,
+                    "strategies": ", ".join(group.strategy for group in last.groups),
+                    "ms of a step": 1e3 * statistics.median(r.wall_s for r in reports[1:]),
+                    "ms of its switches": 1e3 * sum(group.switch_s for group in last.groups),
+                    "steps left out": sum(r.skipped for r in reports),
+                    "peak MB": peak,
+                    "losses apart": accept(f"the loss in {precision}", worst, tolerance),
+                    "s in all": round(time.perf_counter() - begun),
+                }
+            )
+    finally:
+        dist.destroy_process_group()
+    return rows
+
+
+def _mini_batch(settings: Settings, longest: int, seed: int) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    lengths = [longest, longest // 2, *[longest // 8] * 4]
+    return [torch.randint(0, int(settings.model["vocab"]), (n,), generator=made) for n in lengths]
+
+
+def _train_eagerly(settings: Settings, mini_batches: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Each sequence alone."""
+    loaded = load_llama(settings, torch.float32, 64)
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-4)
+    losses = []
+    for sequences in mini_batches:
+        scale = 1.0 / sum(len(s) - 1 for s in sequences)
+        total = 0.0
+        for sequence in sequences:
+            part = loaded.loss_fn(loaded.model, settings.to(_packed([sequence]))) * scale
+            part.backward()
+            total += float(part.detach())
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _train(
+    settings: Settings, mini_batches: Sequence[Sequence[Tensor]], longest: int, precision: str
+) -> tuple[list[float], list[Any], float]:
+    """Losses, reports and peak MB of the same steps under fxpar."""
+    loaded = load_llama(settings, torch.float32, 64)
+    model = fxpar.parallelize(
+        loaded.model, strategies={longest // 4: "dp1", longest: "dp1+remat"}, merge=False, precision=precision
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if settings.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(settings.device)
+    reports = []
+    for sequences in mini_batches:
+        reports.append(model.train_step(sequences))
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = torch.cuda.max_memory_allocated(settings.device) / 1e6 if settings.device.type == "cuda" else 0.0
+    return [report.loss for report in reports], reports, peak
+
+
+# --------------------------------------------------------------------------------------------------------- main
+PIECES: dict[str, Callable[[Settings], list[Row]]] = {
+    "step": compare_steps,
+    "attention": compare_attention,
+    "packed": compare_packing,
+    "switch": compare_precisions,
+}
+
+
+def place(device: torch.device) -> dict[str, str]:
+    """What it ran on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="per round and mode")
+    parser.add_argument("piece", choices=PIECES)
+    parser.add_argument("--steps", type=int, default=20, help="per round and way")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of two small layers")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, one step")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no CUDA GPU; --device cpu --tiny shows that the program runs")
-    options = TINY if args.tiny else SIZES
-    loaded = load(
-        "llama", noise=False, options=options, dtype=torch.bfloat16, device=args.device, tokens=(args.tokens,)
-    )
-    batch = {key: value.to(device) for key, value in loaded.example_batch.items()}
-    modes = {
-        "fxpar": fxpar_step(loaded, batch, loaded.scale()),
-        "torch": torch_step(loaded, batch, loaded.scale()),
-    }
-    found: dict[str, Any] = {"gradient_error": compare(*modes.values()), "ms": {}, "peak_mb": {}}
-    for _ in range(args.rounds):
-        for name, step in modes.items():
-            ms, peak = timed(step, args.steps, device)
-            found["ms"].setdefault(name, []).append(ms)
-            found["peak_mb"].setdefault(name, []).append(peak)
-    found["time_ratio"] = statistics.median(a / b for a, b in zip(*found["ms"].values(), strict=True))
-    for name in modes:
-        print(f"{name}  {statistics.median(found['ms'][name]):9.2f} ms, peak {max(found['peak_mb'][name]):9.0f} MB")
-    print(f"time ratio {found['time_ratio']:.3f} (target <= 1.0), gradients {found['gradient_error']:.1e} apart")
-    if device.type == "cuda":
-        found["peak_ratio"] = max(found["peak_mb"]["fxpar"]) / max(found["peak_mb"]["torch"])
-        print(f"peak ratio {found['peak_ratio']:.3f} (target <= 1.02)")
+        raise SystemExit(f"torch {torch.__version__} sees no CUDA GPU; --device cpu --tiny shows that the program runs")
+    settings = Settings(device, args.tiny, *((1, 1) if args.tiny else (args.steps, args.rounds)))
+    rows = PIECES[args.piece](settings)
+    for row in rows:
+        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps({"place": place(device), "table": rows}, indent=1))
 
 
 if __name__ == "__main__":

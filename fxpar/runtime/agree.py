@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxpar.errors import BatchMismatchError, ProgramMismatchError
 from fxpar.exec_graph import Program
+from fxpar.torch_api.since_2_13 import all_gather_single
 
 Sequence_ = Tensor | Mapping[str, Tensor]
 
@@ -36,7 +37,7 @@ def check_same_batch(sequences: Sequence[Sequence_], plan: str, device: torch.de
     mine = torch.tensor([digest(sequences), planned], dtype=torch.int64, device=device)
     world = dist.get_world_size()
     everyone = torch.empty(world * 2, dtype=torch.int64, device=device)
-    dist.all_gather_single(everyone, mine, group=group)
+    all_gather_single(everyone, mine, group=group)
     values = everyone.view(world, 2).tolist()
     for column, what in enumerate(("mini-batch", "plan of the mini-batch")):
         different = [str(rank) for rank, row in enumerate(values) if row[column] != values[0][column]]

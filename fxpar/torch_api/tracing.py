@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorDeviceMismatchError,
 )
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxpar.torch_api.since_2_13 import FakeTensorDeviceMismatchError, non_strict_tracing_context
 from fxpar.torch_api.symbolic import FakeWorld, hint
 
 # What a forward raises under fake tensors when Python asks for a value that only the data has.
@@ -58,7 +58,7 @@ def trace(
         world.mode,
         tracing(TracingContext(world.mode)),
         torch.autograd.set_multithreading_enabled(False),
-        torch.compiler._non_strict_tracing_context(),
+        non_strict_tracing_context(),
         enable_python_dispatcher(),  # else some kernels would read symbolic sizes as integers
         torch.compiler.set_stance("force_eager"),  # compiled submodules run as they are
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 
 from fxpar.errors import FingerprintError
+from fxpar.torch_api.since_2_13 import all_gather_single
 from fxpar.transport.wire import Wire
 
 
@@ -16,7 +16,7 @@ def compare_fingerprints(name: str, fingerprint: bytes, wire: Wire, device: torc
     mine = torch.tensor(list(fingerprint), dtype=torch.uint8, device=device)
     everyone = torch.empty(wire.world * 8, dtype=torch.uint8, device=device)
     try:
-        dist.all_gather_single(everyone, mine, group=wire.group)
+        all_gather_single(everyone, mine, group=wire.group)
     except (RuntimeError, ValueError) as error:
         raise wire.failed([rank for rank in range(wire.world)], error) from error
     prints = [bytes(row) for row in everyone.view(wire.world, 8).tolist()]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import TransferError
+from fxpar.torch_api.since_2_13 import all_gather_single
 
 Task = Callable[[], object]  # a copy, an addition, or a check
 
@@ -179,7 +180,7 @@ class AllGather:
             for task in part.pack:
                 task()
             try:
-                work = dist.all_gather_single(part.received, part.packed, group=part.group, async_op=True)
+                work = all_gather_single(part.received, part.packed, group=part.group, async_op=True)
             except (RuntimeError, ValueError) as error:
                 raise self.wire.failed(part.peers, error) from error
             self._works.append(work)
