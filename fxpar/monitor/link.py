@@ -29,7 +29,8 @@ class Link(threading.Thread):
 
     While `hurried` rounds come twice as fast and read the beats of all ranks, as those of the judge always do.
     `wait_round` lets the training thread wait for a round, with a limit. No request to a store ends when its host is
-    stopped: whoever loses patience says `give_up`. `gone` are the ranks of this host whose processes ended, and when.
+    stopped: whoever loses patience says `give_up`. `gone` are the ranks of this host whose processes ended, and when;
+    `asked_s` is when the last round began, by the same clock.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Link(threading.Thread):
         self._to_try: dict[int, str] = {}
         self.unreachable: tuple[int, ...] | None = None
         self.hurried = self.busy = False
-        self.rounds = 0
+        self.rounds, self.asked_s = 0, 0.0
         self.beats: dict[int, Beat] = {}
         self.gone: dict[int, float] = {}
         self.verdict: Verdict | None = None
@@ -109,6 +110,7 @@ class Link(threading.Thread):
             doors, self._to_try = self._to_try, {}
             self.unreachable = try_doors(doors, self._interval_s)
         beat = self._owner.beat(count)
+        self.asked_s = beat.elapsed_s
         self._store.set(f"beat/{beat.rank}", beat.to_text())
         self._meet_neighbours()
         if self.verdict is None and self._to_publish is not None:

@@ -88,8 +88,16 @@ class Search:
         return Verdict(kind, (self.host,), who, detail)
 
     def died(self) -> Verdict | None:
-        """The ranks whose processes ended without a word, as far as this rank knows."""
-        ranks = first_gone(self.all_gone(), self.link.beats)
+        """The ranks whose processes ended without a word, as far as this rank knows.
+
+        Where the store does not answer, only those that ended before it fell silent: later ones ended because of that,
+        and their words did not arrive.
+        """
+        link, gone = self.link, self.all_gone()
+        waits = link.busy and self.elapsed_s() > link.asked_s + self.interval_s
+        if waits if link.error is None else is_timeout(link.error):
+            gone = {rank: at for rank, at in gone.items() if at <= link.asked_s}
+        ranks = first_gone(gone, link.beats)
         return Verdict("died", ranks, describe(self.link.beats, ranks, self.elapsed_s())) if ranks else None
 
     def all_gone(self) -> dict[int, float]:

@@ -58,18 +58,19 @@ def lose_one(
     how: Callable[[], None],
     wait_for_victim: bool = False,
     group_timeout_s: float = TIMEOUT_S,
+    apart_s: float = 0.0,
 ) -> list:
     """Each rank's report `{error, ranks, kind, text, seconds, cause}` by rank; None for one that wrote nothing.
 
     All ranks exchange with their neighbours, then reduce; the victim calls `how` when its neighbours have begun to
-    send to it. Fails if a survivor does not end. `group_timeout_s` is that of the process group.
+    send to it. Fails if a survivor does not end. `group_timeout_s` is that of the process group; rank n leaves n * `apart_s` later.
     """
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("fork")
-    arguments = (folder, world, victim, how, port, group_timeout_s)
+    arguments = (folder, world, victim, how, port, group_timeout_s, apart_s)
     ranks = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(world)]
     for process in ranks:
         process.start()
@@ -87,7 +88,14 @@ def lose_one(
 
 
 def _main(
-    rank: int, folder: Path, world: int, victim: int, how: Callable[[], None], port: int, group_timeout_s: float
+    rank: int,
+    folder: Path,
+    world: int,
+    victim: int,
+    how: Callable[[], None],
+    port: int,
+    group_timeout_s: float,
+    apart_s: float,
 ) -> None:
     forget_parent_threads()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -102,8 +110,9 @@ def _main(
         (folder / f"{rank}.json").write_text(json.dumps(found))
         os._exit(1)
 
+    options = {"interval_s": INTERVAL_S, "timeout_s": TIMEOUT_S, "leave_s": LEAVE_S + rank * apart_s}
     try:
-        with Monitor.of_world(interval_s=INTERVAL_S, timeout_s=TIMEOUT_S, leave_s=LEAVE_S, end=end) as monitor:
+        with Monitor.of_world(**options, end=end) as monitor:
             data = torch.ones(1_000_000)
             monitor.phase("warm up")
             dist.all_reduce(data)
