@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError, nearest
 from fxpar.exec_graph import PlainGraph
+from fxpar.graph import ForwardGraph
 from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.bound import Backend
@@ -61,6 +62,7 @@ class PlainCalls:
     watched: Callable[[], AbstractContextManager[object]] = nullcontext
     is_tracing: bool = False
     calls: int = 0
+    _logical: dict[Hashable, ForwardGraph] = field(default_factory=dict)
     _ready: dict[Hashable, _Ready] = field(default_factory=dict)
     _layouts: dict[str, list[tuple[ParamLayout, dict[str, Tensor], Switch | None]]] = field(default_factory=dict)
     _filled: dict[int, Hashable] = field(default_factory=dict)
@@ -134,14 +136,15 @@ class PlainCalls:
 
     def _get_ready(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ready:
         gradients = torch.is_grad_enabled()
-        key = (self.strategy, module.training, gradients, call_key(module, args, kwargs))
-        if key not in self._ready:
-            with self.tracing(), self.switching.store.shown_without_values(module, self.captured):
-                logical = capture_forward(module, args, kwargs, gradients=gradients)
-            logical = with_precision(logical, self.precision)
-            program = lower_forward(logical, self.strategies[self.strategy])
-            self._ready[key] = self._prepare(program)
-        return self._ready[key]
+        call = (module.training, gradients, call_key(module, args, kwargs))
+        if (self.strategy, call) not in self._ready:
+            if call not in self._logical:
+                with self.tracing(), self.switching.store.shown_without_values(module, self.captured):
+                    logical = capture_forward(module, args, kwargs, gradients=gradients)
+                self._logical[call] = with_precision(logical, self.precision)
+            program = lower_forward(self._logical[call], self.strategies[self.strategy])
+            self._ready[self.strategy, call] = self._prepare(program)
+        return self._ready[self.strategy, call]
 
     def _prepare(self, program: PlainGraph) -> _Ready:
         store, options = self.switching.store, self.switching.options

@@ -18,8 +18,9 @@ from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.pipeline_graph import TrainGraph
+from fxpar.precision import with_precision
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import Compiled, compile_strategies
+from fxpar.runtime.options import Compiled, as_precision, compile_strategies
 from fxpar.strategy import Strategy
 
 # Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
@@ -41,14 +42,21 @@ def _rows(make: Callable[[], nn.Module]) -> LogicalGraph:
 
 
 @functools.cache
-def _lowered(make: Callable[[], nn.Module], strategy: str) -> TrainGraph:
-    return lower(_rows(make), strategy, for_store=True)
+def _lowered(make: Callable[[], nn.Module], strategy: str, precision: str | None) -> TrainGraph:
+    how = as_precision(precision)
+    dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
+    return lower(with_precision(_rows(make), how), strategy, for_store=True, **dtypes)
 
 
-def compiled(make: Callable[[], nn.Module], strategies: Iterable[str] = tuple(STRATEGIES.values())) -> Compiled:
+def compiled(
+    make: Callable[[], nn.Module],
+    strategies: Iterable[str] = tuple(STRATEGIES.values()),
+    precision: str | None = None,
+) -> Compiled:
     """What `compile_strategies` makes, captured once for a `make` and lowered once for each strategy."""
     names = [str(Strategy.parse(text)) for text in strategies]
-    return Compiled(_captured(make), {name: _lowered(make, name) for name in names}, packing=_rows(make).packing)
+    programs = {name: _lowered(make, name, precision) for name in names}
+    return Compiled(_captured(make), programs, {}, as_precision(precision), _rows(make).packing)
 
 
 def parallel(make: Callable[[], nn.Module], **options: Any) -> Any:

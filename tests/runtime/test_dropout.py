@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +12,17 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.exec_graph import compile_graph
+from fxpar.graph import LogicalGraph
 from fxpar.losses import cross_entropy_sum, next_token_labels
+from fxpar.lowering import lower
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.ops.dropout import token_numbers
 from fxpar.pass_base import ancestors
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import Compiled, compile_strategies
+from fxpar.runtime.options import Compiled, capture_step
 from fxpar.tracer import capture
 from tests.runtime.hot import largest_error, sequences
 
@@ -80,11 +84,20 @@ CASES = [
 
 
 @functools.cache
-def compiled(case: int) -> Compiled:
-    make, loss_fn, strategy, _ = CASES[case]
+def captured(make: Callable[[], nn.Module]) -> tuple[LogicalGraph, LogicalGraph, str]:
+    """The graph of one sequence, that of its rows, and why these are one sequence each."""
     row = torch.zeros(1, 13, dtype=torch.int64)
-    keys = ("input_ids", "labels") if make is make_pooled else ("input_ids", "labels", "position_ids")
-    return compile_strategies(make(), {20: strategy}, loss_fn, dict.fromkeys(keys, row))
+    batch = {"input_ids": row, "labels": row}
+    logical = capture_step(make(), *((loss, batch) if make is make_pooled else (packed_lm_loss, None)))
+    return logical, *packed_if_proved(logical)
+
+
+@functools.cache
+def compiled(case: int) -> Compiled:
+    make, _, strategy, _ = CASES[case]
+    logical, rows, unpacked = captured(make)
+    program = lower(rows, strategy, for_store=True)
+    return Compiled(logical, {str(program.strategy): program}, packing=rows.packing, unpacked=unpacked)
 
 
 def run(case: int, steps: int) -> dict[str, Tensor]:
