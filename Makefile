@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-done
 # torch runs on one thread: tests and benchmarks use processes, and results must not depend on cores.
 RUN := OMP_NUM_THREADS=1 $(PY)
+# The many processes of a test run read the bytecode that the first one wrote.
+export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 # A file's tests share captured models and worlds: one worker runs them all.
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile

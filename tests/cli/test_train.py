@@ -225,7 +225,8 @@ def test_resume_with_another_strategy_on_another_number_of_ranks(trained, prepar
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_ends_clean(prepared):
-    process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=0")
+    one = ("--set", "strategies.static=dp1", "--set", "data.max_length=64")
+    process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=0", *one)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step      2/"):

@@ -63,7 +63,8 @@ def lose_one(
     """Each rank's report `{error, ranks, kind, text, seconds, cause}` by rank; None for one that wrote nothing.
 
     All ranks exchange with their neighbours, then reduce; the victim calls `how` when its neighbours have begun to
-    send to it. Fails if a survivor does not end. `group_timeout_s` is that of the process group; rank n leaves n * `apart_s` later.
+    send to it. Fails if a survivor does not end. `group_timeout_s` is that of the process group, and rank n leaves
+    n * `apart_s` later.
     """
     torch.set_num_threads(1)
     with socket.socket() as probe:

@@ -134,7 +134,9 @@ def test_all_ranks_report_the_first_verdict():
     assert all(monitor._link.verdict is None for monitor in again)
     for monitor in again[::-1]:
         monitor.stop()
-    wait_until(lambda: not any(thread.name in ("fxpar-monitor", "fxpar-neighbours") for thread in threading.enumerate()))
+    wait_until(
+        lambda: not any(thread.name in ("fxpar-monitor", "fxpar-neighbours") for thread in threading.enumerate())
+    )
 
 
 def test_rank_0_that_never_starts():

@@ -126,12 +126,13 @@ class Case:
     def run(self) -> dict[str, Any]:
         """Train on this rank."""
         model = parallel(self.make, **self.options)
-        opt, found, reports = adamw(model, **self.optimizer), [], []
-        for batch in self.batches:
+        opt, found, reports, grads = adamw(model, **self.optimizer), [], [], {}
+        for turn, batch in enumerate(self.batches, 1):
             report = model.train_step(batch)
             found.append(report.loss)
             reports.append(report)
-            grads = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters() if p.grad is not None}
+            if turn == len(self.batches):
+                grads = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters() if p.grad is not None}
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
