@@ -1,4 +1,4 @@
-# make setup | demo | test | test-browser | test-packaging | test-docs | test-titan | test-nightly | lint | bench | gpu | docs | docs-serve
+# make setup | demo | test | test-benchmarks | test-browser | test-packaging | test-docs | test-titan | test-nightly | lint | bench | gpu | docs | docs-serve
 # The first target that is run makes .venv with pip; later runs reuse it until pyproject.toml changes.
 
 VENV := .venv
@@ -20,7 +20,7 @@ DEMO_ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test test-browser test-packaging test-docs test-titan test-nightly lint format bench gpu docs docs-serve clean
+.PHONY: setup demo test test-benchmarks test-browser test-packaging test-docs test-titan test-nightly lint format bench gpu docs docs-serve clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -41,7 +41,11 @@ demo: setup
 
 # Tests of the library. Those that take minutes and test something else each have a target, and a marker, of their own.
 test: setup
-	$(PYTEST) -m "not (browser or packaging or docs or titan or nightly)" $(PYTEST_ARGS)
+	$(PYTEST) -m "not (benchmarks or browser or packaging or docs or titan or nightly)" $(PYTEST_ARGS)
+
+# Every benchmark in its tiny form.
+test-benchmarks: setup
+	$(PYTEST) -m "benchmarks and not titan" tests/benchmarks $(PYTEST_ARGS)
 
 # The pages of `fxpar viz` in a headless Chromium; skipped without one.
 test-browser: setup
@@ -57,7 +61,7 @@ test-docs: setup
 
 # torchtitan in processes of its own, stock and with fxpar: several minutes.
 test-titan: setup
-	$(PYTEST) -m titan tests/titan tests/recipes $(PYTEST_ARGS)
+	$(PYTEST) -m titan tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
 
 # Twenty times as many examples of each property, and the cases that are too many for every run: an hour.
 test-nightly: setup

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,8 @@ def cpu_s(words: list[str], environment: dict[str, str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def run_tiny(folder: str, cluster: Path) -> None:
-    """Every command once, on a small model, in a fork of this process: what torch imports is imported once."""
+def run_tiny(folder: str, cluster: Path) -> dict[str, str]:
+    """Every command once, by name, on a small model, in a fork of this process: what torch imports is imported once."""
     from fxpar.cli.app import app
 
     def command(words: list[str]) -> None:
@@ -49,14 +50,20 @@ def run_tiny(folder: str, cluster: Path) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
             app(words)
 
+    done = {}
     for name, text in COMMANDS.items():
-        words = text.format(model="llama", parameter="layers.1.ffn.up_proj.weight", cluster=cluster, folder=folder)
-        process = multiprocessing.get_context("fork").Process(target=command, args=(words.split(),))
+        model = "llama --set layers=4" if "pp4" in text else "llama"
+        words = text.format(
+            model=model, parameter="layers.1.ffn.up_proj.weight", cluster=cluster, folder=folder
+        ).split()
+        process = multiprocessing.get_context("fork").Process(target=command, args=(words,))
         process.start()
         process.join()
         if process.exitcode:
             raise SystemExit(f"fxpar {words} has failed")
         print(f"{name:8} runs")
+        done[name] = shlex.join(words)
+    return done
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         cluster = Path(folder, "cluster.json")
         cluster.write_text(json.dumps(CLUSTER))
         if args.tiny:
-            run_tiny(folder, cluster)
+            done = run_tiny(folder, cluster)
+            if args.json:
+                args.json.write_text(json.dumps(done))
             return
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder}
         import_s = cpu_s([sys.executable, "-c", "import torch"], environment)

@@ -49,8 +49,11 @@ warmup = 10
 [checkpoint]
 enabled = false
 """
-# One file in three short documents, to see that it runs.
-TINY = ("data.glob=keyword.py", "data.unit=file", "data.vocab=270", "data.batch_tokens=1024", "data.validation=1")
+# Five short documents and one rank, to see that it runs.
+TINY = (
+    *("data.glob=json/*.py", "data.unit=file", "data.vocab=270", "data.batch_tokens=1024", "data.validation=1"),
+    *("model.options.layers=1", "strategies.static=dp1"),
+)
 TARGET = 0.01
 LAST = 20
 

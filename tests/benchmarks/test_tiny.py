@@ -1,0 +1,60 @@
+"""Every benchmark runs from end to end in its tiny form, so that none of them breaks unseen.
+
+Each in a fork of its own: what torch imports is imported once, and no process group stays for the next one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxpar.torch_api.fork import forget_parent_threads
+
+pytestmark = pytest.mark.benchmarks
+torch.set_num_threads(1)  # a forked child cannot use its parent's threads
+
+ROOT = Path(__file__).parents[2]
+MARKS = {"bench_torchtitan": pytest.mark.titan}
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
+
+
+def run(main: Callable[[list[str]], object], *words: str) -> None:
+    """`main(words)` in a fork; fails if that does."""
+
+    def work() -> None:
+        forget_parent_threads()
+        main(list(words))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(300)
+    ended, code = not process.is_alive(), process.exitcode
+    process.kill()
+    assert (ended, code) == (True, 0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES])
+def test_runs(script, capfd, tmp_path, name):
+    run(script(name).main, "--tiny", "--json", str(tmp_path / "found.json"))
+    assert capfd.readouterr().out.strip()
+    assert (tmp_path / "found.json").stat().st_size > 2
+
+
+@pytest.mark.parametrize("piece", ["step", "attention", "packed", "switch"])
+def test_pieces_for_a_gpu_run(script, capfd, piece):
+    run(script("gpu_single").main, piece, "--device", "cpu", "--tiny")
+    assert capfd.readouterr().out.strip()
+
+
+def test_make_bench_runs_the_commands_of_the_page(script):
+    """As they stand there, in the same order; and it leaves no benchmark out."""
+    run = [piece.words for piece in script("run_cpu").PIECES]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert run == re.findall(r"^(?:    OMP_NUM_THREADS=1 )?(?:    )?python (benchmarks/bench_.*)$", page, re.MULTILINE)
+    assert {Path(shlex.split(words)[0]).stem for words in run} == set(NAMES)
