@@ -91,6 +91,17 @@ class BatchError(CaptureError):
         )
 
 
+class ForwardArgumentsError(CaptureError):
+    """The model's forward does not take what it is called with."""
+
+    def __init__(self, why: str, parameters: str, keys: Iterable[str]) -> None:
+        super().__init__(
+            f"{why}. The parameters of forward are {parameters or 'none'}; the keys of the batch are "
+            f"{', '.join(map(repr, keys))}. Name the keys of the batch as the parameters, or write a loss function that "
+            "calls the model with what its forward takes"
+        )
+
+
 class DynamicDimError(CaptureError):
     """The `dynamic` argument does not fit the batch, or the automatic choice is ambiguous."""
 
