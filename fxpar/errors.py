@@ -299,11 +299,16 @@ class MicroBatchError(FxparError):
 class PadError(FxparError):
     """A batch must be padded for a strategy, and fxpar does not know how for one of its keys."""
 
-    def __init__(self, key: str, why: str) -> None:
+    def __init__(self, key: str, why: str, hazard: str | None = None) -> None:
+        """`hazard`: what in the model would see the padding."""
+        reason, force = (f"; {hazard}", _FORCE_PADDING) if hazard else ("", "")
         super().__init__(
-            f"batch key {key!r} cannot be padded: {why}. Give a length that divides, or use a strategy that does not "
-            "cut tokens (without cp and sp)"
+            f"batch key {key!r} cannot be padded: {why}{reason}. Give a length that divides, or use a strategy that does "
+            f"not cut tokens (without cp and sp){force}"
         )
+
+
+_FORCE_PADDING = ". To see what padding would change, run `fxpar check` with --force-padding"
 
 
 # ---------------------------------------------------------------------------------- models and the command line

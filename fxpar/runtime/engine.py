@@ -152,6 +152,7 @@ class Engine:
             groups=tuple(reports),
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
             skipped=skipped,
+            packed=self.options.packed,
             trace=self._trace(by_strategy, sequences),
         )
 
