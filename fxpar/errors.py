@@ -657,11 +657,10 @@ class LengthMultipleError(FxparError):
 class ModelLengthError(FxparError):
     """A sequence of a length that the model cannot take."""
 
-    def __init__(self, index: int, length: int, minimum: int, maximum: int | None) -> None:
-        most = "" if maximum is None else f" and at most {maximum}"
+    def __init__(self, index: int, length: int, limits: str) -> None:
         super().__init__(
-            f"sequence {index} of the mini-batch has {length} tokens, but the model takes at least {minimum}{most} "
-            "(the captured graph holds for these). Split the sequence, or build the model for longer ones"
+            f"sequence {index} of the mini-batch has {length} tokens, but the model takes {limits}. Cut it or leave it "
+            "out, or build the model for such lengths"
         )
 
 
