@@ -97,8 +97,8 @@ class ForwardArgumentsError(CaptureError):
     def __init__(self, why: str, parameters: str, keys: Iterable[str]) -> None:
         super().__init__(
             f"{why}. The parameters of forward are {parameters or 'none'}; the keys of the batch are "
-            f"{', '.join(map(repr, keys))}. Name the keys of the batch as the parameters, or write a loss function that "
-            "calls the model with what its forward takes"
+            f"{', '.join(map(repr, keys))}. Name the keys of the batch as the parameters, or write a loss function "
+            "that calls the model with what its forward takes"
         )
 
 
@@ -303,8 +303,8 @@ class PadError(FxparError):
         """`hazard`: what in the model would see the padding."""
         reason, force = (f"; {hazard}", _FORCE_PADDING) if hazard else ("", "")
         super().__init__(
-            f"batch key {key!r} cannot be padded: {why}{reason}. Give a length that divides, or use a strategy that does "
-            f"not cut tokens (without cp and sp){force}"
+            f"batch key {key!r} cannot be padded: {why}{reason}. Give a length that divides, or use a strategy that "
+            f"does not cut tokens (without cp and sp){force}"
         )
 
 
@@ -790,10 +790,15 @@ class DeviceCountError(FxparError):
 
 
 class LaunchError(FxparError):
-    """A local rank ended in another way than by an error of its own."""
+    """A local rank ended in another way than by an error of its own.
 
-    def __init__(self, rank: int, how: str, log: str) -> None:
-        super().__init__(f"rank {rank} {how}; what it wrote is in {log!r}")
+    `log` is the file of what it wrote, empty if it wrote nothing; `advice` says how to go on.
+    """
+
+    def __init__(self, rank: int, how: str, log: str, advice: str = "") -> None:
+        self.rank, self.how, self.log = rank, how, log
+        wrote = f"what it wrote is in {log!r}" if log else "it wrote nothing"
+        super().__init__(f"rank {rank} {how}; {wrote}" + (f". {advice}" if advice else ""))
 
 
 class CompareError(FxparError):

@@ -71,8 +71,8 @@ def packed(rank):
     with pytest.raises(ModelLengthError) as caught:
         model.train_step([torch.zeros(LONGEST + 1, dtype=torch.int64)])
     assert str(caught.value).startswith(
-        "sequence 0 of the mini-batch has 41 tokens, but the model takes at most 40 tokens (it has no more positions in "
-        "the table of 'positions'). Cut it"
+        "sequence 0 of the mini-batch has 41 tokens, but the model takes at most 40 tokens (it has no more positions "
+        "in the table of 'positions'). Cut it"
     )
     return gradients(model), [(g.strategy, g.sequences, g.micro_batches) for g in report.groups], model.evaluate(BATCH)
 

@@ -55,7 +55,8 @@ def test_a_forward_that_does_not_take_the_batch(loss, why):
     with pytest.raises(errors.ForwardArgumentsError) as caught:
         capture(Masked(), loss, X)
     assert str(caught.value).startswith(
-        f"Masked.forward() {why}. The parameters of forward are x, mask, scale=1.0; the keys of the batch are 'x', 'y'. "
+        f"Masked.forward() {why}. The parameters of forward are x, mask, scale=1.0; the keys of the batch are 'x', "
+        "'y'. Name the keys"
     )
 
 
