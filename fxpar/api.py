@@ -68,7 +68,8 @@ def parallelize(
 ) -> Any:
     """Make `target` (a module, or as a decorator a module class) train under `strategies`.
 
-    `strategies` maps the longest sequence (tokens) that a strategy takes to the strategy; every rank must call this
+    `strategies` maps the longest sequence (tokens) that a strategy takes to the strategy; `train_step` refuses one
+    beyond the last limit, and a limit beyond the positions of the model is a warning. Every rank must call this
     with the same module and arguments inside an initialised `torch.distributed`. The module is changed in place and
     returned; its class becomes a subclass with `train_step`, `plan`, `memory`, `using`, `engine_state`.
 
@@ -175,7 +176,8 @@ class ParallelModule(nn.Module):
         """Forward and backward of one mini-batch: token sequences [T] of any lengths, the same on every rank.
 
         A sequence is a tensor of token ids, or a mapping with `input_ids` and further tensors [T] such as aligned
-        `labels`. Gradients of the mean over valid tokens are added to `.grad` of the parameters.
+        `labels` (-100 where nothing is to be predicted); without them each token predicts the next one. Gradients of
+        the mean over valid tokens are added to `.grad` of the parameters.
         """
         return self._session().train_step(self, sequences)
 

@@ -44,7 +44,10 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, to
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One strategy's verdict; relative errors are max |a - b| / max |b| of a tensor, over all ranks."""
+    """One strategy's verdict; relative errors are max |a - b| / max |b| of a tensor, over all ranks.
+
+    `documents` is "in rows" where they shared rows, "alone" where each was a micro-batch, empty without tokens.
+    """
 
     strategy: str
     world: int
@@ -60,6 +63,7 @@ class CheckResult:
     nodes: int
     run_wall_s: float = 0.0
     error: str = ""
+    documents: str = ""
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -189,12 +193,15 @@ def _has_tokens(logical: LogicalGraph) -> bool:
     return any(dim.name == "T" for dim in logical.dims)
 
 
-def _micro_batches(program: TrainGraph, batches: Sequence[Batch], alone: bool) -> list[dict[str, Tensor]]:
-    """Rows with their documents marked, or each document by itself: if they must run `alone`, or for a program that
-    takes no marks.
-    """
+def _takes_rows(program: TrainGraph) -> bool:
+    """Whether a program takes marks of documents."""
     keys = {info.fqn for info in program.inputs if info.kind == "batch"}
-    if not alone and keys & {"document_ids", "document_positions", "position_ids", "positions"}:
+    return bool(keys & {"document_ids", "document_positions", "position_ids", "positions"})
+
+
+def _micro_batches(program: TrainGraph, batches: Sequence[Batch], rows: bool) -> list[dict[str, Tensor]]:
+    """Rows with their documents marked, or each document by itself."""
+    if rows:
         return [mark_documents(program.inputs, row) for row in batches]
     return [document for row in batches for document in split_documents(program.inputs, row)]
 
@@ -204,7 +211,8 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
     if padded:
         program = replace(program, padding_hazard=None)
     strategy = program.strategy
-    micro_batches = _micro_batches(program, setting.batches, bool(setting.note))
+    in_rows = not setting.note and _takes_rows(program)
+    micro_batches = _micro_batches(program, setting.batches, in_rows)
     plan = assign(strategy, len(micro_batches))
     results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
     expected = _sum(results, setting.rows)
@@ -231,6 +239,7 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
         nodes=program.node_count,
         run_wall_s=round(time.perf_counter() - begun, 3),
         error=error,
+        documents="" if not _has_tokens(setting.rows) else "in rows" if in_rows else "alone",
         notes=[*program.notes, *([setting.note] if setting.note else [])],
     )
 

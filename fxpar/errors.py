@@ -91,6 +91,17 @@ class BatchError(CaptureError):
         )
 
 
+class ForwardArgumentsError(CaptureError):
+    """The model's forward does not take what it is called with."""
+
+    def __init__(self, why: str, parameters: str, keys: Iterable[str]) -> None:
+        super().__init__(
+            f"{why}. The parameters of forward are {parameters or 'none'}; the keys of the batch are "
+            f"{', '.join(map(repr, keys))}. Name the keys of the batch as the parameters, or write a loss function "
+            "that calls the model with what its forward takes"
+        )
+
+
 class DynamicDimError(CaptureError):
     """The `dynamic` argument does not fit the batch, or the automatic choice is ambiguous."""
 
@@ -288,11 +299,16 @@ class MicroBatchError(FxparError):
 class PadError(FxparError):
     """A batch must be padded for a strategy, and fxpar does not know how for one of its keys."""
 
-    def __init__(self, key: str, why: str) -> None:
+    def __init__(self, key: str, why: str, hazard: str | None = None) -> None:
+        """`hazard`: what in the model would see the padding."""
+        reason, force = (f"; {hazard}", _FORCE_PADDING) if hazard else ("", "")
         super().__init__(
-            f"batch key {key!r} cannot be padded: {why}. Give a length that divides, or use a strategy that does not "
-            "cut tokens (without cp and sp)"
+            f"batch key {key!r} cannot be padded: {why}{reason}. Give a length that divides, or use a strategy that "
+            f"does not cut tokens (without cp and sp){force}"
         )
+
+
+_FORCE_PADDING = ". To see what padding would change, run `fxpar check` with --force-padding"
 
 
 # ---------------------------------------------------------------------------------- models and the command line
@@ -641,11 +657,10 @@ class LengthMultipleError(FxparError):
 class ModelLengthError(FxparError):
     """A sequence of a length that the model cannot take."""
 
-    def __init__(self, index: int, length: int, minimum: int, maximum: int | None) -> None:
-        most = "" if maximum is None else f" and at most {maximum}"
+    def __init__(self, index: int, length: int, limits: str) -> None:
         super().__init__(
-            f"sequence {index} of the mini-batch has {length} tokens, but the model takes at least {minimum}{most} "
-            "(the captured graph holds for these). Split the sequence, or build the model for longer ones"
+            f"sequence {index} of the mini-batch has {length} tokens, but the model takes {limits}. Cut it or leave it "
+            "out, or build the model for such lengths"
         )
 
 
@@ -775,10 +790,15 @@ class DeviceCountError(FxparError):
 
 
 class LaunchError(FxparError):
-    """A local rank ended in another way than by an error of its own."""
+    """A local rank ended in another way than by an error of its own.
 
-    def __init__(self, rank: int, how: str, log: str) -> None:
-        super().__init__(f"rank {rank} {how}; what it wrote is in {log!r}")
+    `log` is the file of what it wrote, empty if it wrote nothing; `advice` says how to go on.
+    """
+
+    def __init__(self, rank: int, how: str, log: str, advice: str = "") -> None:
+        self.rank, self.how, self.log = rank, how, log
+        wrote = f"what it wrote is in {log!r}" if log else "it wrote nothing"
+        super().__init__(f"rank {rank} {how}; {wrote}" + (f". {advice}" if advice else ""))
 
 
 class CompareError(FxparError):

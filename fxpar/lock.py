@@ -25,12 +25,14 @@ from pathlib import Path
 LOCK = ".fxpar-lock"
 BEAT_S, SILENT_S = 3.0, 30.0
 _LOOK_S = 0.5
+_LAUNCHED = "TORCHELASTIC_RUN_ID"  # set for ranks by torchrun and `fxpar train`
 
 
 @dataclass(frozen=True)
 class Holder:
     """A process that works in a folder. `machine` differs between boots and containers, `started` between processes
-    that have had the same number; `since` is UTC.
+    that have had the same number; `since` is UTC. `command` is the process that was started by hand: the launcher of a
+    rank, else the process itself (0 in locks of versions that did not say).
     """
 
     host: str
@@ -39,19 +41,22 @@ class Holder:
     started: str
     since: str
     work: str
+    command: int = 0
 
     @classmethod
     def here(cls, work: str) -> Holder:
         """This process."""
+        command = os.getppid() if _LAUNCHED in os.environ else os.getpid()
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        return cls(socket.gethostname(), _machine(), os.getpid(), started(os.getpid()), since, work)
+        return cls(socket.gethostname(), _machine(), os.getpid(), started(os.getpid()), since, work, command)
 
     def is_same(self, other: Holder) -> bool:
         """Whether both are one process."""
         return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} ({self.work}, since {self.since} UTC)"
+        rank = f", its rank is process {self.pid}" if self.command not in (0, self.pid) else ""
+        return f"process {self.command or self.pid} on {self.host} ({self.work}{rank}, since {self.since} UTC)"
 
 
 def take(folder: Path, work: str) -> Holder | None:
@@ -130,7 +135,7 @@ def _read(path: Path) -> tuple[Holder | None, str] | None:
     ), text
 
 
-_KINDS = ("", "", 0, "", "", "")
+_KINDS = ("", "", 0, "", "", "", 0)
 
 
 def _is_alive(path: Path, other: Holder | None, mine: Holder) -> bool:

@@ -60,6 +60,23 @@ def test_the_second_is_told_who_the_first_is(tmp_path):
     os.waitpid(pid, 0)
 
 
+def test_a_rank_names_the_command_that_started_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ranks")
+    first, pid = in_child(lambda: take(tmp_path, "trains"))
+    try:
+        assert first == "None"
+        text = str(holder(tmp_path))
+        assert text.startswith(f"process {os.getpid()} on {os.uname().nodename} (trains, its rank is process {pid}, ")
+    finally:
+        end(pid)
+
+
+def test_a_lock_of_a_version_that_named_no_command(tmp_path):
+    kept = {key: value for key, value in asdict(replace(Holder.here("trains"), pid=1)).items() if key != "command"}
+    (tmp_path / LOCK).write_text(json.dumps({**kept, "started": lock.started(1)}))
+    assert str(holder(tmp_path)).startswith("process 1 on ")
+
+
 def test_a_process_takes_its_own_again_and_gives_it_back(tmp_path):
     assert take(tmp_path, "a") is None
     assert take(tmp_path, "b") is None

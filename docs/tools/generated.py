@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "errors": errors_reference,
     "torchtitan_settings": settings.table,
 }
+
+if __name__ == "__main__":
+    print(GENERATORS[sys.argv[1]](), end="")

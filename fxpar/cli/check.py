@@ -87,6 +87,9 @@ COLUMNS = (
 )
 
 
+_DOCUMENTS = {"in rows": "documents packed in rows", "alone": "each document runs alone"}
+
+
 def run_check(request: CheckRequest) -> bool:
     """Do it; whether all strategies agree with the single device.
 
@@ -223,7 +226,9 @@ def show(
 
 
 def _show_results(console: Console, results: Sequence[CheckResult], notes: Sequence[str]) -> None:
-    """The table of the strategies, what was noted of each, and the verdict."""
+    """Whether documents share rows, the table of the strategies, what was noted of each, and the verdict."""
+    for found in dict.fromkeys(result.documents for result in results if result.documents):
+        console.print(_DOCUMENTS[found], markup=False)
     width = console.width if console.is_terminal else 1000
     shown = [column for column in COLUMNS if column.width <= width]
     if console.is_terminal:

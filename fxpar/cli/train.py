@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import typer
 
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.request import check_output, write_output
-from fxpar.errors import CompareError, NoConfigError, RankFailedError
+from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
 from fxpar.strategy import Strategy
 from fxpar.train.config import TrainConfig, parse_config, read_config
 
@@ -105,6 +106,24 @@ def compared(request: TrainRequest, config: TrainConfig) -> str | None:
     return strategy
 
 
+def how_to_go_on(request: TrainRequest, config: TrainConfig) -> str:
+    """What to do after a rank was lost: the command that resumes from the last checkpoint, if there is one."""
+    from fxpar.train.session import latest
+
+    try:
+        checkpoint = latest(config)
+    except FxparError:
+        return "There is no checkpoint to go on from: start the run again"
+    words = ["fxpar", "train", request.config or "--demo"]
+    assignments = list(request.assignments)
+    if request.demo:
+        assignments.append(f"run.folder={config.folder}")  # the name of its folder is of the time of its start
+    words += [word for text in assignments for word in ("--set", text)]
+    for name, number in (("--steps", request.steps), ("--ranks", request.ranks)):
+        words += [] if number is None else [name, str(number)]
+    return f"Go on from {checkpoint} with: {shlex.join([*words, '--resume'])}"
+
+
 def _as_rank(job: Job) -> bool:
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -128,6 +147,8 @@ def _locally(job: Job, request: TrainRequest) -> bool:
     except KeyboardInterrupt:
         console.print(f"ended at once; whole checkpoints, if any, are in {job.config.checkpoints}", markup=False)
         return True
+    except LaunchError as error:
+        raise LaunchError(error.rank, error.how, error.log, how_to_go_on(request, job.config)) from None
     except RankFailedError as error:
         if request.debug and error.trace:
             stderr_console().print(error.trace, markup=False)

@@ -25,6 +25,7 @@ from torch import Tensor
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
 from fxpar.batching.collate import check_sequences, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
+from fxpar.batching.lengths import LengthLimits
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import FxparError, ModelLengthError, NanLossError
 from fxpar.runtime.agree import check_same_batch
@@ -53,7 +54,7 @@ class EngineOptions:
     """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next."""
 
     packed: bool = True
-    lengths: tuple[int, int | None] = (1, None)  # the least and the most tokens that the model takes
+    lengths: LengthLimits = field(default_factory=LengthLimits)
     merge: bool = True
     order: tuple[str, ...] | None = None
     nan: Literal["error", "skip"] = "error"
@@ -89,10 +90,9 @@ class Engine:
         check_ids(sequences, self.id_limits)
         options = self.options
         packed = options.packed if packed is None else packed
-        least, most = options.lengths
         for index, length in enumerate(lengths):
-            if length < least or (most is not None and length > most):
-                raise ModelLengthError(index, length, least, most)
+            if not options.lengths.hold(length):
+                raise ModelLengthError(index, length, str(options.lengths))
         return plan_batch(lengths, self.groups, self.costs, self.switch_seconds, packed=packed, merge=options.merge)
 
     def switch_seconds(self, groups: tuple[int, ...]) -> float:
@@ -152,6 +152,7 @@ class Engine:
             groups=tuple(reports),
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
             skipped=skipped,
+            packed=self.options.packed,
             trace=self._trace(by_strategy, sequences),
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxpar.batching import MicroBatch, length_groups
 from fxpar.batching.collate import collate
+from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
 from fxpar.errors import ParallelizeError, PositionTableError, nearest
@@ -117,10 +118,9 @@ class Compiled:
     unpacked: str = ""
 
     @property
-    def lengths(self) -> tuple[int, int | None]:
-        """The least and the most tokens of a sequence, as the model was captured."""
-        tokens = next((dim for dim in self.logical.dims if dim.name == "T"), None)
-        return (1, None) if tokens is None else (tokens.minimum, tokens.maximum)
+    def lengths(self) -> LengthLimits:
+        """How long a sequence may be, as the model was captured."""
+        return length_limits(self.logical)
 
 
 def compile_strategies(

@@ -95,7 +95,8 @@ def pad_batch(
             if dim.maximum is not None and have + missing > dim.maximum:
                 raise PadError(info.fqn, f"padding {dim.name}={have} to {have + missing} exceeds {dim.maximum}")
             if hazard is not None:
-                raise PadError(info.fqn, f"{dim.name}={have} must be a multiple of {divisors[dim.name]}; {hazard}")
+                why = f"{dim.name}={have} must be a multiple of {divisors[dim.name]}"
+                raise PadError(info.fqn, why, hazard)
             rule = known.get(info.fqn)
             if rule is None or (info.fqn in _LABELS and batch[info.fqn].is_floating_point()):
                 raise PadError(info.fqn, f"{dim.name}={have} must be a multiple of {divisors[dim.name]}")

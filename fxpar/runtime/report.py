@@ -43,6 +43,7 @@ class GroupReport:
 class StepReport:
     """One mini-batch: `loss` is the mean over its valid tokens, the same on every rank; groups in order of running.
 
+    `packed`: several sequences may have shared a row; if not, each ran alone.
     `trace` is there if spans are recorded (`parallelize(..., record=True)`).
     """
 
@@ -56,6 +57,7 @@ class StepReport:
     groups: tuple[GroupReport, ...]
     merged: tuple[tuple[int, int], ...] = ()  # limits (from, into)
     skipped: bool = False
+    packed: bool = False
     trace: StepTrace | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
 from fxpar.batching.ids import id_limits
+from fxpar.batching.lengths import LengthLimits
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import OrderError, ParallelizeError, nearest, warn
@@ -162,6 +163,9 @@ def _open(
     packed = compiled.packing is not None and options.packed is not False
     if rank == 0 and not packed and options.packed is None:
         warn(f"{compiled.logical.name}: each sequence runs alone, since {compiled.unpacked}")
+    limits = id_limits(compiled.logical)
+    if rank == 0:
+        _warn_of_limits(groups, compiled.lengths.narrowed(limits.get("position_ids")))
     plain = _plain_strategy(options, groups, names)
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
@@ -190,7 +194,7 @@ def _open(
         recorder=Recorder(device) if options.record else None,
         watcher=watcher,
         world_group=world_group,
-        id_limits=id_limits(compiled.logical),
+        id_limits=limits,
     )
     captured = {info.fqn: info.meta.dtype for info in compiled.logical.params()}
     calls = PlainCalls(
@@ -239,6 +243,16 @@ def with_multiples(
                 f"{found[-1].limit} tokens, or promise lengths that divide: length_multiple={group.multiple}"
             )
     return tuple(found)
+
+
+def _warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> None:
+    """A limit says "up to", so one beyond what the model takes is no error: shorter sequences run."""
+    beyond = [f"{group.limit} ({group.strategy})" for group in groups if lengths.most and group.limit > lengths.most]
+    if beyond:
+        warn(
+            f"strategies: {', '.join(beyond)} promises more than can run, as the model takes {lengths}. A longer "
+            f"sequence is an error in train_step; write {lengths.most} as the last limit"
+        )
 
 
 def _bind_all(

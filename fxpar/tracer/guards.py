@@ -53,9 +53,9 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | 
     symbol, low, high = found
     minimum, maximum = bounds[symbol]
     if low is not None:
-        minimum = max(minimum, low)
+        minimum = max(minimum, int(low))  # sympy's integers do not compare to Python's bool
     if high is not None:
-        maximum = high if maximum is None else min(maximum, high)
+        maximum = int(high) if maximum is None else min(maximum, int(high))
     bounds[symbol] = minimum, maximum
 
 

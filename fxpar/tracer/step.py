@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpar.errors import CaptureError, DataDependentError, DeviceError, LossError, UnsupportedOpError
+from fxpar.errors import (
+    CaptureError,
+    DataDependentError,
+    DeviceError,
+    ForwardArgumentsError,
+    LossError,
+    UnsupportedOpError,
+)
 from fxpar.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
@@ -96,7 +104,8 @@ class Traced(ABC):
         except Exception as error:
             translated = self._translate(error)
             if translated is None:
-                where = f"module {self.provenance.fqn!r}, {line_of_error(error)}"
+                fqn, line = self.provenance.fqn, line_of_error(error)
+                where = (f"module {fqn!r}" if fqn else "the model") + (f", at {line}" if line else "")
                 error.add_note(f"raised while fxpar captured {where}, on tensors without data")
                 raise
             raise translated from error
@@ -160,6 +169,19 @@ class Step(Traced):
 
     loss_fn: LossFunction
     batch: Batch
+
+    def _translate(self, error: Exception) -> CaptureError | None:
+        return super()._translate(error) or self._wrong_call(error)
+
+    def _wrong_call(self, error: Exception) -> CaptureError | None:
+        """For a call of the model's forward with other arguments than it takes; Python names the function first."""
+        function = inspect.unwrap(self.model.forward).__qualname__
+        if not (isinstance(error, TypeError) and str(error).startswith(f"{function}() ")):
+            return None
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        names = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+        keys = [i.fqn for i in self.signature.inputs if i.kind == "batch" and i.fqn != TOKEN_NUMBERS]
+        return ForwardArgumentsError(str(error), names, keys)
 
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The scaled loss and the gradients of all trainable parameters that it depends on."""

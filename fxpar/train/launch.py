@@ -72,7 +72,7 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
                 entry("-m", "fxpar.train.worker", str(folder))
         except ChildFailedError as error:
             rank, failure = first_failure(error.failures)
-            raise describe_failure(rank, failure, str(logs)) from None
+            raise describe_failure(rank, failure, logs) from None
         except SignalException as error:
             raise LauncherSignalError(signal.Signals(error.sigval).name) from None
         return Outcome(**json.loads((folder / OUTCOME).read_text()))
@@ -105,15 +105,21 @@ def error_of(failure: ProcessFailure) -> tuple[str, str, str]:
     return kind, message, str(found.get("extraInfo", {}).get("py_callstack", ""))
 
 
-def describe_failure(rank: int, failure: ProcessFailure, logs: str) -> RankFailedError | LaunchError:
+def log_of(rank: int, logs: Path) -> str:
+    """The file of what a rank of the latest run wrote to stderr; empty if it wrote nothing."""
+    found = max(logs.glob(f"ranks_*/attempt_0/{rank}/stderr.log"), key=lambda path: path.stat().st_ctime, default=None)
+    return str(found) if found is not None and found.stat().st_size else ""
+
+
+def describe_failure(rank: int, failure: ProcessFailure, logs: Path) -> RankFailedError | LaunchError:
     """The error to show for a rank that failed."""
     kind, message, trace = error_of(failure)
     if kind:
         return RankFailedError(rank, kind, message, trace, ours=hasattr(errors, kind))
     if failure.exitcode < 0:
         why = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-        return LaunchError(rank, f"was ended by {failure.signal_name()}{why}", logs)
-    return LaunchError(rank, f"ended with status {failure.exitcode}", logs)
+        return LaunchError(rank, f"was ended by {failure.signal_name()}{why}", log_of(rank, logs))
+    return LaunchError(rank, f"ended with status {failure.exitcode}", log_of(rank, logs))
 
 
 @contextmanager

@@ -223,7 +223,9 @@ def _introduce(session: TrainSession, prepared: Prepared, place: Place) -> None:
         place.say(line)
     chosen = ", ".join(f"<={limit} {text}" for limit, text in config.strategies)
     place.say(f"{config.model.name}, {session.parameters:,} parameters, on {place.world} ranks ({place.device.type})")
-    place.say(f"strategies {chosen}; set up in {session.setup_s:.1f} s")
+    packed = session.model.fxpar_session.engine.options.packed  # if not, a warning has said why
+    rows = "sequences packed in rows" if packed else "each sequence runs alone"
+    place.say(f"strategies {chosen}; {rows}; set up in {session.setup_s:.1f} s")
 
 
 def _run(

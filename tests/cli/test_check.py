@@ -45,6 +45,8 @@ def test_all_agree(tmp_path):
     assert 0 <= second["grad_max_rel_err"] < 1e-10
     assert second["collective_bytes"] > 0
     assert second["capture_cpu_s"] > 0
+    assert "\ndocuments packed in rows\nstrategy" in out
+    assert [result["documents"] for result in data["results"]] == ["in rows", "in rows"]
 
 
 def test_pipelines(tmp_path):
@@ -62,6 +64,7 @@ def test_float32_and_options():
     status, out, _ = fxpar("check", "mlp", "-s", "dp2", "--set", "layers=3", "--set", "dim=30")
     assert status == 0
     assert "2,827 parameters" in out
+    assert "documents" not in out  # it has no tokens
 
 
 def test_models_of_transformers():

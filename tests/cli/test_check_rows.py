@@ -51,6 +51,7 @@ def model(tmp_path_factory):
 def test_documents_run_alone(model):
     status, out, err = fxpar("check", model, "-s", "dp2", "--dtype", "float64")
     assert status == 0, out + err
+    assert "\neach document runs alone\nstrategy" in out
     assert "note (dp2): each document runs alone, since aten." in out
     assert "mixing.py:19 mixes tokens" in out
 
@@ -66,6 +67,7 @@ def test_forced_padding_is_a_miss(model):
     assert status == 1
     assert "T=7 must be a multiple of 2" in out
     assert "use a strategy that does not cut tokens" in out
+    assert "To see what padding would change, run `fxpar check` with --force-padding" in out
     status, out, _ = fxpar("check", model, "-s", "cp2", "--dtype", "float64", "--force-padding")
     assert status == 1
     assert "MISS" in out

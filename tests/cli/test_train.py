@@ -128,6 +128,7 @@ def test_what_a_run_prints(trained):
     assert "\x1b" not in out
     assert re.search(r"^60 documents give \d+ sequences, ", out, re.MULTILINE)
     assert "on 2 ranks (cpu)" in out
+    assert re.search(r"^strategies <=.*; sequences packed in rows; set up in \d", out, re.MULTILINE)
     assert len(re.findall(r"^step \d/6  loss \d\.\d{4}  [\d,]+ tok/s  lr 1\.00e-02  norm ", out, re.MULTILINE)) == 12
     first, last = re.findall(r"^loss     (\S+) -> (\S+)$", out, re.MULTILINE)[0]
     assert float(last) < float(first) - 0.5
@@ -259,6 +260,34 @@ def test_second_ctrl_c_ends_at_once(prepared):
     status, out, err = finish(process)
     assert status == 130, out + err
     assert "ended at once" in out
+
+
+@pytest.mark.slow
+def test_a_killed_rank(prepared):
+    """Before: a second run is told the process to end. After: the command that goes on, and no log, as it is empty."""
+    process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=1")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("checkpoint"):
+            break
+    status, _, err = run(prepared, "tiny.toml")
+    assert status == 1
+    ((command, rank_0),) = re.findall(
+        r"in use by process (\d+) on \S+ \(fxpar train of .*, its rank is process (\d+)", err
+    )
+    assert int(command) == process.pid
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    others = [
+        int(c) for c in children if c != rank_0 and b"fxpar.train.worker" in Path(f"/proc/{c}/cmdline").read_bytes()
+    ]
+    os.kill(others[0], signal.SIGKILL)
+    status, out, err = finish(process)
+    assert status == 1, out + err
+    assert re.fullmatch(
+        r"error: rank 1 was ended by SIGKILL \(out of memory\?\); it wrote nothing\. Go on from "
+        r"out/checkpoints/step-\d+ with: fxpar train tiny\.toml --set checkpoint\.every=1 --steps 100000 --resume\n",
+        err,
+    ), err
 
 
 @pytest.mark.slow

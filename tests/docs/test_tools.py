@@ -1,5 +1,6 @@
 """What the pages are generated with: pictures are up to date, references are complete."""
 
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -51,6 +52,18 @@ def test_every_error_has_a_row():
     assert missing == []
     row = next(line for line in text.splitlines() if line.startswith("| `WorldSizeError`"))
     assert "needs &lt;product&gt; ranks" in row
+
+
+def test_a_page_that_the_build_fills_says_so_in_the_repository():
+    import generated
+
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text()
+        for name in re.findall(r"<!-- generated: (\w+) -->", text):
+            assert name in generated.GENERATORS
+            assert "in the repository it is empty" in text
+            assert f"`make docs` writes it to `site/{page.stem}.html`" in text
+            assert f"`python docs/tools/generated.py {name}`" in text
 
 
 def test_what_a_page_loads_from_elsewhere_is_found():

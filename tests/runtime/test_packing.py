@@ -62,10 +62,18 @@ WORLD = World(2, lambda: None)
 
 @WORLD.case
 def packed(rank):
-    model = make(False, {8: "dp2", LONGEST: "cp2"})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = make(False, {8: "dp2", LONGEST: "cp2"})
+    assert not said
     report = model.train_step(BATCH)
-    with pytest.raises(ModelLengthError, match=r"sequence 0 .* 41 tokens, but .* takes at least 1 and at most 40"):
+    assert report.packed
+    with pytest.raises(ModelLengthError) as caught:
         model.train_step([torch.zeros(LONGEST + 1, dtype=torch.int64)])
+    assert str(caught.value).startswith(
+        "sequence 0 of the mini-batch has 41 tokens, but the model takes at most 40 tokens (it has no more positions "
+        "in the table of 'positions'). Cut it"
+    )
     return gradients(model), [(g.strategy, g.sequences, g.micro_batches) for g in report.groups], model.evaluate(BATCH)
 
 
@@ -82,6 +90,7 @@ def mixing(rank):
         warnings.simplefilter("always")
         model = make(True, {32: "cp2", LONGEST: "dp2"})
     report = model.train_step(BATCH)
+    assert not report.packed
     groups = [(g.strategy, g.sequences, g.micro_batches) for g in report.groups]
     with pytest.raises(ParallelizeError, match=r"no multiple of 2 cannot run under cp2: .*length_multiple=2"):
         make(True, {8: "dp2", LONGEST: "cp2"}, packed=False)
@@ -100,6 +109,24 @@ def test_a_model_that_mixes_tokens_runs_each_sequence_alone():
     )
     assert largest_error(grads, alone(True)) < 1e-10
     assert groups == [("cp2", 2, 2), ("dp2", 4, 2)]
+
+
+@WORLD.case
+def beyond(rank):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make(False, {8: "dp2", LONGEST: "tp2", LONGEST + 1: "cp2", 128: "dp2"})
+    return [str(w.message) for w in said]
+
+
+def test_limits_beyond_the_positions_of_the_model_are_named():
+    (said,), nothing = beyond()
+    assert not nothing
+    assert said == (
+        "strategies: 41 (cp2), 128 (dp2) promises more than can run, as the model takes at most 40 tokens (it has no "
+        "more positions in the table of 'positions'). A longer sequence is an error in train_step; write 40 as the "
+        "last limit"
+    )
 
 
 @WORLD.case

@@ -35,6 +35,39 @@ def sum_loss(model, batch):
     return model(batch["x"]).sum()
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x, mask, scale: float = 1.0):
+        return self.inner(x) * mask * scale
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (sum_loss, "missing 1 required positional argument: 'mask'"),
+        (lambda model, batch: model(**batch).sum(), "got an unexpected keyword argument 'y'"),
+    ],
+)
+def test_a_forward_that_does_not_take_the_batch(loss, why):
+    with pytest.raises(errors.ForwardArgumentsError) as caught:
+        capture(Masked(), loss, X)
+    assert str(caught.value).startswith(
+        f"Masked.forward() {why}. The parameters of forward are x, mask, scale=1.0; the keys of the batch are 'x', "
+        "'y'. Name the keys"
+    )
+
+
+def test_a_type_error_inside_of_the_model_stays_what_it_is():
+    with pytest.raises(TypeError, match="value_branch") as caught:
+        capture(With(lambda x: value_branch()), sum_loss, X)
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised while fxpar captured the model, at ")
+    assert "None" not in note
+
+
 def value_branch(x):
     return x if x.sum() > 0 else -x
 

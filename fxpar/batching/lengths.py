@@ -1,0 +1,85 @@
+"""How long a sequence may be: what the captured graph holds for, and the table that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from fxpar.batching.ids import IdLimit
+from fxpar.graph import LogicalGraph, TensorMeta
+
+aten, own = torch.ops.aten, torch.ops.fxpar
+
+# Lookups: the operand numbers of table and ids.
+_LOOKUPS = {own.embedding.default: (0, 1), aten.embedding.default: (0, 1)}
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """A sequence has `least` to `most` tokens (None: any number); `table` is what `most` comes from, where known."""
+
+    least: int = 1
+    most: int | None = None
+    table: str = ""
+
+    def hold(self, length: int) -> bool:
+        """Whether a sequence of so many tokens is within them."""
+        return self.least <= length and (self.most is None or length <= self.most)
+
+    def __str__(self) -> str:
+        """Such as `at most 512 tokens (it has no more positions in the table of 'wpe')`."""
+        bounds = [f"at least {self.least}"] * (self.least > 1)
+        bounds += [f"at most {self.most}"] * (self.most is not None)
+        source = f" (it has no more positions in {self.table})" if self.table else ""
+        return f"{' and '.join(bounds)} tokens{source}"
+
+    def narrowed(self, position_ids: IdLimit | None) -> LengthLimits:
+        """With the table that positions of the batch index, which count from 0 unless a sequence brings its own."""
+        if position_ids is None or (self.most is not None and self.most <= position_ids.rows):
+            return self
+        return replace(self, most=position_ids.rows, table=position_ids.table)
+
+
+def length_limits(logical: LogicalGraph) -> LengthLimits:
+    """Those of a graph; of one without tokens, any length."""
+    tokens = next((dim for dim in logical.dims if dim.name == "T"), None)
+    if tokens is None:
+        return LengthLimits()
+    if tokens.maximum is None:
+        return LengthLimits(tokens.minimum)
+    return LengthLimits(tokens.minimum, tokens.maximum, _table(logical, tokens.maximum))
+
+
+def _table(logical: LogicalGraph, most: int) -> str:
+    """What has a row for each position, in words: a table that is indexed by numbers that the model counts itself, else
+    one that is cut to the length of the sequence. A table may have some rows more.
+    """
+    inputs = dict(zip(logical.placeholders, logical.inputs, strict=True))
+    batch = {node for node, info in inputs.items() if info.kind == "batch"}
+    found: list[tuple[int, str]] = []
+    cut: list[tuple[int, str]] = []
+    for node in logical.gm.graph.nodes:
+        if node.target in _LOOKUPS:
+            table, ids = (node.args[at] for at in _LOOKUPS[node.target])
+            rows = table.meta["tensor"].shape[0]
+            if isinstance(rows, int) and rows >= most and not batch & set(_values(ids)):
+                found.append((rows, f"the table of {node.meta.get('fqn') or table.name!r}"))
+        elif node.target is aten.slice.Tensor and node.args[0] in inputs and node.args[0] not in batch:
+            info = inputs[node.args[0]]
+            if info.meta.shape[node.args[1]] == most:
+                cut.append((most, f"the table {info.fqn!r}"))
+    return min(found or cut, default=(0, ""))[1]
+
+
+def _values(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and all tensors that its values come from; a size is no value."""
+    seen, waiting = set(), [node]
+    while waiting:
+        one = waiting.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            waiting += [n for n in one.all_input_nodes if isinstance(n.meta.get("tensor"), TensorMeta)]

@@ -1,0 +1,57 @@
+"""The pages name every option that the commands have, and no table names another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from fxpar.cli.app import app
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# Commands whose options are on a page of their own; the others have a section of cli.md.
+PAGES = {"train", "diff", "explain", "viz"}
+SHARED = "Options of several commands"
+
+
+def options(command: str) -> set[str]:
+    """The long names of its options, `--full` of `--fold/--full` included."""
+    found = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {name for p in found for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
+
+
+def section(title: str) -> str:
+    """What stands below a heading of cli.md, to the next one."""
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", (DOCS / "cli.md").read_text(), re.M | re.S)
+    return text
+
+
+def in_table(text: str) -> set[str]:
+    """Options that begin a row of a table."""
+    rows = re.findall(r"^\| (`--.*?) \|", text, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"--[a-z-]+", row)}
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+
+
+@pytest.mark.parametrize("command", list(get_command(app).commands))  # type: ignore[attr-defined]
+def test_every_option_is_named(command):
+    if command in PAGES:
+        text = (DOCS / f"{command}.md").read_text()
+    else:
+        text = section("switch and order" if command in ("switch", "order") else command)
+    if command in ("check", "memory"):
+        assert in_table(text) <= options(command)
+        text = "".join(f"{name}\n" for name in in_table(text))  # the table names them all
+    missing = options(command) - named(text) - in_table(section(SHARED))
+    assert missing == set(), f"docs do not name {sorted(missing)} of `fxpar {command}`"
+
+
+def test_shared_options_are_those_of_several_commands():
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for name in in_table(section(SHARED)):
+        assert sum(name in options(command) for command in commands) > 1, name
