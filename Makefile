@@ -61,7 +61,7 @@ test-docs: setup
 
 # torchtitan in processes of its own, stock and with fxpar: several minutes.
 test-titan: setup
-	$(PYTEST) -m titan tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
+	$(PYTEST) -m "titan and not nightly" tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
 
 # Twenty times as many examples of each property, and the cases that are too many for every run: an hour.
 test-nightly: setup

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from fxpar.errors import RankError
 from fxpar.lock import LOCK, Holder, started
+from tests.repeat import thinned
 
 from .runs import SWITCHING, recipe, train
 
@@ -59,7 +60,7 @@ def straight(tmp_path_factory):
     return train(1, saving(None, enable=False), tmp_path_factory.mktemp("straight"), weights=True)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", thinned(["disabled", "async"], ["async"]))
 def test_a_run_in_five_legs_is_one_run(mode, straight, tmp_path):
     losses, norms = {}, {}
     for leg, (ranks, strategies) in enumerate(LEGS):
