@@ -282,13 +282,13 @@ class Monitor:
         link, search = self._link, self._search
         if link is None or search is None:
             return
+        if not self._in_step and self._status == RUN and JUDGE in link.beats:
+            self._fall_in_step(link)
         if gone:
             link.gone = {**link.gone, **dict.fromkeys(gone, self.elapsed_s())}
             link.ask()
         if self._door is not None:
             self._door.clear()
-        if not self._in_step and self._status == RUN and JUDGE in link.beats:
-            self._zero_s, self._in_step = time.monotonic() - link.beats[JUDGE].elapsed_s, True
         passed_s = self._standing.look(self._thread_id)
         self._stalled_s = self._stalled_s + passed_s if link.busy and link.rounds == self._rounds else 0.0
         self._rounds = link.rounds
@@ -302,6 +302,12 @@ class Monitor:
             link.ask(publish=Verdict(kind, ranks, describe(link.beats, ranks, self.elapsed_s())))
         if self._status != EXPLAIN:
             self._end_in_vain(link, search, passed_s)
+
+    def _fall_in_step(self, link: Link) -> None:
+        """Count seconds as rank 0 does from now on; who ended first must not depend on when that was."""
+        zero_s, self._in_step = time.monotonic() - link.beats[JUDGE].elapsed_s, True
+        link.gone = {rank: at + self._zero_s - zero_s for rank, at in link.gone.items()}
+        self._zero_s = zero_s
 
     def _end_in_vain(self, link: Link, search: Search, passed_s: float) -> None:
         """End this process if it has waited, or has been in one call of fxpar, for `leave_s` since a rank was lost."""

@@ -54,7 +54,7 @@ class Neighbours(threading.Thread):
         super().__init__(daemon=True, name="fxpar-neighbours")
         self._interval_s, self._look = interval_s, look
         self._poll = select.poll()
-        self._bell = os.pipe()
+        self._bell, self._bell_lock, self._has_ended = os.pipe(), threading.Lock(), False
         self._poll.register(self._bell[0], select.POLLIN)
         self._come: list[tuple[int, int]] = []
         self._pids: dict[int, int] = {}  # by rank
@@ -64,12 +64,17 @@ class Neighbours(threading.Thread):
     def add(self, rank: int, pid: int) -> None:
         """Watch a rank from now on; for any thread."""
         self._come.append((rank, pid))
-        os.write(self._bell[1], b"!")
+        self._ring()
 
     def close(self) -> None:
         """End the thread; for another one."""
         self._closing = True
-        os.write(self._bell[1], b"!")
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._bell_lock:  # once closed, the descriptor may be another file's
+            if not self._has_ended:
+                os.write(self._bell[1], b"!")
 
     def run(self) -> None:
         while True:
@@ -77,8 +82,10 @@ class Neighbours(threading.Thread):
             if self._closing:
                 break
             self._look(gone)
-        for descriptor in (*self._ranks, *self._bell):
-            os.close(descriptor)
+        with self._bell_lock:
+            self._has_ended = True
+            for descriptor in (*self._ranks, *self._bell):
+                os.close(descriptor)
 
     def _wait(self) -> list[int]:
         """The ranks whose processes have ended, after at most one interval."""

@@ -1,6 +1,7 @@
 """One rank's monitor on a store without processes: what it writes, what it costs, what it does when it is alone."""
 
 import multiprocessing as mp
+import os
 import pickle
 import threading
 import time
@@ -193,6 +194,32 @@ def test_neighbours_are_missed_at_once_and_named_once():
     neighbours.join(10)
     assert not neighbours.is_alive()
     assert [gone for gone in seen if gone] == [[0], [1]]
+    descriptors = [os.pipe() for _ in range(4)]  # among them the numbers that the thread had
+    neighbours.add(2, os.getpid())
+    neighbours.close()
+    for read, write in descriptors:
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+        os.close(read)
+        os.close(write)
+
+
+def test_who_ended_first_does_not_depend_on_when_rank_0_was_heard_of():
+    """Seconds count from rank 0's start once that is known, and from this rank's own before."""
+    store = dist.HashStore()
+    late = Monitor(1, 3, store, interval_s=0.3).start()
+    assert late._link is not None
+    time.sleep(0.3)
+    late._look([2])
+    judge = Monitor(0, 3, store, interval_s=0.3).start()
+    late._link.ask()
+    wait_until(lambda: 0 in late._link.beats)
+    late._look([])
+    late._look([0])
+    assert late._link.gone[2] < late._link.gone[0]
+    for monitor in (late, judge):
+        monitor.stop(PeerLostError((2,), "died", "", 0, "", "", ""))
 
 
 def test_an_error_of_its_own_is_none_if_a_peer_is_gone():
