@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing import util
@@ -99,23 +100,42 @@ class Monitor:
         self._status, self._timed_out, self._in_step = RUN, False, self.rank == JUDGE
         self._zero_s = time.monotonic()
         connection: Any = self._store  # the stubs lack clone()
+        self._neighbours = Neighbours(self.interval_s, self._look)
         try:
-            # The connection that is there tells of a dead host at once, whereas a new one is tried again and again.
-            connection.set(f"fxpar-monitor/{self.rank}", "")
-            connection.wait([f"fxpar-monitor/{self.rank}"], timedelta(seconds=self.timeout_s))
-            store = dist.PrefixStore("fxpar-monitor", connection.clone())
+            store = dist.PrefixStore("fxpar-monitor", self._own_connection(connection))
             # The verdict of an earlier monitor on the same store must not count: each start has keys of its own.
             store = dist.PrefixStore(str(store.add(f"starts/{self.rank}", 1)), store)
+            self._door = Door(address_towards(connection))
+            link = Link(self.rank, self.world, self._own_host, self._pid, store, self.interval_s, self)
+            who, waits = (self.rank, self.world, self.host, self._own_host), (self.interval_s, self.patience_s)
+            self._link = link
+            self._search = Search(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
+            link.begin()
         except dist.DistError as error:
+            self._link = self._search = None
             raise self._lost(unborn_host(self.host, how_lost(error)), "start of the monitor", error) from error
-        self._door = Door(address_towards(connection))
-        self._neighbours = Neighbours(self.interval_s, self._look)
-        self._link = link = Link(self.rank, self.world, self._own_host, self._pid, store, self.interval_s, self)
-        who, waits = (self.rank, self.world, self.host, self._own_host), (self.interval_s, self.patience_s)
-        self._search = Search(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
         self._neighbours.start()
-        link.begin()
         return self
+
+    def _own_connection(self, connection: Any) -> dist.Store:
+        """A connection to the store for this monitor alone. Where the host is gone a new one is tried again and again,
+        but the one that is there tells of it at once.
+        """
+        key, made = f"fxpar-monitor/{self.rank}", Future[Any]()
+
+        def make() -> None:
+            try:
+                made.set_result(connection.clone())
+            except BaseException as error:
+                made.set_exception(error)
+
+        connection.set(key, "")
+        connection.wait([key], timedelta(seconds=self.timeout_s))
+        threading.Thread(target=make, daemon=True, name="fxpar-connect").start()
+        while not made.done():
+            wait([made], self.interval_s / 4)
+            connection.check([key])
+        return made.result()
 
     def all_are_here(self) -> None:
         """All ranks have started their monitors: know them from now on. Without this call, within a few intervals."""
