@@ -6,6 +6,7 @@
 4 gloo ranks run forward and backward of 8 micro-batches (packed rows of tokens) through an 8-layer Llama under 1F1B
 and under GPipe. The figure is CPU milliseconds per step (process time, all threads) summed over ranks; modes alternate
 within a round, the ratio is the median over rounds. Loss and gradients of every mode are compared with one device.
+`Products and attention alone` are the kernels that both sides call with the same operands, called again by themselves.
 
 Torch gets what a careful user would give it: stages cut at the same layers, ATen's flash kernel called once for each
 document as fxpar's attention does, rotary tables made once, gradients set to None between steps, no outputs merged. It
@@ -33,6 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.checking import local_params
 from fxpar.losses import cross_entropy_sum, next_token_labels
@@ -236,6 +238,47 @@ def fxpar_mode(program: TrainGraph, work: Work) -> Mode:
     return Mode(step, lambda: found)
 
 
+# --------------------------------------------------------------------------------------------------------- floor
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+
+
+class Recorded(TorchDispatchMode):
+    """Takes down the calls of some kernels, with their operands."""
+
+    def __init__(self, kernels: set[Any]) -> None:
+        super().__init__()
+        self.kernels, self.calls = kernels, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in self.kernels:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def floor_mode(work: Work) -> Callable[[], None]:
+    """Products and attention of this rank's stage for all micro-batches, and nothing else: what no schedule, no engine
+    and no fusion can save.
+    """
+    rank = dist.get_rank()
+    module, row = Stage(work, rank), max(work.loaded.batches, key=lambda batch: batch["input_ids"].numel())
+    x = row["input_ids"] if rank == 0 else torch.randn(*row["input_ids"].shape, work.options.dim, requires_grad=True)
+    with Recorded(PRODUCTS | ATTENTION) as recorded:
+        out = module(x)
+        (cross_entropy_sum(out, row["labels"]) if rank == STAGES - 1 else out.square().sum()).backward()
+
+    @torch.no_grad()
+    def step() -> None:
+        for _ in range(MICRO_BATCHES):
+            for func, args, kwargs in recorded.calls:
+                func(*args, **kwargs)
+
+    return step
+
+
 # ----------------------------------------------------------------------------------------------------- measuring
 def make_modes(programs: dict[str, TrainGraph], work: Work) -> dict[str, Mode]:
     """All modes, those to be compared next to each other."""
@@ -255,31 +298,38 @@ def gradient_error(grads: dict[str, Tensor], work: Work) -> float:
 def run(steps: int, rounds: int, programs: dict[str, TrainGraph], work: Work) -> dict:
     """On one rank: CPU ms per step of each mode and round, its part of the loss, the error of its gradients."""
     modes = make_modes(programs, work)
-    found: dict = {"cpu_ms": {}, "loss": {}, "grad_error": {}, "names": {}}
+    found: dict = {"loss": {}, "grad_error": {}, "names": {}}
     for name, mode in modes.items():
         mode.step()  # infers shapes, connects ranks
         found["loss"][name] = mode.step()
         grads = mode.grads()
         found["names"][name] = list(grads)
         found["grad_error"][name] = gradient_error(grads, work)
-        found["cpu_ms"][name] = []
+    works: dict[str, Callable[[], object]] = {name: mode.step for name, mode in modes.items()}
+    if not work.padded:
+        works["floor"] = floor_mode(work)
+        works["floor"]()
+    found["cpu_ms"] = {name: [] for name in works}
     for _ in range(rounds):
-        for name, mode in modes.items():
+        for name, one in works.items():
             dist.barrier()
             begun = time.process_time()
             for _ in range(steps):
-                mode.step()
+                one()
             found["cpu_ms"][name].append(1e3 * (time.process_time() - begun) / steps)
     return found
 
 
 def merge(ranks: list[dict], work: Work) -> dict:
     """Sums over ranks, and errors against one device. Raises SystemExit if a mode computes something else."""
-    found: dict = {"load1": os.getloadavg()[0], "modes": {}}
-    for name in ranks[0]["cpu_ms"]:
+    cpu_ms = {
+        name: [sum(ms) for ms in zip(*(r["cpu_ms"][name] for r in ranks), strict=True)] for name in ranks[0]["cpu_ms"]
+    }
+    found: dict = {"load1": os.getloadavg()[0], "modes": {}, "floor_ms": cpu_ms.pop("floor", None)}
+    for name in cpu_ms:
         loss = sum(r["loss"][name] for r in ranks)
         one = {
-            "cpu_ms": [sum(ms) for ms in zip(*(r["cpu_ms"][name] for r in ranks), strict=True)],
+            "cpu_ms": cpu_ms[name],
             "loss": loss,
             "loss_error": abs(loss - work.loss) / abs(work.loss),
             "grad_error": float(torch.tensor([r["grad_error"][name] for r in ranks]).max()),
@@ -313,6 +363,9 @@ def report(found: dict, work: Work) -> None:
     for name, ratio in found["ratio"].items():
         target = None if work.padded else SCHEDULES[name][2]
         print(f"{name}: ratio {ratio:.3f}" + (f" (target <= {target})" if target else ""))
+    if found["floor_ms"]:
+        floor, theirs = (statistics.median(ms) for ms in (found["floor_ms"], found["modes"]["torch 1f1b"]["cpu_ms"]))
+        print(f"products and attention alone: {floor:.1f} CPU ms, {floor / theirs:.2f} of torch's 1f1b")
     sizes = " + ".join(map(str, work.lengths)) if work.padded else f"{MICRO_BATCHES} x {work.row}"
     if work.padded:
         computed = MICRO_BATCHES * work.row
