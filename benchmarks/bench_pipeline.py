@@ -54,7 +54,7 @@ LONG_TAIL = (64, 128, 256, 384, 512, 768, 960, 1024)  # tokens of the micro-batc
 MODEL = LlamaOptions(layers=8, dim=256, heads=8, kv_heads=4, ffn=704, vocab=2000)
 TINY = LlamaOptions(layers=STAGES, dim=32, heads=4, kv_heads=2, ffn=64, vocab=64)
 # schedule -> fxpar's strategy, torch's schedule, the most that fxpar may cost as a share of torch's CPU time
-SCHEDULES = {"1f1b": ("pp4", Schedule1F1B, 0.8), "gpipe": ("pp4+gpipe", ScheduleGPipe, None)}
+SCHEDULES = {"1f1b": ("pp4", Schedule1F1B, 0.9), "gpipe": ("pp4+gpipe", ScheduleGPipe, None)}
 TOLERANCE = 1e-5  # relative, float32
 
 
