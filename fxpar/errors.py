@@ -120,6 +120,13 @@ class LossError(CaptureError):
         )
 
 
+class EvaluateLossError(FxparError):
+    """`evaluate` calls the loss function as it stands, and cannot make of its value what training makes of it."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(f"evaluate: the loss function {what}. {instead}")
+
+
 class MeanLossError(CaptureError):
     """The loss averages over tokens in a way that cannot be turned into a sum exactly."""
 
@@ -681,6 +688,17 @@ class BatchKeyError(FxparError):
         super().__init__(
             f"the graph needs {key!r}, which sequence {index} of the mini-batch does not have (it has "
             f"{', '.join(map(repr, has))}). Give each sequence as a mapping with {key!r} of its length"
+        )
+
+
+class UnreadKeyError(FxparError):
+    """A sequence has a tensor that the captured step does not read: training on it would leave the tensor out."""
+
+    def __init__(self, key: str, index: int, read: Iterable[str]) -> None:
+        super().__init__(
+            f"sequence {index} of the mini-batch has {key!r}, which the captured step does not read (it reads "
+            f"{', '.join(map(repr, read))}). An optional argument of the forward is captured only if "
+            f"fxpar.parallelize(..., example=batch) has it: give such a batch, or leave {key!r} out of the sequences"
         )
 
 

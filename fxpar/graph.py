@@ -113,7 +113,8 @@ class Packing:
 class LogicalGraph:
     """Forward + loss + backward of one replica with global shapes, as the model treats one sequence.
 
-    With `packing` a row may be several documents (`fxpar.passes.pack_documents`).
+    With `packing` a row may be several documents (`fxpar.passes.pack_documents`). `averaged`: the user's loss function
+    returns the mean of which the graph has the sum.
 
     Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
     (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens. `constants` are tensors that the
@@ -128,10 +129,29 @@ class LogicalGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     packing: Packing | None = None
+    averaged: bool = False
 
     @property
     def placeholders(self) -> list[fx.Node]:
         return list(self.gm.graph.find_nodes(op="placeholder"))
+
+    def carried_buffers(self) -> list[str]:
+        """FQNs of buffers that the forward writes and the loss depends on: a forward sees what the last one left.
+
+        A batch norm that trains reads its statistics only to write them.
+        """
+        seen = [n for n, o in zip(self.results, self.outputs, strict=True) if o.kind == "loss"]
+        todo, found = list(seen), set(seen)
+        while todo:
+            node = todo.pop()
+            only_batch = node.target is torch.ops.aten._native_batch_norm_legit_functional.default and node.args[5]
+            for source in [node.args[0], *node.args[1:3]] if only_batch else node.all_input_nodes:
+                if isinstance(source, fx.Node) and source not in found:
+                    found.add(source)
+                    todo.append(source)
+        written = {out.fqn for out in self.outputs if out.kind == "buffer"}
+        placed = zip(self.placeholders, self.inputs, strict=True)
+        return [i.fqn for node, i in placed if i.kind == "buffer" and i.fqn in written and node in found]
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

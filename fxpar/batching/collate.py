@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching.plan import MicroBatch
-from fxpar.errors import BatchKeyError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
+from fxpar.errors import BatchKeyError, NoValidTokenError, SequenceError, UnmarkedDocumentsError, UnreadKeyError
 from fxpar.losses import IGNORE_INDEX, next_token_labels
 
 Tokens = Tensor | Mapping[str, Tensor]
@@ -29,6 +29,24 @@ def check_sequences(sequences: Sequence[Tokens]) -> tuple[int, ...]:
     Raises SequenceError with the index of the first bad sequence.
     """
     return tuple(_columns(i, sequence)["input_ids"].shape[0] for i, sequence in enumerate(sequences))
+
+
+def check_keys(sequences: Sequence[Tokens], read: Collection[str]) -> None:
+    """Raise UnreadKeyError for the first key of a sequence that a step with the batch keys `read` would not look at.
+
+    Let pass are keys that change nothing: labels and documents, which fxpar reads itself; positions as it counts them;
+    an attention mask without a zero. `sequences` are what `check_sequences` lets pass.
+    """
+    known = {ALIASES.get(key, key) for key in read} | {"input_ids", "labels", "document_ids", "document_positions"}
+    for index, sequence in enumerate(sequences):
+        if isinstance(sequence, Tensor):
+            continue
+        for key, value in sequence.items():
+            meant = ALIASES.get(key, key)
+            if meant in known or (meant == "attention_mask" and bool((value != 0).all())):
+                continue
+            if meant != "position_ids" or not torch.equal(value, _within(_columns(index, sequence)).to(value.dtype)):
+                raise UnreadKeyError(key, index, sorted(read))
 
 
 def valid_tokens(sequences: Sequence[Tokens]) -> int:
@@ -72,8 +90,7 @@ def documents_of(sequence: Tokens) -> list[Tokens]:
     if len(begins) == 1:
         return [sequence]
     ends = [*begins[1:], columns["input_ids"].shape[0]]
-    kept = {key: value for key, value in columns.items() if key != "document_ids"}
-    return [{key: value[a:b] for key, value in kept.items()} for a, b in zip(begins, ends, strict=True)]
+    return [{key: value[a:b] for key, value in columns.items()} for a, b in zip(begins, ends, strict=True)]
 
 
 def _columns(index: int, sequence: Tokens) -> Columns:

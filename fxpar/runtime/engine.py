@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
-from fxpar.batching.collate import check_sequences, valid_tokens
+from fxpar.batching.collate import check_keys, check_sequences, documents_of, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cluster import ClusterSpec
@@ -51,9 +51,12 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next."""
+    """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next;
+    `split` runs the documents of a sequence as sequences of their own.
+    """
 
     packed: bool = True
+    split: bool = False
     lengths: LengthLimits = field(default_factory=LengthLimits)
     merge: bool = True
     order: tuple[str, ...] | None = None
@@ -65,7 +68,9 @@ class EngineOptions:
 
 @dataclass
 class Engine:
-    """Runs mini-batches on this rank. `names[g]` is the program of group g; all ranks call `step` alike."""
+    """Runs mini-batches on this rank. `names[g]` is the program of group g, `keys` what they read of a batch; all ranks
+    call `step` alike.
+    """
 
     groups: Sequence[LengthGroup]
     names: Sequence[str]
@@ -81,15 +86,25 @@ class Engine:
     scaler: LossScaler | None = None
     recorder: Recorder | None = None
     id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
+    keys: Sequence[str] = ()
     steps: int = 0
     _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
         """What `step` would run (`packed`: instead of what the options say). Raises the errors of `fxpar.batching`."""
-        lengths = check_sequences(sequences)
+        return self._plan(self._apart(sequences), packed)
+
+    def _apart(self, sequences: Sequence[Sequence_]) -> Sequence[Sequence_]:
+        """What runs: the sequences, or their documents where the graph would not keep those apart."""
+        check_sequences(sequences)
+        check_keys(sequences, self.keys)
         check_ids(sequences, self.id_limits)
+        return [part for one in sequences for part in documents_of(one)] if self.options.split else sequences
+
+    def _plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
         options = self.options
         packed = options.packed if packed is None else packed
+        lengths = [sequence_length(one) for one in sequences]
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
@@ -126,7 +141,7 @@ class Engine:
         begun = time.perf_counter()
         if self.recorder is not None:
             self.recorder.begin()
-        plan, valid = self._agreed_plan(sequences)
+        plan, valid, sequences = self._agreed_plan(sequences)
         planned = time.perf_counter()
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
@@ -156,11 +171,14 @@ class Engine:
             trace=self._trace(by_strategy, sequences),
         )
 
-    def _agreed_plan(self, sequences: Sequence[Sequence_]) -> tuple[BatchPlan, int]:
-        """The plan and the number of valid tokens, once all ranks have found the same: an error is every rank's."""
-        plan, valid, problem = None, 0, None
+    def _agreed_plan(self, sequences: Sequence[Sequence_]) -> tuple[BatchPlan, int, Sequence[Sequence_]]:
+        """The plan, the number of valid tokens and what runs, once all ranks have found the same: an error is every
+        rank's.
+        """
+        plan, valid, parts, problem = None, 0, sequences, None
         try:
-            plan, valid = self.plan(sequences), valid_tokens(sequences)
+            parts = self._apart(sequences)
+            plan, valid = self._plan(parts), valid_tokens(parts)
         except FxparError as error:
             problem = error
         if self.options.check_batches and self.switching.world > 1:
@@ -170,7 +188,7 @@ class Engine:
         if plan is None:
             assert problem is not None
             raise problem
-        return plan, valid
+        return plan, valid, parts
 
     def _run_group(
         self,

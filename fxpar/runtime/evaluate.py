@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxpar.batching import GroupPlan, MicroBatch
-from fxpar.batching.collate import collate, documents_of, valid_tokens
+from fxpar.batching.collate import check_keys, check_sequences, collate, documents_of, valid_tokens
+from fxpar.errors import EvaluateLossError
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.pipeline_graph import PipelineGraph
@@ -29,7 +31,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 @dataclass
 class Evaluation:
     """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages. `keys` are
-    those of the batch that the loss function takes.
+    those of the batch that the loss function takes, `averaged` says that it returns a mean.
     """
 
     engine: Engine
@@ -37,6 +39,7 @@ class Evaluation:
     loss: LossFunction
     capture: Callable[[nn.Module], LogicalGraph]
     keys: Sequence[str]
+    averaged: bool = False
     _logical: LogicalGraph | None = None
     _bound: dict[str, BoundPipeline] = field(default_factory=dict)
 
@@ -46,6 +49,8 @@ class Evaluation:
         All ranks pass the same sequences. Raises as `train_step` does.
         """
         engine = self.engine
+        check_sequences(sequences)
+        check_keys(sequences, engine.keys)
         # Documents are kept apart in the captured step; a forward alone would not see that.
         sequences = [document for sequence in sequences for document in documents_of(sequence)]
         plan = engine.plan(sequences, packed=False)
@@ -75,9 +80,25 @@ class Evaluation:
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
-            value = float(self.loss(module, collate(sequences, micro, self.keys)))
+            value = self._loss(module, collate(sequences, micro, self.keys))
             found += value if turn < len(mine) else 0.0
         return found * program.strategy.degree("dp") / program.strategy.world
+
+    def _loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> float:
+        """The sum of the losses of a batch, by the user's function."""
+        if self.averaged:
+            raise EvaluateLossError(
+                "returns a mean over tokens, which cannot be added up over sequences",
+                "Let it return the sum over the valid tokens, for example F.cross_entropy(..., reduction='sum'): "
+                "train_step does the same with it",
+            )
+        value = self.loss(module, batch)
+        if isinstance(value, DTensor):
+            raise EvaluateLossError(
+                "uses parameters of the model itself, of which every rank has a part",
+                "Compute that part in the forward, and let the loss function take it from there",
+            )
+        return float(value)
 
     def _through_stages(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
         """An equal share of the sum on every rank."""

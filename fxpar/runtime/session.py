@@ -163,9 +163,13 @@ def _open(
     packed = compiled.packing is not None and options.packed is not False
     if rank == 0 and not packed and options.packed is None:
         warn(f"{compiled.logical.name}: each sequence runs alone, since {compiled.unpacked}")
-    limits = id_limits(compiled.logical)
+    logical = compiled.logical
+    limits = id_limits(logical)
+    keys = [info.fqn for info in logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
+    read = {info.fqn for node, info in zip(logical.placeholders, logical.inputs, strict=True) if node.users}
     if rank == 0:
         _warn_of_limits(groups, compiled.lengths.narrowed(limits.get("position_ids")))
+        _warn_of_carried(logical)
     plain = _plain_strategy(options, groups, names)
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
@@ -183,6 +187,7 @@ def _open(
         device=device,
         options=EngineOptions(
             packed=packed,
+            split=compiled.packing is None,
             lengths=compiled.lengths,
             merge=options.merge,
             order=order,
@@ -195,6 +200,7 @@ def _open(
         watcher=watcher,
         world_group=world_group,
         id_limits=limits,
+        keys=[key for key in keys if key in read],
     )
     captured = {info.fqn: info.meta.dtype for info in compiled.logical.params()}
     calls = PlainCalls(
@@ -211,8 +217,6 @@ def _open(
         watched=lambda: engine.watched("backward of a plain call"),
     )
 
-    keys = [info.fqn for info in compiled.logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
-
     def capture_again(module: nn.Module) -> LogicalGraph:
         with store.shown_without_values(module, captured), calls.tracing():
             logical = capture_step(module, loss, example)
@@ -220,7 +224,7 @@ def _open(
             logical = pack_documents(logical, force=bool(options.packed))
         return with_precision(logical, compiled.precision)
 
-    evaluation = Evaluation(engine, calls, loss, capture_again, keys)
+    evaluation = Evaluation(engine, calls, loss, capture_again, keys, compiled.logical.averaged)
     return Session(compiled, store, engine, memory, options, calls, evaluation)
 
 
@@ -252,6 +256,18 @@ def _warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> Non
         warn(
             f"strategies: {', '.join(beyond)} promises more than can run, as the model takes {lengths}. A longer "
             f"sequence is an error in train_step; write {lengths.most} as the last limit"
+        )
+
+
+def _warn_of_carried(logical: LogicalGraph) -> None:
+    """A forward that reads what earlier ones wrote depends on how many there were, and on which."""
+    carried = logical.carried_buffers()
+    if carried:
+        warn(
+            f"{logical.name}: the forward reads buffers that it writes ({', '.join(carried)}), so a loss depends on "
+            "what ran before. One forward is a micro-batch, which may be several sequences; replicas begin with the "
+            "same values, and the mean of what they write is kept. Losses and gradients are not those of single "
+            "sequences on one device"
         )
 
 

@@ -69,4 +69,4 @@ def _capture(
     raw = step.trace()
     if raw.unused:
         warn(f"the loss does not depend on {', '.join(raw.unused)}: no gradient, as in autograd")
-    return LogicalGraph(**canonical_graph(raw, world, dims, started), name=name)
+    return LogicalGraph(**canonical_graph(raw, world, dims, started), name=name, averaged=step.averaged)

@@ -169,6 +169,7 @@ class Step(Traced):
 
     loss_fn: LossFunction
     batch: Batch
+    averaged: bool = False
 
     def _translate(self, error: Exception) -> CaptureError | None:
         return super()._translate(error) or self._wrong_call(error)
@@ -186,7 +187,8 @@ class Step(Traced):
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The scaled loss and the gradients of all trainable parameters that it depends on."""
         loss = _call_loss(self.loss_fn, self.model, self._container(context.batch))
-        loss = as_sum(loss, context)
+        total = as_sum(loss, context)
+        self.averaged, loss = total is not loss, total
         scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
         self.signature = self.signature.with_scale(loss.dtype)
         loss = loss * tracing.retyped_input(scale, loss.dtype)
