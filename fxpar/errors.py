@@ -120,6 +120,17 @@ class LossError(CaptureError):
         )
 
 
+class ModelOutputError(FxparError):
+    """A ready-made loss function finds no logits in what the model returns."""
+
+    def __init__(self, function: str, outputs: object) -> None:
+        keys = f" with the keys {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
+        super().__init__(
+            f"{function}: the model returns no logits but a {type(outputs).__name__}{keys}. It may return logits, a tuple "
+            "that begins with them, or an object or mapping with `logits`; for anything else write a loss function"
+        )
+
+
 class EvaluateLossError(FxparError):
     """`evaluate` calls the loss function as it stands, and cannot make of its value what training makes of it."""
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpar.errors import ModelOutputError
 from fxpar.ops.cross_entropy import cross_entropy_loss
 
 IGNORE_INDEX = -100
@@ -30,13 +31,10 @@ def causal_lm(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
     Calls the model with those tensors of the batch that its forward accepts (all but the labels), and `use_cache=False`
     if it knows that. A forward without an argument `input_ids` gets the token ids as its first one. The model returns
-    logits [..., V], a tuple that begins with them, or an object with `.logits`; labels [...] are aligned.
+    logits [..., V], a tuple that begins with them, or an object or a mapping with `logits`; labels [...] are aligned.
+    Raises ModelOutputError if it returns anything else.
     """
-    outputs = model(**_model_inputs(model, batch))
-    if isinstance(outputs, tuple) and not hasattr(outputs, "logits"):
-        outputs = outputs[0]
-    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-    return cross_entropy_sum(logits, batch["labels"])
+    return cross_entropy_sum(_logits(model(**_model_inputs(model, batch))), batch["labels"])
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -74,6 +72,19 @@ def next_token_labels(
     if position_ids is not None:
         ends[..., :-1] |= position_ids[..., 1:] == 0
     return labels.masked_fill(ends, ignore_index)
+
+
+def _logits(outputs: Any) -> Tensor:
+    found = outputs
+    if hasattr(outputs, "logits"):
+        found = outputs.logits
+    elif isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    elif isinstance(outputs, tuple) and outputs:
+        found = outputs[0]
+    if not isinstance(found, Tensor):
+        raise ModelOutputError("losses.causal_lm", outputs)
+    return found
 
 
 def _model_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar import losses
+from fxpar.errors import ModelOutputError
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -74,3 +75,31 @@ def test_causal_lm_calls_the_model_with_what_it_takes():
     assert set(host.seen) == {"position_ids", "extra"}
     want = F.cross_entropy(plain.table(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(losses.causal_lm(plain, batch), want)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"logits": x, "hidden": 0}, lambda x: (x, 0), lambda x: x])
+def test_outputs_that_hold_logits(wrap):
+    class Wrapped(Plain):
+        def forward(self, input_ids):
+            return wrap(super().forward(input_ids))
+
+    ids = torch.tensor([[3, 1, 4]])
+    batch = {"input_ids": ids, "labels": ids}
+    torch.manual_seed(1)
+    want = losses.causal_lm(Plain(), batch)
+    torch.manual_seed(1)
+    assert torch.equal(losses.causal_lm(Wrapped(), batch), want)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [({"scores": 1}, "no logits but a dict with the keys 'scores'"), ((), "a tuple"), (None, "NoneType")],
+)
+def test_outputs_without_logits(made, said):
+    class Odd(Plain):
+        def forward(self, input_ids):
+            return made
+
+    ids = torch.tensor([[3, 1, 4]])
+    with pytest.raises(ModelOutputError, match=said):
+        losses.causal_lm(Odd(), {"input_ids": ids, "labels": ids})
