@@ -126,8 +126,8 @@ class ModelOutputError(FxparError):
     def __init__(self, function: str, outputs: object) -> None:
         keys = f" with the keys {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
         super().__init__(
-            f"{function}: the model returns no logits but a {type(outputs).__name__}{keys}. It may return logits, a tuple "
-            "that begins with them, or an object or mapping with `logits`; for anything else write a loss function"
+            f"{function}: the model returns no logits but a {type(outputs).__name__}{keys}. It may return logits, a "
+            "tuple that begins with them, or an object or mapping with `logits`; for all else write a loss function"
         )
 
 
