@@ -11,7 +11,7 @@ Running the op on the local operands, with sizes in its arguments made local, gi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fxpar.dist_config import Partial, Placement, R, Shard, chunk
@@ -29,14 +29,19 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class OpView:
-    """One call of an op with integer sizes; tensor operands are numbered in the order they appear."""
+    """One call of an op with integer sizes; tensor operands are numbered in the order they appear.
+
+    Some integers stand for sizes that change from batch to batch: `dynamic` has the dims of the operands and results
+    that do, `moving` says that an argument does.
+    """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
-    integral: tuple[bool, ...] = field(default=(), compare=True)
+    dynamic: tuple[tuple[int, ...], ...] = ()
+    moving: bool = False
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """Positional or keyword argument of the schema."""

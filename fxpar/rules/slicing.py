@@ -56,6 +56,8 @@ def _slice(
 ) -> list[Option]:
     dim = op.dim(op.arg(at, "dim", 0), len(whole))
     start, end, step = _bounds(op, at + 1, whole[dim])
+    if shard.dim == dim and op.moving and not _is_all(op, dim, (start, end, step), whole, backward):
+        return []  # what the bounds leave of a rank's piece depends on the batch; so would the sections
     if shard.dim != dim or (start == 0 and end == whole[dim] and step == 1):
         factors = [Factor((d,), (d,)) for d in range(len(whole))]
         return from_factors(factors, op, degree, seed, shard)
@@ -79,6 +81,12 @@ def _slice(
         return []
     option = Option((part_shard,), (whole_shard,)) if backward else Option((whole_shard,), (part_shard,))
     return [option]
+
+
+def _is_all(op: OpView, dim: int, bounds: tuple[int, int, int], whole: tuple[int, ...], backward: bool) -> bool:
+    """Whether a slice takes all of a dim in every batch: a dim of a fixed size ends before some number of tokens."""
+    dims = op.dynamic[len(op.inputs) if backward else 0]
+    return bounds == (0, whole[dim], 1) and dim in dims
 
 
 def split(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:

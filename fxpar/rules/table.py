@@ -178,7 +178,15 @@ def options(op: OpView, degree: int, seeds: list[tuple[Seed, Shard]]) -> list[Op
         found += rule.cuts(op, degree, seed, shard)
     if rule.partials is not None and op.inputs:
         found += rule.partials(op)
-    return list(dict.fromkeys(found))
+    return [option for option in dict.fromkeys(found) if _is_for_all_batches(op, option)]
+
+
+def _is_for_all_batches(op: OpView, option: Option) -> bool:
+    """Whether an option holds for every size of the dynamic dims: sections are numbers, so unequal ones of such a dim
+    (the first 4 tokens and the rest) are those of one batch.
+    """
+    cuts = zip((*option.inputs, *option.outputs), op.dynamic, strict=False)
+    return not any(isinstance(p, Shard) and p.dim in dims and len(set(p.sections)) > 1 for p, dims in cuts)
 
 
 __all__ = ["REPLICATED_ON_PURPOSE", "TABLE", "OpRule", "options", "rule_of"]

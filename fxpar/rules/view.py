@@ -98,15 +98,22 @@ def make_view(
     """`OpView` of a node, with sizes already cut by the options in `inner` (those of another axis, of `degree`)."""
     operands: list[Value] = []
     shapes: list[tuple[int, ...]] = []
+    dynamic: list[tuple[int, ...]] = []
+    moving = False
     option = inner.get(node) if inner else None
 
     def convert(arg: fx.Node) -> Any:
+        nonlocal moving
         if "sym" in arg.meta:
+            moving |= _is_dynamic(arg.meta["sym"])
             return sizes.probe(arg.meta["sym"])
         value = resolve(arg)
-        shape = sizes.shape(tensor_metas(value[0])[value[1]])  # type: ignore[arg-type]
+        meta = tensor_metas(value[0])[value[1]]
+        assert meta is not None
+        shape = sizes.shape(meta)
         position = len(operands)
         operands.append(value)
+        dynamic.append(_dynamic_dims(meta))
         shapes.append(localize(shape, option.inputs[position] if option else R, degree))
         return TensorRef(position)
 
@@ -116,7 +123,16 @@ def make_view(
         localize(sizes.shape(m), option.outputs[j] if option else R, degree) if m is not None else ()
         for j, m in enumerate(tensor_metas(node))
     )
-    return OpView(node.target, args, kwargs, tuple(shapes), outputs), operands
+    dynamic += [_dynamic_dims(m) if m is not None else () for m in tensor_metas(node)]
+    return OpView(node.target, args, kwargs, tuple(shapes), outputs, tuple(dynamic), moving), operands
+
+
+def _is_dynamic(size: Size) -> bool:
+    return not isinstance(size, int) and bool(size.free_symbols)
+
+
+def _dynamic_dims(meta: TensorMeta) -> tuple[int, ...]:
+    return tuple(d for d, size in enumerate(meta.shape) if _is_dynamic(size))
 
 
 def localize(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
