@@ -584,6 +584,16 @@ class NoStrategiesError(FxparError):
         )
 
 
+class StrategiesTypeError(FxparError):
+    """`strategies` is no mapping."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(
+            f"strategies is {given!r}. Give a dict from the longest sequence that a strategy takes, in tokens, to the "
+            'strategy: {1024: "dp2", 8192: "tp2"}'
+        )
+
+
 class LengthLimitError(FxparError):
     """The key of a strategy is no length."""
 
@@ -642,6 +652,22 @@ class EmptyMiniBatchError(FxparError):
 
     def __init__(self) -> None:
         super().__init__("the mini-batch has no sequence. Skip the step, or give it at least one")
+
+
+class MiniBatchError(FxparError):
+    """A mini-batch is no list of sequences."""
+
+    def __init__(self, given: object) -> None:
+        hint = ""
+        shape = getattr(given, "shape", None)
+        if shape is not None:
+            hint = f"; list(batch) are the rows of this one, of shape {list(shape)}"
+        elif isinstance(given, Mapping):
+            hint = "; one sequence alone is [sequence], and its tensors are [T], without a dim of the batch"
+        super().__init__(
+            f"the mini-batch is a {type(given).__name__}. Give a list of sequences, each a tensor [T] of token ids or "
+            f"a dict of tensors [T]{hint}"
+        )
 
 
 class SequenceError(FxparError):

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from fxpar.batching.plan import MicroBatch
-from fxpar.errors import BatchKeyError, NoValidTokenError, SequenceError, UnmarkedDocumentsError, UnreadKeyError
+from fxpar.errors import (
+    BatchKeyError,
+    MiniBatchError,
+    NoValidTokenError,
+    SequenceError,
+    UnmarkedDocumentsError,
+    UnreadKeyError,
+)
 from fxpar.losses import IGNORE_INDEX, next_token_labels
 
 Tokens = Tensor | Mapping[str, Tensor]
@@ -26,8 +33,10 @@ def check_sequences(sequences: Sequence[Tokens]) -> tuple[int, ...]:
     (aligned: what each position must predict, -100 where nothing), "position_ids" and "document_ids" (if it consists of
     several documents already), and any other key of the graph.
 
-    Raises SequenceError with the index of the first bad sequence.
+    Raises MiniBatchError for what is no list of sequences, SequenceError with the index of the first bad sequence.
     """
+    if not isinstance(sequences, list | tuple):
+        raise MiniBatchError(sequences)
     return tuple(_columns(i, sequence)["input_ids"].shape[0] for i, sequence in enumerate(sequences))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fxpar.errors import (
     LengthLimitError,
     NoStrategiesError,
+    StrategiesTypeError,
     StrategyWorldsError,
     TokenBudgetError,
     UnknownBudgetError,
@@ -60,9 +61,11 @@ def length_groups(
     full length per micro-batch, but at least its own limit. A rank of a pipeline holds a stages-th of the layers, of as
     many micro-batches as there are stages: pp does not divide the tokens.
 
-    Raises NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a strategy that does not take
-    all `world` ranks), TokenBudgetError, UnknownBudgetError.
+    Raises StrategiesTypeError, NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a
+    strategy that does not take all `world` ranks), TokenBudgetError, UnknownBudgetError.
     """
+    if not isinstance(strategies, Mapping):
+        raise StrategiesTypeError(strategies)
     if not strategies:
         raise NoStrategiesError
     for limit in strategies:

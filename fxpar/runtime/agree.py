@@ -23,8 +23,11 @@ def digest(sequences: Sequence[Sequence_]) -> int:
     for sequence in sequences:
         items = sequence.items() if isinstance(sequence, Mapping) else (("input_ids", sequence),)
         for key, value in items:
+            if not isinstance(value, Tensor):  # an error, which all ranks report if it is the same
+                found.update(f"{key} {type(value).__name__}".encode())
+                continue
             found.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
-            found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(found.digest(), "big") >> 1
 
 

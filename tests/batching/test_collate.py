@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxpar.batching import GroupCost, MicroBatch, length_groups, plan_batch
 from fxpar.batching.collate import check_sequences, collate, valid_tokens
-from fxpar.errors import BatchKeyError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
+from fxpar.errors import BatchKeyError, MiniBatchError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
 from fxpar.losses import IGNORE_INDEX
 from tests.repeat import examples
 
@@ -171,3 +171,25 @@ def test_a_key_that_a_sequence_lacks():
         collate(sequences, micro(0, 1), ("input_ids", "position_ids", "weight"))
     with pytest.raises(BatchKeyError, match="'bias', which sequence 0"):
         collate(sequences, micro(0, 1), ("input_ids", "position_ids", "bias"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            torch.zeros(2, 5, dtype=torch.int64),
+            r"is a Tensor.*list\(batch\) are the rows of this one, .*\[2, 5\]",
+        ),
+        ({"input_ids": torch.zeros(1, 5)}, r"is a dict.*one sequence alone is \[sequence\]"),
+        ((torch.arange(3) for _ in range(2)), "is a generator"),
+        (None, "is a NoneType"),
+    ],
+)
+def test_what_is_no_list_of_sequences(given, said):
+    with pytest.raises(MiniBatchError, match=said):
+        check_sequences(given)
+
+
+def test_a_list_of_numbers_is_no_sequence():
+    with pytest.raises(SequenceError, match="sequence 0 of the mini-batch is a list"):
+        check_sequences([[1, 2, 3]])

@@ -8,6 +8,7 @@ from fxpar.batching import LengthGroup, length_groups
 from fxpar.errors import (
     LengthLimitError,
     NoStrategiesError,
+    StrategiesTypeError,
     StrategySyntaxError,
     StrategyWorldsError,
     TokenBudgetError,
@@ -85,3 +86,9 @@ def test_budget_for_no_group():
 def test_strategy_that_does_not_parse():
     with pytest.raises(StrategySyntaxError):
         length_groups({8: "dq4"}, world=4)
+
+
+@pytest.mark.parametrize("given", ["dp2", ["dp2"], None])
+def test_strategies_are_a_mapping(given):
+    with pytest.raises(StrategiesTypeError, match="Give a dict from the longest sequence"):
+        length_groups(given, world=2)

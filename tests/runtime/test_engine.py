@@ -12,10 +12,12 @@ import fxpar
 from fxpar.errors import (
     BatchMismatchError,
     MemoryBudgetError,
+    MiniBatchError,
     NanLossError,
     OrderError,
     ParallelizeError,
     RankError,
+    SequenceError,
     SequenceTooLongError,
     StrategyWorldsError,
     TokenBudgetError,
@@ -267,6 +269,9 @@ def bad_options(rank):
     for run in (model.train_step, model.evaluate):
         with pytest.raises(TokenIdError, match=r"sequence 1 .*position 9: 'labels' is 131, but the table"):
             run(unknown)
+    for odd, error in (([[1, 2, 3]], SequenceError), ({"input_ids": torch.arange(3)}, MiniBatchError)):
+        with pytest.raises(error):
+            model.train_step(odd)
     assert model.step_count == 0
     return True
 
