@@ -262,7 +262,7 @@ def test_second_ctrl_c_ends_at_once(prepared):
     assert "ended at once" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # what is said is tested in tests/train/test_launch.py
 def test_a_killed_rank(prepared):
     """Before: a second run is told the process to end. After: the command that goes on, and no log, as it is empty."""
     process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=1")

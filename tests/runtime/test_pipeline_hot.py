@@ -47,7 +47,6 @@ OPTIONS = {
     "chain, arena only": {"strategies": PIPELINES, "resident": [], "checked": True, "gradients": "chain"},
     "chain, zero": {"strategies": {16: "dp2.pp2+zero3", 64: "pp2.tp2+sp+zb_h1", 512: "cp4"}, "gradients": "chain"},
     "interleaved": {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}},
-    "other cuts": {"strategies": {64: "pp2.dp2+cut(layers.1)", 512: "pp2.dp2+gpipe+cut(layers.3)"}},
 }
 CASES = {
     "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep),
@@ -55,14 +54,27 @@ CASES = {
     # Few sequences and empty groups.
     "one, then two": Case([sequences(11, (2,)), sequences(12, (9, 300))], {"strategies": PIPELINES}, deep),
     # The head's term of the gradient is made on the last stage, under every strategy on other ranks.
-    "tied": Case(TIED[:1], {"strategies": PIPELINES}, tied),
     "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
+}
+NIGHTLY = {
+    "other cuts": Case(
+        BATCHES,
+        {"strategies": {64: "pp2.dp2+cut(layers.1)", 512: "pp2.dp2+gpipe+cut(layers.3)"}},
+        deep,
+    ),
+    "tied": Case(TIED[:1], {"strategies": PIPELINES}, tied),
 }
 
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, dict]:
     return hot(CASES)
+
+
+@pytest.mark.nightly
+def test_more_of_them():
+    for name, have in hot(NIGHTLY).items():
+        equal(have, NIGHTLY[name].one_device())
 
 
 @pytest.mark.parametrize("name", CASES)
