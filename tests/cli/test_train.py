@@ -174,8 +174,8 @@ def test_report_of_a_run(trained):
         for number, group in enumerate(line["groups"]):
             mine = [span for span in measured["spans"] if span[0] == 0 and span[2] == number]
             assert {"switch", "micro_batch", "epilogue", "reduce"} <= {span[1] for span in mine}
-            assert 300 * group["wall_s"] < sum(span[4] for span in mine) <= 1e3 * group["wall_s"] + 1
-        assert 0 < measured["end_ms"] < 1.2e3 * line["wall_s"]
+            assert 0 < sum(span[4] for span in mine) <= 1e3 * group["wall_s"] + 1
+        assert measured["end_ms"] >= max(span[3] + span[4] for span in measured["spans"]) - 1
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
 

@@ -144,7 +144,7 @@ def test_two_runs_in_one_folder(tmp_path):
     def second(trainer):
         other = Holder.here("trains")
         (Path(trainer.checkpointer.folder).mkdir(parents=True, exist_ok=True))
-        lock = replace(other, pid=os.getppid(), started=started(os.getppid()))
+        lock = replace(other, pid=os.getppid(), started=started(os.getppid()), command=os.getppid())
         (Path(trainer.checkpointer.folder) / LOCK).write_text(json.dumps(asdict(lock)))
 
     with pytest.raises(RankError, match=rf"CheckpointInUseError: .* process {os.getpid()} on "):
