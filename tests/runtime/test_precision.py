@@ -14,8 +14,9 @@ from fxpar.errors import ParallelizeError
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.precision import Precision
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.loss_scaler import LossScaler
+from fxpar.runtime.loss_scaler import LossScaler, overflows_anywhere
 from fxpar.runtime.options import Compiled
+from fxpar.torch_api.threaded import run_threads
 from tests.runtime import hot
 from tests.runtime.hot import World, adamw, make_llama, one_device, sequences
 
@@ -220,3 +221,13 @@ def test_the_factor_grows_after_steps_without_overflow():
     assert scaler.is_exhausted
     scaler.update(True)
     assert scaler.scale == scaler.least
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_an_overflow_on_one_rank_is_every_ranks(bad):
+    def work(rank: int) -> bool:
+        return overflows_anywhere(
+            [torch.tensor([1.0, float("inf") if rank == bad else 0.0])], None, torch.device("cpu")
+        )
+
+    assert run_threads(2, work) == [bad is not None] * 2
