@@ -24,6 +24,8 @@ from torch import fx
 from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.strategy import Strategy
 
+aten = torch.ops.aten
+
 Size = int | sympy.Expr
 # A batch input that fxpar adds where a model drops out, shaped like the token ids (`fxpar.ops.dropout.token_numbers`).
 TOKEN_NUMBERS = "token_numbers"
@@ -144,7 +146,7 @@ class LogicalGraph:
         todo, found = list(seen), set(seen)
         while todo:
             node = todo.pop()
-            only_batch = node.target is torch.ops.aten._native_batch_norm_legit_functional.default and node.args[5]
+            only_batch = node.target is aten._native_batch_norm_legit_functional.default and node.args[5]
             for source in [node.args[0], *node.args[1:3]] if only_batch else node.all_input_nodes:
                 if isinstance(source, fx.Node) and source not in found:
                     found.add(source)
