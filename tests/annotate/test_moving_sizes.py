@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpar.dist_config import Shard
 from fxpar.lowering import lower_forward
+from fxpar.rules.option import OpView, TensorRef
+from fxpar.rules.table import options
 from fxpar.runtime.plain import PlainRunner
 from fxpar.tracer import capture_forward
 from tests.forwards import error, local_params, on_ranks
 
+aten = torch.ops.aten
 WIDTH, VOCAB, LENGTH = 16, 53, 12
 
 
@@ -66,3 +70,11 @@ def test_forwards_alone(name, rows, strategy):
         return runner(local_params(program, params, rank), {}, (), batch, seed=0, on_gradients=lambda found: None)
 
     assert all(error({"": found}, {"": want}) <= 1e-10 for found in on_ranks(program, work))
+
+
+@pytest.mark.parametrize(("dynamic", "cut"), [(((), ()), True), (((1,), ()), False)])
+def test_unequal_sections_are_of_one_size(dynamic, cut):
+    """The first 4 of 2,018: sections if that is the size, none if it stands for a number of tokens."""
+    view = OpView(aten.slice.Tensor, (TensorRef(0), 1, 0, 4), (), ((1, 2018),), ((1, 4),), dynamic)
+    found = options(view, 2, [((True, 0), Shard(1))])
+    assert any(option.outputs == (Shard(1),) for option in found) == cut
