@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
 from fxpar.batching.ids import id_limits
-from fxpar.batching.lengths import LengthLimits
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import OrderError, ParallelizeError, nearest, warn
@@ -31,6 +30,7 @@ from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.loss_scaler import LossScaler
+from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import (
     Compiled,
     LossFunction,
@@ -168,8 +168,8 @@ def _open(
     keys = [info.fqn for info in logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
     read = {info.fqn for node, info in zip(logical.placeholders, logical.inputs, strict=True) if node.users}
     if rank == 0:
-        _warn_of_limits(groups, compiled.lengths.narrowed(limits.get("position_ids")))
-        _warn_of_carried(logical)
+        warn_of_limits(groups, compiled.lengths.narrowed(limits.get("position_ids")))
+        warn_of_carried(logical)
     plain = _plain_strategy(options, groups, names)
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
@@ -247,28 +247,6 @@ def with_multiples(
                 f"{found[-1].limit} tokens, or promise lengths that divide: length_multiple={group.multiple}"
             )
     return tuple(found)
-
-
-def _warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> None:
-    """A limit says "up to", so one beyond what the model takes is no error: shorter sequences run."""
-    beyond = [f"{group.limit} ({group.strategy})" for group in groups if lengths.most and group.limit > lengths.most]
-    if beyond:
-        warn(
-            f"strategies: {', '.join(beyond)} promises more than can run, as the model takes {lengths}. A longer "
-            f"sequence is an error in train_step; write {lengths.most} as the last limit"
-        )
-
-
-def _warn_of_carried(logical: LogicalGraph) -> None:
-    """A forward that reads what earlier ones wrote depends on how many there were, and on which."""
-    carried = logical.carried_buffers()
-    if carried:
-        warn(
-            f"{logical.name}: the forward reads buffers that it writes ({', '.join(carried)}), so a loss depends on "
-            "what ran before. One forward is a micro-batch, which may be several sequences; replicas begin with the "
-            "same values, and the mean of what they write is kept. Losses and gradients are not those of single "
-            "sequences on one device"
-        )
 
 
 def _bind_all(

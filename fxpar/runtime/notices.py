@@ -1,0 +1,32 @@
+"""What `parallelize` says once, on rank 0, of a model that will not do what somebody may expect of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxpar.batching import LengthGroup
+from fxpar.batching.lengths import LengthLimits
+from fxpar.errors import warn
+from fxpar.graph import LogicalGraph
+
+
+def warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> None:
+    """A limit says "up to", so one beyond what the model takes is no error: shorter sequences run."""
+    beyond = [f"{group.limit} ({group.strategy})" for group in groups if lengths.most and group.limit > lengths.most]
+    if beyond:
+        warn(
+            f"strategies: {', '.join(beyond)} promises more than can run, as the model takes {lengths}. A longer "
+            f"sequence is an error in train_step; write {lengths.most} as the last limit"
+        )
+
+
+def warn_of_carried(logical: LogicalGraph) -> None:
+    """A forward that reads what earlier ones wrote depends on how many there were, and on which."""
+    carried = logical.carried_buffers()
+    if carried:
+        warn(
+            f"{logical.name}: the forward reads buffers that it writes ({', '.join(carried)}), so a loss depends on "
+            "what ran before. One forward is a micro-batch, which may be several sequences; replicas begin with the "
+            "same values, and the mean of what they write is kept. Losses and gradients are not those of single "
+            "sequences on one device"
+        )
