@@ -12,10 +12,11 @@ Programs are the same object on every rank: process groups and this rank's coord
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -124,10 +125,14 @@ _KINDS = {
 
 def collective_kind(node: fx.Node) -> str | None:
     """Kind of a `_c10d_functional` collective node; None for any other node."""
-    name = str(node.target)
-    if node.op != "call_function" or not name.startswith("_c10d_functional."):
-        return None
-    return _KINDS.get(name.split(".")[1])
+    return _kind_of(node.target) if node.op == "call_function" else None
+
+
+@functools.cache
+def _kind_of(target: Callable[..., Any]) -> str | None:
+    """Cached, as passes ask for every node."""
+    name = str(target)
+    return _KINDS.get(name.split(".")[1]) if name.startswith("_c10d_functional.") else None
 
 
 @dataclass(kw_only=True)

@@ -54,6 +54,8 @@ def prepare():
 
 
 WORLD = World(4, prepare)
+TWO = {64: "dp2", 512: "tp2+sp"}
+PAIR = World(2, lambda: precompile(shallow, TWO))
 
 
 @WORLD.case
@@ -158,10 +160,25 @@ def test_the_decorator_makes_a_class_whose_instances_train():
     assert torch.allclose(found[1][1]["embed.weight"], embed.weight.grad, rtol=1e-5, atol=1e-7)
 
 
+@PAIR.case
+def called(rank):
+    model = parallel(shallow, strategies=TWO)
+    with model.using("dp2"):
+        loss = plain_loss(model, rank)
+        loss.backward()
+    grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    adamw(model).step()
+    model.zero_grad()
+    stepped = plain_loss(model, 0)  # under the strategy of the longest sequences, with the new weights
+    model.train_step(sequences(1))  # leaves other weights in the arena; the calls after it must not mind
+    model.eval()
+    with torch.no_grad():
+        again = plain_loss(model, 0)
+    return loss.item(), grads, stepped.item(), again.item()
+
+
 def test_plain_calls_train_under_a_chosen_strategy():
     """Each rank captures the calls itself, as their arguments are known to it alone."""
-    strategies = {64: "dp2", 512: "tp2+sp"}
-    precompile(shallow, strategies)
     model, want_losses = shallow(), []
     for replica in range(2):
         loss = plain_loss(model, replica)
@@ -169,22 +186,7 @@ def test_plain_calls_train_under_a_chosen_strategy():
         want_losses.append(loss.item())
     want = {name: p.grad for name, p in model.named_parameters()}
 
-    def work(rank):
-        model = parallel(shallow, strategies=strategies)
-        with model.using("dp2"):
-            loss = plain_loss(model, rank)
-            loss.backward()
-        grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
-        adamw(model).step()
-        model.zero_grad()
-        stepped = plain_loss(model, 0)  # under the strategy of the longest sequences, with the new weights
-        model.train_step(sequences(1))  # leaves other weights in the arena; the calls after it must not mind
-        model.eval()
-        with torch.no_grad():
-            again = plain_loss(model, 0)
-        return loss.item(), grads, stepped.item(), again.item()
-
-    results = run_forked(2, work)
+    results = called()
     assert [abs(r[0] - want_losses[i]) < 1e-12 for i, r in enumerate(results)] == [True] * 2
     assert largest_error(results[0][1], want) <= 1e-12
     for param, grad in zip(model.parameters(), want.values(), strict=True):
@@ -199,9 +201,9 @@ def one_row():
     return {"input_ids": ids, "labels": next_token_labels(ids), "position_ids": POSITIONS, "unknown": ids}
 
 
-@WORLD.case
+@PAIR.case
 def seen_by_a_loss(rank):
-    return losses.causal_lm(parallel(shallow), one_row()).item()
+    return losses.causal_lm(parallel(shallow, strategies=TWO), one_row()).item()
 
 
 def test_the_loss_functions_see_the_arguments_of_the_model():
@@ -303,18 +305,18 @@ def test_an_initializer_fills_a_tied_model_on_the_meta_device():
     assert all(torch.equal(found[name], value) for name, value in want.items())
 
 
+@PAIR.case
+def staged(rank):
+    model = parallel(shallow, strategies=TWO)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    pieces = stager.stage({name: p.detach() for name, p in model.named_parameters()})
+    pairs = [(pieces[name].to_local(), p.to_local()) for name, p in model.named_parameters()]
+    return all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs if b.numel())
+
+
 def test_weights_are_staged_for_an_asynchronous_checkpoint():
     """DCP's stager copies storages; it must meet each piece as one of its own."""
-    precompile(shallow, {64: "dp2"})
-
-    def work(rank):
-        model = parallel(shallow, strategies={64: "dp2"})
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged = stager.stage({name: p.detach() for name, p in model.named_parameters()})
-        pairs = [(staged[name].to_local(), p.to_local()) for name, p in model.named_parameters()]
-        return all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs if b.numel())
-
-    assert all(run_forked(2, work))
+    assert all(staged())
 
 
 def test_tied_weights_stay_tied():

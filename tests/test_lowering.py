@@ -52,13 +52,13 @@ def test_lowering_leaves_the_logical_graph_alone():
 
 
 def test_stages_are_another_kind_of_program():
-    assert isinstance(lower(llama().graph, "dp2.pp2"), PipelineGraph)
+    assert isinstance(lower(llama(layers=2).graph, "dp2.pp2"), PipelineGraph)
     assert isinstance(lower(llama().graph, "dp2.pp1"), ExecGraph)
 
 
 def test_other_passes():
     without = [step for step in default_passes() if step.name != "bucket_collectives"]
-    plain, bucketed = lower(llama().graph, "dp2", passes=without), lower(llama().graph, "dp2")
+    plain, bucketed = lower(llama(layers=2).graph, "dp2", passes=without), lower(llama(layers=2).graph, "dp2")
     assert plain.collectives() == {"all_reduce": 22}
     assert bucketed.collectives() == {"all_reduce": 1}
     tiny = [BucketCollectives(0.01) if step.name == "bucket_collectives" else step for step in default_passes()]
@@ -70,7 +70,7 @@ def test_other_passes():
 )
 def test_errors(strategy, error):
     with pytest.raises(error):
-        lower(llama().graph, strategy)
+        lower(llama(layers=2).graph, strategy)
     with pytest.raises(OverrideError):
         lower(llama().graph, Strategy.parse("tp2", overrides={"nothing": "R"}))
 

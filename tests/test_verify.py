@@ -77,7 +77,7 @@ def test_a_cycle():
 def test_a_lost_result():
     graph = before(llama().graph, "tp2", "cleanup")
     graph.outputs = (*graph.outputs, Output("grad", "ghost"))
-    with pytest.raises(VerifyError, match=r"after pass 'mine': 2\d results for 2\d outputs"):
+    with pytest.raises(VerifyError, match="after pass 'mine': 13 results for 14 outputs"):
         verify(graph, "mine")
 
 

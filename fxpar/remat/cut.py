@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 from torch import fx
 
 from fxpar.exec_graph import collective_kind
 from fxpar.remat.forward import ForwardValues
 from fxpar.remat.storages import Storages
+
+if TYPE_CHECKING:  # loading scipy takes long, and most strategies recompute nothing
+    from scipy.sparse import csr_matrix
 
 # A limit on work, not on time: all ranks must find the same solution.
 _LIMITS = {"mip_rel_gap": 2e-3, "node_limit": 500}
@@ -79,6 +81,8 @@ class _Rows:
         self.bounds.append(bound)
 
     def matrix(self, width: int) -> csr_matrix:
+        from scipy.sparse import csr_matrix
+
         return csr_matrix((self.values, self.columns, self.starts), shape=(len(self.bounds), width))
 
 
@@ -154,10 +158,12 @@ class _Program:
         width = len(self.nodes) + len(self.owned)
         if width == 0:
             return self.solution(frozenset())
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         constraints = [LinearConstraint(self.rows.matrix(width), lb=np.array(self.rows.bounds))]
         if budget_bytes is not None:
             row = np.concatenate([np.zeros(len(self.nodes)), self.nbytes]) / max(1, budget_bytes)
-            constraints.append(LinearConstraint(csr_matrix(row[None, :]), ub=1.0 - 1e-9))
+            constraints.append(LinearConstraint(row[None, :], ub=1.0 - 1e-9))
         integral = np.concatenate([np.zeros(len(self.nodes)), np.full(len(self.owned), int(whole))])
         result = milp(weights, integrality=integral, bounds=Bounds(0, 1), constraints=constraints, options=_LIMITS)
         if result.x is None:

@@ -6,8 +6,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 LATE, EARLY = "late", "early"
 _INFINITE = 1 << 30
@@ -36,6 +34,9 @@ class CutNetwork:
 
     def late(self) -> set[Hashable]:
         """The late side of the cheapest cut; of equally cheap ones that with the fewest late nodes."""
+        from scipy.sparse import csr_matrix
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         names = list(dict.fromkeys([LATE, EARLY, *(n for edge in (*self.edges, *self.hints) for n in edge)]))
         index = {name: i for i, name in enumerate(names)}
         finite = sum(price for price in self.edges.values() if price != float("inf"))

@@ -25,7 +25,7 @@ def mlp() -> LogicalGraph:
 
 
 STEP = {"llama": 37, "mlp": 3}
-GRAPHS = {"llama": lambda: llama().graph, "mlp": mlp}
+GRAPHS = {"llama": lambda: llama(layers=2).graph, "mlp": mlp}
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def test_a_forced_option_is_taken():
 
 
 def test_searching_changes_nothing():
-    graph = llama().graph
+    graph = llama(layers=2).graph
     plain, (searched, searches) = annotate(graph, Strategy.parse("cp2.tp2")), found("llama", "cp2.tp2")
     assert [s.axis for s in searches] == ["tp", "cp"]
     axis_choice(searches[0], searched.placeholders[0])

@@ -38,7 +38,7 @@ def stored(captured: Captured, strategy: str, **overrides: str) -> dict[str, str
     ("placement", "expected"), [("S(0)@tp", "[32@tp, 48]"), ("S(1)@tp", "[32, 48@tp]"), ("R@tp", "[32, 48]")]
 )
 def test_override_wins(placement, expected):
-    found = stored(llama(), "tp2", **{"*.down_proj.weight": placement})
+    found = stored(llama(layers=2), "tp2", **{"*.down_proj.weight": placement})
     assert {found[f"layers.{i}.ffn.down_proj.weight"] for i in (0, 1)} == {expected}
 
 
@@ -71,7 +71,7 @@ def test_override_of_one_layer_is_not_another_layers():
     """Or it is refused: repeated layers are solved as one."""
     for layer in (0, 1):
         try:
-            found = stored(llama(), "tp2", **{f"layers.{layer}.ffn.down_proj.weight": "R@tp"})
+            found = stored(llama(layers=2), "tp2", **{f"layers.{layer}.ffn.down_proj.weight": "R@tp"})
         except OverrideError:
             continue
         assert found[f"layers.{layer}.ffn.down_proj.weight"] == "[32, 48]"

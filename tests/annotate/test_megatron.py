@@ -79,7 +79,7 @@ def test_context_parallel(layers, degree):
 
 def test_context_and_tensor_parallel_do_not_mix():
     """Under both, each axis does what it does alone."""
-    program = lower(llama(kv_heads=4).graph, "cp2.tp2")
+    program = lower(llama(layers=2, kv_heads=4).graph, "cp2.tp2")
     body = Counter((c.kind, c.axis) for c in program.communications() if c.part == "body")
     assert body["all_to_all", "cp"] == 16
     assert body["all_reduce", "tp"] == 2 * (2 * 2 + 1) + 1  # and one for the loss

@@ -66,7 +66,7 @@ def compare_golden(name: str, text: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ reshards
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_reshard_has_one_set_of_users(strategy):
-    graph = annotate(llama().graph, Strategy.parse(strategy))
+    graph = annotate(llama(layers=2).graph, Strategy.parse(strategy))
     wanted = defaultdict(set)
     for node in graph.graph.nodes:
         for operand, want in zip(tensor_operands(node), node.meta.get("dist_in", ()), strict=False):
@@ -81,14 +81,16 @@ def test_every_reshard_has_one_set_of_users(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_reshards_and_collectives_send_the_same(strategy):
     """The bytes of the annotated graph's reshards are those of the collectives that they became."""
-    explained = traffic(lower(llama().graph, strategy))
+    explained = traffic(lower(llama(layers=2).graph, strategy))
     body = sum(t.wire_bytes for t in explained if t.added_by == ("insert_reshards",))
-    assert sum(m.wire_bytes for m in moves(annotate(llama().graph, Strategy.parse(strategy)))) == pytest.approx(body)
+    assert sum(m.wire_bytes for m in moves(annotate(llama(layers=2).graph, Strategy.parse(strategy)))) == pytest.approx(
+        body
+    )
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "dp2", "pp2.dp2+zero2"])
 def test_all_collectives_are_explained(strategy):
-    program = lower(llama().graph, strategy)
+    program = lower(llama(layers=2).graph, strategy)
     found = traffic(program)
     assert len(found) == len(program.communications())
     rows = by_module(found)

@@ -98,7 +98,7 @@ def test_mistakes():
 
 def test_sixty_columns():
     """On a terminal no line is broken by it, and no number is lost."""
-    graph = lower(llama().graph, "pp2.dp2+zb_h1", for_store=True)
+    graph = lower(llama(layers=2).graph, "pp2.dp2+zb_h1", for_store=True)
     found = predict_memory(graph, micro_batches=2)
     texts = []
     for terminal in (False, True):

@@ -1,4 +1,4 @@
-"""`fxpar train` on local ranks, as a user runs it. Slow: each run starts processes that import torch."""
+"""`fxpar train` on local ranks. Slow: ranks are processes that import torch, and so is the command where it counts."""
 
 from __future__ import annotations
 
@@ -200,12 +200,13 @@ def test_comparison(trained):
 
 
 @pytest.mark.slow
-def test_resumed_equals_uninterrupted(trained, prepared):
+def test_resumed_equals_uninterrupted(trained, prepared, monkeypatch, capfd):
     shutil.copytree(trained[0] / "out/checkpoints/step-00000003", prepared / "out/checkpoints/step-00000003")
     shutil.copy(trained[0] / "out/metrics.jsonl", prepared / "out")
-    status, out, err = run(prepared, "tiny.toml", "--resume", "--json", "-")
+    monkeypatch.chdir(prepared)
+    status, out, err = fxpar("train", "tiny.toml", "--resume", "--json", "-")
     assert status == 0, out + err
-    assert "resumed from out/checkpoints/step-00000003, after step 3" in err
+    assert "resumed from out/checkpoints/step-00000003, after step 3" in capfd.readouterr().err  # rank 0's
     assert json.loads(out) == json.loads((prepared / "out/summary.json").read_text())
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     whole, resumed = metrics(trained[0] / "out"), metrics(prepared / "out")
@@ -319,9 +320,10 @@ def test_a_loss_that_is_no_number(prepared, one_rank, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_first_error_of_a_rank_is_shown(prepared):
+def test_the_first_error_of_a_rank_is_shown(prepared, monkeypatch):
+    monkeypatch.chdir(prepared)
     one = ("--set", "strategies.static=dp1", "--set", "data.max_length=64")
-    status, _, err = run(prepared, "tiny.toml", *one, "--set", "model.options.vocab=100")
+    status, _, err = fxpar("train", "tiny.toml", *one, "--set", "model.options.vocab=100")
     assert status == 1
     assert re.fullmatch(r"error: VocabularyError on rank \d: tokenizer .* has 300 ids.*\n", err), err
 

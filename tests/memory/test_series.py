@@ -55,7 +55,7 @@ def test_a_moment_names_its_action():
     [("dp2+remat", 1), ("dp2+zero3", 3), ("pp2+zb_h1+remat", 3)],
 )
 def test_the_peak_is_the_fullest_moment(strategy, micro_batches):
-    program = lower(llama().graph, strategy, for_store=True)
+    program = lower(llama(layers=2).graph, strategy, for_store=True)
     found = memory_over_time(program, micro_batches=micro_batches)
     assert found.prediction == predict_memory(program, micro_batches=micro_batches)
     assert len(found.ranks) == program.strategy.degree("pp")

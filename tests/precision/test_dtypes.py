@@ -15,6 +15,7 @@ from fxpar.torch_api import kernels
 from tests import captured
 from tests.precision.runs import (
     BF16,
+    EVERY_RUN,
     EVERYTHING_LOW,
     LOW,
     MODELS,
@@ -26,13 +27,18 @@ from tests.precision.runs import (
     param_dtypes,
     run,
 )
+from tests.repeat import thinned
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 
 
 # ------------------------------------------------------------------------------------------------ dtypes are real
 @pytest.mark.parametrize(
-    ("spec", "precision"), [*((spec, BF16) for spec in MODELS), ("llama", EVERYTHING_LOW), ("hf:gpt2", EVERYTHING_LOW)]
+    ("spec", "precision"),
+    thinned(
+        [*((spec, BF16) for spec in MODELS), ("llama", EVERYTHING_LOW), ("hf:gpt2", EVERYTHING_LOW)],
+        [*((spec, BF16) for spec in EVERY_RUN), ("llama", EVERYTHING_LOW)],
+    ),
 )
 def test_every_node_has_the_dtype_that_it_says(spec, precision):
     found = case(spec)

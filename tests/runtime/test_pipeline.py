@@ -349,7 +349,7 @@ def test_forwards_alone():
 
 
 def test_nothing_has_run():
-    model = llama()
+    model = llama(layers=2)
     program = lower(model.graph, "pp2")
 
     def work(bound: Any, runs: list[MicroRun], params: Any) -> None:

@@ -17,7 +17,7 @@ STRATEGIES = ("dp2.tp2+sp", "tp2+zero3", "pp2.tp2")
 @functools.cache
 def viewed(strategy: str) -> Viewed:
     """A small Llama under a strategy, as `fxpar viz` makes it."""
-    logical = llama().graph
+    logical = llama(layers=2).graph
     return Viewed(strategy, lower(logical, strategy), logical, lower(logical, strategy, for_store=True))
 
 

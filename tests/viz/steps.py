@@ -24,7 +24,7 @@ STRATEGIES = ("dp2.tp2+sp", "pp2.dp2", "dp4+zero2")
 
 @functools.cache
 def program(strategy: str) -> TrainGraph:
-    return lower(llama().graph, strategy, for_store=True)
+    return lower(llama(layers=2).graph, strategy, for_store=True)
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def inside(strategy: str) -> Inside:
 def views(*strategies: str, tokens: int = 256, micro_batches: int = 3) -> list[Viewed]:
     sizes = {"T": tokens}
     return [
-        Viewed(s, program(s), llama().graph, program(s), RATES.cluster, sizes, micro_batches)
+        Viewed(s, program(s), llama(layers=2).graph, program(s), RATES.cluster, sizes, micro_batches)
         for s in strategies or STRATEGIES
     ]
 
