@@ -9,11 +9,10 @@ from torch import nn
 
 from fxpar.errors import warn
 from fxpar.graph import TOKEN_NUMBERS, LogicalGraph
-from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
-from fxpar.tracer.provenance import Provenance, user_line
-from fxpar.tracer.signature import Batch, make_signature, model_device, named_batch
+from fxpar.tracer.provenance import Provenance
+from fxpar.tracer.signature import Batch, make_signature, make_world, model_device, named_batch
 from fxpar.tracer.step import LossFunction, Step
 
 
@@ -55,7 +54,7 @@ def _capture(
     ids = token_row(batch, dims)
     if ids is not None:
         batch, dims = batch | {TOKEN_NUMBERS: batch[ids].long()}, dims.with_like(TOKEN_NUMBERS, ids)
-    world = FakeWorld(user_line)
+    world = make_world(model)
     signature = make_signature(model, batch, world, dims)
     step = Step(
         model=model,

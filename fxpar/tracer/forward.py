@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from fxpar.errors import UnsupportedOpError
 from fxpar.graph import CallStructure, ForwardGraph, Input, Output, SizeRef, TensorMeta, ValueRef, dim_symbol
 from fxpar.torch_api import tracing
-from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.torch_api.tree import flatten, flatten_call, unflatten
 from fxpar.tracer.context import CaptureContext
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic
 from fxpar.tracer.finish import canonical_graph
-from fxpar.tracer.provenance import Provenance, calls_user_code, user_line
-from fxpar.tracer.signature import make_signature, model_device, named_batch
+from fxpar.tracer.provenance import Provenance, calls_user_code
+from fxpar.tracer.signature import make_signature, make_world, model_device, named_batch
 from fxpar.tracer.step import RawTrace, Traced
 
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))
@@ -122,7 +121,7 @@ def capture_forward(
     batch = named_batch(call.tensors)
     dims = resolve_dynamic(dynamic, batch)
     with torch.inference_mode(False):
-        world = FakeWorld(user_line)
+        world = make_world(model)
         signature = make_signature(
             model, batch, world, dims, scale=False, gradients=gradients, batch_gradients=gradients
         )

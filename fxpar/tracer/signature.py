@@ -12,6 +12,9 @@ from fxpar.errors import BatchError, DeviceError
 from fxpar.graph import Input, Size, TensorMeta
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.dynamic import DynamicDims
+from fxpar.tracer.provenance import user_line
+
+_MODULES_OF_FEW_LAYERS = 64  # of about five transformer layers
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -63,6 +66,11 @@ def named_batch(batch: Batch) -> dict[str, Tensor]:
     if not named:
         raise BatchError("", "the batch is empty")
     return named
+
+
+def make_world(model: nn.Module) -> FakeWorld:
+    """Where `model` is traced."""
+    return FakeWorld(user_line, cached=sum(1 for _ in model.modules()) > _MODULES_OF_FEW_LAYERS)
 
 
 def make_signature(

@@ -7,12 +7,10 @@ from tests.monitor.kills import Kill
 
 # The moments at which the others went wrong once; rank 0 serves the store.
 SAMPLE = [
-    Kill("start", (2,), 0.0),
     Kill("start", (0,), 0.17),
     Kill("switch", (1,), 0.0),
     Kill("reduction", (0,), 0.0),
     Kill("save", (1,), 0.03),
-    Kill("load", (0,), 0.02),
     Kill("evaluate", (2,), 0.02, abrupt=True),
     Kill("plain call", (0,), 0.02),
     Kill("forward", (2, 0), 0.0, world=4),

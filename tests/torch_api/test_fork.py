@@ -20,7 +20,7 @@ def compiled(factor: float) -> float:
         return float(function(torch.tensor([3.0, 4.0]))[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_forked_child_compiles_after_its_parent():
     mine = compiled(2.0)
     assert run_forked(1, lambda rank: compiled(2.0), timeout_s=100) == [mine]
