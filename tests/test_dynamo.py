@@ -220,6 +220,12 @@ def test_dropout():
     assert not torch.equal(found[0][0], found[2][0])
 
 
+def test_each_replica_drops_by_itself():
+    """The same rows on both ranks: without dropout equal results."""
+    kept = run_forked(2, lambda rank: compiled(nn.Dropout(0.5), "dp2")(torch.ones(64)) > 0)
+    assert not torch.equal(kept[0], kept[1])
+
+
 def test_running_statistics():
     model = Norms().double()
     same_as_eager(model, lambda model, x: model(x), rows(5))

@@ -136,7 +136,7 @@ class PlainCalls:
 
     def _get_ready(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ready:
         gradients = torch.is_grad_enabled()
-        call = (module.training, gradients, call_key(module, args, kwargs))
+        call = (gradients, call_key(module, args, kwargs))
         if (self.strategy, call) not in self._ready:
             if call not in self._logical:
                 with self.tracing(), self.switching.store.shown_without_values(module, self.captured):

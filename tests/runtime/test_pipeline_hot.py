@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fxpar.models import load
@@ -137,3 +138,14 @@ def test_written_buffers_are_the_same_on_all_ranks():
     before, after = results[0]
     assert {name for name in after if not torch.equal(before[name], after[name])} == set(after)
     assert all(torch.equal(value, after[name]) for _, other in results for name, value in other.items())
+
+
+def test_evaluates_through_stages():
+    """In evaluation mode: with the running statistics as they are."""
+    strategies, held_out = {512: "pp2"}, sequences(2, (20, 30, 2, 9))
+    precompile(normed, strategies)
+    found = run_forked(2, lambda rank: parallel(normed, strategies=strategies, packed=False).evaluate(held_out))
+    model, total = normed().eval(), 0.0
+    for ids in held_out:
+        total += F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="sum").item()
+    assert found == pytest.approx([total / sum(len(ids) - 1 for ids in held_out)] * 2, rel=1e-12)
