@@ -28,7 +28,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.mesh import Mesh
 from fxpar.runtime.forked import run_forked
-from fxpar.switch import Block, ParamLayout, PlacedParam, plan_switch
+from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.transport import Holding, Switch
 
 WORLD = 4
@@ -43,20 +43,20 @@ def sharded(name: str, tensors: int, dim: int, cut: int) -> ParamLayout:
     """`tensors` square matrices over all ranks, cut along dim `cut`."""
     mesh = Mesh((("x", WORLD),))
     dims = tuple((AxisShard("x"),) if d == cut else () for d in range(2))
-    param = PlacedParam((dim, dim), torch.float32, (Block(0, DistConfig(mesh, dims)),))
+    param = PlacedParam((dim, dim), torch.float32, (DistConfig(mesh, dims),))
     return ParamLayout(name, WORLD, {f"w{i}": param for i in range(tensors)})
 
 
 def flat_views(layout: ParamLayout, whole: list[Tensor] | None, rank: int, flat: bool) -> dict[str, Tensor]:
     """The rank's tensors, as views of one buffer (as a weight store keeps them) or each on its own."""
     found: dict[str, Tensor] = {}
-    shapes = {fqn: p.blocks[0].dist.local_shape(p.shape) for fqn, p in layout.params.items()}
+    shapes = {fqn: p.copies[0].local_shape(p.shape) for fqn, p in layout.params.items()}
     each = next(iter(shapes.values()))
     buffer = torch.zeros(len(shapes), *each)
     for number, (fqn, param) in enumerate(layout.params.items()):
         found[fqn] = buffer[number] if flat else torch.zeros(each)
         if whole is not None:
-            found[fqn].copy_(param.blocks[0].dist.take(whole[number], rank))
+            found[fqn].copy_(param.copies[0].take(whole[number], rank))
     return found
 
 

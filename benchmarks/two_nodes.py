@@ -105,12 +105,12 @@ def measure_rank(rank: int, mib: int, runs: int) -> dict[str, dict[str, float]]:
     from fxpar.cluster import ClusterSpec
     from fxpar.dist_config import AxisShard, DistConfig
     from fxpar.mesh import Mesh
-    from fxpar.switch import Block, ParamLayout, PlacedParam, plan_switch
+    from fxpar.switch import ParamLayout, PlacedParam, plan_switch
     from fxpar.transport import Holding, Switch
 
     def layout(name: str, axis: str, dims: tuple) -> ParamLayout:
         rows = mib * (1 << 20) // TENSORS // (256 * 4)
-        param = PlacedParam((rows, 256), torch.float32, (Block(0, DistConfig(Mesh(((axis, WORLD),)), dims)),))
+        param = PlacedParam((rows, 256), torch.float32, (DistConfig(Mesh(((axis, WORLD),)), dims),))
         return ParamLayout(name, WORLD, {f"w{i}": param for i in range(TENSORS)})
 
     torch.set_num_threads(1)
@@ -119,7 +119,7 @@ def measure_rank(rank: int, mib: int, runs: int) -> dict[str, dict[str, float]]:
     cluster = ClusterSpec(len(NODES), RANKS_PER_NODE, INTRA_GB_PER_S, speed, 1000, node_gb_per_s=speed)
     cut, whole = layout("tp4", "tp", ((AxisShard("tp"),), ())), layout("dp4", "dp", ((), ()))
     values = {fqn: torch.randn(param.shape, generator=_seeded(i)) for i, (fqn, param) in enumerate(cut.params.items())}
-    source = {fqn: cut.params[fqn].blocks[0].dist.take(value, rank) for fqn, value in values.items()}
+    source = {fqn: cut.params[fqn].copies[0].take(value, rank) for fqn, value in values.items()}
     found: dict[str, dict[str, float]] = {}
     switches = {}
     target = {fqn: torch.zeros(param.shape) for fqn, param in whole.params.items()}

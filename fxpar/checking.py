@@ -286,9 +286,9 @@ def run_world(
 def local_params(program: TrainGraph, params: Batch, rank: int) -> dict[str, Tensor]:
     """What a rank stores of whole parameters."""
     return {
-        info.fqn: stored.dist.take(params[info.fqn], rank - first)
-        for first, part in program.placed
-        if first <= rank < first + part.strategy.world
+        info.fqn: stored.dist.take(params[info.fqn], rank)
+        for part in program.placed
+        if rank in part.mesh
         for info, stored in zip(part.inputs, part.stored_inputs, strict=True)
         if info.kind == "param"
     }
@@ -316,31 +316,31 @@ def _compare(
     floor = NOISE * max(
         (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
     )
-    places: dict[str, list[tuple[int, DistConfig]]] = defaultdict(list)
-    for first, part in program.placed:
+    places: dict[str, list[DistConfig]] = defaultdict(list)
+    for part in program.placed:
         for info, stored in zip(part.outputs, part.stored_outputs, strict=True):
             if info.kind == "grad":
-                places[info.fqn].append((first, stored.dist))
+                places[info.fqn].append(stored.dist)
     errors: dict[str, float] = {}
     for fqn, parts in places.items():
         truth = expected[("grad", fqn)]
         if len(parts) > 1:
             errors[fqn] = relative_error(_whole(fqn, parts, ranks, truth), truth, truth, floor)
             continue
-        (first, config), worst = parts[0], 0.0
-        for rank in range(config.mesh.size):
+        config, worst = parts[0], 0.0
+        for rank in config.mesh.ranks:
             piece = config.take(truth, rank)  # padding included: it must be zero
-            worst = max(worst, relative_error(ranks[first + rank]["grads"][fqn], piece, truth, floor))
+            worst = max(worst, relative_error(ranks[rank]["grads"][fqn], piece, truth, floor))
         errors[fqn] = worst
     return loss_error, errors
 
 
-def _whole(fqn: str, parts: list[tuple[int, DistConfig]], ranks: list[dict[str, Any]], like: Tensor) -> Tensor:
+def _whole(fqn: str, parts: list[DistConfig], ranks: list[dict[str, Any]], like: Tensor) -> Tensor:
     """The sum of the terms that several pipeline stages give."""
     total = torch.zeros_like(like)
-    for first, config in dict.fromkeys(parts):  # a rank adds up what its stages give
+    for config in dict.fromkeys(parts):  # a rank adds up what its stages give
         term = torch.zeros_like(like)
-        for rank in range(config.mesh.size):
-            config.put(term, ranks[first + rank]["grads"][fqn], rank)
+        for rank in config.mesh.ranks:
+            config.put(term, ranks[rank]["grads"][fqn], rank)
         total += term
     return total

@@ -116,14 +116,13 @@ class DistConfig:
     """Placement of one tensor on a named mesh.
 
     `dims[d]` lists the axes that shard dim d, outermost cut first; `partial` lists (axis, op) pairs. An axis appears at
-    most once; an axis that does not appear replicates. `dtype` is the tensor's dtype, `stage` its pipeline stage.
+    most once; an axis that does not appear replicates. `dtype` is the tensor's dtype.
     """
 
     mesh: Mesh
     dims: tuple[tuple[AxisShard, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
     dtype: torch.dtype | None = None
-    stage: int | None = None
 
     def __post_init__(self) -> None:
         used = [name for dim in self.dims for s in dim for name in s.axis.split(".")]
@@ -135,7 +134,7 @@ class DistConfig:
                 raise PlacementError(f"axis {axis!r} is not an axis of mesh {self.mesh}")
         for axis in self.shard_axes:
             parts = axis.split(".")
-            if parts != sorted(parts, key=self.mesh.names.index):
+            if parts != sorted(parts, key=self.mesh.stride, reverse=True):
                 # torch sorts the ranks of a process group, so pieces would go to other ranks than `take` says
                 raise PlacementError(f"{self}: joint axes {axis!r} must be in the order of mesh {self.mesh}")
 
@@ -243,11 +242,10 @@ class DistConfig:
     def to_json(self) -> dict:
         dims = [[[e.axis, list(e.sections)] for e in entries] for entries in self.dims]
         return {
-            "mesh": [list(axis) for axis in self.mesh.axes],
+            **self.mesh.to_json(),
             "dims": dims,
             "partial": [list(p) for p in self.partial],
             "dtype": str(self.dtype).removeprefix("torch.") if self.dtype else None,
-            "stage": self.stage,
         }
 
     @classmethod
@@ -255,11 +253,10 @@ class DistConfig:
         if isinstance(data, str):
             data = json.loads(data)
         return cls(
-            Mesh(tuple((name, size) for name, size in data["mesh"])),
+            Mesh.from_json(data),
             tuple(tuple(AxisShard(a, tuple(s)) for a, s in entries) for entries in data["dims"]),
             tuple((a, op) for a, op in data["partial"]),
             _dtype(data["dtype"]) if data["dtype"] else None,
-            data["stage"],
         )
 
     def describe(self, shape: Iterable[object] | None = None) -> str:

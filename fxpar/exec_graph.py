@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxpar.dist_config import DistConfig
 from fxpar.graph import CallStructure, Dim, Input, Output, TensorMeta
+from fxpar.mesh import Mesh
 from fxpar.serialize import graph_from_data, graph_to_data
 from fxpar.strategy import Strategy
 
@@ -159,14 +160,19 @@ class Program(ABC):
         """The graphs by name, in the order in which they run."""
 
     @property
-    def placed(self) -> tuple[tuple[int, Program], ...]:
-        """(first rank, program) of each part of the model that has a mesh of its own: here all of it, from rank 0."""
-        return ((0, self),)
+    def mesh(self) -> Mesh:
+        """The ranks that run it."""
+        return self.strategy.mesh
+
+    @property
+    def placed(self) -> tuple[Program, ...]:
+        """The programs of the parts of the model that have a mesh of their own: here one, all of it."""
+        return (self,)
 
     def params(self) -> list[tuple[Input, Stored]]:
         """The parameters in the order of the model, as (the first part that has each) stores them."""
         found: dict[str, Stored] = {}
-        for _, program in self.placed:
+        for program in self.placed:
             for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
                 if info.kind == "param":
                     found.setdefault(info.fqn, stored)
@@ -204,8 +210,7 @@ class Program(ABC):
     def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
         """Bytes that one rank sends per step with dynamic dims at `sizes` (the example's by default)."""
         dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in self.dims}
-        mesh = self.strategy.mesh
-        return round(sum(c.wire_bytes(mesh.degree(c.axis), dims) for c in self.communications()))
+        return round(sum(c.wire_bytes(self.mesh.degree(c.axis), dims) for c in self.communications()))
 
     def fingerprint(self) -> str:
         """Hash of the program; equal on all ranks, or they would deadlock."""

@@ -28,7 +28,7 @@ from fxpar.graph_structure import fits
 from fxpar.pipeline_graph import PipelineGraph
 from fxpar.version import __version__
 
-FORMAT, VERSION = "fxpar graph", 2
+FORMAT, VERSION = "fxpar graph", 3
 SavedGraph = LogicalGraph | AnnotatedGraph | ExecGraph | PipelineGraph
 _KINDS: dict[str, type] = {
     "logical": LogicalGraph,

@@ -8,7 +8,7 @@ import functools
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import sympy
@@ -62,7 +62,7 @@ def check_value(value: Any) -> None:
         raise GraphFormatError(f"{value.axes!r} are no axes of a mesh of at most {MOST_RANKS:,} ranks")
     if isinstance(value, Strategy):
         check_value(value.mesh)
-        if value != Strategy.parse(str(value), overrides=dict(value.overrides)):
+        if value != replace(Strategy.parse(str(value), overrides=dict(value.overrides)), offset=value.offset):
             raise GraphFormatError(f"{value} is not how its strategy is written")
     if isinstance(value, Dim) and not 1 <= value.minimum <= value.example <= (value.maximum or math.inf):
         raise GraphFormatError(f"dynamic dim {value.name!r} does not allow its own example")
@@ -75,6 +75,7 @@ def check_value(value: Any) -> None:
             _check_same(node, node.meta.get("tensor"), info.meta)
         _check_constants(value)
         _check_writes(graph, {node for node in graph.nodes if node.op == "placeholder"})
+        _check_wanted(graph)
     elif isinstance(value, Program):
         _check_program(value)
 
@@ -87,6 +88,9 @@ def check_meta(node: fx.Node) -> None:
     if "dist" in node.meta:
         for key in ("tensor", "local"):
             _check_dims(node, node.meta.get(key), node.meta["dist"])
+    whole, local = node.meta.get("tensor"), node.meta.get("local")
+    if isinstance(whole, tuple) and isinstance(local, tuple) and len(whole) != len(local):
+        raise GraphFormatError(f"%{node.name} has {len(whole)} results, and {len(local)} of them on a rank")
     if node.op != "output" and not {"tensor", "sym"} & node.meta.keys():
         raise GraphFormatError(f"%{node.name} has neither a shape nor a size")
 
@@ -99,6 +103,16 @@ def _check_dims(node: fx.Node, meta: Any, dist: Any) -> None:
         or any(m is not None and d is not None and len(m.shape) != d.ndim for m, d in zip(metas, dists, strict=True))
     ):
         raise GraphFormatError(f"the placement of %{node.name} is not one of {shown(meta)}")
+
+
+def _check_wanted(graph: fx.Graph) -> None:
+    """What a node wants of an operand's placement is a placement of that operand."""
+    for node in graph.nodes:
+        operands: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if "sym" not in n.meta else None)  # noqa: B023
+        for operand, wanted in zip(operands, node.meta.get("dist_in", ()), strict=False):
+            if isinstance(operand.meta.get("tensor"), TensorMeta):
+                _check_dims(node, operand.meta["tensor"], wanted)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -136,7 +150,11 @@ def _hints(cls: type) -> dict[str, Any]:
 def _is_mesh(mesh: Mesh) -> bool:
     names = [name for name, _ in mesh.axes]
     degrees = [degree for _, degree in mesh.axes]
-    return len(set(names)) == len(names) and all(d >= 1 for d in degrees) and math.prod(degrees) <= MOST_RANKS
+    if len(set(names)) < len(names) or any(d < 1 for d in degrees) or math.prod(degrees) > MOST_RANKS:
+        return False
+    if any(step < 1 for step in mesh.strides):
+        return False
+    return 0 <= mesh.offset < MOST_RANKS and all(rank in mesh for rank in mesh.ranks)
 
 
 def _check_ends(graph: fx.Graph, inputs: int, outputs: int) -> None:
@@ -202,6 +220,7 @@ def _check_part(part: Part, values: Mapping[str, list[Any]], mesh: Mesh) -> None
         _check_same(node, _local(node), values[source][index])
     given = {node for node, (source, _) in zip(places, part.sources, strict=True) if source == "input"}
     _check_writes(part.graph, given)
+    _check_wanted(part.graph)
     for node in part.graph.nodes:
         axes = [text[1:] for text in node.args if isinstance(text, str) and text[:1] in ("@", "#")]
         for axis in (*axes, *node.meta.get("comm", ())[:1]):

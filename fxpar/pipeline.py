@@ -67,7 +67,7 @@ def _lower_stage(
 
 def strategy_of_stage(stage: StageGraph, strategy: Strategy) -> Strategy:
     """What a stage runs under; of globs only those that match something of it."""
-    mine = strategy.of_stage()
+    mine = strategy.of_stage(stage.index)
     names = [name for info in stage.params() for name in (info.fqn, *info.aliases)]
     overrides = tuple((glob, where) for glob, where in mine.overrides if fnmatch.filter(names, glob))
     remat = mine.remat

@@ -1,8 +1,7 @@
 """`PipelineGraph`: what the ranks run under a strategy with pipeline stages, one `StageProgram` per stage.
 
-Stages are consecutive blocks of world / pp ranks (Megatron's convention), whatever the order of axes in the strategy;
-inside a block the other axes keep their order. With several stages per rank (interleaved schedules) stage s is on block
-s % pp.
+Each stage has a mesh of its own (see `Strategy.mesh`). With several stages per rank (interleaved schedules) the stages
+s, s + pp ... have the same one.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from dataclasses import dataclass, field
 
 from fxpar.exec_graph import ExecGraph, Part, Program, Stored
 from fxpar.graph import TensorMeta
+from fxpar.mesh import Mesh
 
 
 @dataclass(kw_only=True)
 class StageProgram(Program):
-    """One stage on the ranks of its block (`strategy` is without pp). The parts are those of `fxpar.stages.StageParts`;
+    """One stage on the ranks of its mesh (`strategy` is without pp). The parts are those of `fxpar.stages.StageParts`;
     `input_part` and `weight_part` are the backward in two halves.
     """
 
@@ -53,22 +53,13 @@ class PipelineGraph(Program):
     flops: tuple[int, ...] = ()
     terms: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters on several stages -> those with terms
 
-    @property
-    def block(self) -> int:
-        """Ranks of one stage."""
-        return self.strategy.world // self.strategy.degree("pp")
-
-    def first_rank(self, stage: int) -> int:
-        """The first rank of a stage's block."""
-        return stage % self.strategy.degree("pp") * self.block
-
     def stages_of(self, rank: int) -> tuple[StageProgram, ...]:
         """The stages that a rank runs."""
-        return tuple(stage for stage in self.stages if self.first_rank(stage.index) == rank // self.block * self.block)
+        return tuple(stage for stage in self.stages if rank in stage.mesh)
 
     @property
-    def placed(self) -> tuple[tuple[int, Program], ...]:
-        return tuple((self.first_rank(stage.index), stage) for stage in self.stages)
+    def placed(self) -> tuple[Program, ...]:
+        return self.stages
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -82,11 +73,11 @@ class PipelineGraph(Program):
     def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
         """Bytes that a rank of the busiest stage sends per micro-batch, to its own stage and to others."""
         dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in self.dims}
-        total: dict[int, int] = defaultdict(int)
+        total: dict[Mesh, int] = defaultdict(int)
         for stage in self.stages:
-            total[self.first_rank(stage.index)] += stage.collective_bytes(sizes)
+            total[stage.mesh] += stage.collective_bytes(sizes)
         for index, _, meta in self.transfers:
-            total[self.first_rank(index)] += meta.numel(dims) * meta.dtype.itemsize
+            total[self.stages[index].mesh] += meta.numel(dims) * meta.dtype.itemsize
         return max(total.values())
 
     @property

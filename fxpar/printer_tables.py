@@ -50,8 +50,8 @@ def stage_list(graph: PipelineGraph) -> list[str]:
     lines = [f"stages under {graph.strategy.pipeline.schedule} ({_micro_batch(graph)}; bytes that one rank sends):"]
     held = Counter(fqn for stage in graph.stages for fqn in stage.taken("param"))
     for i, stage in enumerate(graph.stages):
-        first, share = graph.first_rank(i), graph.flops[i] / (sum(graph.flops) or 1)
-        ranks = f"ranks {first}-{first + graph.block - 1}" if graph.block > 1 else f"rank {first}"
+        held_by, share = stage.mesh.ranks, graph.flops[i] / (sum(graph.flops) or 1)
+        ranks = f"ranks {held_by[0]}-{held_by[-1]}" if len(held_by) > 1 else f"rank {held_by[0]}"
         lines.append(f"  {i} on {ranks}, from {graph.cuts[i - 1] if i else 'the start'}, {share:.0%} of the FLOPs")
         for kind, to in (("sent", i + 1), ("sent_grad", i - 1)):
             for fqn, stored in stage.given(kind).items():

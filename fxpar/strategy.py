@@ -13,10 +13,12 @@ remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b | zb_h1 | interle
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 from fxpar.dist_config import Placement, R, Shard
@@ -92,6 +94,7 @@ class Pipeline:
 class Strategy:
     """Mesh axes with degrees (outermost first), flags, and placement overrides by FQN glob.
 
+    Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose.
     """
@@ -102,6 +105,7 @@ class Strategy:
     overrides: tuple[tuple[str, str], ...] = ()
     remat: Remat | None = None
     pipeline: Pipeline = Pipeline()
+    offset: int = 0
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -138,14 +142,21 @@ class Strategy:
         if self.world != world:
             raise WorldSizeError(str(self), self.world, world)
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
-        return Mesh(self.axes)
+        """The ranks. Pipeline stages are blocks of consecutive ranks wherever pp stands (Megatron's convention); inside
+        of a stage, and without stages, the last axis is the fastest.
+        """
+        steps, step = {}, 1
+        for name, degree in sorted(reversed(self.axes), key=lambda axis: axis[0] == "pp"):
+            steps[name] = step
+            step *= degree
+        return Mesh(self.axes, self.offset, tuple(steps[name] for name, _ in self.axes))
 
     @property
     def world(self) -> int:
         """Number of ranks the strategy needs."""
-        return self.mesh.size
+        return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
         """Degree of `axis`; 1 if the strategy does not name it."""
@@ -156,10 +167,11 @@ class Strategy:
         """Pipeline stages of the model: pp, times the stages per rank."""
         return self.degree("pp") * self.pipeline.virtual
 
-    def of_stage(self) -> Strategy:
-        """What each pipeline stage runs under, on its own ranks."""
+    def of_stage(self, stage: int) -> Strategy:
+        """What a pipeline stage runs under. With several stages per rank, s, s + pp ... have the same ranks."""
         axes = tuple(axis for axis in self.axes if axis[0] != "pp") or (("dp", 1),)
-        return replace(self, axes=axes, pipeline=Pipeline())
+        ranks = self.mesh.at("pp", stage % self.degree("pp"))
+        return replace(self, axes=axes, pipeline=Pipeline(), offset=ranks.offset)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -138,13 +138,13 @@ def share_weights(programs: Mapping[str, Program], rank: int, resident: Collecti
 def _pieces(program: Program, rank: int) -> dict[str, tuple[_Piece, torch.dtype]]:
     """What the rank computes with; of several pipeline stages, what all of its stages do."""
     found: dict[str, tuple[_Piece, torch.dtype]] = {}
-    for first, part in program.placed:
-        if not first <= rank < first + part.strategy.world:
+    for part in program.placed:
+        if rank not in part.mesh:
             continue
         for info, stored in zip(part.inputs, part.stored_inputs, strict=True):
             if info.kind == "param":
                 shape = tuple(int(size) for size in stored.meta.shape)
-                piece = (_piece(stored.dist, shape, rank - first), stored.meta.dtype)
+                piece = (_piece(stored.dist, shape, rank), stored.meta.dtype)
                 if found.setdefault(info.fqn, piece) != piece:
                     raise StageParamError(info.fqn, rank)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -25,6 +26,24 @@ def meshes(draw, axes: tuple[int, int] = (1, 3), largest: int = 12) -> Mesh:
 
 
 @st.composite
+def placed_mesh(draw, axes: tuple[tuple[str, int], ...], world: int) -> Mesh:
+    """A mesh of these axes somewhere among `world` ranks: the axes nest in any order, with gaps where there is room."""
+    strides, extent = {}, 1
+    for name, degree in draw(st.permutations(axes)):
+        gap = draw(st.sampled_from((0, 0, 0, 1)))
+        strides[name] = extent + (gap if (degree - 1) * (extent + gap) + extent <= world else 0)
+        extent += (degree - 1) * strides[name]
+    stretched = Mesh(axes, 0, tuple(strides[name] for name, _ in axes))
+    mesh = stretched if max(stretched.ranks) < world else Mesh(axes)
+    return replace(mesh, offset=draw(st.integers(0, world - 1 - max(mesh.ranks))))
+
+
+def moved(dist: DistConfig, first: int) -> DistConfig:
+    """The same placement on ranks from `first` on."""
+    return replace(dist, mesh=replace(dist.mesh, offset=first))
+
+
+@st.composite
 def nestings(draw, mesh: Mesh, shape: tuple[int, ...], free: list[str]) -> tuple[tuple[AxisShard, ...], ...]:
     """Cuts of every dim by axes of `free` (those that are used are removed from it), joint axes among them."""
     dims: list[list[AxisShard]] = [[] for _ in shape]
@@ -32,7 +51,7 @@ def nestings(draw, mesh: Mesh, shape: tuple[int, ...], free: list[str]) -> tuple
     while free and shape and draw(st.integers(0, 3)):
         d = draw(st.integers(0, len(shape) - 1))
         count = draw(st.integers(1, min(2, len(free))))
-        axis = ".".join(sorted(free[:count], key=mesh.names.index))
+        axis = ".".join(sorted(free[:count], key=mesh.stride, reverse=True))
         degree = mesh.degree(axis)
         legal = [s for s in SECTIONS if chunk(sizes[d], degree, s)]
         if sizes[d] < degree or not legal:

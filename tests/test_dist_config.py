@@ -26,7 +26,7 @@ from fxpar.dist_config import (
 )
 from fxpar.errors import PlacementError
 from fxpar.mesh import Mesh
-from tests.placements import configs, held, meshes, placed
+from tests.placements import configs, held, meshes, placed, placed_mesh
 
 MESH = Mesh((("dp", 2), ("cp", 3), ("tp", 4)))
 
@@ -133,10 +133,12 @@ def test_json_pickle_hash(example):
         assert hash(again) == hash(config)
 
 
-@given(placed(), st.sampled_from([None, torch.bfloat16, torch.float64, torch.int32, torch.bool]), st.integers(0, 3))
-def test_json_keeps_dtype_and_stage(example, dtype, stage):
+@given(placed(), st.sampled_from([None, torch.bfloat16, torch.float64, torch.int32, torch.bool]), st.data())
+def test_json_keeps_dtype_and_ranks(example, dtype, data):
     config, _ = example
-    config = DistConfig(config.mesh, config.dims, config.partial, dtype, stage)
+    elsewhere = data.draw(placed_mesh(config.mesh.axes, 30))
+    dims = config.dims if not any("." in axis for axis in config.shard_axes) else ((),) * config.ndim
+    config = DistConfig(elsewhere, dims, config.partial, dtype)
     assert DistConfig.from_json(json.dumps(config.to_json())) == config
 
 

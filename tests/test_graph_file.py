@@ -177,7 +177,7 @@ def test_bad_files(tmp_path):
     save_graph(path, llama().graph)
     assert read_header(path)["kind"] == "logical"
     changed(path, header={"version": 9, "fxpar": "9.1"})
-    says("fxpar 9.1 wrote it in version 9 of the format, this fxpar reads version 2. Dump it again")
+    says("fxpar 9.1 wrote it in version 9 of the format, this fxpar reads version 3. Dump it again")
     changed(path, header={"version": 2, "format": "other"})
     says("it is no graph of fxpar")
     save_graph(path, llama().graph)

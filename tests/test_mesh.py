@@ -9,14 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.mesh import Mesh
+from tests.placements import placed_mesh
 
 NAMES = ("dp", "pp", "cp", "tp", "ep")
 
 
 @st.composite
-def meshes(draw, max_degree: int = 4, max_axes: int = 4) -> Mesh:
+def axes_of(draw, max_degree: int = 4, max_axes: int = 4) -> tuple[tuple[str, int], ...]:
     names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=max_axes))
-    return Mesh(tuple((name, draw(st.integers(1, max_degree))) for name in names))
+    return tuple((name, draw(st.integers(1, max_degree))) for name in names)
+
+
+@st.composite
+def meshes(draw) -> Mesh:
+    """From rank 0 without gaps, or anywhere, nested in any order."""
+    axes = draw(axes_of())
+    return draw(st.sampled_from([Mesh(axes), draw(placed_mesh(axes, 300))]))
 
 
 @st.composite
@@ -28,17 +36,52 @@ def meshes_and_axes(draw) -> tuple[Mesh, tuple[str, ...]]:
 
 @given(meshes())
 def test_rank_and_coordinate_are_inverse(mesh):
-    ranks = range(mesh.size)
-    coordinates = [mesh.coordinate(rank) for rank in ranks]
-    assert [mesh.rank(c) for c in coordinates] == list(ranks)
+    coordinates = [mesh.coordinate(rank) for rank in mesh.ranks]
+    assert [mesh.rank(c) for c in coordinates] == list(mesh.ranks)
+    assert len(set(mesh.ranks)) == mesh.size
     assert all(tuple(c) == mesh.names for c in coordinates)
     assert all(0 <= c[name] < size for c in coordinates for name, size in mesh.axes)
 
 
 @given(meshes())
-def test_last_axis_is_fastest(mesh):
-    coordinates = [tuple(mesh.coordinate(rank).values()) for rank in range(mesh.size)]
+def test_last_axis_is_fastest_in_the_list_of_ranks(mesh):
+    coordinates = [tuple(mesh.coordinate(rank).values()) for rank in mesh.ranks]
     assert coordinates == sorted(coordinates)
+
+
+@given(axes_of())
+def test_by_default_ranks_are_counted(axes):
+    assert Mesh(axes).ranks == tuple(range(Mesh(axes).size))
+
+
+@given(meshes())
+def test_other_ranks_are_outside(mesh):
+    inside = set(mesh.ranks)
+    for rank in range(min(inside) - 2, max(inside) + 3):
+        assert (rank in mesh) == (rank in inside)
+        if rank not in inside:
+            with pytest.raises(ValueError, match=f"rank {rank} is not in mesh"):
+                mesh.coordinate(rank)
+
+
+@given(meshes(), st.data())
+def test_what_lies_at_a_coordinate_is_a_mesh(mesh, data):
+    if not mesh.axes:
+        return
+    axis, size = data.draw(st.sampled_from(mesh.axes))
+    found = [mesh.at(axis, index) for index in range(size)]
+    assert sorted(rank for part in found for rank in part.ranks) == sorted(mesh.ranks)
+    for index, part in enumerate(found):
+        for rank in part.ranks:
+            assert mesh.coordinate(rank) == {**part.coordinate(rank), axis: index}
+
+
+def test_equal_meshes_are_written_alike():
+    axes = (("dp", 2), ("tp", 4))
+    assert Mesh(axes, 0, (4, 1)) == Mesh(axes)
+    assert hash(Mesh(axes, 0, (4, 1))) == hash(Mesh(axes))
+    assert Mesh(axes, 0, (1, 2)) != Mesh(axes) != Mesh(axes, 8)
+    assert Mesh(axes, 8).at("dp", 1) == Mesh((("tp", 4),), 12)
 
 
 @given(meshes_and_axes())
@@ -47,7 +90,7 @@ def test_groups_partition_the_ranks(given_mesh):
     groups = mesh.groups(axes)
     size = math.prod(mesh.degree(name) for name in axes)
     assert all(len(group) == size for group in groups)
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    assert sorted(rank for group in groups for rank in group) == sorted(mesh.ranks)
     for group in groups:
         assert all(mesh.group_of(rank, axes) == group for rank in group)
 
@@ -67,7 +110,7 @@ def test_index_is_the_position_in_the_group(given_mesh):
     if not axes:
         return
     joined = ".".join(axes)
-    assert mesh.degree(joined) == len(mesh.group_of(0, axes))
+    assert mesh.degree(joined) == len(mesh.group_of(mesh.offset, axes))
     for group in mesh.groups(axes):
         assert [mesh.index(rank, joined) for rank in group] == list(range(len(group)))
 

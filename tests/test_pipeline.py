@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -35,13 +36,13 @@ def test_stages_of_ranks():
     """Stages are blocks of ranks wherever pp stands; interleaved ones take turns."""
     for text in ("pp2.dp2", "dp2.pp2"):
         program = lowered(text)
-        assert program.block == 2
         assert [[s.index for s in program.stages_of(rank)] for rank in range(4)] == [[0], [0], [1], [1]]
-        assert [first for first, _ in program.placed] == [0, 2]
+        assert [stage.mesh.ranks for stage in program.stages] == [(0, 1), (2, 3)]
+        assert [program.mesh.at("pp", index) for index in range(2)] == [stage.mesh for stage in program.stages]
         assert {str(stage.strategy) for stage in program.stages} == {"dp2"}
     program = lowered("pp2.tp2+interleaved_1f1b+sp")
     assert [[s.index for s in program.stages_of(rank)] for rank in range(4)] == [[0, 2], [0, 2], [1, 3], [1, 3]]
-    assert [first for first, _ in program.placed] == [0, 2, 0, 2]
+    assert [stage.mesh.ranks for stage in program.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert {str(stage.strategy) for stage in program.stages} == {"tp2+sp"}
 
 
@@ -93,8 +94,10 @@ def test_one_activation_crosses_and_one_gradient(strategy):
     first, second = program.stages
     for kind, sender, receiver in (("received", first, second), ("received_grad", second, first)):
         given, taken = sender.given(kind.replace("received", "sent")), receiver.taken(kind)
-        assert given == taken
-        (stored,) = given.values()
+        assert {fqn: stored.local for fqn, stored in given.items()} == {f: s.local for f, s in taken.items()}
+        ((stored, other),) = zip(given.values(), taken.values(), strict=True)
+        assert replace(stored.dist, mesh=receiver.mesh) == other.dist
+        assert (stored.dist.mesh, stored.meta) == (sender.mesh, other.meta)
         assert stored.dist.describe(stored.meta.shape).replace(".", "@") in (
             CROSSING[strategy],
             CROSSING[strategy].replace("@cp@tp", "@(cp,tp)"),
@@ -217,7 +220,7 @@ def test_tied_embeddings_are_on_two_stages(spec, options, tied):
     assert program.terms == {tied: (1, 0)}
     assert [tied in stage.taken("param") and tied in stage.given("grad") for stage in program.stages] == [True, True]
     layout = layout_of(program)
-    assert [list(block.ranks) for block in layout.params[tied].blocks] == [[0, 1], [2, 3]]
+    assert [dist.mesh.ranks for dist in layout.params[tied].copies] == [(0, 1), (2, 3)]
     others = [fqn for stage in program.stages for fqn in stage.taken("param") if fqn != tied]
     assert len(others) == len(set(others)) == len(program.params()) - 1
 
@@ -232,10 +235,10 @@ def test_layouts_are_blocks_of_ranks():
     layout = layout_of(lowered("dp2.pp2+zero1"), "mine")
     assert (layout.name, layout.world, len(layout.params)) == ("mine", 4, 2 + 4 * 9 + 1)
     for fqn, param in layout.params.items():
-        (block,) = param.blocks
+        (dist,) = param.copies
         late = fqn.startswith(("layers.2", "layers.3", "norm", "head"))
-        assert list(block.ranks) == ([2, 3] if late else [0, 1])
-        assert block.dist.shard_axes == ("dp",)
+        assert dist.mesh.ranks == ((2, 3) if late else (0, 1))
+        assert dist.shard_axes == ("dp",)
     assert layout.bytes_of_rank(0) == layout.bytes_of_rank(1)
     rest = layout_of(lower(llama(layers=4).graph, "pp2.dp2"))
     assert rest.bytes_of_rank(0) >= 2 * layout.bytes_of_rank(0) - 16 * len(rest.params)
@@ -243,8 +246,8 @@ def test_layouts_are_blocks_of_ranks():
 
 def test_layouts_of_interleaved_stages():
     layout = layout_of(lowered("pp2+interleaved_1f1b"))
-    found = {i: list(layout.params[f"layers.{i}.ffn.up_proj.weight"].blocks[0].ranks) for i in range(4)}
-    assert found == {0: [0], 1: [1], 2: [0], 3: [1]}
+    found = {i: layout.params[f"layers.{i}.ffn.up_proj.weight"].copies[0].mesh.ranks for i in range(4)}
+    assert found == {0: (0,), 1: (1,), 2: (0,), 3: (1,)}
 
 
 # ------------------------------------------------------------------------------------------------------- plain data

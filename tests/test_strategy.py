@@ -145,8 +145,8 @@ def test_pipelines(flags, pipeline, stages, printed):
 
 def test_what_a_stage_runs_under():
     strategy = Strategy.parse("dp2.pp2.tp4+sp+zero1+remat+zb_h1+cut(layers.3)", overrides={"*": "R"})
-    assert strategy.of_stage() == Strategy.parse("dp2.tp4+sp+zero1+remat", overrides={"*": "R"})
-    assert str(Strategy.parse("pp4").of_stage()) == "dp1"
+    assert strategy.of_stage(0) == Strategy.parse("dp2.tp4+sp+zero1+remat", overrides={"*": "R"})
+    assert str(Strategy.parse("pp4").of_stage(0)) == "dp1"
     assert Strategy.parse("dp2").stages == Strategy.parse("dp2.pp1").stages == 1
 
 

@@ -11,6 +11,7 @@ from fxpar.batching.work import Polynomial, body_work, link_crosses_nodes
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.exec_graph import Program
+from fxpar.mesh import Mesh
 
 MEMORY_GB_PER_S = 2000.0
 LAUNCH_US = 4.0
@@ -76,7 +77,6 @@ def group_cost(
     *,
     memory_gb_per_s: float = MEMORY_GB_PER_S,
     launch_us: float = LAUNCH_US,
-    first_rank: int = 0,
 ) -> GroupCost:
     """Predicted cost of one micro-batch of `program` on `cluster`; nothing runs, all ranks find the same.
 
@@ -101,16 +101,16 @@ def group_cost(
     total = work.flops * (1 / (Fraction(device_tflops) * 10**12))
     total += work.memory_bytes * (1 / (Fraction(memory_gb_per_s) * 10**9))
     total += Polynomial(work.kernels * Fraction(launch_us) / 10**6)
-    per_byte = {axis: seconds_per_byte(program, axis, cluster, first_rank) for axis in {t.axis for t in work.traffic}}
+    per_byte = {axis: seconds_per_byte(program.mesh, axis, cluster) for axis in {t.axis for t in work.traffic}}
     for one in work.traffic:
         total += one.sent_bytes * per_byte[one.axis] + Polynomial(Fraction(cluster.latency_us) / 10**6)
     return GroupCost(float(total.c0), float(total.c1), float(total.c2))
 
 
-def seconds_per_byte(program: Program, axis: str, cluster: ClusterSpec, first_rank: int) -> Fraction:
+def seconds_per_byte(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Fraction:
     """Of one rank, while all ranks take part in a collective of theirs over `axis`."""
     bandwidth = cluster.intra_gb_per_s
-    if link_crosses_nodes(program, axis, cluster.node_of, first_rank):
+    if link_crosses_nodes(mesh, axis, cluster.node_of):
         shared = cluster.node_gb_per_s
         share = cluster.inter_gb_per_s if shared is None else shared / cluster.devices_per_node
         bandwidth = min(cluster.inter_gb_per_s, share)

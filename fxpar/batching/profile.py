@@ -56,17 +56,14 @@ class NodeCost:
     nbytes: Polynomial
 
 
-def node_costs(
-    program: Program, rates: Rates, *, first_rank: int = 0, parts: Mapping[str, Part] | None = None
-) -> list[NodeCost]:
+def node_costs(program: Program, rates: Rates, *, parts: Mapping[str, Part] | None = None) -> list[NodeCost]:
     """The calls of `parts` (by default of those that run per micro-batch) on one rank, in program order.
 
-    Over the parts that run per micro-batch their seconds add up to `group_cost`. `first_rank`: where the program's mesh
-    begins.
+    Over the parts that run per micro-batch their seconds add up to `group_cost`.
     """
     if parts is None:
         parts = {name: part for name, part in program.parts.items() if name in PER_MICRO_BATCH}
-    walk = _Walk(program, rates, first_rank)
+    walk = _Walk(program, rates)
     return [cost for name, part in parts.items() for cost in walk.part(name, part)]
 
 
@@ -76,7 +73,6 @@ class _Walk:
 
     program: Program
     rates: Rates
-    first_rank: int
     _fitted: dict[tuple[Fraction, ...], Polynomial] = field(default_factory=dict)
     _per_byte: dict[str, Fraction] = field(default_factory=dict)
     _costs: dict[tuple[Polynomial, Polynomial], Polynomial] = field(default_factory=dict)
@@ -97,7 +93,7 @@ class _Walk:
         fqn, backward = node.meta.get("fqn", ""), bool(node.meta.get("backward"))
         found = Communication(kind, axis, sent, part, fqn, backward)
         if axis not in self._per_byte:
-            self._per_byte[axis] = seconds_per_byte(self.program, axis, self.rates.cluster, self.first_rank)
+            self._per_byte[axis] = seconds_per_byte(self.program.mesh, axis, self.rates.cluster)
         elements = self._fit([Fraction(sizes.numel(sent)) for sizes in self._samples])
         nbytes = elements * bytes_per_element(found, self.program.strategy.mesh.degree(axis))
         seconds = nbytes * self._per_byte[axis] + Polynomial(Fraction(self.rates.cluster.latency_us) / 10**6)

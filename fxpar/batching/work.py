@@ -19,6 +19,7 @@ from torch import fx
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
 from fxpar.exec_graph import Communication, Program, collective_kind
 from fxpar.graph import Dim, Size, TensorMeta
+from fxpar.mesh import Mesh
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 TOKEN_KEYS = ("input_ids", "tokens", "labels", "position_ids")
@@ -156,10 +157,9 @@ def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
     return nbytes(node) + sum(map(nbytes, node.all_input_nodes))
 
 
-def link_crosses_nodes(program: Program, axis: str, node_of: Callable[[int], int], first_rank: int = 0) -> bool:
-    """Whether any process group of `axis` has ranks on several nodes; the program's mesh begins at `first_rank`."""
-    groups = program.strategy.mesh.groups(tuple(axis.split(".")))
-    return any(len({node_of(first_rank + rank) for rank in group}) > 1 for group in groups)
+def link_crosses_nodes(mesh: Mesh, axis: str, node_of: Callable[[int], int]) -> bool:
+    """Whether any process group of `axis` has ranks on several nodes."""
+    return any(len(set(map(node_of, group))) > 1 for group in mesh.groups(tuple(axis.split("."))))
 
 
 _COUNTED = ("products", "attention", "moved", "held")

@@ -266,7 +266,7 @@ def by_module(found: tuple[Traffic, ...]) -> list[dict[str, Any]]:
 def casts(program: Program) -> dict[str, tuple[str, ...]]:
     """Casts of parameters in the prologue by FQN, as the pass `casts` puts them there."""
     found: dict[str, list[str]] = defaultdict(list)
-    for _, each in program.placed:
+    for each in program.placed:
         weights = _weights(each)
         for printed in parts(each):
             for node in printed.graph.nodes:

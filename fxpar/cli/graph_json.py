@@ -112,8 +112,8 @@ def _pipeline(graph: PipelineGraph) -> dict[str, Any]:
 
 def _stage(graph: PipelineGraph, stage: StageProgram, fqn: str | None) -> dict[str, Any]:
     """One stage: a document of its own, and where it runs."""
-    first = graph.first_rank(stage.index)
-    where = {"index": stage.index, "ranks": [first, first + graph.block - 1], "flops": graph.flops[stage.index]}
+    ranks = stage.mesh.ranks
+    where = {"index": stage.index, "ranks": [ranks[0], ranks[-1]], "flops": graph.flops[stage.index]}
     return {**where, **graph_document(stage, "exec", fqn=fqn)}
 
 

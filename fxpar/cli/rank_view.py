@@ -43,14 +43,13 @@ def as_rank(program: Program, rank: int) -> tuple[Program, RankView]:
     if not 0 <= rank < world:
         raise UnknownRankError(rank, str(program.strategy), world)
     if not isinstance(program, PipelineGraph):
-        view = _view(program, program.strategy.mesh, rank, 0)
-        return _bound(program, view, program.strategy.mesh, rank), view
+        view = _view(program, rank)
+        return _bound(program, view), view
     mine = program.stages_of(rank)
-    first = program.first_rank(mine[0].index)
-    views = [_view(stage, stage.strategy.mesh, rank, first) for stage in mine]
+    views = [_view(stage, rank) for stage in mine]
     groups = {axis: ranks for view in views for axis, ranks in view.groups.items()}
-    stages = tuple(_bound(s, v, s.strategy.mesh, rank - first) for s, v in zip(mine, views, strict=True))
-    coordinate = {"pp": rank // program.block, **views[0].coordinate}
+    stages = tuple(_bound(stage, view) for stage, view in zip(mine, views, strict=True))
+    coordinate = {"pp": program.mesh.index(rank, "pp"), **views[0].coordinate}
     view = RankView(rank, coordinate, groups, tuple(stage.index for stage in mine))
     return _only_stages(program, stages), view
 
@@ -61,17 +60,15 @@ def _only_stages(program: PipelineGraph, stages: tuple[StageProgram, ...]) -> Pi
     return replace(program, stages=tuple(new.get(stage.index, stage) for stage in program.stages))
 
 
-def _view(program: Program, mesh: Mesh, rank: int, first: int) -> RankView:
-    groups = {}
-    for axis in program.axes():
-        found = next(g for g in mesh.groups(tuple(axis.split("."))) if rank - first in g)
-        groups[axis] = tuple(first + member for member in found)
-    return RankView(rank, mesh.coordinate(rank - first), groups)
+def _view(program: Program, rank: int) -> RankView:
+    groups = {axis: program.mesh.group_of(rank, tuple(axis.split("."))) for axis in program.axes()}
+    return RankView(rank, program.mesh.coordinate(rank), groups)
 
 
-def _bound(program: P, view: RankView, mesh: Mesh, rank: int) -> P:
+def _bound(program: P, view: RankView) -> P:
     groups = {axis: f"ranks {_ranks(ranks)}" for axis, ranks in view.groups.items()}
-    indices: dict[str, Any] = {axis: mesh.index(rank, axis) for axis in _joined_axes(program, mesh)}
+    mesh = program.mesh
+    indices: dict[str, Any] = {axis: mesh.index(view.rank, axis) for axis in _joined_axes(program, mesh)}
     parts = {f.name: getattr(program, f.name) for f in fields(program) if f.type == "Part"}
     return replace(
         program, **{n: Part(substitute_tokens(p.graph, groups, indices), p.sources) for n, p in parts.items()}

@@ -37,7 +37,8 @@ def pipeline_over_time(
     for position in range(ranks):
         peak = pipeline_peak(program, plan, position, dims, conditions)
         mine = [stage for stage in program.stages if plan.rank_of(stage.index) == position]
-        weights = layout.bytes_of_rank(position * program.block)
+        place = mine[0].mesh.ranks
+        weights = layout.bytes_of_rank(place[0])
         here = MemoryPrediction(
             strategy=str(program.strategy),
             sizes=sizes,
@@ -53,8 +54,7 @@ def pipeline_over_time(
         )
         lines = [_stage_memory(program, stage, in_flight[stage.index], peak, dims) for stage in mine]
         stages += [replace(line, rank_peak_bytes=here.peak_bytes) for line in lines]
-        first = position * program.block
-        found.append(RankMemory((first, first + program.block - 1), here, peak.series))
+        found.append(RankMemory((place[0], place[-1]), here, peak.series))
     fullest = max((rank.prediction for rank in found), key=lambda prediction: prediction.peak_bytes)
     whole = replace(fullest, stages=tuple(sorted(stages, key=lambda stage: stage.stage)))
     return MemoryOverTime(whole, tuple(found))
@@ -71,9 +71,9 @@ def pipeline_peak(
     program: PipelineGraph, plan: Schedule, position: int, dims: Mapping[sympy.Symbol, int], conditions: Conditions
 ) -> RankPeak:
     """The peak of the ranks at `position` of the pipeline: of the first and the last place on each axis of a stage."""
-    inner = program.strategy.of_stage()
-    last = {axis: degree - 1 for axis, degree in inner.axes}
-    places: list[dict[str, int]] = [{}, last] if inner.world > 1 else [{}]
+    mesh = program.stages[0].mesh
+    last = {axis: degree - 1 for axis, degree in mesh.axes}
+    places: list[dict[str, int]] = [{}, last] if mesh.size > 1 else [{}]
     return max(
         (rank_peak(program, plan, position, dims, at, conditions) for at in places),
         key=lambda peak: peak.whole.total_bytes,
@@ -84,10 +84,10 @@ def _stage_memory(
     program: PipelineGraph, stage: StageProgram, in_flight: int, peak: RankPeak, dims: Mapping[sympy.Symbol, int]
 ) -> StageMemory:
     """The line of a stage, but for what its ranks hold beside it."""
-    index, first = stage.index, program.first_rank(stage.index)
+    index, ranks = stage.index, stage.mesh.ranks
     return StageMemory(
         stage=index,
-        ranks=(first, first + program.block - 1),
+        ranks=(ranks[0], ranks[-1]),
         begins=program.cuts[index - 1] if index else "",
         weight_bytes=_bytes(stage.taken("param"), dims),
         gradient_bytes=_bytes(stage.given("grad"), dims),

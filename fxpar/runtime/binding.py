@@ -28,14 +28,11 @@ def bind_here(
     """
     rank = dist.get_rank()
     if not isinstance(program, PipelineGraph):
-        return bind(program, rank, process_groups.names(program.strategy.mesh, program.axes()), compile=compile)
-    names = {
-        stage.index: process_groups.names(stage.strategy.mesh, stage.axes(), program.first_rank(stage.index))
-        for stage in program.stages
-    }
-    ranks, block = program.strategy.degree("pp"), program.block
-    columns = [tuple(stage * block + place for stage in range(ranks)) for place in range(block)]
-    mine = [process_groups.of(column) for column in columns][rank % block]
+        return bind(program, rank, process_groups.names(program.mesh, program.axes()), compile=compile)
+    names = {stage.index: process_groups.names(stage.mesh, stage.axes()) for stage in program.stages}
+    columns = program.mesh.groups(("pp",))
+    made = {column: process_groups.of(column) for column in columns}
+    mine = made[program.mesh.group_of(rank, ("pp",))]
     if channels is None:
         pairs = [pair for column in columns for pair in _neighbours(column)]
         channels = ProcessGroupChannels.make(pairs, process_groups, device or torch.device("cpu"))

@@ -169,10 +169,10 @@ class PlainCalls:
             trained = schedule.layouts[self.strategy]
             known.append((trained, store.compute(self.strategy), None))
         for other, tensors, switch in known:
-            if all(other.params[fqn].blocks == param.blocks for fqn, param in layout.params.items()):
+            if all(other.params[fqn].copies == param.copies for fqn, param in layout.params.items()):
                 return {fqn: tensors[fqn] for fqn in layout.params}, switch or self._add_switch(other, tensors)
         tensors = {
-            fqn: torch.zeros(p.blocks[0].dist.local_shape(p.shape), dtype=p.dtype, device=store.device)
+            fqn: torch.zeros(p.copies[0].local_shape(p.shape), dtype=p.dtype, device=store.device)
             for fqn, p in layout.params.items()
         }
         return tensors, self._add_switch(layout, tensors)

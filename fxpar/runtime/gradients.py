@@ -32,11 +32,11 @@ def gradient_placements(program: Program) -> dict[str, tuple[GradientPlacement, 
     only once per rank, which adds up what its stages give.
     """
     found: dict[str, dict[GradientPlacement, None]] = defaultdict(dict)
-    for first, part in program.placed:
+    for part in program.placed:
         for out, stored in zip(part.outputs, part.stored_outputs, strict=True):
             if out.kind == "grad":
                 shape = tuple(int(s) for s in stored.meta.shape)
-                found[out.fqn][GradientPlacement(shape, stored.dist, stored.meta.dtype, first)] = None
+                found[out.fqn][GradientPlacement(shape, stored.dist, stored.meta.dtype)] = None
     return {out.fqn: tuple(found[out.fqn]) for out in program.outputs if out.kind == "grad"}
 
 
@@ -136,10 +136,10 @@ class Gradients:
         if name not in self._chain:
             rank, device = self.store.rank, self.store.device
             self._chain[name] = {
-                fqn: torch.zeros(block.dist.local_shape(param.shape), dtype=param.dtype, device=device)
+                fqn: torch.zeros(dist.local_shape(param.shape), dtype=param.dtype, device=device)
                 for fqn, param in self._scattered(name).params.items()
-                for block in param.blocks
-                if rank in block.ranks
+                for dist in param.copies
+                if rank in dist.mesh
             }
         return self._chain[name]
 

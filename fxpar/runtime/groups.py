@@ -24,16 +24,15 @@ class ProcessGroups:
         """A group of all ranks with this timeout."""
         return self.of(tuple(range(dist.get_world_size())))
 
-    def names(self, mesh: Mesh, axes: tuple[str, ...], first_rank: int = 0) -> dict[str, str]:
+    def names(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, str]:
         """Group name of this rank for each entry of `axes` (an entry may join several axes by '.').
 
-        The mesh begins at `first_rank`; ranks outside of it take part in making the groups, and get no names.
+        Ranks outside of the mesh take part in making the groups, and get no names.
         """
         rank = dist.get_rank()
         names = {}
         for axis in axes:
-            for ranks in mesh.groups(tuple(axis.split("."))):
-                members = tuple(first_rank + r for r in ranks)
+            for members in mesh.groups(tuple(axis.split("."))):
                 group = self.of(members)
                 if rank in members:
                     names[axis] = str(group.group_name)

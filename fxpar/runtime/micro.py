@@ -72,8 +72,7 @@ def as_one_sequence(inputs: Sequence[Input], batch: Mapping[str, Tensor], index:
 
 def replica_of(program: Program, rank: int) -> int:
     """The data-parallel replica of a rank."""
-    first, part = next((f, p) for f, p in program.placed if f <= rank < f + p.strategy.world)
-    return part.strategy.mesh.coordinate(rank - first).get("dp", 0)
+    return program.mesh.index(rank, "dp")
 
 
 def local_batch(

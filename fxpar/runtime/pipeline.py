@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.exec_graph import Stored
-from fxpar.pipeline_graph import PipelineGraph
+from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, Work
 from fxpar.runtime.micro import MicroRun, local_batch
@@ -87,10 +87,10 @@ class BoundPipeline:
     ) -> None:
         self.program, self.rank = program, rank
         self._channels, self._column = channels, column
-        self._position, self._place = divmod(rank, program.block)
+        self._position = program.mesh.index(rank, "pp")
+        self._ranks = program.mesh.group_of(rank, ("pp",))  # those that have this rank's place in their stages
         self.stages = {
-            stage.index: BoundStage(stage, self._place, groups[stage.index], compile)
-            for stage in program.stages_of(rank)
+            stage.index: BoundStage(stage, rank, groups[stage.index], compile) for stage in program.stages_of(rank)
         }
         self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
         self._device = torch.device("cpu")
@@ -142,11 +142,11 @@ class BoundPipeline:
                     grads[fqn] = grads[fqn] + value if fqn in grads else value
         shared: dict[tuple[str, str], Tensor] = {}
         for stage in self.program.stages:
-            first = self.program.first_rank(stage.index)
+            source = self._rank_of(stage)
             for kind in ("loss", "buffer"):
                 for fqn, stored in stage.given(kind).items():
                     value = made.get(stage.index, {}).get((kind, fqn))
-                    shared[kind, fqn] = self._broadcast(value, stored, first + self._place)
+                    shared[kind, fqn] = self._broadcast(value, stored, source)
         loss = shared.pop(("loss", "loss"))
         return {"loss": loss, "grads": grads, "buffers": {fqn: value for (_, fqn), value in shared.items()}}
 
@@ -161,8 +161,11 @@ class BoundPipeline:
                 stage.skip()
         losses = [loss for stage in self.stages.values() if (loss := stage.finish_loss()) is not None]
         last = self.program.stages[-1]
-        source = self.program.first_rank(last.index) + self._place
-        return self._broadcast(losses[0] if losses else None, last.given("loss")["loss"], source)
+        return self._broadcast(losses[0] if losses else None, last.given("loss")["loss"], self._rank_of(last))
+
+    def _rank_of(self, stage: StageProgram) -> int:
+        """The rank of a stage that has this one's place."""
+        return next(rank for rank in self._ranks if rank in stage.mesh)
 
     def _broadcast(self, value: Tensor | None, stored: Stored, source: int) -> Tensor:
         """A small result of one stage, on all stages."""
@@ -192,7 +195,7 @@ class BoundPipeline:
         number, stage = action.micro_batch, self.stages[action.stage]
         if action.part == "F":
             run = group.micro_batches[number]
-            batch = local_batch(stage.program, self._batch(number, group), self._place, self._device)
+            batch = local_batch(stage.program, self._batch(number, group), self.rank, self._device)
             came = group.received.pop(Transfer("activation", action.stage - 1, number), {})
             made = stage.forward(number, batch, came, run.scale, run.seed, run.idle, keep=group.keep)
             group.left[number] -= 1
@@ -208,7 +211,7 @@ class BoundPipeline:
 
     def _send(self, step: Send, plan: Schedule, group: _Group) -> None:
         transfer = step.transfer
-        to = plan.rank_of(transfer.target) * self.program.block + self._place
+        to = self._ranks[plan.rank_of(transfer.target)]
         for tensor in group.received.pop(transfer, {}).values():
             whole = tensor.contiguous()
             group.sending.append((self._channels.send(whole, to), whole))
@@ -217,7 +220,7 @@ class BoundPipeline:
     def _receive(self, transfer: Transfer, plan: Schedule, group: _Group) -> None:
         self._batch(transfer.micro_batch, group)
         dims = group.dims[transfer.micro_batch]
-        source = plan.rank_of(transfer.stage) * self.program.block + self._place
+        source = self._ranks[plan.rank_of(transfer.stage)]
         expected = self.stages[transfer.target].program.taken(_RECEIVED[transfer.what])
         arriving = []
         for fqn, stored in expected.items():

@@ -33,7 +33,7 @@ class _Kept:
 class BoundStage:
     """Call order: `prepare`; for each micro-batch `forward`, then `backward` (or its halves); `finish`.
 
-    `rank` is the position in the stage's mesh. Gradients add up over the micro-batches in the order in which their
+    Gradients add up over the micro-batches in the order in which their
     backward runs.
     """
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import HomeLayoutError
 from fxpar.mesh import Mesh
-from fxpar.switch.layout import Block, ParamLayout, PlacedParam
+from fxpar.switch.layout import ParamLayout, PlacedParam
 
 AXIS = "home"
 _PLACEMENT = re.compile(r"\s*(R|S\((\d+)\))\s*")
@@ -53,7 +53,7 @@ def home_layout(params: Iterable[ParamSpec], world: int, rules: HomeRules | None
     for spec in specs:
         pattern = next((p for p in given if fnmatch.fnmatchcase(spec.fqn, p)), None)
         chosen = _default(spec, world) if pattern is None else _rule(spec, world, pattern, given[pattern])
-        placed[spec.fqn] = PlacedParam(spec.shape, spec.master, (Block(0, chosen),))
+        placed[spec.fqn] = PlacedParam(spec.shape, spec.master, (chosen,))
     return ParamLayout("home", world, placed)
 
 
@@ -68,7 +68,7 @@ def _over_all(spec: ParamSpec, world: int, dim: int | None) -> DistConfig:
 
 def _rule(spec: ParamSpec, world: int, pattern: str, rule: str | DistConfig) -> DistConfig:
     if isinstance(rule, DistConfig):
-        if rule.mesh.size != world or rule.ndim != len(spec.shape):
+        if rule.mesh.ranks != tuple(range(world)) or rule.ndim != len(spec.shape):
             raise HomeLayoutError(
                 pattern, f"is for {rule.ndim} dims on {rule.mesh.size} ranks; {spec.fqn} has shape {spec.shape}"
             )
@@ -93,7 +93,7 @@ def _rule(spec: ParamSpec, world: int, pattern: str, rule: str | DistConfig) -> 
 
 def real_shape(param: PlacedParam, rank: int) -> tuple[int, ...]:
     """What `rank` holds without padding, which is how DTensor stores it."""
-    config = param.blocks[0].dist
+    config = param.copies[0]
     return tuple(sum(length for _, _, length in config.intervals(rank, d, size)) for d, size in enumerate(param.shape))
 
 
@@ -106,7 +106,7 @@ class HomeMeshes:
 
     def as_dtensor(self, local: Tensor, param: PlacedParam) -> DTensor:
         """`local` (without padding) of this rank as a DTensor of the parameter's global shape."""
-        config = param.blocks[0].dist
+        config = param.copies[0]
         if config.mesh not in self._known:
             self._known[config.mesh] = init_device_mesh(
                 self._device_type, config.mesh.shape, mesh_dim_names=config.mesh.names

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
 from fxpar.exec_graph import Program
+from fxpar.mesh import Mesh
 from fxpar.passes.share_weights import share_weights
 from fxpar.printer_tables import columns
 from fxpar.switch.layout import ParamLayout
@@ -87,10 +88,10 @@ def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:
 
 def _gradient_bytes(program: Program) -> int:
     """Of the fullest rank: all ranks of a part hold equally much."""
-    found: dict[int, int] = defaultdict(int)
-    for first, part in program.placed:
+    found: dict[Mesh, int] = defaultdict(int)
+    for part in program.placed:
         grads = [s for o, s in zip(part.outputs, part.stored_outputs, strict=True) if o.kind == "grad"]
-        found[first] += sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
+        found[part.mesh] += sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
     return max(found.values())
 
 

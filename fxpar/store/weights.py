@@ -119,7 +119,7 @@ class WeightStore:
     def _take_home(self, fqn: str, whole: Tensor) -> None:
         if whole.device.type == "meta":
             return
-        config = self.home.params[fqn].blocks[0].dist
+        config = self.home.params[fqn].copies[0]
         piece = whole.detach()
         for d, size in enumerate(whole.shape):
             runs = config.intervals(self.rank, d, size)
@@ -128,7 +128,7 @@ class WeightStore:
         self.home_tensors[fqn].copy_(piece)
 
     def _is_replicated(self, fqn: str) -> bool:
-        return not self.home.params[fqn].blocks[0].dist.shard_axes
+        return not self.home.params[fqn].copies[0].shard_axes
 
     def version(self) -> tuple[int, ...]:
         """Changes whenever the home weights are written to (an optimizer's step, a checkpoint)."""

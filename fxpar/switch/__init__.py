@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpar.switch.api import plan_switch
-from fxpar.switch.layout import Block, ParamLayout, PlacedParam, layout_of
+from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
 from fxpar.switch.plan import Move, SwitchPlan
 
-__all__ = ["Block", "Move", "ParamLayout", "PlacedParam", "SwitchPlan", "layout_of", "plan_switch"]
+__all__ = ["Move", "ParamLayout", "PlacedParam", "SwitchPlan", "layout_of", "plan_switch"]

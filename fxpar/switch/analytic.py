@@ -3,12 +3,10 @@
 The tensor-parallel placement of each parameter is the one that `annotate` chooses. Repeated layers are placed alike, so
 a model with many layers is captured with its first two. On meta device nothing is ever allocated.
 
-Convention (Megatron's): stages are consecutive blocks of world/pp ranks, whatever the order of axes in the strategy;
-inside a stage the other axes keep their order, so that with `dp.tp` tp varies fastest. Stages begin at the layers that
-`cut(...)` names; without, layers are split evenly over the stages, the first ones take one more (a lowered graph
-balances predicted cost instead, which may move a boundary by a layer). What is defined before the layers (embeddings)
-belongs to the first stage, what comes after them (final norm, head) to the last. A tied weight lies on both. With
-several stages per rank, stage s is on block s % pp.
+Stages begin at the layers that `cut(...)` names; without, layers are split evenly over the stages, the first ones take
+one more (a lowered graph balances predicted cost instead, which may move a boundary by a layer). What is defined before
+the layers (embeddings) belongs to the first stage, what comes after them (final norm, head) to the last. A tied weight
+lies on both.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from fxpar.graph import LogicalGraph
 from fxpar.mesh import Mesh
 from fxpar.passes.zero_shard import shard_over
 from fxpar.strategy import Strategy
-from fxpar.switch.layout import Block, ParamLayout, PlacedParam
+from fxpar.switch.layout import ParamLayout, PlacedParam
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _FIRST_NUMBER = re.compile(r"^(.*?)\.(\d+)\.")
@@ -64,20 +62,16 @@ class ModelShapes:
         stages = strategy.stages
         if stages > 1 and self.layer_count < stages:
             raise LayoutError(str(strategy), f"{self.name} has {self.layer_count} layers for {stages} pipeline stages")
-        mesh = strategy.of_stage().mesh if stages > 1 else Mesh(tuple(a for a in strategy.axes if a[0] != "pp"))
         starts = self._starts(strategy)
         placed = self._placements(strategy)
         params = {}
         for fqn, info in self.params.items():
-            dist = _on_mesh(placed[_pattern(fqn), info.shape], mesh, info.dtype, strategy)
+            dist = placed[_pattern(fqn), info.shape]
             owners = sorted({_stage_of(layer, starts) for layer in info.layers})
-            blocks = tuple(
-                dict.fromkeys(
-                    Block(stage % strategy.degree("pp") * mesh.size, replace(dist, stage=stage if stages > 1 else None))
-                    for stage in owners
-                )
+            copies = dict.fromkeys(
+                _on_mesh(dist, strategy.of_stage(stage).mesh, info.dtype, strategy) for stage in owners
             )
-            params[fqn] = PlacedParam(info.shape, info.dtype, blocks)
+            params[fqn] = PlacedParam(info.shape, info.dtype, tuple(copies))
         return ParamLayout(str(strategy), strategy.world, params)
 
     def _starts(self, strategy: Strategy) -> list[int]:

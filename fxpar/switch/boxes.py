@@ -14,14 +14,13 @@ import numpy as np
 
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.mesh import Mesh
-from fxpar.switch.layout import Block
 
 Runs = tuple[tuple[int, int], ...]  # (start, stop), ascending, none empty
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a dim is cut on a mesh: the runs of each piece, and which piece each rank of the mesh holds ([ranks])."""
+    """How a dim is cut on a mesh: the runs of each piece, and which piece each of `mesh.ranks` holds ([ranks])."""
 
     runs: tuple[Runs, ...]
     of_rank: np.ndarray
@@ -37,7 +36,7 @@ def pieces(mesh: Mesh, entries: tuple[AxisShard, ...], size: int) -> Pieces:
             index = index * mesh.degree(axis) + coordinates[axis]
     _, first, of_rank = np.unique(index, return_index=True, return_inverse=True)
     dist = DistConfig(mesh, (entries,))
-    return Pieces(tuple(_runs(dist.intervals(int(rank), 0, size)) for rank in first), of_rank)
+    return Pieces(tuple(_runs(dist.intervals(mesh.ranks[place], 0, size)) for place in first), of_rank)
 
 
 def _runs(intervals: list[tuple[int, int, int]]) -> Runs:
@@ -69,11 +68,11 @@ class Grid:
         """[slices]: elements of each slice."""
         return (self.boxes[:, :, 1] - self.boxes[:, :, 0]).prod(-1, dtype=np.int64)
 
-    def held(self, block: Block) -> np.ndarray:
-        """[ranks of the block, slices]: which slices each rank holds. The block's pieces must end at cuts."""
-        result = np.ones((block.dist.mesh.size, 1), bool)
+    def held(self, dist: DistConfig) -> np.ndarray:
+        """[ranks of the mesh, slices]: which slices each rank holds. The placement's pieces must end at cuts."""
+        result = np.ones((dist.mesh.size, 1), bool)
         for d, (size, cut) in enumerate(zip(self.shape, self.cuts, strict=True)):
-            cutting = pieces(block.dist.mesh, block.dist.dims[d], size)
+            cutting = pieces(dist.mesh, dist.dims[d], size)
             mask = np.zeros((len(cutting.runs), len(cut) - 1), bool)
             for row, runs in zip(mask, cutting.runs, strict=True):
                 for start, stop in runs:
@@ -82,12 +81,12 @@ class Grid:
         return result
 
 
-def refine(shape: tuple[int, ...], blocks: Sequence[Block]) -> Grid:
-    """The common refinement of all blocks of a tensor of `shape`."""
+def refine(shape: tuple[int, ...], copies: Sequence[DistConfig]) -> Grid:
+    """The common refinement of all copies of a tensor of `shape`."""
     cuts = []
     for d, size in enumerate(shape):
         ends = {0, size}
-        for dist in {block.dist for block in blocks}:
+        for dist in set(copies):
             for runs in pieces(dist.mesh, dist.dims[d], size).runs:
                 ends.update(end for run in runs for end in run)
         cuts.append(np.array(sorted(ends), np.int64))

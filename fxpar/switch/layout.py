@@ -1,7 +1,7 @@
 """`ParamLayout`: which rank holds what of every parameter under one strategy, as data.
 
-A parameter lies in one or more *blocks* of consecutive ranks: a block is one copy of the tensor, placed on a mesh whose
-rank 0 is the block's first rank. A pipeline stage is a block; a tied embedding lies in two.
+A parameter has one or more *copies*, each placed on a mesh of its own: one on the ranks of its pipeline stage; a tied
+embedding, which two stages have, has two.
 """
 
 from __future__ import annotations
@@ -20,24 +20,12 @@ from fxpar.passes.zero_shard import shard_over
 
 
 @dataclass(frozen=True)
-class Block:
-    """One copy of a tensor over the ranks `first_rank .. first_rank + dist.mesh.size`."""
-
-    first_rank: int
-    dist: DistConfig
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.dist.mesh.size)
-
-
-@dataclass(frozen=True)
 class PlacedParam:
-    """Global shape, dtype on the wire, and where the tensor lies."""
+    """Global shape, dtype on the wire, and where each copy of the tensor lies."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    blocks: tuple[Block, ...]
+    copies: tuple[DistConfig, ...]
 
 
 @dataclass(frozen=True)
@@ -50,12 +38,12 @@ class ParamLayout:
 
     def __post_init__(self) -> None:
         for fqn, param in self.params.items():
-            for block in param.blocks:
-                if block.dist.is_partial:
-                    raise LayoutError(self.name, f"{fqn} is a partial sum, {block.dist}; reduce it before a switch")
-                if block.ranks.stop > self.world:
-                    raise LayoutError(self.name, f"{fqn} lies on ranks up to {block.ranks.stop - 1} of {self.world}")
-                block.dist.local_shape(param.shape)  # raises PlacementError where a strided shard does not divide
+            for dist in param.copies:
+                if dist.is_partial:
+                    raise LayoutError(self.name, f"{fqn} is a partial sum, {dist}; reduce it before a switch")
+                if max(dist.mesh.ranks) >= self.world:
+                    raise LayoutError(self.name, f"{fqn} lies on ranks up to {max(dist.mesh.ranks)} of {self.world}")
+                dist.local_shape(param.shape)  # raises PlacementError where a strided shard does not divide
 
     def with_dtype(self, dtype: torch.dtype) -> ParamLayout:
         """The same layout with all tensors in `dtype`."""
@@ -65,24 +53,24 @@ class ParamLayout:
         """The layout of gradients after a reduce-scatter: dim 0 also cut by the replicas' axes (as ZeRO stores)."""
         params = {}
         for fqn, param in self.params.items():
-            blocks = tuple(replace(b, dist=_scatter(b.dist)) if param.shape else b for b in param.blocks)
             # A tied gradient is summed over its stages; the first one keeps it.
-            params[fqn] = replace(param, blocks=blocks[:1])
+            first = param.copies[0]
+            params[fqn] = replace(param, copies=(_scatter(first) if param.shape else first,))
         return replace(self, name=f"{self.name} gradients", params=params)
 
     def bytes_of_rank(self, rank: int) -> int:
         """Bytes that `rank` holds, padding included."""
         total = 0
         for param in self.params.values():
-            for block in param.blocks:
-                if rank in block.ranks:
-                    local = TensorMeta(block.dist.local_shape(param.shape), param.dtype)
+            for dist in param.copies:
+                if rank in dist.mesh:
+                    local = TensorMeta(dist.local_shape(param.shape), param.dtype)
                     total += local.numel({}) * param.dtype.itemsize
         return total
 
     def max_bytes(self) -> int:
-        """Bytes of the fullest rank; ranks of one block hold equal sizes, so one rank per block start is asked."""
-        starts = {block.first_rank for param in self.params.values() for block in param.blocks}
+        """Bytes of the fullest rank; ranks of one mesh hold equal sizes, so one of each is asked."""
+        starts = {dist.mesh.offset for param in self.params.values() for dist in param.copies}
         return max((self.bytes_of_rank(rank) for rank in starts), default=0)
 
 
@@ -96,16 +84,16 @@ def _used(dist: DistConfig) -> set[str]:
 
 
 def layout_of(graph: Program | AnnotatedGraph, name: str | None = None) -> ParamLayout:
-    """The layout that a graph stores its parameters in: one block over all ranks, or one per pipeline stage that has
-    the parameter.
+    """The layout that a graph stores its parameters in: one copy over all ranks, or one per pipeline stage that has the
+    parameter.
     """
-    blocks: dict[str, dict[Block, None]] = defaultdict(dict)
+    copies: dict[str, dict[DistConfig, None]] = defaultdict(dict)
     metas: dict[str, TensorMeta] = {}
-    for fqn, meta, block in _stored(graph):
+    for fqn, meta, dist in _stored(graph):
         metas[fqn] = meta
-        blocks[fqn][block] = None
+        copies[fqn][dist] = None
     params = {
-        fqn: PlacedParam(tuple(int(s) for s in metas[fqn].shape), metas[fqn].dtype, tuple(blocks[fqn]))
+        fqn: PlacedParam(tuple(int(s) for s in metas[fqn].shape), metas[fqn].dtype, tuple(copies[fqn]))
         for info in graph.inputs
         if info.kind == "param"
         for fqn in (info.fqn,)
@@ -113,14 +101,14 @@ def layout_of(graph: Program | AnnotatedGraph, name: str | None = None) -> Param
     return ParamLayout(name or str(graph.strategy), graph.strategy.world, params)
 
 
-def _stored(graph: Program | AnnotatedGraph) -> Iterator[tuple[str, TensorMeta, Block]]:
+def _stored(graph: Program | AnnotatedGraph) -> Iterator[tuple[str, TensorMeta, DistConfig]]:
     """Every parameter of every part of the graph."""
     if isinstance(graph, Program):
-        for first, part in graph.placed:
+        for part in graph.placed:
             for info, stored in zip(part.inputs, part.stored_inputs, strict=True):
                 if info.kind == "param":
-                    yield info.fqn, stored.meta, Block(first, stored.dist)
+                    yield info.fqn, stored.meta, stored.dist
     else:
         for info, node in zip(graph.inputs, graph.placeholders, strict=True):
             if info.kind == "param":
-                yield info.fqn, info.meta, Block(0, node.meta["dist"])
+                yield info.fqn, info.meta, node.meta["dist"]

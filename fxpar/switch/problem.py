@@ -13,9 +13,10 @@ from functools import cached_property
 import numpy as np
 
 from fxpar.cluster import ClusterSpec
+from fxpar.dist_config import DistConfig
 from fxpar.errors import LayoutError, NoOwnerError, nearest
 from fxpar.switch.boxes import refine
-from fxpar.switch.layout import Block, ParamLayout
+from fxpar.switch.layout import ParamLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +91,8 @@ def switch_problem(
         _check_same_model(layout, target)
     alike: dict[tuple, list[int]] = {}
     for number, (fqn, param) in enumerate(target.params.items()):
-        before = tuple(block for layout in sources for block in layout.params[fqn].blocks)
-        alike.setdefault((param.shape, param.dtype.itemsize, before, param.blocks), []).append(number)
+        before = tuple(dist for layout in sources for dist in layout.params[fqn].copies)
+        alike.setdefault((param.shape, param.dtype.itemsize, before, param.copies), []).append(number)
     tensors = tuple(target.params)
     classes = []
     for (shape, itemsize, before, after), members in alike.items():
@@ -105,16 +106,16 @@ def _tensor_class(
     members: list[int],
     shape: tuple[int, ...],
     itemsize: int,
-    before: tuple[Block, ...],
-    after: tuple[Block, ...],
+    before: tuple[DistConfig, ...],
+    after: tuple[DistConfig, ...],
     world: int,
 ) -> TensorClass:
     grid = refine(shape, (*before, *after))
     owners = []
-    for blocks in (before, after):
+    for copies in (before, after):
         table = np.zeros((world, len(grid.boxes)), bool)
-        for block in blocks:
-            table[block.ranks.start : block.ranks.stop] |= grid.held(block)
+        for dist in copies:
+            table[np.array(dist.mesh.ranks)] |= grid.held(dist)
         owners.append(np.ascontiguousarray(table.T))
     return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, owners[0], owners[1])
 

@@ -23,7 +23,7 @@ from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
 from fxpar.errors import ReductionError, SwitchPlanError, nearest
 from fxpar.switch.boxes import refine
-from fxpar.switch.layout import Block, ParamLayout, PlacedParam
+from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.planners.groups import local_groups, remote_groups
 from fxpar.switch.predict import Planned
 from fxpar.switch.problem import SwitchProblem, TensorClass
@@ -35,15 +35,11 @@ TERM_TRANSFER = np.dtype([*TRANSFER.descr, ("term", "<i4")])
 
 @dataclass(frozen=True)
 class GradientPlacement:
-    """A gradient before its reduction: global shape, placement (with partial axes), dtype on the wire.
-
-    Rank 0 of the placement's mesh is `first_rank`.
-    """
+    """A gradient before its reduction: global shape, placement (with partial axes), dtype on the wire."""
 
     shape: tuple[int, ...]
     dist: DistConfig
     dtype: torch.dtype
-    first_rank: int = 0
 
 
 Placements = Mapping[str, GradientPlacement | Sequence[GradientPlacement]]
@@ -117,12 +113,12 @@ def plan_reduction(
         if fqn not in target.params:
             raise ReductionError(fqn, f"layout {target.name!r} has no such parameter{nearest(fqn, target.params)}")
     plain = {fqn: _without_partial(placed) for fqn, placed in placements.items()}
-    world = max([target.world, *(b.ranks.stop for p in plain.values() for b in p.blocks)])
+    world = max([target.world, *(max(dist.mesh.ranks) + 1 for p in plain.values() for dist in p.copies)])
     cluster.require(world)
     layout = ParamLayout(name, world, plain)
     alike: dict[tuple, list[int]] = {}
     for number, (fqn, placed) in enumerate(placements.items()):
-        key = (placed, target.params[fqn].blocks)
+        key = (placed, target.params[fqn].copies)
         alike.setdefault(key, []).append(number)
     terms = tuple(_term_class(members, placed, after, world) for (placed, after), members in alike.items())
     problem = SwitchProblem(cluster, name, target.name, world, tuple(placements), tuple(t.cls for t in terms))
@@ -151,29 +147,28 @@ def _as_tuple(sources: Placements, fqn: str, target: ParamLayout) -> tuple[Gradi
 
 
 def _without_partial(placed: tuple[GradientPlacement, ...]) -> PlacedParam:
-    blocks = tuple(Block(one.first_rank, replace(one.dist, partial=())) for one in placed)
-    return PlacedParam(placed[0].shape, placed[0].dtype, blocks)
+    return PlacedParam(placed[0].shape, placed[0].dtype, tuple(replace(one.dist, partial=()) for one in placed))
 
 
 def _term_class(
-    members: list[int], placed: tuple[GradientPlacement, ...], after: tuple[Block, ...], world: int
+    members: list[int], placed: tuple[GradientPlacement, ...], after: tuple[DistConfig, ...], world: int
 ) -> TermClass:
     shape, itemsize = placed[0].shape, placed[0].dtype.itemsize
-    before = _without_partial(placed).blocks
+    before = _without_partial(placed).copies
     grid = refine(shape, (*before, *after))
     held, needed = np.zeros((world, len(grid.boxes)), bool), np.zeros((world, len(grid.boxes)), bool)
     term_of, count = np.full(world, -1), 0
-    for one, block in zip(placed, before, strict=True):
-        ranks = slice(block.ranks.start, block.ranks.stop)
+    for one, dist in zip(placed, before, strict=True):
+        mesh = dist.mesh
+        ranks = np.array(mesh.ranks)
         if (term_of[ranks] >= 0).any():
             raise ReductionError(f"tensors of shape {list(shape)}", "two stages share a rank")
-        held[ranks] |= grid.held(block)
+        held[ranks] |= grid.held(dist)
         axes = ".".join(axis for axis, _ in one.dist.partial)
-        mesh = one.dist.mesh
-        term_of[ranks] = count + np.array([mesh.index(rank, axes) if axes else 0 for rank in range(mesh.size)])
+        term_of[ranks] = count + np.array([mesh.index(rank, axes) if axes else 0 for rank in mesh.ranks])
         count += mesh.degree(axes) if axes else 1
-    for block in after:
-        needed[block.ranks.start : block.ranks.stop] |= grid.held(block)
+    for dist in after:
+        needed[np.array(dist.mesh.ranks)] |= grid.held(dist)
     cls = TensorClass(
         np.array(members),
         shape,

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fxpar.dist_config import DistConfig
 from fxpar.errors import HoldingError
-from fxpar.switch.layout import Block, ParamLayout
+from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import Box
 
 Runs = list[tuple[int, int, int]]  # (local start, global start, length)
@@ -20,8 +21,8 @@ Runs = list[tuple[int, int, int]]  # (local start, global start, length)
 class Holding:
     """What a rank holds of a layout: its local tensors by FQN.
 
-    A tensor has the shape `dist.local_shape` of the block that the rank is in, or the same with padding left out (as
-    shards of the home layout are kept), any strides, and any dtype. What the rank holds nothing of may be missing.
+    A tensor has the shape `dist.local_shape` of its placement, or the same with padding left out (as shards of the home
+    layout are kept), any strides, and any dtype. What the rank holds nothing of may be missing.
     """
 
     layout: ParamLayout
@@ -83,7 +84,7 @@ class Located:
 
     def _local_runs(self, fqn: str) -> list[Runs] | None:
         param = self.layout.params.get(fqn)
-        key = (param.shape, param.blocks) if param else ()
+        key = (param.shape, param.copies) if param else ()
         if key not in self._alike:
             self._alike[key] = local_runs(self.layout, fqn, self.rank)
         return self._alike[key]
@@ -109,21 +110,20 @@ class Located:
         return tensor.detach()
 
 
-def block_of(layout: ParamLayout, fqn: str, rank: int) -> Block | None:
-    """The block of a parameter that `rank` is in. Raises HoldingError if there are two."""
-    blocks = [block for block in layout.params[fqn].blocks if rank in block.ranks]
-    if len(blocks) > 1:
-        raise HoldingError(layout.name, fqn, f"lies twice on rank {rank}; blocks of ranks must not overlap")
-    return blocks[0] if blocks else None
+def copy_of(layout: ParamLayout, fqn: str, rank: int) -> DistConfig | None:
+    """How the copy of a parameter lies that `rank` has a piece of. Raises HoldingError if there are two."""
+    copies = [dist for dist in layout.params[fqn].copies if rank in dist.mesh]
+    if len(copies) > 1:
+        raise HoldingError(layout.name, fqn, f"lies twice on rank {rank}; the meshes of its copies must not overlap")
+    return copies[0] if copies else None
 
 
 def local_runs(layout: ParamLayout, fqn: str, rank: int) -> list[Runs] | None:
-    """Runs per dim of what `rank` holds; None if it is in no block."""
-    block = block_of(layout, fqn, rank) if fqn in layout.params else None
-    if block is None:
+    """Runs per dim of what `rank` holds; None if it holds nothing."""
+    dist = copy_of(layout, fqn, rank) if fqn in layout.params else None
+    if dist is None:
         return None
-    shape = layout.params[fqn].shape
-    return [block.dist.intervals(rank - block.first_rank, d, size) for d, size in enumerate(shape)]
+    return [dist.intervals(rank, d, size) for d, size in enumerate(layout.params[fqn].shape)]
 
 
 def start_in(runs: Sequence[Runs], box: Box) -> tuple[int, ...] | None:
@@ -141,11 +141,11 @@ def start_in(runs: Sequence[Runs], box: Box) -> tuple[int, ...] | None:
 
 def check_shape(layout: ParamLayout, fqn: str, rank: int, tensor: Tensor) -> None:
     """Raise HoldingError unless every dim has its padded or its real local size."""
-    block = block_of(layout, fqn, rank)
-    if block is None:
+    dist = copy_of(layout, fqn, rank)
+    if dist is None:
         raise HoldingError(layout.name, fqn, f"is given on rank {rank}, which holds nothing of it")
     shape = layout.params[fqn].shape
-    padded = block.dist.local_shape(shape)
+    padded = dist.local_shape(shape)
     real = tuple(sum(run[2] for run in runs) for runs in local_runs(layout, fqn, rank) or [])
     fits = tensor.dim() == len(padded) and all(
         size in (a, b) for size, a, b in zip(tensor.shape, padded, real, strict=True)

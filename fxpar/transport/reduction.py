@@ -111,7 +111,7 @@ class Reduction:
         self._sources.rebind(sources)
         for fqn in self.plan.problem.tensors:
             param = self.plan.sources.params[fqn]
-            if not any(self.rank in block.ranks for block in param.blocks):
+            if not any(self.rank in dist.mesh for dist in param.copies):
                 continue
             if fqn not in sources:
                 raise ReductionError(fqn, f"no gradient was given on rank {self.rank}")

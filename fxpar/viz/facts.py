@@ -70,16 +70,16 @@ class PartFacts:
     results: tuple[int | str, ...]
 
 
-def program_facts(view: Viewed, program: Program, first_rank: int, rates: Rates | None = None) -> list[PartFacts]:
+def program_facts(view: Viewed, program: Program, rates: Rates | None = None) -> list[PartFacts]:
     """The parts of one stage of a view, or of the whole model, that compute or move anything. Times are predicted with
     `rates`, by default with the links of the view and usual figures of a GPU.
     """
     dims = view.dims()
     rates = rates or Rates(view.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
-    costs = node_costs(program, rates, first_rank=first_rank, parts=program.parts)
+    costs = node_costs(program, rates, parts=program.parts)
     lengths = view.lengths
     spent = {(cost.part, cost.name): Term.of([cost.seconds], 1e3).at(lengths) for cost in costs}
-    reader = _Reader(view, program, first_rank, dims, spent)
+    reader = _Reader(view, program, dims, spent)
     return [reader.part(part) for part in parts(program)]
 
 
@@ -89,7 +89,6 @@ class _Reader:
 
     view: Viewed
     program: Program
-    first_rank: int
     dims: Mapping[sympy.Symbol, int]
     spent: Mapping[tuple[str, str], float]
     _sizes: dict[sympy.Expr, int] = field(default_factory=dict)
@@ -163,7 +162,7 @@ class _Reader:
         axis, sent = node.meta["comm"]
         whole = TensorMeta(self.shape(sent), sent.dtype)
         found = Communication(kind, axis, whole, part, node.meta.get("fqn", ""), bool(node.meta.get("backward")))
-        ms = wire_ms(self.program, found, self.dims, self.view.links, self.first_rank)
+        ms = wire_ms(self.program, found, self.dims, self.view.links)
         return Wire(kind, axis, wire_bytes(self.program, found, self.dims), ms, node.meta.get("fused", 1))
 
 

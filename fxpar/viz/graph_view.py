@@ -82,9 +82,9 @@ def _strategy(view: Viewed, tables: Tables, rates: Rates | None) -> dict[str, An
     graphs: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     params: list[list[Any]] = []
-    for first_rank, program in view.stages:
+    for program in view.stages:
         params += _params(view, program)
-        for part in program_facts(view, program, first_rank, rates):
+        for part in program_facts(view, program, rates):
             shown = _Part(view, program, part, tables)
             for name, numbers in directions(part).items():
                 parts.append(shown.encoded(name, numbers, len(graphs)))

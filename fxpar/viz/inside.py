@@ -103,11 +103,11 @@ class Inside:
     def nodes(self) -> dict[tuple[int, str], list[NodeCost]]:
         """The calls of each part of all stages, in program order: what all else here is made of."""
         found: dict[tuple[int, str], list[NodeCost]] = {}
-        for first, program in self.program.placed:
+        for program in self.program.placed:
             index = program.index if isinstance(program, StageProgram) else 0
             parts = self._parts(program)
             found |= {(index, name): [] for name in parts}
-            for cost in node_costs(program, self.rates, first_rank=first, parts=parts):
+            for cost in node_costs(program, self.rates, parts=parts):
                 found[index, cost.part].append(cost)
         return found
 
@@ -142,7 +142,7 @@ class Inside:
         program, cluster = self.program.stages[stage], self.rates.cluster
         sent = [stored.local for stored in program.given("sent" if what == "activation" else "sent_grad").values()]
         other = (stage + 1 if what == "activation" else stage - 1) % len(self.program.stages)
-        ends = {cluster.node_of(self.program.first_rank(index)) for index in (stage, other)}
+        ends = {cluster.node_of(self.program.stages[index].mesh.offset) for index in (stage, other)}
         per_byte = 1e-6 / (cluster.intra_gb_per_s if len(ends) == 1 else cluster.inter_gb_per_s)
         nbytes = Term.of([sent_bytes(program, sent)], per_byte)
         return Term(nbytes.c0 + len(sent) * cluster.latency_us / 1e3, nbytes.c1, nbytes.c2)

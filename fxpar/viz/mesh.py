@@ -98,15 +98,15 @@ def parameter_kinds(layouts: Sequence[ParamLayout]) -> list[Kind]:
 def placement_json(param: PlacedParam, world: int) -> dict[str, Any]:
     """How a tensor is cut: its different pieces (boxes and bytes), and which of them each rank holds (-1: none)."""
     held: list[set[tuple[tuple[int, int], ...]]] = [set() for _ in range(world)]
-    for block in param.blocks:
-        for rank in block.ranks:
-            boxes = block.dist.boxes(rank - block.first_rank, param.shape)
+    for dist in param.copies:
+        for rank in dist.mesh.ranks:
+            boxes = dist.boxes(rank, param.shape)
             held[rank].update(box for box in boxes if all(start < stop for start, stop in box))
     pieces = sorted({tuple(sorted(boxes)) for boxes in held if boxes})
     number = {piece: i for i, piece in enumerate(pieces)}
     of_rank = [number[tuple(sorted(boxes))] if boxes else -1 for boxes in held]
     return {
-        "text": list(dict.fromkeys(block.dist.describe(param.shape) for block in param.blocks)),
+        "text": list(dict.fromkeys(dist.describe(param.shape) for dist in param.copies)),
         "pieces": [[[end for side in box for end in side] for box in boxes] for boxes in pieces],
         "bytes": [param.dtype.itemsize * sum(map(_elements, boxes)) for boxes in pieces],
         "of_rank": of_rank,
@@ -121,21 +121,16 @@ def _elements(box: tuple[tuple[int, int], ...]) -> int:
 
 
 def coordinates(strategy: Strategy) -> list[str]:
-    """Where each rank stands: `stage 1 dp0 tp3`. Stages are blocks of consecutive ranks."""
-    pipelined = strategy.degree("pp") > 1
-    inner = strategy.of_stage() if pipelined else strategy
-    texts = []
-    for rank in range(strategy.world):
-        position, place = divmod(rank, inner.world)
-        words = [f"{axis}{index}" for axis, index in inner.mesh.coordinate(place).items() if inner.degree(axis) > 1]
-        texts.append(" ".join([f"pp{position}", *words] if pipelined else words))
-    return texts
+    """Where each rank stands: `pp1 dp0 tp3`."""
+    axes = sorted((axis for axis, degree in strategy.axes if degree > 1), key=lambda axis: axis != "pp")
+    places = [strategy.mesh.coordinate(rank) for rank in range(strategy.world)]
+    return [" ".join(f"{axis}{place[axis]}" for axis in axes) for place in places]
 
 
 def kind_json(kind: Kind) -> dict[str, Any]:
     """`drawn`: the dims of a picture, those that any layout cuts first, in order; `cut`: how many those are."""
     shape, dtype = kind.placed[0].shape, kind.placed[0].dtype
-    cut = {d for param in kind.placed for block in param.blocks for d in range(len(shape)) if block.dist.degrees(d) > 1}
+    cut = {d for param in kind.placed for dist in param.copies for d in range(len(shape)) if dist.degrees(d) > 1}
     wide = [d for d in range(len(shape)) if shape[d] > 1]
     return {
         "pattern": kind.pattern,

@@ -66,8 +66,8 @@ def shown_parts(views: Iterable[Viewed]) -> list[ShownPart]:
     found = []
     for view in views:
         several = len(view.stages) > 1
-        for index, (first_rank, program) in enumerate(view.stages):
-            for part in program_facts(view, program, first_rank):
+        for index, program in enumerate(view.stages):
+            for part in program_facts(view, program):
                 for name, numbers in directions(part).items():
                     full = f"stage{index}.{name}" if several else name
                     found.append(ShownPart(f"{view.strategy} {full}", part, numbers))

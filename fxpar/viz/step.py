@@ -177,8 +177,7 @@ def _lanes(planned: Sequence[Planned], world: int) -> tuple[tuple[Lane, ...], li
 
 def _place(one: Planned, rank: int) -> _Place:
     program = one.inside.program
-    position = rank // program.block if isinstance(program, PipelineGraph) else 0
-    return replica_of(program, rank), position
+    return replica_of(program, rank), program.mesh.index(rank, "pp")
 
 
 def _run(one: Planned, replica: int, position: int) -> _Run:

@@ -44,8 +44,8 @@ class Viewed:
         return self.cluster or assumed_cluster(self.graph.strategy.world)
 
     @property
-    def stages(self) -> tuple[tuple[int, Program], ...]:
-        """(first rank, program) of each pipeline stage; without pp the whole model from rank 0."""
+    def stages(self) -> tuple[Program, ...]:
+        """The program of each pipeline stage; without pp of the whole model."""
         return self.graph.placed
 
     def whole_sizes(self) -> dict[str, int]:
@@ -100,11 +100,9 @@ def wire_bytes(program: Program, found: Communication, dims: Mapping[sympy.Symbo
     return round(found.wire_bytes(program.strategy.mesh.degree(found.axis), dict(dims)))
 
 
-def wire_ms(
-    program: Program, found: Communication, dims: Mapping[sympy.Symbol, int], cluster: ClusterSpec, first_rank: int = 0
-) -> float:
+def wire_ms(program: Program, found: Communication, dims: Mapping[sympy.Symbol, int], cluster: ClusterSpec) -> float:
     """Predicted time of a collective, as `fxpar.batching.group_cost` counts it; nothing overlaps."""
     if program.strategy.mesh.degree(found.axis) == 1:
         return 0.0
-    per_byte = float(seconds_per_byte(program, found.axis, cluster, first_rank))
+    per_byte = float(seconds_per_byte(program.mesh, found.axis, cluster))
     return 1e3 * per_byte * wire_bytes(program, found, dims) + cluster.latency_us / 1e3

@@ -19,6 +19,7 @@ from fxpar.errors import ClusterError, CostModelError
 from fxpar.exec_graph import ExecGraph
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
+from fxpar.mesh import Mesh
 from fxpar.models import load
 from fxpar.tracer import capture
 from tests.captured import mlp
@@ -104,9 +105,12 @@ def test_an_axis_between_nodes_takes_the_network():
 
 
 def test_which_axes_leave_a_node():
-    assert not link_crosses_nodes(program("dp2.tp2"), "tp", PAIR.node_of)
-    assert link_crosses_nodes(program("dp2.tp2"), "dp", PAIR.node_of)
-    assert link_crosses_nodes(program("cp2.tp2"), "cp.tp", PAIR.node_of)
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    assert not link_crosses_nodes(mesh, "tp", PAIR.node_of)
+    assert link_crosses_nodes(mesh, "dp", PAIR.node_of)
+    assert link_crosses_nodes(mesh, "dp.tp", PAIR.node_of)
+    assert link_crosses_nodes(Mesh((("tp", 2),), 1), "tp", PAIR.node_of)
+    assert not link_crosses_nodes(Mesh((("tp", 2),), 2), "tp", PAIR.node_of)
 
 
 def test_collectives_are_those_of_the_body():

@@ -54,7 +54,7 @@ def test_sums(old, new):
     blocks, kinds = total(diff.blocks), total(diff.collectives)
     for counts, of_kinds, strategy in ((blocks.old, kinds.old, old), (blocks.new, kinds.new, new)):
         graph = lowered(strategy)
-        programs = [program for _, program in graph.placed]
+        programs = graph.placed
         messages = getattr(graph, "transfers", [])
         dims = {d.symbol: d.example for d in graph.dims}
         sent = sum(p.collective_bytes() for p in programs)

@@ -29,7 +29,7 @@ def program(strategy: str, placed: Placed, dtype: torch.dtype = torch.float32) -
         stored_inputs=stored,
         stored_outputs=stored,
     )
-    made.placed = ((0, made),)
+    made.mesh, made.placed = made.strategy.mesh, (made,)
     return made
 
 

@@ -36,7 +36,7 @@ def test_pieces_are_those_of_dtensor():
         param = home.params[fqn]
         chunks = torch.chunk(torch.arange(param.shape[0]), 4)
         for rank in range(4):
-            have = param.blocks[0].dist.intervals(rank, 0, param.shape[0])
+            have = param.copies[0].intervals(rank, 0, param.shape[0])
             want = chunks[rank] if rank < len(chunks) else torch.empty(0)
             assert sum(length for _, _, length in have) == len(want)
             assert not have or have[0][1] == int(want[0])
@@ -45,8 +45,8 @@ def test_pieces_are_those_of_dtensor():
 def test_rules_choose_by_glob_and_the_first_wins():
     nested = DistConfig(GRID, ((AxisShard("a"), AxisShard("b")), ()))
     home = home_layout(SPECS, 4, {"*.norm.*": "R", "layers.*.up.weight": nested, "embed*": "S(1)", "*.weight": "S(0)"})
-    assert not home.params["layers.0.norm.weight"].blocks[0].dist.shard_axes
-    assert home.params["layers.0.up.weight"].blocks[0].dist == nested
+    assert not home.params["layers.0.norm.weight"].copies[0].shard_axes
+    assert home.params["layers.0.up.weight"].copies[0] == nested
     assert real_shape(home.params["embed.weight"], 0) == (10, 1)
 
 

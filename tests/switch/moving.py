@@ -9,24 +9,23 @@ from torch import Tensor
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.mesh import Mesh
-from fxpar.switch import Block, ParamLayout, PlacedParam, SwitchPlan
-from tests.placements import configs
+from fxpar.switch import ParamLayout, PlacedParam, SwitchPlan
+from tests.placements import configs, placed_mesh
 
 NOTHING = -1.0
 SHAPES = ((), (1,), (5,), (8,), (12,), (4, 6), (7, 3), (12, 8), (2, 6, 4))
 
 
 @st.composite
-def blocks_of(draw, world: int, shape: tuple[int, ...]) -> tuple[Block, ...]:
-    """One or two copies of a tensor, each on a random mesh over consecutive ranks."""
-    blocks = []
+def copies_of(draw, world: int, shape: tuple[int, ...]) -> tuple[DistConfig, ...]:
+    """One or two copies of a tensor, each on a random mesh."""
+    copies = []
     for _ in range(draw(st.integers(1, 2))):
         degrees = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]))
         names = draw(st.permutations(("dp", "cp", "tp")))[: len(degrees)]
-        mesh = Mesh(tuple(zip(names, degrees, strict=True)))
-        first = draw(st.integers(0, world - mesh.size))
-        blocks.append(Block(first, draw(configs(mesh, shape, partial=False))))
-    return tuple(blocks)
+        mesh = draw(placed_mesh(tuple(zip(names, degrees, strict=True)), world))
+        copies.append(draw(configs(mesh, shape, partial=False)))
+    return tuple(copies)
 
 
 @st.composite
@@ -38,7 +37,7 @@ def switches(draw, extra: bool = False) -> tuple[list[ParamLayout], ParamLayout,
     repeats = draw(st.integers(1, 3))
     layouts = []
     for number in range(3 if extra else 2):
-        placed = [PlacedParam(shape, torch.float64, draw(blocks_of(world, shape))) for shape in kinds]
+        placed = [PlacedParam(shape, torch.float64, draw(copies_of(world, shape))) for shape in kinds]
         params = {f"{layer}.{kind}": param for layer in range(repeats) for kind, param in enumerate(placed)}
         layouts.append(ParamLayout(f"layout {number}", world, params))
     devices = draw(st.sampled_from((1, 2, 3, 4, 16)))
@@ -61,10 +60,9 @@ def state_of(layout: ParamLayout, whole: dict[str, Tensor]) -> list[dict[str, Te
     empty = {fqn: torch.full(param.shape, NOTHING, dtype=torch.float64) for fqn, param in layout.params.items()}
     state = [{fqn: tensor.clone() for fqn, tensor in empty.items()} for _ in range(layout.world)]
     for fqn, param in layout.params.items():
-        for block in param.blocks:
-            for index, rank in enumerate(block.ranks):
-                local = block.dist.take(whole[fqn], index)
-                block.dist.put(state[rank][fqn], local, index)
+        for dist in param.copies:
+            for rank in dist.mesh.ranks:
+                dist.put(state[rank][fqn], dist.take(whole[fqn], rank), rank)
     return state
 
 
@@ -104,5 +102,5 @@ def simple_layout(name: str, text: str, shape: tuple[int, ...] = (8, 4), tensors
     axes, _, dim = text.partition("@")
     mesh = Mesh(tuple((part[:2], int(part[2:])) for part in axes.split(".")))
     dims = [(AxisShard("tp"),) if dim and int(dim) == d else () for d in range(len(shape))]
-    param = PlacedParam(shape, torch.bfloat16, (Block(0, DistConfig(mesh, tuple(dims))),))
+    param = PlacedParam(shape, torch.bfloat16, (DistConfig(mesh, tuple(dims)),))
     return ParamLayout(name, mesh.size, {f"layers.{i}.weight": param for i in range(tensors)})

@@ -13,6 +13,7 @@ from fxpar.annotate import annotate
 from fxpar.errors import LayoutError, NotYetError
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
+from fxpar.mesh import Mesh
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
 from fxpar.pipeline_graph import PipelineGraph
@@ -36,7 +37,9 @@ def logical(layers: int) -> LogicalGraph:
 
 
 def stages(layout: ParamLayout, fqn: str) -> list[range]:
-    return [block.ranks for block in layout.params[fqn].blocks]
+    meshes = [dist.mesh for dist in layout.params[fqn].copies]
+    assert all(mesh.ranks == tuple(range(mesh.offset, mesh.offset + mesh.size)) for mesh in meshes)
+    return [range(mesh.offset, mesh.offset + mesh.size) for mesh in meshes]
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2", "dp2.tp2+sp", "cp2", "dp2.tp2+zero1", "tp2.dp2+zero3"])
@@ -75,10 +78,9 @@ def test_stages_are_consecutive_ranks_wherever_pp_stands():
             [range(4, 8)]
         ] * 2
         assert stages(layout, "norm.weight") == stages(layout, "head.weight") == [range(4, 8)]
-        dist = layout.params["layers.4.ffn.up_proj.weight"].blocks[0].dist
-        assert dist.mesh.axes == (("dp", 2), ("tp", 2))
+        dist = layout.params["layers.4.ffn.up_proj.weight"].copies[0]
+        assert dist.mesh == Mesh((("dp", 2), ("tp", 2)), 4)
         assert str(dist) == "f32[_@tp, _]"
-        assert dist.stage == 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_bad_requests():
 
 @pytest.mark.parametrize("text", ["dp2.pp2.tp2", "pp4+zb_h1", "pp3+cut(layers.1|layers.4)", "pp2+interleaved_1f1b(2)"])
 def test_stages_as_the_lowered_graph_has_them(text):
-    """The same blocks and placements; where lowering balances cost in another way, its cuts are named."""
+    """The same meshes and placements; where lowering balances cost in another way, its cuts are named."""
     strategy = Strategy.parse(text)
     program = lower(logical(5), strategy, for_store=True)
     assert isinstance(program, PipelineGraph)
@@ -151,8 +153,7 @@ def test_stages_as_the_lowered_graph_has_them(text):
     analytic, stored = shapes(layers=5).layout(named), layout_of(program)
     assert analytic.world == stored.world
     for fqn, param in stored.params.items():
-        blocks = tuple(replace(b, dist=replace(b.dist, stage=None)) for b in analytic.params[fqn].blocks)
-        assert blocks == param.blocks, fqn
+        assert analytic.params[fqn].copies == param.copies, fqn
 
 
 @pytest.mark.parametrize("cut", ["head", "layers.0", "layers.9"])

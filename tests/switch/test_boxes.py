@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.mesh import Mesh
-from fxpar.switch import Block
 from fxpar.switch.boxes import pieces, refine
 from tests.placements import configs, held, meshes, shapes
 from tests.repeat import examples
@@ -19,18 +18,17 @@ from tests.repeat import examples
 @given(data=st.data())
 def test_slices_tile_and_ranks_hold_whole_ones(data):
     shape = data.draw(shapes)
-    blocks = [Block(0, data.draw(configs(data.draw(meshes()), shape, partial=False))) for _ in range(2)]
-    grid = refine(shape, blocks)
+    copies = [data.draw(configs(data.draw(meshes()), shape, partial=False)) for _ in range(2)]
+    grid = refine(shape, copies)
     assert grid.numel.sum() == math.prod(shape)
     for d, size in enumerate(shape):
         assert grid.cuts[d][0] == 0
         assert grid.cuts[d][-1] == size
         assert (grid.cuts[d][1:] > grid.cuts[d][:-1]).all()
-    for block in blocks:
-        table = grid.held(block)
-        for rank in range(block.dist.mesh.size):
-            owned = [set(held(block.dist, rank, d, size)) - {-1} for d, size in enumerate(shape)]
-            for box, inside in zip(grid.boxes.tolist(), table[rank], strict=True):
+    for dist in copies:
+        for rank, row in zip(dist.mesh.ranks, grid.held(dist), strict=True):
+            owned = [set(held(dist, rank, d, size)) - {-1} for d, size in enumerate(shape)]
+            for box, inside in zip(grid.boxes.tolist(), row, strict=True):
                 parts = [set(range(*ends)) for ends in box]
                 assert inside == all(part <= mine for part, mine in zip(parts, owned, strict=True))
                 assert inside or any(part.isdisjoint(mine) for part, mine in zip(parts, owned, strict=True))
@@ -44,5 +42,5 @@ def test_uneven_strided_and_empty_pieces():
 
 
 def test_common_refinement_of_two_and_three():
-    two, three = (Block(0, DistConfig(Mesh((("tp", n),)), ((AxisShard("tp"),),))) for n in (2, 3))
+    two, three = (DistConfig(Mesh((("tp", n),)), ((AxisShard("tp"),),)) for n in (2, 3))
     assert refine((12,), [two, three]).cuts[0].tolist() == [0, 4, 6, 8, 12]

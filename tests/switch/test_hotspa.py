@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
 from fxpar.mesh import Mesh
-from fxpar.switch import Block, SwitchPlan, plan_switch
+from fxpar.switch import SwitchPlan, plan_switch
+from tests.placements import moved
 from tests.repeat import examples
 from tests.switch.moving import simple_layout, switches
 
@@ -57,12 +58,11 @@ def test_no_assignment_undercuts_the_bound(switch):
 
 def test_bound_of_overlapping_holders():
     """Rank 0 and 1 may both send the first half, only rank 1 the second: 8 + 8 bytes leave 8 for each."""
-    alone = Mesh((("dp", 1),))
+    one, two = (DistConfig.replicated(Mesh((("dp", 1),), rank), 2) for rank in (1, 2))
     base = simple_layout("halves", "tp2@0", (2, 4), tensors=1)
     param = base.params["layers.0.weight"]
-    whole = Block(1, DistConfig.replicated(alone, 2))
-    source = replace(base, world=3, params={"w": replace(param, blocks=(Block(0, param.blocks[0].dist), whole))})
-    target = replace(source, params={"w": replace(param, blocks=(Block(2, DistConfig.replicated(alone, 2)),))})
+    source = replace(base, world=3, params={"w": replace(param, copies=(*param.copies, one))})
+    target = replace(source, params={"w": replace(param, copies=(two,))})
     for devices, kind in ((4, 0), (1, 1)):
         plan = plan_switch(source, target, ClusterSpec(4, devices, 1, 1, 0), "hotspa")
         assert plan.lower_bounds[kind] == 8
@@ -77,7 +77,7 @@ def test_predicted_time():
         base,
         name="after",
         world=4,
-        params={f: replace(p, blocks=(replace(p.blocks[0], first_rank=2),)) for f, p in base.params.items()},
+        params={f: replace(p, copies=(moved(p.copies[0], 2),)) for f, p in base.params.items()},
     )
     fast_inside = ClusterSpec(2, 2, intra_gb_per_s=100, inter_gb_per_s=1, latency_us=3)
     direct, relay = (plan_switch(base, after, fast_inside, name) for name in ("hotspa", "relay"))

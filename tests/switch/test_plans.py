@@ -158,12 +158,12 @@ def test_bad_input():
         plan_switch(simple_layout("c", "tp8@0", (8, 8)), b, FOUR_BY_TWO)
     with pytest.raises(LayoutError, match=r"'a' *: *has no parameter 'layers\.3\.weight'"):
         plan_switch(a, simple_layout("b", "dp8", tensors=4), FOUR_BY_TWO)
-    nobody = ParamLayout("nobody", 8, {fqn: replace(p, blocks=()) for fqn, p in a.params.items()})
+    nobody = ParamLayout("nobody", 8, {fqn: replace(p, copies=()) for fqn, p in a.params.items()})
     with pytest.raises(NoOwnerError, match=r"layers\.0\.weight\[0:8, 0:4\] is needed on rank\(s\) 0, 1, 2, 3"):
         plan_switch(nobody, b, FOUR_BY_TWO)
-    summed = replace(a.params["layers.0.weight"].blocks[0].dist, dims=((), ()), partial=(("tp", "sum"),))
+    summed = replace(a.params["layers.0.weight"].copies[0], dims=((), ()), partial=(("tp", "sum"),))
     param = a.params["layers.0.weight"]
     with pytest.raises(LayoutError, match="partial sum"):
-        ParamLayout("p", 8, {"w": replace(param, blocks=(replace(param.blocks[0], dist=summed),))})
+        ParamLayout("p", 8, {"w": replace(param, copies=(summed,))})
     with pytest.raises(LayoutError, match="ranks up to 7 of 4"):
         replace(a, world=4)

@@ -15,11 +15,11 @@ from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import ClusterError, ReductionError, SwitchPlanError
 from fxpar.mesh import Mesh
-from fxpar.switch import Block, ParamLayout, PlacedParam
+from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.switch.reduction import GradientPlacement, ReductionPlan, plan_reduction
 from tests.placements import meshes, nestings
 from tests.repeat import examples
-from tests.switch.moving import SHAPES, blocks_of
+from tests.switch.moving import SHAPES, copies_of
 
 Placements = dict[str, tuple[GradientPlacement, ...]]
 
@@ -34,16 +34,16 @@ def reductions(draw) -> tuple[Placements, ParamLayout, ClusterSpec]:
     for kind, shape in enumerate(kinds):
         placed, first = [], 0
         for _ in range(draw(st.integers(1, 2))):
-            mesh = draw(meshes(largest=max(1, min(6, world - first))))
+            mesh = replace(draw(meshes(largest=max(1, min(6, world - first)))), offset=first)
             if first + mesh.size > world:
                 break
             free = list(draw(st.permutations(mesh.names)))
             dims = draw(nestings(mesh, shape, free))
             chosen = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
             partial = tuple((name, "sum") for name in mesh.names if name in chosen)
-            placed.append(GradientPlacement(shape, DistConfig(mesh, dims, partial), torch.float64, first))
+            placed.append(GradientPlacement(shape, DistConfig(mesh, dims, partial), torch.float64))
             first += mesh.size
-        target = PlacedParam(shape, torch.float64, draw(blocks_of(world, shape)))
+        target = PlacedParam(shape, torch.float64, draw(copies_of(world, shape)))
         for layer in range(repeats):
             sources[f"{layer}.{kind}"], params[f"{layer}.{kind}"] = tuple(placed), target
     devices = draw(st.sampled_from((1, 2, 3, 4, 16)))
@@ -61,12 +61,12 @@ def carry_out(plan: ReductionPlan, sources: Placements) -> None:
             terms = mesh.degree(axes) if axes else 1
             values = [torch.randint(-9, 9, placed.shape, generator=generator).double() for _ in range(terms)]
             total += torch.stack(values).sum(0)
-            for index in range(mesh.size):
-                term = mesh.index(index, axes) if axes else 0
+            for rank in mesh.ranks:
+                term = mesh.index(rank, axes) if axes else 0
                 there = torch.zeros(placed.shape)
-                ones = placed.dist.take(torch.ones(placed.shape), index)
-                placed.dist.put(there, ones, index)
-                held[placed.first_rank + index] = (count + term, values[term], there.bool())
+                ones = placed.dist.take(torch.ones(placed.shape), rank)
+                placed.dist.put(there, ones, rank)
+                held[rank] = (count + term, values[term], there.bool())
             count += terms
         rows = plan.transfers[plan.transfers["tensor"] == number]
         cls = plan.problem.classes[plan.problem.class_of[number]]
@@ -127,8 +127,10 @@ def test_broken_plans_are_found(case, data):
         replace(plan, transfers=broken).verify()
 
 
-def partial(shape: tuple[int, ...] = (8, 4), axes: str = "dp", mesh: str = "dp4.tp2", **change) -> GradientPlacement:
-    named = Mesh(tuple((part[:2], int(part[2:])) for part in mesh.split(".")))
+def partial(
+    shape: tuple[int, ...] = (8, 4), axes: str = "dp", mesh: str = "dp4.tp2", first: int = 0, **change
+) -> GradientPlacement:
+    named = Mesh(tuple((part[:2], int(part[2:])) for part in mesh.split(".")), first)
     terms = tuple((axis, "sum") for axis in axes.split(".") if axis)
     return replace(GradientPlacement(shape, DistConfig(named, ((),) * len(shape), terms), torch.float32), **change)
 
@@ -136,7 +138,7 @@ def partial(shape: tuple[int, ...] = (8, 4), axes: str = "dp", mesh: str = "dp4.
 def home(world: int = 8, shape: tuple[int, ...] = (8, 4), tensors: int = 1, cut: bool = True) -> ParamLayout:
     mesh = Mesh((("fs", world),))
     dims = ((AxisShard("fs"),) if cut else (), *((),) * (len(shape) - 1))
-    param = PlacedParam(shape, torch.float32, (Block(0, DistConfig(mesh, dims)),))
+    param = PlacedParam(shape, torch.float32, (DistConfig(mesh, dims),))
     return ParamLayout("home", world, {f"w{i}": param for i in range(tensors)})
 
 
@@ -180,8 +182,8 @@ def test_bad_input():
             {"w0": replace(partial(), dist=replace(partial().dist, partial=(("dp", "max"),)))},
             "partial max over axis 'dp'",
         ),
-        ({"w0": (partial(mesh="dp4"), partial(mesh="dp4", first_rank=4, dtype=torch.float64))}, "torch.float32 and of"),
-        ({"w0": (partial(mesh="dp4"), partial(mesh="dp4", first_rank=3))}, "two stages share a rank"),
+        ({"w0": (partial(mesh="dp4"), partial(mesh="dp4", first=4, dtype=torch.float64))}, "torch.float32 and of"),
+        ({"w0": (partial(mesh="dp4"), partial(mesh="dp4", first=3))}, "two stages share a rank"),
     ]
     for sources, why in cases:
         with pytest.raises(ReductionError, match=why):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpar.cluster import ClusterSpec
+from fxpar.dist_config import DistConfig
 from fxpar.mesh import Mesh
-from fxpar.switch import Block, ParamLayout, PlacedParam
-from fxpar.transport.holding import block_of, local_runs
+from fxpar.switch import ParamLayout, PlacedParam
+from fxpar.transport.holding import copy_of, local_runs
 from tests.placements import configs
 
 WORLD = 4
@@ -33,19 +34,19 @@ class Case:
 
 
 @st.composite
-def blocks_of(draw, shape: tuple[int, ...]) -> tuple[Block, ...]:
-    """One block, or two side by side, each on a random mesh."""
-    blocks, first = [], draw(st.sampled_from((0, 0, 0, 1)))
+def copies_of(draw, shape: tuple[int, ...]) -> tuple[DistConfig, ...]:
+    """One copy, or two side by side, each on a random mesh."""
+    copies, first = [], draw(st.sampled_from((0, 0, 0, 1)))
     for _ in range(draw(st.integers(1, 2))):
         fitting = [degrees for degrees in DEGREES if first + int(torch.tensor(degrees).prod()) <= WORLD]
         if not fitting:
             break
         degrees = draw(st.sampled_from(fitting))
         names = draw(st.permutations(("dp", "cp", "tp")))[: len(degrees)]
-        mesh = Mesh(tuple(zip(names, degrees, strict=True)))
-        blocks.append(Block(first, draw(configs(mesh, shape, partial=False))))
+        mesh = Mesh(tuple(zip(names, degrees, strict=True)), first)
+        copies.append(draw(configs(mesh, shape, partial=False)))
         first += mesh.size
-    return tuple(blocks)
+    return tuple(copies)
 
 
 @st.composite
@@ -57,7 +58,7 @@ def cases(draw, holders: bool = True, dtypes: tuple[torch.dtype, ...] = (torch.f
     layouts = []
     for number in range(count):
         placed = [
-            PlacedParam(shape, dtype, draw(blocks_of(shape))) for shape, dtype in zip(kinds, kind_dtypes, strict=True)
+            PlacedParam(shape, dtype, draw(copies_of(shape))) for shape, dtype in zip(kinds, kind_dtypes, strict=True)
         ]
         params = {f"{layer}.{kind}": param for layer in range(repeats) for kind, param in enumerate(placed)}
         layouts.append(ParamLayout(f"layout {number}", WORLD, params))
@@ -104,11 +105,11 @@ def local_tensors(
     """What `rank` holds: cut out of `whole`, or zeros; in one buffer per dtype with `flat`."""
     pieces = {}
     for fqn, param in layout.params.items():
-        block = block_of(layout, fqn, rank)
-        if block is None:
+        dist = copy_of(layout, fqn, rank)
+        if dist is None:
             continue
         full = whole[fqn] if whole is not None else torch.zeros(param.shape)
-        piece = block.dist.take(full, rank - block.first_rank).to(dtype or param.dtype)
+        piece = dist.take(full, rank).to(dtype or param.dtype)
         if not padded:
             for d, runs in enumerate(local_runs(layout, fqn, rank) or []):
                 piece = piece.narrow(d, 0, sum(run[2] for run in runs))

@@ -15,13 +15,13 @@ from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.mesh import Mesh
 from fxpar.runtime.forked import run_forked
-from fxpar.switch import Block, ParamLayout, PlacedParam
+from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.switch.reduction import GradientPlacement, plan_reduction
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import Holding, Reduction
-from tests.placements import nestings
+from tests.placements import nestings, placed_mesh
 from tests.repeat import examples
-from tests.transport.cases import DEGREES, SHAPES, WORLD, blocks_of, drawn, local_tensors
+from tests.transport.cases import DEGREES, SHAPES, WORLD, copies_of, drawn, local_tensors
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,12 @@ class Sum:
 def partials(draw, shape: tuple[int, ...], dtype: torch.dtype) -> GradientPlacement:
     degrees = draw(st.sampled_from([d for d in DEGREES if d != (1,)]))
     names = draw(st.permutations(("dp", "cp", "tp")))[: len(degrees)]
-    mesh = Mesh(tuple(zip(names, degrees, strict=True)))
+    mesh = draw(placed_mesh(tuple(zip(names, degrees, strict=True)), WORLD))
     free = list(draw(st.permutations(mesh.names)))
     dims = draw(nestings(mesh, shape, free))
     chosen = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
     partial = tuple((name, "sum") for name in mesh.names if name in chosen)
-    first = draw(st.integers(0, WORLD - mesh.size))
-    return GradientPlacement(shape, DistConfig(mesh, dims, partial), dtype, first)
+    return GradientPlacement(shape, DistConfig(mesh, dims, partial), dtype)
 
 
 @st.composite
@@ -55,7 +54,7 @@ def sums(draw) -> Sum:
     sources, params = {}, {}
     for kind, shape in enumerate(kinds):
         source = draw(partials(shape, draw(st.sampled_from((torch.float32, torch.float64)))))
-        target = PlacedParam(shape, torch.float64, draw(blocks_of(shape)))
+        target = PlacedParam(shape, torch.float64, draw(copies_of(shape)))
         for layer in range(repeats):
             sources[f"{layer}.{kind}"], params[f"{layer}.{kind}"] = source, target
     cluster = draw(st.sampled_from((ClusterSpec(4, 1, 200, 25, 10), ClusterSpec(2, 2, 200, 25, 10))))
@@ -73,9 +72,9 @@ def term_tensors(case: Sum, seed: int) -> tuple[list[dict[str, Tensor]], dict[st
         count = mesh.degree(axes) if axes else 1
         terms = [torch.randint(-50, 50, placed.shape, generator=generator).to(placed.dtype) for _ in range(count)]
         totals[fqn] = torch.stack(terms).double().sum(0)
-        for index in range(mesh.size):
-            term = terms[mesh.index(index, axes) if axes else 0]
-            by_rank[placed.first_rank + index][fqn] = placed.dist.take(term, index)
+        for rank in mesh.ranks:
+            term = terms[mesh.index(rank, axes) if axes else 0]
+            by_rank[rank][fqn] = placed.dist.take(term, rank)
     return by_rank, totals
 
 
@@ -124,7 +123,7 @@ def test_terms_are_added_in_their_order_on_every_rank():
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) * 10.0 ** (3 * term) for term in range(4)]
     both = GradientPlacement((64,), DistConfig(mesh, ((),), (("dp", "sum"), ("tp", "sum"))), torch.float32)
-    whole = ParamLayout("home", WORLD, {"w": PlacedParam((64,), torch.float32, (whole_block(),))})
+    whole = ParamLayout("home", WORLD, {"w": PlacedParam((64,), torch.float32, (everywhere(),))})
     plan = plan_reduction({"w": both}, whole, ClusterSpec(2, 2, 200, 25, 10))
     expected = values[0] + values[1] + values[2] + values[3]
     assert not torch.equal(expected, values[3] + values[2] + values[1] + values[0])
@@ -139,8 +138,8 @@ def test_terms_are_added_in_their_order_on_every_rank():
     run_forked(WORLD, work)
 
 
-def whole_block() -> Block:
-    return Block(0, DistConfig(Mesh((("dp", 4),)), ((),)))
+def everywhere() -> DistConfig:
+    return DistConfig(Mesh((("dp", 4),)), ((),))
 
 
 def test_gradients_are_let_go():
@@ -148,7 +147,7 @@ def test_gradients_are_let_go():
     mesh = Mesh((("dp", 4),))
     partial = GradientPlacement((8, 4), DistConfig(mesh, ((), ()), (("dp", "sum"),)), torch.float32)
     cut = DistConfig(mesh, ((AxisShard("dp"),), ()))
-    home = ParamLayout("home", WORLD, {"w": PlacedParam((8, 4), torch.float32, (Block(0, cut),))})
+    home = ParamLayout("home", WORLD, {"w": PlacedParam((8, 4), torch.float32, (cut,))})
     plan = plan_reduction({"w": partial}, home, ClusterSpec(1, 4, 200, 25, 10))
 
     def work(rank: int) -> None:

@@ -13,7 +13,7 @@ from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import ExecutionError
 from fxpar.mesh import Mesh
 from fxpar.runtime.forked import run_forked
-from fxpar.switch import Block, ParamLayout, PlacedParam, plan_switch
+from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.switch.reduction import GradientPlacement, plan_reduction
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import Holding, Reduction, Staging, Switch
@@ -32,9 +32,9 @@ def layout(
 ) -> ParamLayout:
     """`tensors` equal tensors by a text such as "dp2.tp2@0" (dim 0 cut by tp) or "dp4"."""
     axes, _, dim = text.partition("@")
-    mesh = Mesh(tuple((part[:2], int(part[2:])) for part in axes.split(".")))
+    mesh = Mesh(tuple((part[:2], int(part[2:])) for part in axes.split(".")), first)
     dims = tuple((AxisShard("tp"),) if dim and int(dim) == d else () for d in range(len(shape)))
-    param = PlacedParam(shape, dtype, (Block(first, DistConfig(mesh, dims)),))
+    param = PlacedParam(shape, dtype, (DistConfig(mesh, dims),))
     return ParamLayout(text, WORLD, {f"w{i}": param for i in range(tensors)})
 
 
@@ -213,7 +213,7 @@ def test_staging_stays_under_its_bound():
     for of, cut in ((sources, 1), (targets, 0)):
         for fqn, shape in large.items():
             dims = tuple((AxisShard("tp"),) if d == cut else () for d in range(2))
-            of.params[fqn] = PlacedParam(shape, torch.float32, (Block(0, DistConfig(Mesh((("tp", 4),)), dims)),))  # type: ignore[index]
+            of.params[fqn] = PlacedParam(shape, torch.float32, (DistConfig(Mesh((("tp", 4),)), dims),))  # type: ignore[index]
     plans = {planner: plan_switch(sources, targets, PAIRS, planner) for planner in ("hotspa", "relay")}
     spread = plan_switch(layout("tp4@1", (64, 64)), layout("dp4", (64, 64)), PAIRS, "relay")
     whole, more = numbers(sources), numbers(layout("dp4", (64, 64)))
@@ -380,8 +380,8 @@ def test_padding_is_never_written():
 
 def test_tensors_given_only_where_something_is_held():
     """Two stages: each rank is given the parameters of its stage only."""
-    half = DistConfig(Mesh((("tp", 2),)), ((AxisShard("tp"),), ()))
-    stages = {f"w{i}": PlacedParam((8, 4), torch.float32, (Block(2 * i, half),)) for i in range(2)}
+    halves = [DistConfig(Mesh((("tp", 2),), first), ((AxisShard("tp"),), ())) for first in (0, 2)]
+    stages = {f"w{i}": PlacedParam((8, 4), torch.float32, (half,)) for i, half in enumerate(halves)}
     source = ParamLayout("pp2", WORLD, stages)
     target_layout = replace(layout("tp4@1", (8, 4), 2), name="tp4")
     plan = plan_switch(source, target_layout, FLAT)

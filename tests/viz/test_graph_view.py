@@ -64,9 +64,9 @@ def nodes_of(drawings: list, number: int, first: int) -> list[int]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rows_say_what_the_printed_form_says(strategy):
     view = viewed(strategy)
-    for first_rank, program in view.stages:
+    for program in view.stages:
         printed = parts(program)
-        for facts, part in zip(program_facts(view, program, first_rank), printed, strict=True):
+        for facts, part in zip(program_facts(view, program), printed, strict=True):
             calls = [node for node in part.graph.nodes if node.op == "call_function"]
             assert [fact.name for fact in facts.nodes] == [part.names[node] for node in calls]
             for fact, node in zip(facts.nodes, calls, strict=True):
@@ -108,7 +108,7 @@ def test_times_of_the_body_are_those_of_a_micro_batch():
     rates = replace(assumed_rates([view]), device_tflops=1e-3)  # arithmetic outweighs all else
     inside = Inside(view.graph, rates)
     assert (view.lengths, view.tokens) == ((4096,), 8192)
-    (body,) = [part for part in program_facts(view, view.graph, 0, rates) if part.name == "body"]
+    (body,) = [part for part in program_facts(view, view.graph, rates) if part.name == "body"]
     found = inside.node_ms(0, "body", view.lengths)
     assert sum(node.ms for node in body.nodes) == pytest.approx(sum(found.values()))
     largest = max(body.nodes, key=lambda node: node.flops)

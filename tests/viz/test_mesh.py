@@ -14,7 +14,7 @@ from fxpar.errors import ClusterError
 from fxpar.mesh import Mesh
 from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.strategy import Strategy
-from fxpar.switch import Block, ParamLayout, PlacedParam, layout_of, plan_switch
+from fxpar.switch import ParamLayout, PlacedParam, layout_of, plan_switch
 from fxpar.viz.mesh import coordinates, kind_json, mesh_section, parameter_kinds, placement_json
 from tests.viz.shown import viewed
 
@@ -50,9 +50,9 @@ def test_boxes_are_those_of_the_placements(section):
                 for rank, piece in enumerate(placement["of_rank"]):
                     boxes = [
                         [end for side in box for end in side]
-                        for block in param.blocks
-                        if rank in block.ranks
-                        for box in block.dist.boxes(rank - block.first_rank, param.shape)
+                        for dist in param.copies
+                        if rank in dist.mesh
+                        for box in dist.boxes(rank, param.shape)
                     ]
                     assert (placement["pieces"][piece] if piece >= 0 else []) == boxes
                     if piece >= 0:
@@ -133,21 +133,21 @@ def test_nothing_to_show():
 def test_more_than_two_dims_are_drawn_by_those_that_are_cut():
     mesh = Mesh((("tp", 2),))
     dist = DistConfig(mesh, ((), (AxisShard("tp"),), (), ()))
-    param = PlacedParam((3, 8, 1, 5), torch.float32, (Block(0, dist),))
+    param = PlacedParam((3, 8, 1, 5), torch.float32, (dist,))
     (kind,) = parameter_kinds([ParamLayout("a", 2, {"conv.weight": param})])
     shown = kind_json(kind)
     assert (shown["drawn"], shown["cut"], shown["shape"]) == ([0, 1], 1, [3, 8, 1, 5])
 
 
 def test_strided_pieces_and_ranks_with_several_copies():
-    """A fused weight has one box per part; a rank of two blocks holds what either gives it."""
+    """A fused weight has one box per part; a rank of two copies holds what either gives it."""
     mesh = Mesh((("tp", 2),))
     dist = DistConfig(mesh, ((AxisShard("tp", (2, 1, 1)),),), dtype=torch.float32)
-    fused = placement_json(PlacedParam((16,), torch.float32, (Block(0, dist),)), 3)
+    fused = placement_json(PlacedParam((16,), torch.float32, (dist,)), 3)
     assert fused["pieces"] == [[[0, 4], [8, 10], [12, 14]], [[4, 8], [10, 12], [14, 16]]]
     assert (fused["of_rank"], fused["bytes"]) == ([0, 1, -1], [32, 32])
-    halves = DistConfig(mesh, ((AxisShard("tp"),),), dtype=torch.float32)
-    twice = placement_json(PlacedParam((16,), torch.float32, (Block(0, halves), Block(1, halves))), 3)
+    halves = [DistConfig(replace(mesh, offset=i), ((AxisShard("tp"),),), dtype=torch.float32) for i in (0, 1)]
+    twice = placement_json(PlacedParam((16,), torch.float32, tuple(halves)), 3)
     assert twice["of_rank"] == [0, 1, 2]
     assert twice["pieces"] == [[[0, 8]], [[0, 8], [8, 16]], [[8, 16]]]
 

@@ -70,10 +70,10 @@ def test_a_rank_has_or_gets_each_slice_once(switch):
             numel[rank] += np.prod([stop - start for start, stop in zip(box[::2], box[1::2], strict=True)], dtype=int)
         param = target.params[members[0]]
         for rank in range(plan.problem.world):
-            # Blocks that share a rank may overlap there, so elements are counted one by one.
+            # Copies that share a rank may overlap there, so elements are counted one by one.
             covered = np.zeros(param.shape, bool)
-            for block in param.blocks:
-                for box in block.dist.boxes(rank - block.first_rank, param.shape) if rank in block.ranks else ():
+            for dist in param.copies:
+                for box in dist.boxes(rank, param.shape) if rank in dist.mesh else ():
                     covered[tuple(slice(start, stop) for start, stop in box)] = True
             assert numel[rank] == covered.sum()
 
