@@ -16,7 +16,7 @@ from tests.captured import llama
 from tests.memory.measured import allocated_bytes, body_bytes, model
 from tests.repeat import thinned
 
-SIZES = {"layers": "3", "dim": "128", "ffn": "256", "vocab": "512"}
+SIZES = {"layers": "2", "dim": "128", "ffn": "256", "vocab": "512"}
 CASES = [
     ("llama", 256, "float32", SIZES, "dp1", 2),
     ("llama", 256, "float32", SIZES, "dp1+remat", 1),
