@@ -154,7 +154,8 @@ def _is_mesh(mesh: Mesh) -> bool:
         return False
     if any(step < 1 for step in mesh.strides):
         return False
-    return 0 <= mesh.offset < MOST_RANKS and all(rank in mesh for rank in mesh.ranks)
+    inside = 0 <= mesh.offset < MOST_RANKS and all(rank in mesh for rank in mesh.ranks)
+    return inside and len(set(mesh.ranks)) == mesh.size
 
 
 def _check_ends(graph: fx.Graph, inputs: int, outputs: int) -> None:
@@ -187,7 +188,12 @@ def _check_program(program: Program) -> None:
     if isinstance(program, PipelineGraph):
         if [stage.index for stage in program.stages] != list(range(program.strategy.stages)):
             raise GraphFormatError(f"a pipeline has not the {program.strategy.stages} stages of {program.strategy}")
+        for stage in program.stages:
+            wanted = program.strategy.of_stage(stage.index).mesh
+            if stage.mesh != wanted:
+                raise GraphFormatError(f"stage {stage.index} is on {stage.mesh.ranks}, its pipeline on {wanted.ranks}")
         return
+    _check_meshes(program)
     if len(program.stored_inputs) != len(program.inputs) or len(program.stored_outputs) != len(program.outputs):
         raise GraphFormatError("a program does not say of each input and result how it is stored")
     parts = dict(program.parts)
@@ -198,6 +204,18 @@ def _check_program(program: Program) -> None:
         _check_part(part, values, program.strategy.mesh)
     if isinstance(program, ExecGraph):
         _check_ends(program.epilogue.graph, len(program.epilogue.sources), len(program.outputs))
+
+
+def _check_meshes(program: Program) -> None:
+    """All placements of a program are on its own ranks."""
+    lies = [stored.dist for stored in (*program.stored_inputs, *program.stored_outputs)]
+    for part in program.parts.values():
+        for node in part.graph.nodes:
+            dist = node.meta.get("dist", ())
+            lies += [*(dist if isinstance(dist, tuple) else (dist,)), *node.meta.get("dist_in", ())]
+    for dist in lies:
+        if dist is not None and dist.mesh != program.mesh:
+            raise GraphFormatError(f"{dist} is on the ranks {dist.mesh.ranks}, its program on {program.mesh.ranks}")
 
 
 def _local(node: fx.Node) -> Any:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import zipfile
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -31,6 +32,7 @@ from fxpar.graph_file import (
 )
 from fxpar.lowering import lower
 from fxpar.mesh import Mesh
+from fxpar.pipeline_graph import PipelineGraph
 from fxpar.printer import format_graph
 from fxpar.strategy import Strategy
 from tests.captured import gpt, llama, odd
@@ -331,3 +333,21 @@ def test_tensors_come_back(dtype, tmp_path):
 def test_nodes_that_would_be_code(node):
     with pytest.raises(GraphFormatError):
         Decoder([], []).decode(["g", node, ["output", "output", "output", ["t", ["t"]], ["d"], []]])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_a_stage_elsewhere(tmp_path, offset):
+    """The ranks of a stage are those that its pipeline says, and its placements are on them."""
+    program = lower(llama(layers=2).graph, "pp2.dp2")
+    assert isinstance(program, PipelineGraph)
+    first, second = program.stages
+    moved = replace(second, strategy=replace(second.strategy, offset=offset))
+    path = tmp_path / "g.fxpar"
+    save_graph(path, replace(program, stages=(first, moved)))
+    with pytest.raises(GraphFileError, match=r"its (pipeline|program) on"):
+        load_graph(path)
+    ranks = replace(second.mesh, offset=offset)
+    lies = tuple(replace(stored, dist=replace(stored.dist, mesh=ranks)) for stored in second.stored_inputs)
+    save_graph(path, replace(program, stages=(first, replace(second, stored_inputs=lies))))
+    with pytest.raises(GraphFileError, match=rf"is on the ranks \({offset}, {offset + 1}\), its program on \(2, 3\)"):
+        load_graph(path)

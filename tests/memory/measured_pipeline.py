@@ -14,7 +14,7 @@ from fxpar.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import Work
 from fxpar.runtime.groups import ProcessGroups
-from fxpar.runtime.micro import MicroRun
+from fxpar.runtime.micro import MicroRun, as_one_sequence
 from fxpar.runtime.padding import pad
 from fxpar.runtime.pipeline import BoundPipeline
 from tests.captured import Captured
@@ -74,4 +74,5 @@ def _run(bound: BoundPipeline, captured: Captured, params: dict[str, Tensor], mi
 
 def _fresh(program: PipelineGraph, captured: Captured) -> dict[str, Tensor]:
     """A batch of its own for each micro-batch, as a loader makes it."""
-    return {key: value.clone() for key, value in pad(program, captured.batches[0]).items()}
+    batch = as_one_sequence(program.inputs, captured.batches[0], 0)
+    return {key: value.clone() for key, value in pad(program, batch).items()}
