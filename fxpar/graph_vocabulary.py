@@ -22,6 +22,7 @@ import keyword
 import math
 import operator
 import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -256,7 +257,18 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+class _Short(reprlib.Repr):
+    """Looks at the beginning of a value only, and at no element of a tensor: torch loads modules to print one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 1 << 16  # `shown` cuts them at their end
+
+    def repr_Tensor(self, value: torch.Tensor, level: int) -> str:
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
 def shown(value: Any) -> str:
     """A value of a file in a message, not longer than a line."""
-    text = repr(value)
+    text = _Short().repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

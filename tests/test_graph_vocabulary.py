@@ -218,3 +218,15 @@ def test_calls_that_are_refused(target, args, kwargs, message):
 def test_a_message_is_a_line():
     assert shown("a" * 100) == "'" + "a" * 56 + "..."
     assert all(isinstance(op, OpOverload) for op in TABLE)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.ones(2, 3, dtype=torch.float64), "a tensor float64[2, 3]"),
+        (torch.ones(2, 1), "a tensor float32[2, 1]"),  # printed in two lines by torch
+        ((torch.ones(()), 4), "(a tensor float32[], 4)"),
+    ],
+)
+def test_a_message_holds_no_elements(value, text):
+    assert shown(value) == text
