@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fxpar.cluster import ClusterSpec
 from fxpar.dist_config import DistConfig
-from fxpar.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.transport.holding import copy_of, local_runs
-from tests.placements import configs
+from tests.placements import configs, placed_mesh
 
 WORLD = 4
 SHAPES = ((), (1,), (5,), (8,), (12,), (4, 6), (7, 3), (12, 8), (2, 6, 4))
@@ -43,9 +42,10 @@ def copies_of(draw, shape: tuple[int, ...]) -> tuple[DistConfig, ...]:
             break
         degrees = draw(st.sampled_from(fitting))
         names = draw(st.permutations(("dp", "cp", "tp")))[: len(degrees)]
-        mesh = Mesh(tuple(zip(names, degrees, strict=True)), first)
+        mesh = draw(placed_mesh(tuple(zip(names, degrees, strict=True)), WORLD - first))
+        mesh = replace(mesh, offset=first + mesh.offset)
         copies.append(draw(configs(mesh, shape, partial=False)))
-        first += mesh.size
+        first = max(mesh.ranks) + 1
     return tuple(copies)
 
 
