@@ -32,9 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from recorded import Recorded
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.checking import local_params
 from fxpar.losses import cross_entropy_sum, next_token_labels
@@ -239,26 +239,6 @@ def fxpar_mode(program: TrainGraph, work: Work) -> Mode:
 
 
 # --------------------------------------------------------------------------------------------------------- floor
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-}
-
-
-class Recorded(TorchDispatchMode):
-    """Takes down the calls of some kernels, with their operands."""
-
-    def __init__(self, kernels: set[Any]) -> None:
-        super().__init__()
-        self.kernels, self.calls = kernels, []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in self.kernels:
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def floor_mode(work: Work) -> Callable[[], None]:
     """Products and attention of this rank's stage for all micro-batches, and nothing else: what no schedule, no engine
     and no fusion can save.
@@ -266,7 +246,7 @@ def floor_mode(work: Work) -> Callable[[], None]:
     rank = dist.get_rank()
     module, row = Stage(work, rank), max(work.loaded.batches, key=lambda batch: batch["input_ids"].numel())
     x = row["input_ids"] if rank == 0 else torch.randn(*row["input_ids"].shape, work.options.dim, requires_grad=True)
-    with Recorded(PRODUCTS | ATTENTION) as recorded:
+    with Recorded() as recorded:
         out = module(x)
         (cross_entropy_sum(out, row["labels"]) if rank == STAGES - 1 else out.square().sum()).backward()
 

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from turns import accept, apart, in_turns
 
 import fxpar
 from fxpar.exec_graph import ExecGraph
@@ -63,48 +64,6 @@ class Settings:
 
     def to(self, batch: Batch) -> dict[str, Tensor]:
         return {key: value.to(self.device) for key, value in batch.items()}
-
-
-# ----------------------------------------------------------------------------------------------------- measuring
-def timed(run: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
-    """(ms per step, peak MB) of `steps` steps; no MB on a CPU."""
-    if device.type == "cpu":
-        begun = time.perf_counter()
-        for _ in range(steps):
-            run()
-        return 1e3 * (time.perf_counter() - begun) / steps, 0.0
-    torch.cuda.reset_peak_memory_stats(device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(steps):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / steps, torch.cuda.max_memory_allocated(device) / 1e6
-
-
-def in_turns(ways: Mapping[str, Callable[[], object]], settings: Settings) -> dict[str, tuple[float, float]]:
-    """(ms, peak MB) of each way, which have run before."""
-    ms: dict[str, list[float]] = {name: [] for name in ways}
-    peaks = dict.fromkeys(ways, 0.0)
-    for _ in range(settings.rounds):
-        for name, run in ways.items():
-            took, peak = timed(run, settings.steps, settings.device)
-            ms[name].append(took)
-            peaks[name] = max(peaks[name], peak)
-    return {name: (statistics.median(ms[name]), peaks[name]) for name in ways}
-
-
-def apart(found: Tensor, expected: Tensor) -> float:
-    """Relative difference in the 2-norm."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def accept(what: str, error: float, tolerance: float) -> float:
-    """`error`. Raises SystemExit if it is too large, or no number."""
-    if not error <= tolerance:
-        raise SystemExit(f"{what} is wrong by {error:.1e}, more than {tolerance:.0e}")
-    return error
 
 
 def compare(what: str, step: Step, expected: tuple[float, dict[str, Tensor]]) -> float:
@@ -166,7 +125,7 @@ def compare_steps(settings: Settings) -> list[Row]:
     loss, grads = ways["torch"]()
     expected = loss, {name: grad.clone() for name, grad in grads.items()}
     errors = {name: compare(name, step, expected) for name, step in ways.items()}
-    found = in_turns(ways, settings)
+    found = in_turns(ways, settings.steps, settings.rounds, settings.device)
     return [
         {
             "way": name,
@@ -208,7 +167,7 @@ def _attention_rows(lengths: Sequence[int], settings: Settings) -> list[Row]:
             "peak MB": peak,
             "apart": errors[name],
         }
-        for name, (ms, peak) in in_turns(ways, settings).items()
+        for name, (ms, peak) in in_turns(ways, settings.steps, settings.rounds, settings.device).items()
     ]
 
 
@@ -275,7 +234,7 @@ def compare_packing(settings: Settings) -> list[Row]:
             "peak MB": peak,
             "gradients apart": errors[name],
         }
-        for name, (ms, peak) in in_turns(ways, settings).items()
+        for name, (ms, peak) in in_turns(ways, settings.steps, settings.rounds, settings.device).items()
     ]
 
 

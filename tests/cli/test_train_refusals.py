@@ -1,0 +1,68 @@
+"""What `fxpar train` refuses before any rank starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.helpers import fxpar
+from tests.cli.test_train import CONFIG
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A configuration in the current folder; nothing else is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "give either a configuration file"),
+        (["tiny.toml", "--demo"], "give either a configuration file"),
+        (["nowhere.toml"], "config 'nowhere.toml': No such file"),
+        (["tiny.toml", "--set", "run.step=3"], "run.step is no key; did you mean 'steps'?"),
+        (["tiny.toml", "--set", "strategies.512=xp4"], "unknown axis 'xp'"),
+        (["tiny.toml", "--set", "strategies.512=dp4"], "must take all 4 ranks"),
+        (["tiny.toml", "--ranks", "8"], "must take all 8 ranks"),
+        (["tiny.toml", "--set", "data.max_length=4096"], "Add a strategy for 4096 tokens"),
+        (["tiny.toml", "--resume"], "there is no complete checkpoint"),
+        (["tiny.toml", "--compare", "dp4"], "strategy 'dp4' needs 4 ranks"),
+        (["tiny.toml", "--compare", "static", "--resume"], "cannot be combined with --resume"),
+        (["tiny.toml", "--compare", "static", "--steps", "1"], "needs run.steps = 2 or more"),
+        (["tiny.toml", "--set", "run.folder=tiny.toml"], "folder 'tiny.toml' cannot be written"),
+        (["tiny.toml", "--set", "engine.cluster=none.toml"], "cluster 'none.toml': cannot be read"),
+    ],
+)
+def test_bad_input_before_any_rank_starts(config, words, expected):
+    status, out, err = fxpar("train", *words)
+    assert status == 1
+    assert err.startswith("error: ")
+    assert expected in err
+    assert not out
+
+
+def test_ranks_that_do_not_fit_into_the_cluster(config):
+    text = "nodes = 1\ndevices_per_node = 1\nintra_gb_per_s = 1\ninter_gb_per_s = 1\nlatency_us = 1\n"
+    (config / "small.toml").write_text(text)
+    status, _, err = fxpar("train", "tiny.toml", "--set", "engine.cluster=small.toml")
+    assert (status, "is too small for strategies on 2 ranks" in err) == (1, True)
+
+
+def test_a_corrupt_checkpoint(config):
+    folder = config / "out" / "checkpoints" / "step-00000003"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{")
+    status, _, err = fxpar("train", "tiny.toml", "--resume")
+    assert status == 1
+    assert "step-00000003" in err
+    status, _, err = fxpar("train", "tiny.toml")
+    assert status == 1
+    assert "has checkpoints of an earlier run. Add --resume" in err
+
+
+def test_a_folder_that_cannot_be_written(config):
+    (config / "out").write_text("in the way")
+    status, _, err = fxpar("train", "tiny.toml")
+    assert (status, "folder 'out' cannot be written: File exists" in err) == (1, True)
