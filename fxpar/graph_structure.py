@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.dist_config import DistConfig
 from fxpar.errors import GraphFormatError
-from fxpar.exec_graph import ExecGraph, Part, Program
+from fxpar.exec_graph import ExecGraph, Part, Program, collective_kind
 from fxpar.graph import AnnotatedGraph, Dim, LogicalGraph, TensorMeta
 from fxpar.graph_vocabulary import shown
 from fxpar.mesh import Mesh
@@ -244,6 +244,8 @@ def _check_part(part: Part, values: Mapping[str, list[Any]], mesh: Mesh) -> None
         for axis in (*axes, *node.meta.get("comm", ())[:1]):
             if set(axis.split(".")) - set(mesh.names):
                 raise GraphFormatError(f"%{node.name} speaks of {axis!r}, which is no axis of {mesh.names}")
+        if collective_kind(node) is not None and "comm" not in node.meta:
+            raise GraphFormatError(f"%{node.name} is a collective that does not say on which axis it sends what")
 
 
 def _check_writes(graph: fx.Graph, given: set[fx.Node]) -> None:

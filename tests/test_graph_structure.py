@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from fxpar.errors import GraphFormatError
-from fxpar.exec_graph import Part
+from fxpar.exec_graph import Part, collective_kind
 from fxpar.graph import AnnotatedGraph, Dim, Input, TensorMeta
 from fxpar.graph_codec import Decoder, Encoder
 from fxpar.graph_structure import fits
@@ -108,6 +108,13 @@ def test_axes(program):
     node = next(node for node in nodes if any(str(a).startswith("@") for a in node.args))
     node.args = tuple("@cp" if str(a).startswith("@") else a for a in node.args)
     refused(program, "speaks of 'cp', which is no axis of ('dp',)")
+
+
+def test_a_collective_says_what_it_sends(program):
+    """Found by the fuzz of files: tables and figures read it."""
+    node = next(n for part in program.parts.values() for n in part.graph.nodes if collective_kind(n) is not None)
+    del node.meta["comm"]
+    refused(program, f"%{node.name} is a collective that does not say on which axis")
 
 
 def test_nothing_is_written_to_an_input(program):
