@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import re
 import select
 import socket
-import sys
+import struct
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from typing import Any, NamedTuple
 
 # Frames that do not say where the program stands.
 PASSED_OVER = (f"{os.sep}torch{os.sep}", f"{os.sep}threading.py", f"{os.sep}fxpar{os.sep}monitor{os.sep}")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # as faulthandler writes it
 
 
 def host_identity() -> str:
@@ -116,17 +120,39 @@ class Neighbours(threading.Thread):
 
 def where_is(thread_id: int) -> str:
     """`file.py:12 in name` for the innermost frame of a thread outside of torch; empty if the thread has ended."""
-    innermost: FrameType | None = sys._current_frames().get(thread_id)
-    frame = innermost
-    while frame is not None and any(part in frame.f_code.co_filename for part in PASSED_OVER):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    stack = stack_of(thread_id)
+    own = (frame for frame in stack if not any(part in frame.file for part in PASSED_OVER))
+    frame = next(own, stack[0] if stack else None)
+    return "" if frame is None else f"{os.path.basename(frame.file)}:{frame.line} in {frame.function}"
 
 
-def instruction_of(thread_id: int) -> tuple[int, int, str]:
-    """(frame, instruction, file) that a thread is at: the same as before if it waits, or works, in one call of C."""
-    frame = sys._current_frames().get(thread_id)
-    return (0, 0, "") if frame is None else (id(frame), frame.f_lasti, frame.f_code.co_filename)
+class Frame(NamedTuple):
+    """A call that has not returned."""
+
+    file: str
+    line: int
+    function: str
+
+
+def stack_of(thread_id: int) -> tuple[Frame, ...]:
+    """The at most 100 innermost frames of a thread, innermost first; none if it has ended.
+
+    By `faulthandler`, which copies names while it holds the interpreter: the frames that `sys._current_frames` gives of
+    a thread that goes on to run are not safe to follow in Python 3.11 (they end the process by a segmentation fault
+    within seconds if taken often, https://github.com/getsentry/sentry-python/issues/2386), and to make them can stop
+    all threads for good (https://github.com/python/cpython/issues/106883).
+    """
+    with _scratch() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    _, _, stack = text.partition(f"hread 0x{thread_id:0{2 * struct.calcsize('L')}x} ")
+    stack, _, _ = stack.partition("\n\n")
+    return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(stack))
+
+
+def _scratch() -> Any:
+    """A file without a name, in memory where the kernel has such."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("fxpar-stack"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)

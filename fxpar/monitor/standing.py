@@ -7,14 +7,14 @@ import sys
 import time
 
 from fxpar.errors import PeerLostError
-from fxpar.monitor.process import instruction_of
+from fxpar.monitor.process import Frame, stack_of
 
 # Code that waits for other ranks; `_ops` is where the collectives of a graph are called.
 _WAITS = tuple(part.replace("/", os.sep) for part in ("/torch/distributed/", "/torch/_ops.py", "/fxpar/"))
 
 
 class Standing:
-    """How long a thread has been in one and the same call.
+    """How long a thread has been in one and the same call: its stack has stayed the same, line by line.
 
     Time in which the observer was stopped itself does not count: one look adds at most `most_s`.
     """
@@ -22,20 +22,20 @@ class Standing:
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
         self._looked_s, self.seconds = time.monotonic(), 0.0
-        self._instruction = (0, 0, "")
+        self._stack: tuple[Frame, ...] = ()
 
     def look(self, thread_id: int) -> float:
         """Take down where the thread is; seconds since the last look, but `most_s` at most."""
-        now_s, instruction = time.monotonic(), instruction_of(thread_id)
+        now_s, stack = time.monotonic(), stack_of(thread_id)
         passed_s, self._looked_s = min(now_s - self._looked_s, self._most_s), now_s
-        self.seconds = self.seconds + passed_s if instruction == self._instruction else 0.0
-        self._instruction = instruction
+        self.seconds = self.seconds + passed_s if stack == self._stack else 0.0
+        self._stack = stack
         return passed_s
 
     @property
     def is_in_wait(self) -> bool:
         """Whether the call may be one that waits for other ranks."""
-        return any(part in self._instruction[2] for part in _WAITS)
+        return any(part in frame.file for frame in self._stack[:1] for part in _WAITS)
 
 
 def message_of(lost: PeerLostError) -> str:

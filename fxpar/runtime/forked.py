@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TextIO, TypeVar
 
@@ -29,8 +29,8 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
     """`work(rank)` in `world` forked processes inside a gloo process group; results (pickled) by rank.
 
     Call `torch.set_num_threads(1)` before the first op of this process: a forked child cannot use its parent's threads.
-    Raises RankError for the first rank that fails, or for those that are not done within `timeout_s`: with the lines
-    of Python at which they stand.
+    Raises RankError for a rank that a signal ended, else for the first one that fails, or for those that are not done
+    within `timeout_s`: with the lines of Python at which they stood.
     """
     torch.set_num_threads(1)
     with socket.socket() as probe:
@@ -49,7 +49,7 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
         results: dict[int, T] = {}
         try:
             while len(results) < world:
-                rank, ok, blob = results_queue.get(timeout=timeout_s)
+                rank, ok, blob = _next_result(results_queue, ranks, stacks, timeout_s)
                 if not ok:
                     raise RankError(str(rank), blob)
                 results[rank] = torch.load(io.BytesIO(blob), weights_only=False)  # of a child of this very process
@@ -59,10 +59,32 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
             raise RankError(", ".join(map(str, missing)), f"not done within {timeout_s:.0f} s{where}") from None
         finally:
             for process in ranks:
-                process.join(5)
+                process.join(5 if len(results) == world else 1)
                 if process.is_alive():
                     process.kill()
     return [results[rank] for rank in range(world)]
+
+
+def _next_result(
+    results: Any, ranks: Sequence[Any], stacks: Sequence[TextIO], timeout_s: float
+) -> tuple[int, bool, Any]:
+    """(rank, whether it succeeded, its result or error). Raises queue.Empty if none comes within `timeout_s`, and
+    RankError once a signal has ended a rank: what the others say of that is of less use.
+    """
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            result = results.get(timeout=min(1.0, timeout_s))
+        except queue.Empty:
+            result = None
+        for rank, process in enumerate(ranks):
+            if (process.exitcode or 0) < 0:
+                how = signal.Signals(-process.exitcode).name
+                raise RankError(str(rank), f"ended by {how}\n{_stack(process, stacks[rank])}")
+        if result is not None:
+            return result
+        if time.monotonic() >= end_s:
+            raise queue.Empty
 
 
 def _stack(process: Any, file: TextIO) -> str:
@@ -76,6 +98,7 @@ def _stack(process: Any, file: TextIO) -> str:
 
 def _main(rank: int, world: int, port: int, work: Callable[[int], Any], results: Any, stack: TextIO) -> None:
     forget_parent_threads()
+    faulthandler.enable(file=stack)
     faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
