@@ -37,20 +37,15 @@ class Functional:
 def make_functional(gm: fx.GraphModule, signature: Signature, world: FakeWorld) -> Functional:
     """Remove all writes from a traced graph. Raises MutationError, UnsupportedOpError."""
     _check_ops(gm)
-    results = list(_output(gm).args[0])  # type: ignore[arg-type]
-    written = _batch_norms(gm, signature)
+    written: dict[str, fx.Node] = {}
     if any(_writes(node) for node in gm.graph.nodes):
-        renaming = _Renaming(gm, signature, world, written)
+        renaming = _Renaming(gm, signature, world)
         if not renaming.possible():
-            _output(gm).args = ((*results, *written.values()),)
-            gm.recompile()
             gm = _functionalize(gm, signature, world)
-            found: Any = list(_output(gm).args[0])  # type: ignore[arg-type]
-            written = dict(zip(written, found[len(results) :], strict=True))
-            renaming = _Renaming(gm, signature, world, written)
+            renaming = _Renaming(gm, signature, world)
             assert renaming.possible(), "functionalize left a write through a view"
-        renaming.run()
-    return Functional(gm, list(_output(gm).args[0])[: len(results)], written)  # type: ignore[arg-type]
+        written = renaming.run()
+    return Functional(gm, list(_output(gm).args[0]), written)  # type: ignore[arg-type]
 
 
 def _output(gm: fx.GraphModule) -> fx.Node:
@@ -94,37 +89,6 @@ def _check_ops(gm: fx.GraphModule) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------------- batch norm
-def _batch_norms(gm: fx.GraphModule, signature: Signature) -> dict[str, fx.Node]:
-    """Let batch norms return new running statistics; that they write to them does not show in their schema."""
-    names = _placeholder_names(gm, signature)
-    written: dict[str, fx.Node] = {}
-    functional = aten._native_batch_norm_legit_functional.default
-    for node in gm.graph.find_nodes(op="call_function", target=aten.native_batch_norm.default):
-        x, weight, bias, mean, variance, training, momentum, eps = node.args
-        if not training or mean is None:
-            continue
-        with gm.graph.inserting_before(node):
-            now = (written.get(names.get(mean, ""), mean), written.get(names.get(variance, ""), variance))
-            new = gm.graph.call_function(functional, (x, weight, bias, *now, True, momentum, eps))
-            new.meta.update(node.meta)
-            new.meta["val"] = (*node.meta["val"], mean.meta["val"], variance.meta["val"])
-            for buffer, index in ((mean, 3), (variance, 4)):
-                item = gm.graph.call_function(operator.getitem, (new, index))
-                item.meta.update(node.meta, val=buffer.meta["val"])
-                if names.get(buffer, "") not in signature.of_kind("buffer"):
-                    raise MutationError(names.get(buffer, buffer.name), node.meta.get("source"))
-                written[names[buffer]] = item
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
-    return written
-
-
-def _placeholder_names(gm: fx.GraphModule, signature: Signature) -> dict[fx.Node, str]:
-    nodes = gm.graph.find_nodes(op="placeholder")
-    return {node: found.fqn for node, found in zip(nodes, signature.inputs, strict=True)}
-
-
 # --------------------------------------------------------------------------------------------------- renaming
 @dataclass
 class _Renaming:
@@ -133,7 +97,6 @@ class _Renaming:
     gm: fx.GraphModule
     signature: Signature
     world: FakeWorld
-    written: dict[str, fx.Node]
     bases: dict[fx.Node, fx.Node] = field(default_factory=dict)
     wholes: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # base -> its values so far
 
@@ -144,7 +107,8 @@ class _Renaming:
             base = self._base(node)
             self.bases[node] = base
             self.family.setdefault(base, []).append(node)
-        self.names = _placeholder_names(self.gm, self.signature)
+        places = self.gm.graph.find_nodes(op="placeholder")
+        self.names = {node: found.fqn for node, found in zip(places, self.signature.inputs, strict=True)}
 
     def _base(self, node: fx.Node) -> fx.Node:
         """The node whose memory this one's result is, or may be, a part of."""
@@ -181,8 +145,9 @@ class _Renaming:
         """Whether a node is a base, or the result of a write to the whole of it."""
         return self.bases[node] is node or (_writes(node) and self._is_whole(node.args[0]))  # type: ignore[arg-type]
 
-    def run(self) -> None:
-        """Rename. Raises MutationError for a write to an input that is no buffer."""
+    def run(self) -> dict[str, fx.Node]:
+        """Rename; the new values of buffers by name. Raises MutationError for a write to an input that is no buffer."""
+        written: dict[str, fx.Node] = {}
         buffers = self.signature.of_kind("buffer")
         for node in list(self.gm.graph.nodes):
             if not _writes(node):
@@ -199,7 +164,8 @@ class _Renaming:
             self.wholes[base].append(new)
             self.order[new], self.bases[new] = now, base
             if base.op == "placeholder":
-                self.written[self.names[base]] = new
+                written[self.names[base]] = new
+        return written
 
     def _value(self, node: fx.Node) -> fx.Node:
         """A node before `node` that computes what it writes."""
