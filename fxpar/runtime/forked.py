@@ -11,8 +11,8 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO, TypeVar
 
 import torch
@@ -25,6 +25,18 @@ from fxpar.torch_api.fork import forget_parent_threads
 T = TypeVar("T")
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this machine on which ranks can make their store inside of the block, and nobody else will be.
+
+    A port that was only looked up may be taken for a connection of another process before the store listens on it.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: then both may have it
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -> list[T]:
     """`work(rank)` in `world` forked processes inside a gloo process group; results (pickled) by rank.
 
@@ -33,12 +45,9 @@ def run_forked(world: int, work: Callable[[int], T], timeout_s: float = 240.0) -
     within `timeout_s`: with the lines of Python at which they stood.
     """
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("fork")
     results_queue = context.Queue()
-    with ExitStack() as files:
+    with reserved_port() as port, ExitStack() as files:
         stacks = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
         ranks = [
             context.Process(target=_main, args=(rank, world, port, work, results_queue, stacks[rank]))

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxpar.runtime.forked import reserved_port
 from tests.cli.helpers import fxpar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,12 +105,6 @@ def prepared(trained, tmp_path):
 @pytest.fixture
 def one_rank(prepared, monkeypatch):
     """`fxpar train` in this process, as the only rank of a torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**torchrun, "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(prepared)
 
     def train(*words: str) -> tuple[int, str, str]:
@@ -119,7 +113,11 @@ def one_rank(prepared, monkeypatch):
             "train", "tiny.toml", *(word for a in assignments for word in (("--set", a) if "=" in a else (a,)))
         )
 
-    return train
+    with reserved_port() as port:
+        torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**torchrun, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        yield train
 
 
 @pytest.mark.slow

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 
-from fxpar.runtime.forked import run_forked
+from fxpar.runtime.forked import reserved_port, run_forked
 
 # Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
 torch.compiler.list_backends()
@@ -22,7 +21,6 @@ def run_ranks(ranks: int, body: Callable[[int], None], timeout_s: float = 240.0)
     """`body(rank)` with the environment that torchrun sets and no process group; what each rank printed."""
     # As under torchrun the store outlives the ranks: one that ends first takes nothing from the others.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    again = _free_port()
 
     def work(rank: int) -> str:
         dist.barrier()
@@ -40,10 +38,5 @@ def run_ranks(ranks: int, body: Callable[[int], None], timeout_s: float = 240.0)
         dist.init_process_group("gloo", rank=rank, world_size=ranks)  # `run_forked` ends with a barrier
         return said.getvalue()
 
-    return run_forked(ranks, work, timeout_s)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with reserved_port() as again:
+        return run_forked(ranks, work, timeout_s)

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fxpar.checkpoint import load_checkpoint, save_checkpoint
+from fxpar.runtime.forked import reserved_port
 from fxpar.torch_api.fork import forget_parent_threads
 from tests.runtime.hot import adamw, make_llama, parallel, precompile, sequences
 
@@ -215,23 +215,21 @@ PHASES: dict[str, tuple[Callable[[Rank], None], float]] = {
 def run(kill: Kill, folder: Path) -> list[Survivor]:
     """Train in `kill.world` processes until the victims are struck; the others, by rank. `prepare` comes before."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("fork")
-    ranks = [context.Process(target=_main, args=(rank, kill, folder, port)) for rank in range(kill.world)]
-    for process in ranks:
-        process.start()
-    struck, waiting = folder / "struck", set(range(kill.world)) - set(kill.victims)
-    while not struck.exists() and all(process.exitcode is None for process in ranks):
-        time.sleep(0.02)
-    assert struck.exists(), "a rank ended before: " + "".join(file.read_text() for file in folder.glob("*.txt"))
-    at, ended = float(struck.read_text() or time.monotonic()), {}
-    while waiting and time.monotonic() < at + LIMIT_S:
-        for rank in [rank for rank in waiting if ranks[rank].exitcode is not None]:
-            waiting.discard(rank)
-            ended[rank] = time.monotonic() - at
-        time.sleep(0.02)
+    with reserved_port() as port:
+        ranks = [context.Process(target=_main, args=(rank, kill, folder, port)) for rank in range(kill.world)]
+        for process in ranks:
+            process.start()
+        struck, waiting = folder / "struck", set(range(kill.world)) - set(kill.victims)
+        while not struck.exists() and all(process.exitcode is None for process in ranks):
+            time.sleep(0.02)
+        assert struck.exists(), "a rank ended before: " + "".join(file.read_text() for file in folder.glob("*.txt"))
+        at, ended = float(struck.read_text() or time.monotonic()), {}
+        while waiting and time.monotonic() < at + LIMIT_S:
+            for rank in [rank for rank in waiting if ranks[rank].exitcode is not None]:
+                waiting.discard(rank)
+                ended[rank] = time.monotonic() - at
+            time.sleep(0.02)
     statuses = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()

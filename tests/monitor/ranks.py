@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from fxpar.errors import PeerLostError
 from fxpar.monitor import Monitor
+from fxpar.runtime.forked import reserved_port
 from fxpar.torch_api.fork import forget_parent_threads
 
 TIMEOUT_S = 2.0
@@ -67,23 +68,21 @@ def lose_one(
     n * `apart_s` later.
     """
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("fork")
-    arguments = (folder, world, victim, how, port, group_timeout_s, apart_s)
-    ranks = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    try:
-        for rank, process in enumerate(ranks):
-            if rank != victim or wait_for_victim:
-                process.join(25)
-                assert not process.is_alive(), f"rank {rank} did not end"
-    finally:
+    with reserved_port() as port:
+        arguments = (folder, world, victim, how, port, group_timeout_s, apart_s)
+        ranks = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(world)]
         for process in ranks:
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            for rank, process in enumerate(ranks):
+                if rank != victim or wait_for_victim:
+                    process.join(25)
+                    assert not process.is_alive(), f"rank {rank} did not end"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
     files = [folder / f"{rank}.json" for rank in range(world)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fxpar.errors import PeerLostError
+from fxpar.runtime.forked import reserved_port
 from fxpar.torch_api.fork import forget_parent_threads
 from tests.runtime.hot import make_llama, parallel, precompile, sequences
 
@@ -66,16 +66,14 @@ def hit_during(engine, where: str, how: signal.Signals) -> None:
 def test_the_others_name_the_rank_that_is_gone(tmp_path, where, how):
     precompile()
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(r, port, tmp_path, where, how)) for r in range(4)]
-    for process in ranks:
-        process.start()
     survivors = [r for r in range(4) if r != VICTIM]
-    for rank in survivors:
-        ranks[rank].join(60)
+    with reserved_port() as port:
+        ranks = [context.Process(target=rank_main, args=(r, port, tmp_path, where, how)) for r in range(4)]
+        for process in ranks:
+            process.start()
+        for rank in survivors:
+            ranks[rank].join(60)
     alive = [rank for rank in survivors if ranks[rank].is_alive()]
     for process in ranks:
         process.kill()
