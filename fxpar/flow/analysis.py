@@ -342,9 +342,7 @@ def _dim(placement: Any) -> int | None:
 def _is_whole(size: Size, shard: Shard, token: sympy.Symbol) -> bool:
     """Whether a dim is the tokens times a number, each section too: a cut at any token is a cut of the dim."""
     times = sympy.sympify(size) / token
-    if token in times.free_symbols:
-        return False
-    number = times.subs(dict.fromkeys(times.free_symbols, OTHER_DIM))
+    number = times.subs(dict.fromkeys(times.free_symbols - {token}, OTHER_DIM))
     return bool(number.is_Integer) and len(set(shard.sections)) <= 1 and int(number) % (len(shard.sections) or 1) == 0
 
 

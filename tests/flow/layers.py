@@ -240,7 +240,14 @@ def _own_attention_mask(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     return _merged((q @ k.transpose(-1, -2)).relu() @ v)
 
 
+def _copies_in_one_dim(net: Net, x: Tensor, ids: Tensor) -> Tensor:
+    """Each token T times, in a dim of T * T: T times a number that is T as well."""
+    T = x.shape[1]
+    return x[0][:, None].expand(T, T, WIDTH).reshape(T * T, WIDTH).view(T, T, WIDTH).sum(1)[None]
+
+
 HARMFUL: dict[str, Harmful] = {
+    "copies in one dim": Harmful(_copies_in_one_dim, "view"),
     "rows of products": Harmful(_rows_of_products, "slice", shows=False),
     "half a triangle": Harmful(_half_triangle, "tril"),
     "first token by a lookup": Harmful(_first_by_lookup, "embedding"),
