@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from fxpar.mesh import Mesh
+from fxpar.torch_api.groups import group_of_members, members_suffice, store_of_world
 
 
 class ProcessGroups:
-    """All process groups that a rank needs. Every rank must ask for the same meshes and axes in the same order.
+    """The process groups that this rank needs: each is made by its members only, where the backend allows it.
 
+    All ranks ask for the same meshes and axes in the same order, and make their ProcessGroups in the same order.
     `timeout_s` bounds every wait in them; None leaves torch's default (30 minutes with gloo).
     """
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        # Part of the groups' names. Counted in the store: a rank may be a thread, and its world may come again.
+        self._number = store_of_world().add(f"fxpar/process groups of {dist.get_rank()}", 1)
 
     def world(self) -> dist.ProcessGroup:
         """A group of all ranks with this timeout."""
         return self.of(tuple(range(dist.get_world_size())))
 
     def names(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, str]:
-        """Group name of this rank for each entry of `axes` (an entry may join several axes by '.').
-
-        Ranks outside of the mesh take part in making the groups, and get no names.
+        """Group name of this rank for each entry of `axes` (an entry may join several axes by '.'); none outside of the
+        mesh.
         """
-        rank = dist.get_rank()
-        names = {}
+        names: dict[str, str] = {}
         for axis in axes:
-            for members in mesh.groups(tuple(axis.split("."))):
-                group = self.of(members)
-                if rank in members:
+            for ranks in self._to_make(mesh, tuple(axis.split("."))):
+                group = self.of(ranks)
+                if group is not None:
                     names[axis] = str(group.group_name)
         return names
 
+    def _to_make(self, mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        rank = dist.get_rank()
+        if not members_suffice():
+            return mesh.groups(axes)
+        return [mesh.group_of(rank, axes)] if rank in mesh else []
+
     def of(self, ranks: tuple[int, ...], purpose: str = "") -> Any:
-        """The group of these ranks (None on others); another one for each `purpose`. All ranks ask for it."""
-        if (ranks, purpose) not in self._groups:
-            group: Any = dist.new_group(list(ranks), timeout=self._timeout)
-            self._groups[ranks, purpose] = group if dist.get_rank() in ranks else None
-        return self._groups[ranks, purpose]
+        """The group of these ranks (None on others); another one for each `purpose`."""
+        key = tuple(sorted(ranks)), purpose
+        if key not in self._groups:
+            self._groups[key] = self._make(*key)
+        return self._groups[key]
+
+    def _make(self, ranks: tuple[int, ...], purpose: str) -> Any:
+        if members_suffice():
+            if dist.get_rank() not in ranks:
+                return None
+            members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+            return group_of_members(ranks, f"fxpar {self._number} {members} {purpose}", self._timeout)
+        group = dist.new_group(list(ranks), timeout=self._timeout)
+        return group if dist.get_rank() in ranks else None

@@ -1,0 +1,87 @@
+"""Process groups are made by their members; nobody else is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: TID251 - registers the backend "fake"
+
+import fxpar.runtime.groups as groups
+from fxpar.mesh import Mesh
+from fxpar.runtime.forked import run_forked
+from fxpar.runtime.groups import ProcessGroups
+from fxpar.torch_api.threaded import run_threads
+
+MESH = Mesh((("dp", 2), ("tp", 2)))
+
+
+def total(group: dist.ProcessGroup | None) -> float:
+    """The sum of the ranks of a group."""
+    rank = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(rank, group=group)
+    return float(rank)
+
+
+def sums(made: ProcessGroups, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, float]:
+    by_name = {each.group_name: each for each in made._groups.values() if each is not None}
+    return {axis: total(by_name[name]) for axis, name in made.names(mesh, axes).items()}
+
+
+def check_of_four(rank: int) -> int:
+    """Number of groups that this rank has."""
+    made = ProcessGroups()
+    made.names(MESH, ("dp", "tp", "dp.tp"))
+    dp, tp = rank % 2 * 2 + 2, (1, 5)[rank // 2]
+    assert sums(made, MESH, ("dp", "tp", "dp.tp")) == {"dp": dp, "tp": tp, "dp.tp": 6}
+    again = ProcessGroups()  # groups of its own, of the same ranks
+    assert again.names(MESH, ("tp",)).items().isdisjoint(made.names(MESH, ("tp",)).items())
+    assert sums(again, MESH, ("tp",)) == {"tp": tp}
+    return len([group for group in made._groups.values() if group is not None])
+
+
+def lonely_pairs(rank: int) -> float:
+    """Members that have made different numbers of groups meet; rank 3 makes none."""
+    made, found = ProcessGroups(timeout_s=30), 0.0
+    for ranks in ((0, 1), (0, 2), (1, 2)):
+        if rank in ranks and rank != 3:
+            found += total(made.of(ranks[::-1] if rank == 2 else ranks))
+    assert made.of((0, 1), "another") is None or rank < 2
+    return found
+
+
+def test_each_rank_makes_its_own():
+    def both(rank: int) -> tuple[int, float]:
+        return check_of_four(rank), lonely_pairs(rank)
+
+    assert run_forked(4, both, timeout_s=60) == [(3, 3.0), (3, 4.0), (3, 5.0), (3, 0.0)]
+
+
+def test_ranks_that_are_threads():
+    run_threads(4, check_of_four, timeout_s=60)
+
+
+@pytest.fixture
+def one_of_thousands():
+    dist.init_process_group("fake", rank=70, world_size=4096, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_few_groups_of_thousands_of_ranks(one_of_thousands):
+    made = ProcessGroups()
+    for axes in ((("dp", 64), ("pp", 4), ("tp", 16)), (("dp", 128), ("cp", 4), ("tp", 8)), (("dp", 2), ("tp", 2048))):
+        mesh = Mesh(axes)
+        assert len(made.names(mesh, (*mesh.names, ".".join(mesh.names)))) == len(axes) + 1
+    assert len(made._groups) == 9  # three, three and two, and one of all ranks
+    assert made.names(Mesh((("tp", 64),)), ("tp",)) == {}
+
+
+def test_where_groups_are_split_off_the_default_one_all_ranks_make_all(monkeypatch, one_of_thousands):
+    """As NCCL wants it."""
+    monkeypatch.setattr(groups, "members_suffice", lambda: False)
+    made, new_group = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: (made.append(ranks), new_group(ranks, timeout))[1])
+    names = ProcessGroups(timeout_s=5).names(Mesh((("dp", 64), ("tp", 2))), ("tp",))
+    assert made == [[first, first + 1] for first in range(0, 128, 2)]
+    assert list(names) == ["tp"]
