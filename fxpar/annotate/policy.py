@@ -11,10 +11,10 @@ import sympy
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
+from fxpar.cost import PRODUCTS
 from fxpar.dist_config import Partial, Placement, R, Replicate, Shard
 from fxpar.errors import OverrideError, nearest
 from fxpar.graph import Input, LogicalGraph, TensorMeta
-from fxpar.rules.matmul import matmul_flops
 from fxpar.rules.option import Option, OpView
 from fxpar.rules.own_ops import attention_options
 from fxpar.rules.table import aten, own
@@ -82,7 +82,7 @@ def _token_dims(entry: OpClass, result: int) -> list[int]:
 
 def _work_bytes(problem: AxisProblem, entry: OpClass) -> float:
     """Bytes that a product or attention touches; 0 for other ops."""
-    if entry.view.target not in ATTENTION and not matmul_flops(entry.view):
+    if entry.view.target not in ATTENTION and entry.view.target not in PRODUCTS:
         return 0.0
     return float(sum(problem.sizes.nbytes(m) for m in tensor_metas(entry.nodes[0]) if m))
 

@@ -14,14 +14,11 @@ from fxpar.batching.work import (
     PER_MICRO_BATCH,
     Polynomial,
     Sizes,
-    attention_flops,
     bytes_per_element,
     fitted,
-    is_kernel,
-    product_flops,
-    touched_bytes,
 )
 from fxpar.cluster import ClusterSpec
+from fxpar.cost import ATTENTION, flops, is_kernel, touched_bytes
 from fxpar.exec_graph import Communication, Part, Program, collective_kind
 
 Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -100,16 +97,13 @@ class _Walk:
         return NodeCost(part, node.name, fqn, kind, axis, backward, seconds, nbytes)  # type: ignore[arg-type]
 
     def _kernel(self, part: str, node: fx.Node) -> NodeCost:
-        products = self._fit([Fraction(product_flops(node, sizes)) for sizes in self._samples])
-        attention = self._fit([attention_flops(node, sizes) for sizes in self._samples])
+        work = self._fit([flops(node, sizes) for sizes in self._samples])
         touched = self._fit([Fraction(touched_bytes(node, sizes)) for sizes in self._samples])
-        flops = products + attention
         # Of an op that is limited by arithmetic only what does not grow with T counts.
-        moved = touched if flops == Polynomial() else Polynomial(touched.c0)
-        kind: Kind = "product" if products != Polynomial() else "memory"
-        kind = "attention" if attention != Polynomial() else kind
+        moved = touched if work == Polynomial() else Polynomial(touched.c0)
+        kind: Kind = "memory" if work == Polynomial() else "attention" if node.target in ATTENTION else "product"
         fqn, backward = node.meta.get("fqn", ""), bool(node.meta.get("backward"))
-        return NodeCost(part, node.name, fqn, kind, "", backward, self._seconds(flops, moved), touched)
+        return NodeCost(part, node.name, fqn, kind, "", backward, self._seconds(work, moved), touched)
 
     def _seconds(self, flops: Polynomial, moved: Polynomial) -> Polynomial:
         if (flops, moved) not in self._costs:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import sympy
 from torch import fx
 
-from fxpar.batching.work import attention_flops, product_flops, touched_bytes
+from fxpar.cost import SizesAt, flops, touched_bytes
 from fxpar.errors import RematBudgetError, RematGlobError
 from fxpar.graph import AnnotatedGraph, TensorMeta
 from fxpar.remat.cut import Cut, least_bytes, least_flops
@@ -60,40 +61,24 @@ def _cheapest(
     allowed = {n for n in values.nodes if n not in values.fixed and not values.leaves_region(n, region)}
     if remat.collectives == "keep" or (remat.mode == "selective" and remat.collectives == "auto"):
         allowed -= {n for n in allowed if is_communication(n)}
-    flops = {node: _flops(node, dims) for node in allowed}
+    shape = SizesAt(dims)
+    work = {node: _work(node, shape) for node in allowed}
     returned = frozenset(s for node in graph.results for s in storages.of[node])
     if remat.mode == "selective":
-        allowed = {n for n in allowed if not _is_product(n, dims)}
-        return least_bytes(Cut(values, storages, frozenset(allowed), flops, returned)).recomputed
-    cut = Cut(values, storages, frozenset(allowed), flops, returned)
+        allowed = {n for n in allowed if not flops(n, shape)}
+        return least_bytes(Cut(values, storages, frozenset(allowed), work, returned)).recomputed
+    cut = Cut(values, storages, frozenset(allowed), work, returned)
     least = least_bytes(cut)
     if least.saved_bytes > remat.budget_bytes:
         raise RematBudgetError(remat.budget_bytes, least.saved_bytes, {str(k): v for k, v in dims.items()})
     return least_flops(cut, remat.budget_bytes, least).recomputed
 
 
-def _is_product(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> bool:
-    shape = _Shapes(dims)
-    return product_flops(node, shape) > 0 or attention_flops(node, shape) > 0
-
-
-def _flops(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> float:
+def _work(node: fx.Node, shape: SizesAt) -> float:
     """Work of one node in floating-point operations of equal time."""
     if "comm" in node.meta:
         sent: TensorMeta = node.meta["comm"][1]
-        return float(sent.numel(dims) * sent.dtype.itemsize * _FLOPS_PER_WIRE_BYTE)
+        return float(math.prod(shape(sent)) * sent.dtype.itemsize * _FLOPS_PER_WIRE_BYTE)
     if is_communication(node) or is_view(node):
         return 1.0
-    shape = _Shapes(dims)
-    arithmetic = product_flops(node, shape) + attention_flops(node, shape)
-    return float(arithmetic or touched_bytes(node, shape) * _FLOPS_PER_BYTE) + 1.0
-
-
-class _Shapes:
-    """Sizes of a TensorMeta with the dynamic dims at `dims`."""
-
-    def __init__(self, dims: Mapping[sympy.Symbol, int]) -> None:
-        self.dims = dims
-
-    def __call__(self, meta: TensorMeta) -> tuple[int, ...]:
-        return tuple(s if isinstance(s, int) else int(s.subs(self.dims)) for s in meta.shape)  # type: ignore[arg-type]
+    return float(flops(node, shape) or touched_bytes(node, shape) * _FLOPS_PER_BYTE) + 1.0

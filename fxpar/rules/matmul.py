@@ -63,20 +63,3 @@ def convolution_backward_factors(op: OpView) -> list[Factor]:
 def _masked(inputs: tuple, outputs: tuple, mask: tuple[bool, ...]) -> Factor:
     made = tuple(o if keep else ABSENT for o, keep in zip(outputs, mask, strict=True))
     return Factor(inputs, made, pad=False)
-
-
-def matmul_flops(op: OpView) -> int:
-    """Floating-point operations of a product op (2 per multiply-add); 0 for any other op."""
-    if op.target in (aten.mm.default, aten.bmm.default):
-        flops = 2 * op.inputs[0][-1]
-        for size in op.outputs[0]:
-            flops *= size
-        return flops
-    if op.target in (aten.convolution.default, aten.convolution_backward.default):
-        weight = op.inputs[1] if op.target is aten.convolution.default else op.inputs[2]
-        result = op.outputs[0] if op.target is aten.convolution.default else op.inputs[0]
-        flops = 2
-        for size in (*weight[1:], *result):
-            flops *= size
-        return flops
-    return 0

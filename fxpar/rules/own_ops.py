@@ -137,12 +137,3 @@ def embedding_backward(op: OpView, degree: int, seed: Seed, shard: Shard) -> lis
         *(Factor((d, d, None), ("sum",)) for d in range(rank)),
     ]
     return from_factors(factors, op, degree, seed, shard)
-
-
-def attention_flops(op: OpView) -> int:
-    """FLOPs of dense attention: 4 B H S S E forward, 2.5 times that backward."""
-    q = op.inputs[1] if _backward(op) else op.inputs[0]
-    key = op.inputs[2] if _backward(op) else op.inputs[1]
-    batch, heads, length, width = q
-    flops = 4 * batch * heads * length * key[2] * width
-    return flops * 5 // 2 if _backward(op) else flops

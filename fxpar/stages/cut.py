@@ -13,7 +13,7 @@ from fxpar.graph import LogicalGraph
 from fxpar.stages.backward import Backward
 from fxpar.stages.build import Result, StageBuilder, crossings
 from fxpar.stages.forward import choose_cuts, stages_of
-from fxpar.stages.nodes import Nodes, flops, producer
+from fxpar.stages.nodes import Nodes, producer
 from fxpar.stages.staged import SharedParam, StagedGraph
 from fxpar.stages.ties import sums, terms
 
@@ -56,7 +56,7 @@ def cut_stages(logical: LogicalGraph, stages: int, *, cuts: Sequence[str] | None
     shared = tuple(SharedParam(fqn, tuple(on), shared_terms.get(fqn, ())) for fqn, on in where.items() if len(on) > 1)
     work = [0] * stages
     for node, stage in stage_of.items():
-        work[stage] += flops(node, nodes.dims)
+        work[stage] += nodes.flops(node)
     timings = {**logical.timings, "cut_cpu_s": time.process_time() - started}
     return StagedGraph(made, tuple(fqn for _, fqn in found), shared, tuple(work), logical.name, timings)
 

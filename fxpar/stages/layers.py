@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from fxpar.errors import StageCountError
-from fxpar.stages.nodes import Nodes, flops
+from fxpar.stages.nodes import Nodes
 
 # A list of modules counts as layers if it does at least this share of the forward's work.
 _SHARE = 0.1
@@ -33,7 +33,7 @@ def find_layers(nodes: Nodes) -> list[Layer]:
     bound = nodes.bound
     starts: dict[str, int] = {}
     work: dict[str, int] = defaultdict(int)
-    costs = [flops(node, nodes.dims) for node in bound]
+    costs = [nodes.flops(node) for node in bound]
     for i, node in enumerate(bound):
         fqn = _outermost_block(node.meta.get("fqn", ""))
         if fqn and not node.meta.get("backward"):

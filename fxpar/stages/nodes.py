@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass, field
 
@@ -10,10 +9,9 @@ import sympy
 import torch
 from torch import fx
 
+from fxpar.cost import SizesAt, flops
 from fxpar.graph import Input, LogicalGraph, TensorMeta
-from fxpar.pass_base import ancestors, tensor_operands
-from fxpar.rules.matmul import matmul_flops
-from fxpar.rules.option import OpView
+from fxpar.pass_base import ancestors
 
 own = torch.ops.fxpar
 NOMINAL_TOKENS = 2048  # costs must not depend on the example's length
@@ -33,6 +31,7 @@ class Nodes:
 
     logical: LogicalGraph
     dims: dict[sympy.Symbol, int] = field(init=False)  # nominal sizes
+    shape: SizesAt = field(init=False)
     inputs: dict[fx.Node, Input] = field(init=False)
     position: dict[fx.Node, int] = field(init=False)
     forward: set[fx.Node] = field(init=False)
@@ -45,6 +44,7 @@ class Nodes:
     def __post_init__(self) -> None:
         logical = self.logical
         self.dims = nominal_dims(logical)
+        self.shape = SizesAt(self.dims)
         self.inputs = dict(zip(logical.placeholders, logical.inputs, strict=True))
         calls = [n for n in logical.gm.graph.nodes if n.op == "call_function"]
         self.position = {node: i for i, node in enumerate(calls)}
@@ -71,7 +71,11 @@ class Nodes:
             return False
         made = node.meta["tensor"]
         elements = sum(m.numel(self.dims) for m in (made if isinstance(made, tuple) else (made,)) if m is not None)
-        return flops(node, self.dims) <= 2 * _SHORT * elements
+        return self.flops(node) <= 2 * _SHORT * elements
+
+    def flops(self, node: fx.Node) -> int:
+        """Floating-point operations of a product, a convolution or attention at the nominal sizes; else 0."""
+        return 0 if "sym" in node.meta else int(flops(node, self.shape))
 
     def _costs_nothing(self, node: fx.Node) -> bool:
         info = self.inputs.get(node)
@@ -101,27 +105,3 @@ def nominal_dims(logical: LogicalGraph) -> dict[sympy.Symbol, int]:
 def nbytes(meta: TensorMeta, dims: dict[sympy.Symbol, int]) -> int:
     """Bytes of a value."""
     return meta.numel(dims) * meta.dtype.itemsize
-
-
-def flops(node: fx.Node, dims: dict[sympy.Symbol, int]) -> int:
-    """Floating-point operations of products, convolutions and attention; 0 for any other op.
-
-    Attention over T tokens counts as two products [T, E] x [E, T], causal or not, its backward as five.
-    """
-    if node.op != "call_function" or "sym" in node.meta:
-        return 0
-    shapes = tuple(_shape(o.meta["tensor"], dims) for o in tensor_operands(node) if o.meta.get("tensor") is not None)
-    if node.target in (own.attention.default, own.attention_backward.default):
-        query, key = shapes[-2:] if len(shapes) < 3 else (shapes[0], shapes[1])
-        products = 2 if node.target is own.attention.default else 5
-        return products * 2 * math.prod(query) * key[-2]
-    metas = node.meta.get("tensor")
-    results = metas if isinstance(metas, tuple) else (metas,)
-    made = tuple(_shape(m, dims) if m is not None else () for m in results)
-    return matmul_flops(OpView(node.target, (), (), shapes, made))
-
-
-def _shape(meta: TensorMeta, dims: dict[sympy.Symbol, int]) -> tuple[int, ...]:
-    if isinstance(meta, tuple):
-        return ()
-    return tuple(s if isinstance(s, int) else int(s.subs(dims)) for s in meta.shape)  # type: ignore[arg-type]

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from fxpar.batching.profile import Rates, node_costs
-from fxpar.batching.work import attention_flops, product_flops
+from fxpar.cost import SizesAt, flops, tensor_metas_of
 from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.exec_graph import Communication, Program, collective_kind
 from fxpar.graph import TensorMeta
@@ -74,12 +73,11 @@ def program_facts(view: Viewed, program: Program, rates: Rates | None = None) ->
     """The parts of one stage of a view, or of the whole model, that compute or move anything. Times are predicted with
     `rates`, by default with the links of the view and usual figures of a GPU.
     """
-    dims = view.dims()
     rates = rates or Rates(view.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
     costs = node_costs(program, rates, parts=program.parts)
     lengths = view.lengths
     spent = {(cost.part, cost.name): Term.of([cost.seconds], 1e3).at(lengths) for cost in costs}
-    reader = _Reader(view, program, dims, spent)
+    reader = _Reader(view, program, SizesAt(view.dims()), spent)
     return [reader.part(part) for part in parts(program)]
 
 
@@ -89,9 +87,8 @@ class _Reader:
 
     view: Viewed
     program: Program
-    dims: Mapping[sympy.Symbol, int]
+    shape: SizesAt  # with the dynamic dims of the view
     spent: Mapping[tuple[str, str], float]
-    _sizes: dict[sympy.Expr, int] = field(default_factory=dict)
     _axes: dict[DistConfig, str] = field(default_factory=dict)
 
     def part(self, part: PrintedPart) -> PartFacts:
@@ -123,22 +120,16 @@ class _Reader:
             local=local_text(local),
             axes=self.axes_text(node.meta.get("dist")),
             local_bytes=self.nbytes(node),
-            flops=round(product_flops(node, self.shape) + attention_flops(node, self.shape)),
+            flops=round(flops(node, self.shape)),
             ms=wire.ms if wire else self.spent.get((part.name, node.name), 0.0),
             source=(node.meta.get("source") or "").replace("\\", "/").rpartition("/")[2],  # nothing of the machine
             why=why_text(node, wire),
             wire=wire,
         )
 
-    def shape(self, meta: TensorMeta) -> tuple[int, ...]:
-        """Sizes with the dynamic dims of the view."""
-        return tuple(size if isinstance(size, int) else self._size(size) for size in meta.shape)
-
     def nbytes(self, node: fx.Node) -> int:
         """Bytes of a node's results on one rank."""
-        found = node.meta.get("local", node.meta.get("tensor"))
-        metas = found if isinstance(found, tuple) else (found,)
-        return sum(math.prod(self.shape(m)) * m.dtype.itemsize for m in metas if isinstance(m, TensorMeta))
+        return sum(math.prod(self.shape(meta)) * meta.dtype.itemsize for meta in tensor_metas_of(node))
 
     def axes_text(self, dist: DistConfig | tuple | None) -> str:
         """`dp R, tp S(1)`: the placement on each axis of the mesh."""
@@ -150,11 +141,6 @@ class _Reader:
             self._axes[dist] = ", ".join(f"{axis} {dist.placement(axis)}" for axis in dist.mesh.names)
         return self._axes[dist]
 
-    def _size(self, size: sympy.Expr) -> int:
-        if size not in self._sizes:
-            self._sizes[size] = int(size.subs(self.dims))  # type: ignore[arg-type]
-        return self._sizes[size]
-
     def _wire(self, node: fx.Node, part: str) -> Wire | None:
         kind = collective_kind(node)
         if kind is None:
@@ -162,8 +148,8 @@ class _Reader:
         axis, sent = node.meta["comm"]
         whole = TensorMeta(self.shape(sent), sent.dtype)
         found = Communication(kind, axis, whole, part, node.meta.get("fqn", ""), bool(node.meta.get("backward")))
-        ms = wire_ms(self.program, found, self.dims, self.view.links)
-        return Wire(kind, axis, wire_bytes(self.program, found, self.dims), ms, node.meta.get("fused", 1))
+        ms = wire_ms(self.program, found, self.shape.dims, self.view.links)
+        return Wire(kind, axis, wire_bytes(self.program, found, self.shape.dims), ms, node.meta.get("fused", 1))
 
 
 def argument_text(value: Any, number: Mapping[fx.Node, int | str], operands: list[int | str]) -> str:

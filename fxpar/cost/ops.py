@@ -1,0 +1,120 @@
+"""What one call of an op costs: floating-point operations, and bytes that it reads and writes.
+
+Read off shapes: local ones where a graph has placements, global ones where it has none. Nothing runs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
+from fxpar.exec_graph import collective_kind
+from fxpar.graph import Size, TensorMeta
+
+aten, own = torch.ops.aten, torch.ops.fxpar
+ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}  # op -> position of q in its arguments
+# op -> position of the first factor; convolutions have counts of their own
+_MATRIX_PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.mv.default: 0, aten.dot.default: 0}
+_MATRIX_PRODUCTS |= {aten.addmm.default: 1, aten.baddbmm.default: 1}
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+PRODUCTS = frozenset(_MATRIX_PRODUCTS) | _CONVOLUTIONS
+# Five products instead of two (Dao, "FlashAttention-2", arXiv 2307.08691, section 4.1).
+_BACKWARD_FACTOR = Fraction(5, 2)
+_NO_KERNEL = {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
+_NO_KERNEL |= {torch.ops._c10d_functional.wait_tensor.default}
+# They read about as much as they return, not all of their first argument.
+_READS_ROWS = {own.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+Shape = tuple[int, ...]
+SizesOf = Callable[[TensorMeta], Shape]
+
+
+@dataclass
+class SizesAt:
+    """Sizes of a TensorMeta with the dynamic dims at `dims`."""
+
+    dims: Mapping[sympy.Symbol, int]
+    _known: dict[Size, int] = field(default_factory=dict)
+
+    def __call__(self, meta: TensorMeta) -> Shape:
+        return tuple(size if isinstance(size, int) else self.size(size) for size in meta.shape)
+
+    def size(self, size: Any) -> int:
+        """A dynamic size as a number."""
+        if size not in self._known:
+            self._known[size] = int(size.subs(self.dims))
+        return self._known[size]
+
+
+def flops(node: fx.Node, shape: SizesOf) -> Fraction:
+    """Floating-point operations (2 per multiply-add) of a product, a convolution or attention; 0 for any other op.
+
+    Attention over one document is 4 * B * H * Sq * Skv * E forward, half of that if causal, and 2.5 times that backward
+    (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less.
+    """
+    if node.target in ATTENTION:
+        return _attention(node, shape)
+    if node.target in _MATRIX_PRODUCTS:
+        first = shape(_meta(node.args[_MATRIX_PRODUCTS[node.target]]))
+        return Fraction(2 * first[-1] * math.prod(shape(_meta(node))))
+    return Fraction(_convolution(node, shape) if node.target in _CONVOLUTIONS else 0)
+
+
+def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
+    args: Any = node.args
+    first = ATTENTION[node.target]  # type: ignore[index]
+    q, k, v = (shape(_meta(operand)) for operand in args[first : first + 3])
+    causal, window = args[-4:-2]
+    if window:
+        keys = Fraction(window if causal else 2 * window)
+    else:
+        keys = Fraction(k[2], 2 if causal else 1)
+    forward = 2 * math.prod(q[:3]) * keys * (q[3] + v[3])
+    return forward * _BACKWARD_FACTOR if first else forward
+
+
+def _convolution(node: fx.Node, shape: SizesOf) -> int:
+    args: Any = node.args
+    if node.target is aten.convolution.default:
+        result = args[0] if args[6] else node  # transposed: each input element meets the weights
+        return 2 * math.prod(shape(_meta(result))) * math.prod(shape(_meta(args[1]))[1:])
+    result = args[1] if args[7] else args[0]
+    products = sum(args[10][:2])  # dx and dweight, as the mask says
+    return 2 * products * math.prod(shape(_meta(result))) * math.prod(shape(_meta(args[2]))[1:])
+
+
+def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
+    """Bytes of the tensors that an op reads and writes."""
+
+    def nbytes(value: fx.Node) -> int:
+        return sum(math.prod(shape(meta)) * meta.dtype.itemsize for meta in tensor_metas_of(value))
+
+    if node.target in _READS_ROWS:
+        return 2 * nbytes(node)
+    return nbytes(node) + sum(map(nbytes, node.all_input_nodes))
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a call computes on the device: no view, no collective."""
+    computes = node.op == "call_function" and any(True for _ in tensor_metas_of(node))
+    is_view = node.target in _NO_KERNEL or getattr(node.target, "is_view", False)
+    return computes and not is_view and not collective_kind(node)
+
+
+def tensor_metas_of(value: Any) -> Iterator[TensorMeta]:
+    """The tensors of a node's result, as one rank has them; none of what is no node."""
+    meta = value.meta.get("local", value.meta.get("tensor")) if isinstance(value, fx.Node) else None
+    found = meta if isinstance(meta, tuple) else (meta,)
+    return (one for one in found if isinstance(one, TensorMeta))
+
+
+def _meta(value: Any) -> TensorMeta:
+    return next(tensor_metas_of(value))

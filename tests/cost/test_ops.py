@@ -1,0 +1,112 @@
+"""Counts of single ops against torch's own counter, and by the formulas of attention where that has none."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxpar.cost import SizesAt, flops, is_kernel, touched_bytes
+from fxpar.graph import TensorMeta
+
+aten, own = torch.ops.aten, torch.ops.fxpar
+NOTHING = SizesAt({})
+
+
+def node_of(target: Any, *args: Any) -> fx.Node:
+    """A call on these values (tensors become placeholders), with the shape of its result."""
+    graph = fx.Graph()
+
+    def operand(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        place = graph.placeholder(f"x{len(graph.nodes)}")
+        place.meta["tensor"] = meta_of(value)
+        return place
+
+    operands = tuple(map(operand, args))
+    node = graph.call_function(target, operands)
+    node.meta["tensor"] = meta_of(target(*args))
+    return node
+
+
+def meta_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return TensorMeta(tuple(value.shape), value.dtype)
+    return None if value is None else tuple(map(meta_of, value))
+
+
+def t(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+STRIDE = ([1], [0], [1])
+CALLS: dict[str, tuple[Any, ...]] = {
+    "mm": (aten.mm.default, t(5, 7), t(7, 3)),
+    "bmm": (aten.bmm.default, t(2, 5, 7), t(2, 7, 3)),
+    "addmm": (aten.addmm.default, t(3), t(5, 7), t(7, 3)),
+    "baddbmm": (aten.baddbmm.default, t(2, 5, 3), t(2, 5, 7), t(2, 7, 3)),
+    "convolution": (aten.convolution.default, t(2, 4, 9), t(6, 4, 3), None, *STRIDE, False, [0], 1),
+    "in groups": (aten.convolution.default, t(2, 4, 9), t(6, 2, 3), None, *STRIDE, False, [0], 2),
+    "transposed": (aten.convolution.default, t(2, 4, 9), t(4, 6, 3), None, *STRIDE, True, [0], 1),
+    **{
+        f"backward {mask}": (
+            aten.convolution_backward.default,
+            *(t(2, 6, 7), t(2, 4, 9), t(6, 4, 3)),
+            *(None, *STRIDE, False, [0], 1, mask),
+        )
+        for mask in ([True, True, False], [False, True, False], [True, False, False])
+    },
+    "no product": (aten.mul.Tensor, t(5, 7), t(5, 7)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_products_as_torch_counts_them(name):
+    target, *args = CALLS[name]
+    with FlopCounterMode(display=False) as counter:
+        target(*args)
+    assert flops(node_of(target, *args), NOTHING) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "pairs"), [(False, 0, 6 * 8), (True, 0, 6 * 8 / 2), (True, 3, 6 * 3), (False, 3, 6 * 6)]
+)
+def test_attention(causal, window, pairs):
+    """Pairs of a query and a key, times two products of 2 operations for each of 4 dims, in 2 x 3 heads."""
+    graph = fx.Graph()
+    places = [graph.placeholder(name) for name in ("grad", "q", "k", "v")]
+    for place, length in zip(places, (6, 6, 8, 8), strict=True):
+        place.meta["tensor"] = TensorMeta((2, 3, length, 4), torch.float32)
+    rest = (causal, window, 1.0, False)
+    forward = graph.call_function(own.attention.default, (*places[1:], None, None, *rest))
+    backward = graph.call_function(own.attention_backward.default, (places[0], *places[1:], None, None, None, *rest))
+    assert flops(forward, NOTHING) == 2 * 3 * 2 * 2 * 4 * Fraction(pairs)
+    assert flops(backward, NOTHING) == flops(forward, NOTHING) * Fraction(5, 2)
+
+
+def test_bytes_and_dynamic_sizes():
+    token = sympy.Symbol("T")
+    node = node_of(aten.mul.Tensor, t(5, 7), t(5, 7))
+    for each in (node, *node.all_input_nodes):
+        each.meta["tensor"] = TensorMeta((token, 7), torch.bfloat16)
+    assert touched_bytes(node, SizesAt({token: 100})) == 3 * 100 * 7 * 2
+    node.meta["local"] = TensorMeta((token / 4, 7), torch.bfloat16)  # what this rank has of it counts
+    assert touched_bytes(node, SizesAt({token: 100})) == 2 * 100 * 7 * 2 + 25 * 7 * 2
+
+
+def test_a_lookup_reads_its_rows_only():
+    node = node_of(aten.index_select.default, t(1000, 8), 0, torch.tensor([1, 2]))
+    assert touched_bytes(node, NOTHING) == 2 * (2 * 8 * 4)
+
+
+def test_what_runs_on_the_device():
+    assert is_kernel(node_of(aten.mul.Tensor, t(2), t(2)))
+    assert not is_kernel(node_of(aten.view.default, t(4), [2, 2]))
+    assert not is_kernel(node_of(aten.reshape.default, t(4), [2, 2]))
+    assert not is_kernel(next(iter(node_of(aten.mul.Tensor, t(2), t(2)).graph.nodes)))
