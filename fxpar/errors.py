@@ -1447,6 +1447,17 @@ class PassOptionError(FxparError):
         super().__init__(f"option {option!r} of pass {name!r}: {why}")
 
 
+class GivenPassesError(FxparError):
+    """Options of `lower` that are options of its passes, beside passes that have theirs already."""
+
+    def __init__(self, options: list[str]) -> None:
+        given = ", ".join(f"{option}=" for option in options)
+        super().__init__(
+            f"lower(passes=...) cannot follow {given} which it would hand to the passes that it makes itself. Give "
+            f"{given} to fxpar.ladder.default_passes, and change the list that it returns"
+        )
+
+
 class PassRunError(FxparError):
     """A pass failed on a graph for which it may not be meant."""
 

@@ -6,6 +6,7 @@ loss is outside.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar.errors import NotYetError, VerifyError
+from fxpar.errors import GivenPassesError, NotYetError, VerifyError
 from fxpar.exec_graph import ExecGraph, Part, PlainGraph, cut_part
 from fxpar.flow import padding_hazard
 from fxpar.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
@@ -51,16 +52,21 @@ def lower(
     `accumulate` at least and leave in `reduce` at most (by default as they add up).
     `sizes` are the dynamic dims of a micro-batch by name, by default the example's; a budget of `remat(200MB)` is meant
     at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the
-    first and after every pass.
+    first and after every pass. `passes` stand in for `fxpar.ladder.default_passes`, which then takes those options.
 
     A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
 
-    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, the errors of
-    `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, GivenPassesError, the
+    errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    given = {"for_store": for_store, "sizes": sizes, "accumulate": accumulate, "reduce": reduce}
-    ladder = default_passes(storage, **given) if passes is None else passes
+    options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
+    options |= {"accumulate": accumulate, "reduce": reduce}
+    signature = inspect.signature(lower)
+    given = [option for option, value in options.items() if value != signature.parameters[option].default]
+    if passes is not None and given:
+        raise GivenPassesError(given)
+    ladder = default_passes(**options) if passes is None else passes
     if strategy.degree("pp") > 1:
         return lower_pipeline(logical, strategy, ladder, on_pass)
     graph, report, started = run_passes(logical, strategy, ladder, on_pass)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar.errors import NotYetError, OverrideError, StrategySyntaxError
+from fxpar.errors import GivenPassesError, NotYetError, OverrideError, StrategySyntaxError
 from fxpar.exec_graph import ExecGraph, compile_graph
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.bucket_collectives import BucketCollectives
@@ -63,6 +63,22 @@ def test_other_passes():
     assert bucketed.collectives() == {"all_reduce": 1}
     tiny = [BucketCollectives(0.01) if step.name == "bucket_collectives" else step for step in default_passes()]
     assert 1 < lower(llama().graph, "dp2", passes=tiny).collectives()["all_reduce"] < 22
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"storage": torch.float32},
+        {"for_store": True},
+        {"sizes": {"T": 8}},
+        {"accumulate": torch.float64},
+        {"reduce": torch.bfloat16},
+    ],
+    ids=lambda option: next(iter(option)),
+)  # fmt: skip
+def test_passes_have_their_options_already(option):
+    with pytest.raises(GivenPassesError, match=rf"cannot follow {next(iter(option))}= which"):
+        lower(llama().graph, "dp2", passes=default_passes(), **option)
 
 
 @pytest.mark.parametrize(
