@@ -16,6 +16,7 @@ from fxpar.errors import (
     UnmarkedDocumentsError,
     UnreadKeyError,
 )
+from fxpar.graph import TensorMeta
 from fxpar.losses import IGNORE_INDEX, next_token_labels
 
 Tokens = Tensor | Mapping[str, Tensor]
@@ -40,22 +41,48 @@ def check_sequences(sequences: Sequence[Tokens]) -> tuple[int, ...]:
     return tuple(_columns(i, sequence)["input_ids"].shape[0] for i, sequence in enumerate(sequences))
 
 
-def check_keys(sequences: Sequence[Tokens], read: Collection[str]) -> None:
-    """Raise UnreadKeyError for the first key of a sequence that a step with the batch keys `read` would not look at.
+def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> None:
+    """Is there what a step reads of a batch, in a form that it can read, and nothing else? `read` are its keys, whose
+    shapes begin with [1, T]. Asked of all sequences on all ranks: an error of one rank alone would leave the others.
 
     Let pass are keys that change nothing: labels and documents, which fxpar reads itself; positions as it counts them;
     an attention mask without a zero. `sequences` are what `check_sequences` lets pass.
+
+    Raises UnreadKeyError, BatchKeyError (a key is not there), SequenceError (it has another shape or kind of number).
     """
     known = {ALIASES.get(key, key) for key in read} | {"input_ids", "labels", "document_ids", "document_positions"}
     for index, sequence in enumerate(sequences):
-        if isinstance(sequence, Tensor):
-            continue
-        for key, value in sequence.items():
+        for key, value in {} if isinstance(sequence, Tensor) else sequence.items():
             meant = ALIASES.get(key, key)
             if meant in known or (meant == "attention_mask" and bool((value != 0).all())):
                 continue
             if meant != "position_ids" or not torch.equal(value, _within(_columns(index, sequence)).to(value.dtype)):
                 raise UnreadKeyError(key, index, sorted(read))
+    check_present(sequences, read)
+    for key in _not_made(read):
+        for index, sequence in enumerate(sequences):
+            _check_fit(index, key, sequence[key], read[key])  # type: ignore[index]
+
+
+def check_present(sequences: Sequence[Tokens], keys: Collection[str]) -> None:
+    """Raise BatchKeyError for the first sequence that lacks a key which `collate` cannot make."""
+    for key in _not_made(keys):
+        for index, sequence in enumerate(sequences):
+            if isinstance(sequence, Tensor) or key not in sequence:
+                raise BatchKeyError(key, index, sorted(_columns(index, sequence)))
+
+
+def _not_made(keys: Collection[str]) -> list[str]:
+    return [key for key in keys if ALIASES.get(key, key) not in _MADE]
+
+
+def _check_fit(index: int, key: str, value: Tensor, meta: TensorMeta) -> None:
+    given, more = value.shape[1:], meta.shape[2:]
+    if len(given) != len(more) or any(isinstance(b, int) and a != b for a, b in zip(given, more, strict=True)):
+        wanted = ", ".join(["T", *map(str, more)])
+        raise SequenceError(index, f"has {key!r} of shape {list(value.shape)}; the captured step reads [{wanted}]")
+    if not torch.can_cast(value.dtype, meta.dtype):
+        raise SequenceError(index, f"has {key!r} of {value.dtype}; the captured step reads {meta.dtype}")
 
 
 def valid_tokens(sequences: Sequence[Tokens]) -> int:

@@ -28,6 +28,7 @@ from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cluster import ClusterSpec
 from fxpar.errors import FxparError, ModelLengthError, NanLossError
+from fxpar.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.deterministic import deterministic_kernels
@@ -86,7 +87,7 @@ class Engine:
     scaler: LossScaler | None = None
     recorder: Recorder | None = None
     id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
-    keys: Sequence[str] = ()
+    keys: Mapping[str, TensorMeta] = field(default_factory=dict)
     steps: int = 0
     _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 

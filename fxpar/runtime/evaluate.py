@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.batching import GroupPlan, MicroBatch
-from fxpar.batching.collate import check_keys, check_sequences, collate, documents_of, valid_tokens
+from fxpar.batching.collate import check_keys, check_present, check_sequences, collate, documents_of, valid_tokens
 from fxpar.errors import EvaluateLossError
 from fxpar.graph import LogicalGraph
 from fxpar.lowering import lower
@@ -51,6 +51,7 @@ class Evaluation:
         engine = self.engine
         check_sequences(sequences)
         check_keys(sequences, engine.keys)
+        check_present(sequences, self.keys)
         # Documents are kept apart in the captured step; a forward alone would not see that.
         sequences = [document for sequence in sequences for document in documents_of(sequence)]
         plan = engine.plan(sequences, packed=False)

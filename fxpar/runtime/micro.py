@@ -83,5 +83,5 @@ def local_batch(
     for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
         if info.kind == "batch":
             piece = stored.dist.take(batch[info.fqn], rank)
-            found[info.fqn] = piece if device is None else piece.to(device, non_blocking=True)
+            found[info.fqn] = piece.to(device or piece.device, info.meta.dtype, non_blocking=True)
     return found

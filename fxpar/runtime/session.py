@@ -165,7 +165,7 @@ def _open(
         warn(f"{compiled.logical.name}: each sequence runs alone, since {compiled.unpacked}")
     logical = compiled.logical
     limits = id_limits(logical)
-    keys = [info.fqn for info in logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
+    keys = {info.fqn: info.meta for info in logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS}
     read = {info.fqn for node, info in zip(logical.placeholders, logical.inputs, strict=True) if node.users}
     if rank == 0:
         warn_of_limits(groups, compiled.lengths.narrowed(limits.get("position_ids")))
@@ -200,7 +200,7 @@ def _open(
         watcher=watcher,
         world_group=world_group,
         id_limits=limits,
-        keys=[key for key in keys if key in read],
+        keys={key: meta for key, meta in keys.items() if key in read},
     )
     captured = {info.fqn: info.meta.dtype for info in compiled.logical.params()}
     calls = PlainCalls(
@@ -224,7 +224,7 @@ def _open(
             logical = pack_documents(logical, force=bool(options.packed))
         return with_precision(logical, compiled.precision)
 
-    evaluation = Evaluation(engine, calls, loss, capture_again, keys, compiled.logical.averaged)
+    evaluation = Evaluation(engine, calls, loss, capture_again, tuple(keys), compiled.logical.averaged)
     return Session(compiled, store, engine, memory, options, calls, evaluation)
 
 

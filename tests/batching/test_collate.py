@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.batching import GroupCost, MicroBatch, length_groups, plan_batch
-from fxpar.batching.collate import check_sequences, collate, valid_tokens
+from fxpar.batching.collate import check_keys, check_present, check_sequences, collate, valid_tokens
 from fxpar.errors import BatchKeyError, MiniBatchError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
+from fxpar.graph import TensorMeta
 from fxpar.losses import IGNORE_INDEX
 from tests.repeat import examples
 
@@ -171,6 +172,43 @@ def test_a_key_that_a_sequence_lacks():
         collate(sequences, micro(0, 1), ("input_ids", "position_ids", "weight"))
     with pytest.raises(BatchKeyError, match="'bias', which sequence 0"):
         collate(sequences, micro(0, 1), ("input_ids", "position_ids", "bias"))
+
+
+READ = {
+    "tokens": TensorMeta((1, 9), torch.int64),
+    "labels": TensorMeta((1, 9), torch.int64),
+    "weight": TensorMeta((1, 9), torch.float32),
+    "place": TensorMeta((1, 9, 2), torch.int64),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"weight": None}, BatchKeyError, "'weight', which sequence 1"),
+        ({"weight": torch.ones(3, 1)}, SequenceError, r"sequence 1 .*'weight' of shape \[3, 1\]; .* reads \[T\]"),
+        ({"weight": torch.ones(3).cfloat()}, SequenceError, "'weight' of torch.complex64; .* reads torch.float32"),
+        ({"weight": torch.ones(3).double()}, None, ""),
+        ({"weight": torch.ones(3, dtype=torch.bool)}, None, ""),
+        ({"place": torch.ones(3, dtype=torch.int64)}, SequenceError, r"'place' of shape \[3\]; .* reads \[T, 2\]"),
+        ({"place": torch.ones(3, 3, dtype=torch.int64)}, SequenceError, r"of shape \[3, 3\]; .* reads \[T, 2\]"),
+        ({"place": torch.ones(3, 2)}, SequenceError, "'place' of torch.float32; .* reads torch.int64"),
+    ],
+)
+def test_what_a_step_reads_is_there_in_its_form(change, error, said):
+    good = {"input_ids": IDS, "weight": torch.ones(3), "place": torch.ones(3, 2, dtype=torch.int32)}
+    bad = {key: value for key, value in {**good, **change}.items() if value is not None}
+    if error is None:
+        check_keys([good, bad], READ)
+        return
+    with pytest.raises(error, match=said):
+        check_keys([good, bad], READ)
+
+
+def test_a_bare_tensor_has_no_keys():
+    check_present([IDS], ("tokens", "labels", "document_positions"))
+    with pytest.raises(BatchKeyError, match=r"'weight', which sequence 0 .* has 'input_ids'"):
+        check_present([IDS], ("weight",))
 
 
 @pytest.mark.parametrize(

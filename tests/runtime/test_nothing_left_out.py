@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.errors import EvaluateLossError, UnreadKeyError
+from fxpar.errors import BatchKeyError, EvaluateLossError, SequenceError, UnreadKeyError
 from fxpar.losses import causal_lm
 from tests.runtime.hot import World
 
@@ -119,6 +119,28 @@ def read_keys(rank: int) -> list[float]:
 def test_a_key_of_the_example_is_read():
     logits = Plain().double()(IDS[None], token_type_ids=IDS[None] % 2)[0]
     assert abs(read_keys()[0][0] - F.cross_entropy(logits, IDS).item()) < 1e-12
+
+
+TWO = World(2, lambda: None)
+
+
+@TWO.case
+def lacking_keys(rank: int) -> float:
+    """The sequence that lacks a key would be on one replica."""
+    given = {"input_ids": IDS, "labels": IDS, "token_type_ids": IDS % 2}
+    example = {key: value[None].repeat(1, 3) for key, value in given.items()}
+    module = Plain().double()
+    model = fxpar.parallelize(module, strategies={64: "dp2"}, example=example, monitor=False, timeout_s=20)
+    for bad in (IDS, {"input_ids": IDS}, {**given, "token_type_ids": IDS[:, None]}):
+        for use in (model.train_step, model.evaluate, model.plan):
+            with pytest.raises((BatchKeyError, SequenceError), match=r"sequence 1 .*'token_type_ids'"):
+                use([given, bad])
+    return model.train_step([given, {**given, "token_type_ids": (IDS % 2).bool()}]).loss
+
+
+def test_a_key_that_one_sequence_lacks_stops_all_ranks():
+    logits = Plain().double()(IDS[None], token_type_ids=IDS[None] % 2)[0]
+    assert lacking_keys() == pytest.approx([F.cross_entropy(logits, IDS).item()] * 2, rel=1e-12)
 
 
 class Running(Plain):
