@@ -21,7 +21,7 @@ from torch import Tensor
 from fxpar.batching.documents import cut_in_documents, mark_documents, split_documents
 from fxpar.dist_config import DistConfig
 from fxpar.eager import NOISE, relative_error
-from fxpar.errors import FxparError
+from fxpar.errors import FxparError, NothingToCheckError
 from fxpar.exec_graph import compile_graph
 from fxpar.graph import LogicalGraph, TensorMeta
 from fxpar.lowering import lower
@@ -94,6 +94,8 @@ def check(
     tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the parameters' narrowest dtype: 1e-10
     for float64 (float32 islands of the model are widened, see `fxpar.widen`), 1e-5 for float32. A program is run as it
     is: nothing of it is widened, and the narrowest dtype in the graph counts.
+
+    Raises NothingToCheckError if the loss and all gradients of one device are 0.
     """
     if compile == "inductor":
         torch.set_num_threads(1)  # ranks are forked, and a forked process has no thread pool
@@ -216,6 +218,8 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
     plan = assign(strategy, len(micro_batches))
     results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
     expected = _sum(results, setting.rows)
+    if not any(value.any() for value in expected.values()):
+        raise NothingToCheckError
     begun, error = time.perf_counter(), ""
     try:
         ranks = run_world(program, setting.params, setting.buffers, micro_batches, plan, setting.scale, setting.compile)

@@ -473,6 +473,16 @@ class RankError(FxparError):
         super().__init__(f"rank {ranks}: {what}")
 
 
+class NothingToCheckError(FxparError):
+    """A check in which nothing can differ."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "on one device the loss and all gradients are 0, so a wrong graph would agree as well. Check with batches "
+            "on which the loss depends"
+        )
+
+
 # ------------------------------------------------------------------------------------------------- store and engine
 class HomeLayoutError(FxparError):
     """A rule for the home layout that cannot be followed."""

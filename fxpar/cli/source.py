@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fxpar.cli.cache import CaptureCache, model_files, recorded
+from fxpar.cli.console import human_bytes
 from fxpar.cli.options import SUFFIX
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_strategies
-from fxpar.errors import GraphFileError, StageIndexError, StageNeedsStrategyError
+from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError
 from fxpar.graph import AnnotatedGraph, LogicalGraph
 from fxpar.graph_file import Origin, SavedGraph, kind_of, load_graph, load_origin
 from fxpar.pipeline_graph import TrainGraph
@@ -133,7 +135,7 @@ def read_origin(source: Source, graph: SavedGraph) -> Origin | None:
         if found is None or isinstance(graph, LogicalGraph) or not isinstance(logical, LogicalGraph):
             return found
         return Origin(logical, found.batches)
-    batches = from_cache(source, {"kind": "batches"}, lambda: _batches(load_meta(source)))
+    batches = from_cache(source, {"kind": "batches"}, lambda: _batches(_with_values(source)))
     return Origin(None if isinstance(graph, LogicalGraph) else read_logical(source), batches)
 
 
@@ -211,6 +213,21 @@ def load_meta(source: Source) -> LoadedModel:
     return load_model(source.model, source.options, source.dtype, source.tokens, device="meta")
 
 
+def _with_values(source: Source) -> LoadedModel:
+    """The model with batches to check with: on the meta device if they have values there, else on the CPU.
+
+    Raises ModelFunctionError if the memory of this machine does not hold the model.
+    """
+    model = load_meta(source)
+    if model.has_values:
+        return model
+    nbytes = sum(value.nbytes for value in model.model.state_dict().values())
+    if nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        why = f"its batches are on the default device, so their values are known only if its {human_bytes(nbytes)} "
+        raise ModelFunctionError(source.model, f"{why}of weights are made too. Make the batches with device='cpu'")
+    return load_model(source.model, source.options, source.dtype, source.tokens, device="cpu")
+
+
 def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T]) -> T:
     """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values.
 
@@ -235,7 +252,9 @@ def note_files(source: Source, model: LoadedModel) -> None:
     """Tell the cache what the model that was just captured comes from, and its batches."""
     if source.cache:
         cache = CaptureCache.of_user(_words(source))
-        cache.write(cache.note(model_files(model, source.model)), {"kind": "batches"}, _batches(model))
+        capture = cache.note(model_files(model, source.model))
+        if model.has_values:
+            cache.write(capture, {"kind": "batches"}, _batches(model))
 
 
 def _captured(source: Source) -> LogicalGraph:

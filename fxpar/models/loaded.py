@@ -18,7 +18,8 @@ class LoadedModel:
     """A model, its summed loss, the batch to capture with, and micro-batches to check with: rows, whose documents may
     be marked by `document_ids` [1, T].
 
-    `loss_fn(model, batch)` returns the sum over valid tokens (rows of a model that has no tokens).
+    `loss_fn(model, batch)` returns the sum over valid tokens (rows of a model that has no tokens). Without `has_values`
+    the batches are zeros of the right shapes, as a function that makes them on the meta device gives no others.
     """
 
     name: str
@@ -26,6 +27,7 @@ class LoadedModel:
     loss_fn: Callable[[nn.Module, Batch], Tensor]
     example_batch: Batch
     batches: tuple[Batch, ...]
+    has_values: bool = True
 
     def params(self) -> dict[str, Tensor]:
         """Parameters by FQN, a tied one once, detached."""

@@ -31,8 +31,9 @@ def load_function(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, de
     function = find_function(spec, place, name)
     arguments = with_arguments(given, inspect.signature(function), spec)
     model, loss_fn, *batches = unpack(spec, call(spec, function, arguments, device, seed))
+    has_values = not any(value.is_meta for batch in batches for value in batch.values())
     example, *others = (_on_cpu(cast_batch(batch, dtype)) for batch in batches)
-    return LoadedModel(name, model.to(dtype), loss_fn, example, tuple(others) or (example,))
+    return LoadedModel(name, model.to(dtype), loss_fn, example, tuple(others) or (example,), has_values)
 
 
 def find_function(spec: str, place: str, name: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpar.graph import TensorMeta
-from fxpar.graph_file import Origin, save_graph
+from fxpar.graph_file import Origin, load_origin, save_graph
 from tests.captured import odd
 from tests.cli.helpers import fxpar
 
@@ -256,3 +256,57 @@ def test_a_graph_that_torch_cannot_run(tmp_path):
     status, _, err = fxpar("check", path, "-s", "dp2")
     assert status == 1
     assert "its graph cannot be run (RuntimeError: " in err
+
+
+OWN = """
+import torch
+from torch import nn
+
+def loss(model, batch):
+    return (model(batch["x"]).square().sum(-1) * batch["weight"]).sum()
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), nn.Mish()), loss, {"x": torch.randn(8, 4), "weight": 2 + torch.rand(8)}
+
+def fixed():
+    with torch.device("cpu"):
+        batch = {"x": torch.full((8, 4), 3.0), "weight": torch.full((8,), 0.5)}
+    return nn.Linear(4, 4), loss, batch
+
+def nothing():
+    return nn.Linear(4, 4), loss, {"x": torch.randn(8, 4), "weight": torch.zeros(8)}
+"""
+
+
+@pytest.mark.parametrize("cache", [(), ("--no-cache",)], ids=["cached", "anew"])
+def test_batches_of_an_own_function_have_their_values(tmp_path, cache):
+    """The function runs on the meta device for the capture, where its batches have none."""
+    (tmp_path / "own.py").write_text(OWN)
+    path = tmp_path / "own.fxpar"
+    for _ in range(2):
+        assert fxpar("dump", f"{tmp_path}/own.py:make", "-o", str(path), *cache)[0] == 0
+        (batch,) = load_origin(path).batches
+        assert bool((batch["weight"] >= 2).all())
+        assert batch["x"].std() > 0.5
+    status, out, err = fxpar("check", str(path), "-s", "dp2,tp2")
+    assert status == 0, out + err
+
+
+def test_a_function_that_needs_more_memory_than_there_is_runs_on_the_meta_device_only(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setattr("fxpar.cli.source.os.sysconf", lambda name: 1)
+    status, _, err = fxpar("dump", f"{tmp_path}/own.py:make", "-o", str(tmp_path / "a.fxpar"), "--no-cache")
+    assert status == 1
+    assert "its 80 B of weights are made too. Make the batches with device='cpu'" in err
+    assert fxpar("dump", f"{tmp_path}/own.py:fixed", "-o", str(tmp_path / "b.fxpar"), "--no-cache")[0] == 0
+    assert float(load_origin(tmp_path / "b.fxpar").batches[0]["weight"].sum()) == 4.0
+
+
+def test_a_check_in_which_nothing_can_differ_is_not_ok(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    path = tmp_path / "own.fxpar"
+    assert fxpar("dump", f"{tmp_path}/own.py:nothing", "-s", "dp2", "-o", str(path), "--no-cache")[0] == 0
+    for words in (("check", str(path)), ("check", f"{tmp_path}/own.py:nothing", "-s", "dp2")):
+        status, out, err = fxpar(*words)
+        assert status == 1
+        assert "the loss and all gradients are 0" in out + err
