@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, read_for_store
+from fxpar.cli.source import Source, read_for_store, read_rows
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
@@ -23,6 +23,7 @@ class MemoryRequest:
 
     source: Source
     strategy: str
+    tokens: int | None = None
     longest: int | None = None
     micro_batches: int | None = None
     json: str | None = None
@@ -37,15 +38,22 @@ def run_memory(request: MemoryRequest) -> None:
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"lowering {request.source.model} to {strategy}")
-        program = read_for_store(request.source, strategy)
+        sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
+        program = read_for_store(request.source, strategy, sizes)
         count = request.micro_batches or (strategy.degree("pp") if strategy.degree("pp") > 1 else 2)
-        found = predict_memory(program, micro_batches=count, conditions=Conditions(longest=request.longest))
+        found = predict_memory(program, sizes, micro_batches=count, conditions=Conditions(longest=request.longest))
     document = {"model": request.source.model, "world": strategy.world, **found.to_json()}
     document["cpu_s"] = time.process_time() - begun
     if request.json is not None:
         write_output(request.json, to_json(document))
     if request.json != "-":
         show(stdout_console(), request.source.model, strategy.world, found, [*notes, *program.notes])
+
+
+def _token_name(source: Source) -> str:
+    """The dim that counts tokens, or what comes first where there are none."""
+    names = [dim.name for dim in read_rows(source).dims]
+    return next((name for name in ("T", *names) if name in names), "T")
 
 
 def show(console: Console, model: str, world: int, found: MemoryPrediction, notes: list[str]) -> None:

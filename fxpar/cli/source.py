@@ -45,6 +45,11 @@ class Source:
     cache: bool = True
 
     @property
+    def is_function(self) -> bool:
+        """Whether it is a function of the user's, which brings its own batches."""
+        return ":" in self.model and not self.model.startswith("hf:")
+
+    @property
     def is_file(self) -> bool:
         return self.model.endswith(SUFFIX)
 
@@ -112,19 +117,20 @@ def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
     return build() if source.is_file else from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build)
 
 
-def read_for_store(source: Source, strategy: Strategy) -> TrainGraph:
-    """What the ranks run in training, where a weight store keeps the parameters. Raises as `read_lowered` does, and
-    GraphFileError for a file of any other than a logical graph.
+def read_for_store(source: Source, strategy: Strategy, sizes: Mapping[str, int] | None = None) -> TrainGraph:
+    """What the ranks run in training, where a weight store keeps the parameters. `sizes` as in `fxpar.lower`.
+
+    Raises as `read_lowered` does, and GraphFileError for a file of any other than a logical graph.
     """
 
     def build() -> TrainGraph:
         from fxpar.lowering import lower
 
-        return lower(read_rows(source), strategy, for_store=True)
+        return lower(read_rows(source), strategy, for_store=True, sizes=sizes)
 
     if source.is_file:
         return build()
-    return from_cache(source, {"kind": "for store", **_placed(source, strategy)}, build)
+    return from_cache(source, {"kind": "for store", "sizes": sizes, **_placed(source, strategy)}, build)
 
 
 def read_origin(source: Source, graph: SavedGraph) -> Origin | None:
@@ -270,7 +276,7 @@ def _captured(source: Source) -> LogicalGraph:
 
 def _import_model(source: Source) -> None:
     """Import the module of a user's function, which may register ops and rules that the lowering needs."""
-    if ":" in source.model and not source.model.startswith("hf:"):
+    if source.is_function:
         from fxpar.models.user_function import find_function
 
         place, _, name = source.model.rpartition(":")
@@ -290,7 +296,7 @@ def _words(source: Source) -> dict[str, Any]:
         "tokens": source.tokens,
         "options": list(source.options),
     }
-    if ":" in source.model and not source.model.startswith("hf:"):
+    if source.is_function:
         words["folder"] = str(Path.cwd())  # decides what a path or the name of a package means
     return words
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 
+import pytest
 from rich.console import Console
 
 from fxpar.cli.memory import show
@@ -83,7 +84,6 @@ def test_mistakes():
         (("llama", "-s", "tp2+remt"), "unknown flag 'remt'; did you mean 'remat'?"),
         (("llama", "-s", "tp2+remat(*.fnn)"), "did you mean '*.ffn'?"),
         (("llama", "-s", "tp2", "--world", "4"), "needs 2 ranks"),
-        (("llama", "-s", "tp2", "--tokens", "many"), "many"),
         (("llama", "-s", "tp2", "--json", "/nowhere/x.json"), "/nowhere"),
         (("llama", "-s", "pp3"), "3 stages need 3 layers, there are 2"),
         (
@@ -115,7 +115,37 @@ def test_sixty_columns():
     assert sorted(size.findall(wide)) == sorted(size.findall(" ".join(narrow.split())))
 
 
-def test_tokens_are_one_number():
-    status, _, err = fxpar("memory", "llama", "-s", "tp2", "--tokens", "64,32")
+@pytest.mark.parametrize("tokens", ["64,32", "many", "0"])
+def test_tokens_are_one_number(tokens):
+    status, _, err = fxpar("memory", "llama", "-s", "tp2", "--tokens", tokens)
     assert status == 2
-    assert "it is one number" in err
+    assert "Invalid value for '--tokens'" in err
+
+
+def test_tokens_of_a_function_and_of_a_graph_file(tmp_path):
+    """Neither is captured anew for them."""
+    (tmp_path / "own.py").write_text(OWN)
+    path = f"{tmp_path}/own.fxpar"
+    assert fxpar("dump", f"{tmp_path}/own.py:make", "-o", path)[0] == 0
+    peaks = []
+    for source in (f"{tmp_path}/own.py:make", path):
+        for tokens in ("64", "640"):
+            status, out, err = fxpar("memory", source, "-s", "tp2", "--tokens", tokens, "--json", "-")
+            assert status == 0, err
+            found = json.loads(out)
+            assert found["sizes"] == {"T": int(tokens)}
+            peaks.append(found["peak_bytes"])
+    assert peaks[:2] == peaks[2:]
+    assert peaks[1] > 3 * peaks[0]
+
+
+OWN = """
+import torch
+from fxpar import losses
+
+def make():
+    model = torch.nn.Sequential(torch.nn.Embedding(61, 24), torch.nn.Linear(24, 61))
+    ids = torch.randint(0, 61, (1, 13))
+    batch = {"input_ids": ids, "labels": losses.next_token_labels(ids)}
+    return model, lambda m, b: losses.cross_entropy_sum(m(b["input_ids"]), b["labels"]), batch
+"""

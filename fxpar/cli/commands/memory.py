@@ -15,7 +15,8 @@ def memory_command(
     model: ModelOrGraph,
     strategy: Annotated[str, typer.Option("--strategy", "-s", help="Strategy, such as 'dp2.tp4+sp+remat'.")],
     tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens of one replica's micro-batch.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", min=1, help="Tokens of one replica's micro-batch.", show_default=False),
     ] = None,
     longest: Annotated[
         int | None, typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False)
@@ -40,7 +41,5 @@ def memory_command(
     from fxpar.cli.memory import MemoryRequest, run_memory
     from fxpar.cli.source import Source
 
-    if tokens is not None and "," in tokens:
-        raise typer.BadParameter("it is one number: the tokens of a micro-batch", param_hint="--tokens")
-    source = Source(model, dtype, tokens, tuple(set_), tuple(override), world, cache=not no_cache)
-    run_memory(MemoryRequest(source, strategy, longest, micro_batches, json))
+    source = Source(model, dtype, None, tuple(set_), tuple(override), world, cache=not no_cache)
+    run_memory(MemoryRequest(source, strategy, tokens, longest, micro_batches, json))
