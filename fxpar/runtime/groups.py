@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from fxpar.mesh import Mesh
-from fxpar.torch_api.groups import group_of_members, members_suffice, store_of_world
+from fxpar.torch_api.groups import group_of_members, members_suffice
+
+# How many there are by default process group, for the names of groups: a rank may be a thread with a world of its own.
+_MADE: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class ProcessGroups:
@@ -22,8 +26,7 @@ class ProcessGroups:
     def __init__(self, timeout_s: float | None = None) -> None:
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        # Part of the groups' names. Counted in the store: a rank may be a thread, and its world may come again.
-        self._number = store_of_world().add(f"fxpar/process groups of {dist.get_rank()}", 1)
+        self._number = _MADE[dist.group.WORLD] = _MADE.get(dist.group.WORLD, 0) + 1
 
     def world(self) -> dist.ProcessGroup:
         """A group of all ranks with this timeout."""

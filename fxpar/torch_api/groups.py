@@ -24,11 +24,6 @@ def members_suffice() -> bool:
     return default.bound_device_id is None and not hasattr(default, "new_group")
 
 
-def store_of_world() -> dist.Store:
-    """The store of the default process group."""
-    return getattr(c10d, "_world").pg_map[dist.group.WORLD][1]  # noqa: B009 - not in the stubs
-
-
 def group_of_members(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """A process group of `ranks`, ascending, which these alone make, each with the same `name`. Members that make
     several groups make them in one order. Only if `members_suffice()`.
@@ -37,13 +32,13 @@ def group_of_members(ranks: Sequence[int], name: str, timeout: timedelta | None)
     process has made (torch 2.13): members that have made different numbers wait for each other for ever.
     """
     world: Any = getattr(c10d, "_world")  # noqa: B009 - not in the stubs
-    backend, _ = world.pg_map[dist.group.WORLD]
+    backend, store = world.pg_map[dist.group.WORLD]
     made: Any = c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(dist.get_rank()),
         list(ranks),
         dist.Backend(backend),
-        store_of_world(),
+        store,
         group_name=GroupName(name),
         timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
     )
