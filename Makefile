@@ -8,7 +8,8 @@ STAMP := $(VENV)/.setup-done
 RUN := OMP_NUM_THREADS=1 $(PY)
 # The many processes of a test run read the bytecode that the first one wrote.
 export PYTHONDONTWRITEBYTECODE :=
-WORKERS ?= 2
+# One more than two cores: tests of lost ranks wait more than they compute.
+WORKERS ?= 3
 # A file's tests share captured models and worlds: one worker runs them all.
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=

@@ -138,7 +138,6 @@ def test_memory_and_switch(files, tmp_path):
         (("dump", "exec", "--storage", "float64"), "--storage comes too late"),
         (("diff", "logical", "-s", "tp2", "-s", "dp2", "--set", "layers=4"), "--set comes too late"),
         (("explain", "logical", "-s", "tp2", "embedding.weight", "--tokens", "9"), "--tokens comes too late"),
-        (("memory", "logical", "-s", "tp2", "--tokens", "99"), "--tokens comes too late"),
         (("memory", "exec", "-s", "dp2"), "this needs a logical graph"),
         (("dump", "llama", "-s", "tp2", "-o", "no/folder/g.fxpar"), "there is no folder 'no/folder'"),
         (("dump", "logical", "--format", "graph", "-o", "g.bin"), "its name does not end in .fxpar"),
