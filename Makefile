@@ -8,8 +8,7 @@ STAMP := $(VENV)/.setup-done
 RUN := OMP_NUM_THREADS=1 $(PY)
 # The many processes of a test run read the bytecode that the first one wrote.
 export PYTHONDONTWRITEBYTECODE :=
-# One more than two cores: tests of lost ranks wait more than they compute.
-WORKERS ?= 3
+WORKERS ?= 2
 # A file's tests share captured models and worlds: one worker runs them all.
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=

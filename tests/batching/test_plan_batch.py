@@ -59,6 +59,7 @@ def fingerprint_of_a_long_plan() -> str:
     return plan_batch(lengths, groups, costs, lambda order: 0.01 * len(order)).fingerprint()
 
 
+@pytest.mark.nightly  # ranks compare their plans in every step
 def test_another_process_plans_the_same():
     """Its hashes have another seed than those of this one."""
     code = "from tests.batching.test_plan_batch import *; print(fingerprint_of_a_long_plan())"

@@ -265,6 +265,7 @@ print(loader.state_dict(), validation.identity, tokens.folder.name)
 """
 
 
+@pytest.mark.nightly  # ranks compare their batches in every step
 def test_every_process_sees_the_same(tmp_path):
     """Nothing depends on the seed of `hash`, and each process here trains its own tokenizer."""
     runs = []

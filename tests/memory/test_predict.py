@@ -35,7 +35,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("spec", "tokens", "dtype", "options", "strategy", "micro_batches"),
-    thinned(CASES, [CASES[i] for i in (0, 2, 3, 4, 7, 9, 10, 11)]),
+    thinned(CASES, [CASES[i] for i in (0, 2, 3, 4, 7, 10)]),
 )
 def test_peak(spec, tokens, dtype, options, strategy, micro_batches):
     """Within a tenth of a run's peak."""
