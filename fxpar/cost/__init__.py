@@ -1,25 +1,5 @@
 """What things cost; whoever weighs one thing against another asks here."""
 
-from fxpar.cost.ops import (
-    ATTENTION,
-    PRODUCTS,
-    Shape,
-    SizesAt,
-    SizesOf,
-    flops,
-    is_kernel,
-    tensor_metas_of,
-    touched_bytes,
-)
+from fxpar.cost.ops import ATTENTION, PRODUCTS, SizesAt, flops, is_kernel, local_metas, touched_bytes
 
-__all__ = [
-    "ATTENTION",
-    "PRODUCTS",
-    "Shape",
-    "SizesAt",
-    "SizesOf",
-    "flops",
-    "is_kernel",
-    "tensor_metas_of",
-    "touched_bytes",
-]
+__all__ = ["ATTENTION", "PRODUCTS", "SizesAt", "flops", "is_kernel", "local_metas", "touched_bytes"]

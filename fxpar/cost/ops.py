@@ -95,7 +95,7 @@ def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
     """Bytes of the tensors that an op reads and writes."""
 
     def nbytes(value: fx.Node) -> int:
-        return sum(math.prod(shape(meta)) * meta.dtype.itemsize for meta in tensor_metas_of(value))
+        return sum(math.prod(shape(meta)) * meta.dtype.itemsize for meta in local_metas(value))
 
     if node.target in _READS_ROWS:
         return 2 * nbytes(node)
@@ -104,12 +104,12 @@ def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
 
 def is_kernel(node: fx.Node) -> bool:
     """Whether a call computes on the device: no view, no collective."""
-    computes = node.op == "call_function" and any(True for _ in tensor_metas_of(node))
+    computes = node.op == "call_function" and any(True for _ in local_metas(node))
     is_view = node.target in _NO_KERNEL or getattr(node.target, "is_view", False)
     return computes and not is_view and not collective_kind(node)
 
 
-def tensor_metas_of(value: Any) -> Iterator[TensorMeta]:
+def local_metas(value: Any) -> Iterator[TensorMeta]:
     """The tensors of a node's result, as one rank has them; none of what is no node."""
     meta = value.meta.get("local", value.meta.get("tensor")) if isinstance(value, fx.Node) else None
     found = meta if isinstance(meta, tuple) else (meta,)
@@ -117,4 +117,4 @@ def tensor_metas_of(value: Any) -> Iterator[TensorMeta]:
 
 
 def _meta(value: Any) -> TensorMeta:
-    return next(tensor_metas_of(value))
+    return next(local_metas(value))

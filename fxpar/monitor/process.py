@@ -138,8 +138,8 @@ def stack_of(thread_id: int) -> tuple[Frame, ...]:
     """The at most 100 innermost frames of a thread, innermost first; none if it has ended.
 
     By `faulthandler`, which copies names while it holds the interpreter: the frames that `sys._current_frames` gives of
-    a thread that goes on to run are not safe to follow in Python 3.11 (they end the process by a segmentation fault
-    within seconds if taken often, https://github.com/getsentry/sentry-python/issues/2386), and to make them can stop
+    a thread that goes on to run are not safe to follow in Python 3.11 (a loop over them can end the process by a
+    segmentation fault, https://github.com/getsentry/sentry-python/issues/2386), and to make them can stop
     all threads for good (https://github.com/python/cpython/issues/106883).
     """
     with _scratch() as file:

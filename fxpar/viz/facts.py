@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpar.batching.profile import Rates, node_costs
-from fxpar.cost import SizesAt, flops, tensor_metas_of
+from fxpar.cost import SizesAt, flops, local_metas
 from fxpar.dist_config import DistConfig, short_dtype
 from fxpar.exec_graph import Communication, Program, collective_kind
 from fxpar.graph import TensorMeta
@@ -129,7 +129,7 @@ class _Reader:
 
     def nbytes(self, node: fx.Node) -> int:
         """Bytes of a node's results on one rank."""
-        return sum(math.prod(self.shape(meta)) * meta.dtype.itemsize for meta in tensor_metas_of(node))
+        return sum(math.prod(self.shape(meta)) * meta.dtype.itemsize for meta in local_metas(node))
 
     def axes_text(self, dist: DistConfig | tuple | None) -> str:
         """`dp R, tp S(1)`: the placement on each axis of the mesh."""
