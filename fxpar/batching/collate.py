@@ -48,7 +48,8 @@ def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> N
     Let pass are keys that change nothing: labels and documents, which fxpar reads itself; positions as it counts them;
     an attention mask without a zero. `sequences` are what `check_sequences` lets pass.
 
-    Raises UnreadKeyError, BatchKeyError (a key is not there), SequenceError (it has another shape or kind of number).
+    Raises UnreadKeyError, BatchKeyError (a key is not there), SequenceError (it has another shape or kind of number, or
+    a value that the captured dtype cannot hold).
     """
     known = {ALIASES.get(key, key) for key in read} | {"input_ids", "labels", "document_ids", "document_positions"}
     for index, sequence in enumerate(sequences):
@@ -62,6 +63,12 @@ def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> N
     for key in _not_made(read):
         for index, sequence in enumerate(sequences):
             _check_fit(index, key, sequence[key], read[key])  # type: ignore[index]
+    dtypes = {ALIASES.get(key, key): meta.dtype for key, meta in read.items()}
+    for index, sequence in enumerate(sequences):
+        for key, value in {"input_ids": sequence}.items() if isinstance(sequence, Tensor) else sequence.items():
+            dtype = dtypes.get(ALIASES.get(key, key), value.dtype)
+            if value.dtype != dtype:
+                _check_values(index, key, value, dtype)
 
 
 def check_present(sequences: Sequence[Tokens], keys: Collection[str]) -> None:
@@ -83,6 +90,28 @@ def _check_fit(index: int, key: str, value: Tensor, meta: TensorMeta) -> None:
         raise SequenceError(index, f"has {key!r} of shape {list(value.shape)}; the captured step reads [{wanted}]")
     if not torch.can_cast(value.dtype, meta.dtype):
         raise SequenceError(index, f"has {key!r} of {value.dtype}; the captured step reads {meta.dtype}")
+
+
+def _check_values(index: int, key: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Raise SequenceError for a value that does not survive the conversion to `dtype`."""
+    lost = _lost(value, dtype).nonzero()
+    if len(lost):
+        at = tuple(lost[0].tolist())
+        raise SequenceError(
+            index,
+            f"has {key!r} with {value[at].item()} at {list(at)}; the captured step reads {dtype}, which cannot hold it",
+        )
+
+
+def _lost(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which values `dtype` cannot hold: whole numbers that would change, others that would become infinite."""
+    found = value.to(dtype)
+    if value.is_floating_point() or value.is_complex():
+        return value.isfinite() & ~found.isfinite()
+    before, after = value.long(), (found.real if found.is_complex() else found).long()
+    changed = before != after
+    # Only between int64 and uint64 both are the same bits.
+    return changed | (before < 0) if torch.uint64 in (value.dtype, dtype) else changed
 
 
 def valid_tokens(sequences: Sequence[Tokens]) -> int:
@@ -141,7 +170,11 @@ def _columns(index: int, sequence: Tokens) -> Columns:
             raise SequenceError(index, f"has {meant!r} twice, the second time as {key!r}")
         if not isinstance(value, Tensor):
             raise SequenceError(index, f"has {key!r} as a {type(value).__name__}; give a tensor")
-        columns[meant] = value
+        if value.layout != torch.strided or value.is_meta:
+            kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+            raise SequenceError(index, f"has {key!r} {kind}; give a dense tensor with values")
+        # As int64, for torch takes -100 for 156 where it compares it with bytes.
+        columns[meant] = value.long() if meant in _MADE and is_whole(value.dtype) else value
     if "input_ids" not in columns:
         raise SequenceError(index, f"has no 'input_ids'; it has {sorted(columns)}")
     _check_columns(index, columns)
@@ -151,7 +184,7 @@ def _columns(index: int, sequence: Tokens) -> Columns:
 def _check_columns(index: int, columns: Columns) -> None:
     length = columns["input_ids"].shape[:1].numel()
     for key, value in columns.items():
-        if key in _MADE and (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool):
+        if key in _MADE and not is_whole(value.dtype):
             raise SequenceError(index, f"has {key!r} of {value.dtype}; it needs integers")
         if key in _MADE and value.dim() != 1:
             raise SequenceError(index, f"has {key!r} of shape {list(value.shape)}; it needs one dim, [T]")
@@ -169,6 +202,11 @@ def _check_columns(index: int, columns: Columns) -> None:
         raise SequenceError(index, f"has 'position_ids' that start at {int(positions[0])}; they start at 0")
 
 
+def is_whole(dtype: torch.dtype) -> bool:
+    """Whether it is one of integers."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 def _valid(columns: Columns) -> int:
     labels = columns.get("labels")
     if labels is not None:
@@ -179,7 +217,7 @@ def _valid(columns: Columns) -> int:
 
 
 def _tokens(columns: Sequence[Columns]) -> Tensor:
-    return torch.cat([c["input_ids"] for c in columns]).long()
+    return torch.cat([c["input_ids"] for c in columns])
 
 
 def _positions(columns: Sequence[Columns]) -> Tensor:
@@ -187,7 +225,7 @@ def _positions(columns: Sequence[Columns]) -> Tensor:
 
 
 def _positions_of(columns: Columns) -> Tensor:
-    return columns["position_ids"].long() if "position_ids" in columns else _within(columns)
+    return columns["position_ids"] if "position_ids" in columns else _within(columns)
 
 
 def _within(columns: Columns) -> Tensor:

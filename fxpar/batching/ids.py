@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from fxpar.batching.collate import ALIASES, Tokens, collate
+from fxpar.batching.collate import ALIASES, Tokens, collate, is_whole
 from fxpar.batching.plan import MicroBatch
 from fxpar.errors import TokenIdError
 from fxpar.graph import LogicalGraph
@@ -55,6 +55,7 @@ class IdLimit:
 
     def outside(self, values: Tensor) -> Tensor:
         """Which values are none of these."""
+        values = values.long()  # wide unsigned numbers cannot be compared
         bad = (values < 0) | (values >= self.rows)
         for number in self.ignored:
             bad &= values != number
@@ -62,7 +63,7 @@ class IdLimit:
 
     def any_outside(self, columns: Sequence[Tensor]) -> bool:
         """Whether any value of the columns is none of these."""
-        values = torch.cat([column.reshape(-1) for column in columns])
+        values = torch.cat([column.reshape(-1).long() for column in columns])
         low, high = torch.aminmax(values)
         inside = int(low) >= 0 and int(high) < self.rows
         return not inside and bool(self.outside(values).any())
@@ -72,7 +73,7 @@ def id_limits(logical: LogicalGraph) -> dict[str, IdLimit]:
     """The limit of each batch key whose values index tables of fixed size as they are: that of the smallest table."""
     found: dict[str, IdLimit] = {}
     for node, info in zip(logical.placeholders, logical.inputs, strict=True):
-        if info.kind == "batch" and _is_integer(info.meta.dtype):
+        if info.kind == "batch" and is_whole(info.meta.dtype):
             limits = list(_limits(node))
             if limits:
                 found[ALIASES.get(info.fqn, info.fqn)] = min(limits, key=lambda limit: limit.rows)
@@ -92,13 +93,7 @@ def _limits(ids: fx.Node) -> Iterator[IdLimit]:
 
 
 def _keeps_values(node: fx.Node) -> bool:
-    return node.target in _KEEP_VALUES or (
-        node.target is aten._to_copy.default and _is_integer(node.meta["tensor"].dtype)
-    )
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+    return node.target in _KEEP_VALUES or (node.target is aten._to_copy.default and is_whole(node.meta["tensor"].dtype))
 
 
 def _ignored(lookup: fx.Node, ids: fx.Node) -> frozenset[int]:

@@ -111,7 +111,7 @@ def _stage_row(stage: StageMemory) -> tuple[str, ...]:
 
 def _rows(found: MemoryPrediction) -> list[tuple[str, str, str]]:
     body = found.body
-    saved = f"{human_bytes(body.saved_bytes)} of it saved for the backward"
+    saved = f"{human_bytes(body.saved_bytes)} saved for the backward in all"
     adds = found.micro_batches > 1
     if found.stages:
         accumulators, of = body.result_bytes, "at the peak, of all stages of the rank"

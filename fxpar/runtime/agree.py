@@ -18,16 +18,22 @@ Sequence_ = Tensor | Mapping[str, Tensor]
 
 
 def digest(sequences: Sequence[Sequence_]) -> int:
-    """63 bits that depend on every token and on the order of the sequences."""
+    """63 bits that depend on every token and on the order of the sequences.
+
+    What is no mini-batch is told apart by its kind only: it is an error, which all ranks report if it is the same.
+    """
     found = hashlib.blake2b(digest_size=8)
-    for sequence in sequences:
+    for sequence in sequences if isinstance(sequences, list | tuple) else [{"": sequences}]:
         items = sequence.items() if isinstance(sequence, Mapping) else (("input_ids", sequence),)
         for key, value in items:
-            if not isinstance(value, Tensor):  # an error, which all ranks report if it is the same
+            if not isinstance(value, Tensor):
                 found.update(f"{key} {type(value).__name__}".encode())
                 continue
-            found.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
-            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            found.update(f"{key} {tuple(value.shape)} {value.dtype} {value.layout} {value.is_meta}".encode())
+            if value.layout == torch.strided and not value.is_meta:
+                # A copy: a single element may have any stride and still be called contiguous.
+                values = value.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
+                found.update(values.view(torch.uint8).numpy().tobytes())
     return int.from_bytes(found.digest(), "big") >> 1
 
 

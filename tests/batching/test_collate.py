@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -203,6 +204,83 @@ def test_what_a_step_reads_is_there_in_its_form(change, error, said):
         return
     with pytest.raises(error, match=said):
         check_keys([good, bad], READ)
+
+
+W = torch.tensor
+IDS_W = {"input_ids": IDS, "w": IDS}
+UNHELD = {
+    "int64 of int32": (W([1, 2**32 + 1, 0]), torch.int32, r"'w' with 4294967297 at \[1\]; .* reads torch.int32, which"),
+    "int64 of int8": (W([0, 0, -129]), torch.int8, r"-129 at \[2\]"),
+    "other signs": (W([5, 200, 0], dtype=torch.uint8), torch.int8, r"200 at \[1\]"),
+    "no sign": (W([5, -1, 0]), torch.uint8, r"-1 at \[1\]"),
+    "no sign, as wide": (W([5, -1, 0]), torch.uint64, r"-1 at \[1\]"),
+    "half of uint64": (W([5, 2**63, 0], dtype=torch.uint64), torch.int64, r"9223372036854775808 at \[1\]"),
+    "too long for float32": (W([2**24, 2**24 + 1, 0]), torch.float32, r"16777217 at \[1\]"),
+    "beyond float16": (W([70000, 1, 0]), torch.float16, r"70000 at \[0\]"),
+    "infinite": (W([1.0, -1e300, 0.0], dtype=torch.float64), torch.float32, r"-1e\+300 at \[1\]"),
+    "infinite in half": (W([1.0, 7e4, 0.0]), torch.float16, r"70000.0 at \[1\]"),
+}
+HELD = {
+    "narrow": (W([1, -(2**31), 2**31 - 1]), torch.int32),
+    "unsigned": (W([1, 255, 0]), torch.uint8),
+    "wide unsigned": (W([1, 65535, 0], dtype=torch.uint16), torch.int32),
+    "rounded": (W([0.1, 1e-300, 3.0], dtype=torch.float64), torch.float32),
+    "no number": (W([math.inf, math.nan, -math.inf], dtype=torch.float64), torch.float16),
+    "exact": (W([2**24, 7, -(2**24)]), torch.float32),
+    "of a mask": (W([True, False, True]), torch.int8),
+    "complex": (W([1, 2, 3]), torch.complex64),
+}
+
+
+@pytest.mark.parametrize("case", UNHELD)
+def test_a_value_that_the_captured_dtype_cannot_hold(case):
+    value, dtype, said = UNHELD[case]
+    sequences = [IDS_W, {"input_ids": IDS, "w": value}]
+    with pytest.raises(SequenceError, match=f"sequence 1 .*{said}"):
+        check_keys(sequences, {"tokens": READ["tokens"], "w": TensorMeta((1, 9), dtype)})
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_values_that_it_holds(case):
+    value, dtype = HELD[case]
+    check_keys([{"input_ids": IDS, "w": value}], {"tokens": READ["tokens"], "w": TensorMeta((1, 9), dtype)})
+
+
+def test_ids_and_labels_fit_as_well():
+    narrow = {"tokens": TensorMeta((1, 9), torch.int32), "labels": TensorMeta((1, 9), torch.int8)}
+    check_keys([IDS, {"tokens": IDS, "labels": IDS}], narrow)
+    for sequence in (IDS + 2**31, {"tokens": IDS + 2**31}, {"input_ids": IDS, "labels": IDS + 127}):
+        with pytest.raises(SequenceError, match="which cannot hold it"):
+            check_keys([sequence], narrow)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32])
+def test_a_label_is_not_taken_for_minus_100(dtype):
+    """With bytes torch compares -100 as 156."""
+    label = torch.iinfo(dtype).max + 1 - 100
+    assert valid_tokens([{"input_ids": IDS, "labels": torch.full((3,), label).to(dtype)}]) == 3
+
+
+def test_ids_of_files_of_tokens():
+    """Two bytes without a sign are usual; torch can hardly compute with them."""
+    given = {"input_ids": IDS, "labels": IDS, "position_ids": W([0, 1, 0]), "document_ids": W([1, 1, 2])}
+    short = {key: value.to(torch.uint16) for key, value in given.items()}
+    assert check_sequences([short]) == check_sequences([given])
+    assert valid_tokens([short]) == valid_tokens([given])
+    for key, value in collate([given], micro(0), KEYS).items():
+        assert torch.equal(collate([short], micro(0), KEYS)[key], value), key
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("input_ids", IDS.to("meta"), "'input_ids' on the meta device"),
+        ("w", torch.ones(3).to_sparse(), "'w' of layout torch.sparse_coo; give a dense tensor"),
+    ],
+)
+def test_tensors_without_values_of_their_own(key, value, said):
+    with pytest.raises(SequenceError, match=f"sequence 0 .*{said}"):
+        check_sequences([{"input_ids": IDS, key: value}])
 
 
 def test_a_bare_tensor_has_no_keys():

@@ -95,3 +95,10 @@ def test_the_first_bad_id_is_named(bad, named):
 def test_ids_with_rows_pass(good):
     check_ids([ids([1, 2]), good], LIMITS)
     check_ids([ids([1]), {"input_ids": ids([99])}], {})
+
+
+def test_ids_of_two_bytes_without_a_sign():
+    limits = {"input_ids": IdLimit(9, "the table")}
+    check_ids([torch.tensor([1, 8], dtype=torch.uint16)], limits)
+    with pytest.raises(TokenIdError, match="65535"):
+        check_ids([torch.arange(3), torch.tensor([1, 65535], dtype=torch.uint16)], limits)
