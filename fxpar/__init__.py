@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fxpar.strategy import Strategy
     from fxpar.tp_plan import overrides_from_tp_plan
     from fxpar.tracer import capture
+    from fxpar.transport.redistribute import redistribute
 
 _WHERE = {
     "AnnotatedGraph": "fxpar.graph",
@@ -48,6 +49,7 @@ _WHERE = {
     "lower": "fxpar.lowering",
     "overrides_from_tp_plan": "fxpar.tp_plan",
     "parallelize": "fxpar.api",
+    "redistribute": "fxpar.transport.redistribute",
 }
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "lower",
     "overrides_from_tp_plan",
     "parallelize",
+    "redistribute",
 ]
 
 

@@ -200,6 +200,10 @@ class DistConfig:
             runs, local_size = _cut(runs, local_size, degree, index, entry.sections)
         return runs
 
+    def real_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape that `rank` holds of a tensor of global `shape`, padding left out."""
+        return tuple(sum(length for _, _, length in self.intervals(rank, d, size)) for d, size in enumerate(shape))
+
     def boxes(self, rank: int, shape: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
         """Global index boxes ((start, stop) per dim) that `rank` owns of a tensor of global `shape`."""
         boxes: list[tuple[tuple[int, int], ...]] = [()]

@@ -569,6 +569,13 @@ class TransferError(FxparError):
         super().__init__(f"{phase}: transfer with rank(s) {ranks} failed: {cause}")
 
 
+class RedistributeError(FxparError):
+    """A DTensor that `fxpar.redistribute` cannot move, or not to where it is asked to."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"redistribute: {name!r} {why}")
+
+
 class ChecksumError(FxparError):
     """A slice arrived with other bits than were sent (found in checked mode)."""
 

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.errors import HomeLayoutError
+from fxpar.errors import HomeLayoutError, PlacementError
 from fxpar.mesh import Mesh
 from fxpar.switch.layout import ParamLayout, PlacedParam
+from fxpar.torch_api.dtensors import placements_of
 
 AXIS = "home"
 _PLACEMENT = re.compile(r"\s*(R|S\((\d+)\))\s*")
@@ -72,15 +73,13 @@ def _rule(spec: ParamSpec, world: int, pattern: str, rule: str | DistConfig) -> 
             raise HomeLayoutError(
                 pattern, f"is for {rule.ndim} dims on {rule.mesh.size} ranks; {spec.fqn} has shape {spec.shape}"
             )
-        if any(e.sections or "." in e.axis for entries in rule.dims for e in entries) or rule.is_partial:
-            raise HomeLayoutError(pattern, f"{rule} has strided, joint or partial axes, which DTensor cannot show")
+        try:
+            placements_of(rule)
+        except PlacementError as error:
+            raise HomeLayoutError(pattern, f"DTensor cannot show it: {error}") from error
         nested = [d for d, entries in enumerate(rule.dims) if len(entries) > 1]
         if set(nested) & set(rule.padded_dims(spec.shape)):
             raise HomeLayoutError(pattern, f"{rule} cuts a dim of {spec.fqn} twice that does not divide")
-        for entries in rule.dims:
-            names = [e.axis for e in entries]
-            if names != sorted(names, key=rule.mesh.names.index):
-                raise HomeLayoutError(pattern, f"{rule} nests the axes of a dim in another order than the mesh")
         return rule
     match = _PLACEMENT.fullmatch(rule)
     if match is None:
@@ -89,12 +88,6 @@ def _rule(spec: ParamSpec, world: int, pattern: str, rule: str | DistConfig) -> 
     if dim is not None and dim >= len(spec.shape):
         raise HomeLayoutError(pattern, f"{rule} names a dim that {spec.fqn} of shape {spec.shape} does not have")
     return _over_all(spec, world, dim)
-
-
-def real_shape(param: PlacedParam, rank: int) -> tuple[int, ...]:
-    """What `rank` holds without padding, which is how DTensor stores it."""
-    config = param.copies[0]
-    return tuple(sum(length for _, _, length in config.intervals(rank, d, size)) for d, size in enumerate(param.shape))
 
 
 class HomeMeshes:
@@ -111,18 +104,15 @@ class HomeMeshes:
             self._known[config.mesh] = init_device_mesh(
                 self._device_type, config.mesh.shape, mesh_dim_names=config.mesh.names
             )
-        placements = [_placement(config, axis) for axis in config.mesh.names]
         stride = torch.empty(param.shape, device="meta").stride()
         return DTensor.from_local(
-            local, self._known[config.mesh], placements, run_check=False, shape=torch.Size(param.shape), stride=stride
+            local,
+            self._known[config.mesh],
+            placements_of(config),
+            run_check=False,
+            shape=torch.Size(param.shape),
+            stride=stride,
         )
-
-
-def _placement(config: DistConfig, axis: str) -> Shard | Replicate:
-    for d, entries in enumerate(config.dims):
-        if any(e.axis == axis for e in entries):
-            return Shard(d)
-    return Replicate()
 
 
 def broadcast_replicated(tensors: Iterable[Tensor]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxpar.errors import ParallelizeError
 from fxpar.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
-from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated, real_shape
+from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
 from fxpar.switch.layout import ParamLayout, layout_of
 
 
@@ -75,7 +75,9 @@ class WeightStore:
         place: dict[str, tuple[torch.dtype, int, tuple[int, ...]]] = {}
         for fqn in names:
             param = self.home.params[fqn]
-            shape, offset = real_shape(param, self.rank), sizes.get(param.dtype, 0)
+            # DTensor keeps its pieces without padding.
+            shape = param.copies[0].real_shape(self.rank, param.shape)
+            offset = sizes.get(param.dtype, 0)
             unit = ALIGN_BYTES // param.dtype.itemsize
             sizes[param.dtype] = offset + -(-torch.Size(shape).numel() // unit) * unit
             place[fqn] = (param.dtype, offset, shape)

@@ -37,7 +37,8 @@ class ParamLayout:
     params: Mapping[str, PlacedParam]
 
     def __post_init__(self) -> None:
-        for fqn, param in self.params.items():
+        different = {id(param): (fqn, param) for fqn, param in reversed(self.params.items())}
+        for fqn, param in reversed(different.values()):
             for dist in param.copies:
                 if dist.is_partial:
                     raise LayoutError(self.name, f"{fqn} is a partial sum, {dist}; reduce it before a switch")

@@ -43,6 +43,22 @@ def spot_of(tensor: Tensor) -> Spot:
     return Spot(tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.stride(), int(tensor.storage_offset()))
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What tensors that are placed alike have in common on a rank; None and no shapes where it holds nothing."""
+
+    runs: list[Runs] | None
+    shapes: tuple[tuple[int, ...], ...]  # with padding and without
+
+
+def _kind_of(layout: ParamLayout, fqn: str, rank: int) -> _Kind:
+    dist = copy_of(layout, fqn, rank) if fqn in layout.params else None
+    if dist is None:
+        return _Kind(None, ())
+    shape = layout.params[fqn].shape
+    return _Kind(local_runs(layout, fqn, rank), (dist.local_shape(shape), dist.real_shape(rank, shape)))
+
+
 class Located:
     """A holding as `rank` sees it. Raises HoldingError for a tensor of another shape than the layout's."""
 
@@ -52,9 +68,9 @@ class Located:
         self._given = holding.tensors
         self._tensors: dict[str, Tensor] = {}
         self._spots: dict[str, Spot] = {}
-        self._runs: dict[str, list[Runs] | None] = {}
+        self._kinds: dict[str, _Kind] = {}
         self._shapes: dict[str, torch.Size] = {}  # found right before
-        self._alike: dict[tuple, list[Runs] | None] = {}
+        self._alike: dict[tuple, _Kind] = {}
 
     def replace(self, fqn: str, tensor: Tensor) -> None:
         """Use `tensor` (of the same shape) instead of the one given."""
@@ -70,9 +86,7 @@ class Located:
         """Local start per dim of a global box; None if the rank does not hold it, or was not given the tensor."""
         if fqn not in self._given:
             return None
-        if fqn not in self._runs:
-            self._runs[fqn] = self._local_runs(fqn)
-        runs = self._runs[fqn]
+        runs = self._kind(fqn).runs
         return start_in(runs, box) if runs is not None else None
 
     def required(self, fqn: str, box: Box) -> tuple[int, ...]:
@@ -82,12 +96,15 @@ class Located:
             raise HoldingError(self.layout.name, fqn, f"is needed on rank {self.rank}, but was not given")
         return start
 
-    def _local_runs(self, fqn: str) -> list[Runs] | None:
-        param = self.layout.params.get(fqn)
-        key = (param.shape, param.copies) if param else ()
-        if key not in self._alike:
-            self._alike[key] = local_runs(self.layout, fqn, self.rank)
-        return self._alike[key]
+    def _kind(self, fqn: str) -> _Kind:
+        found = self._kinds.get(fqn)
+        if found is None:
+            param = self.layout.params.get(fqn)
+            key = (param.shape, param.copies) if param else ()
+            if key not in self._alike:
+                self._alike[key] = _kind_of(self.layout, fqn, self.rank)
+            found = self._kinds[fqn] = self._alike[key]
+        return found
 
     def tensor(self, fqn: str) -> Tensor:
         """The local tensor, detached."""
@@ -105,7 +122,8 @@ class Located:
     def _checked(self, fqn: str) -> Tensor:
         tensor = self._given[fqn]
         if self._shapes.get(fqn) != tensor.shape:
-            check_shape(self.layout, fqn, self.rank, tensor)
+            if tensor.shape not in self._kind(fqn).shapes:
+                check_shape(self.layout, fqn, self.rank, tensor)
             self._shapes[fqn] = tensor.shape
         return tensor.detach()
 
@@ -146,7 +164,7 @@ def check_shape(layout: ParamLayout, fqn: str, rank: int, tensor: Tensor) -> Non
         raise HoldingError(layout.name, fqn, f"is given on rank {rank}, which holds nothing of it")
     shape = layout.params[fqn].shape
     padded = dist.local_shape(shape)
-    real = tuple(sum(run[2] for run in runs) for runs in local_runs(layout, fqn, rank) or [])
+    real = dist.real_shape(rank, shape)
     fits = tensor.dim() == len(padded) and all(
         size in (a, b) for size, a, b in zip(tensor.shape, padded, real, strict=True)
     )

@@ -94,7 +94,8 @@ class Switch:
         staging = staging_on(device, staging)
         self.compiled: Compiled = compiler.compile(self._wire, subgroups or SubGroups(group), staging)
         self._stream = SideStream(device)
-        self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {options}".encode()).digest()[:8]
+        dtypes = [param.dtype for param in target.layout.params.values()]  # the plan knows their sizes only
+        self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {options} {dtypes}".encode()).digest()[:8]
         self._compared = False
 
     @property

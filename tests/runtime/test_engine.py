@@ -56,8 +56,9 @@ def make_narrow():
     thinned([(make_llama, 8, 1e-9), (make_llama, 20, 1e-9), (make_float, 20, 1e-5)], [(make_llama, 8, 1e-9)]),
 )
 def test_many_steps_of_three_strategies_equal_one_device(make, steps, limit):
-    # With fp32 the learning rate matters: Adam turns the rounding of a gradient near zero into a step of this size.
-    optimizer = {"fused": True, "lr": 3e-4}
+    # With fp32 the learning rate matters: Adam turns the rounding of a gradient near zero into a step of this size, on
+    # some processors more often than on others.
+    optimizer = {"fused": True, "lr": 3e-5 if make is make_float else 3e-4}
     case = Case([sequences(seed, (5, 60, 33, 17, 130, 8)) for seed in range(steps)], make=make, optimizer=optimizer)
     have, want = hot({"": case})[""], case.one_device()
     assert [group.strategy for group in have["reports"][0].groups] == ["dp4", "dp2.tp2+sp", "cp2.tp2"]

@@ -9,7 +9,7 @@ from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import HomeLayoutError
 from fxpar.mesh import Mesh
 from fxpar.store import ParamSpec, home_layout
-from fxpar.store.home import real_shape
+from fxpar.switch import PlacedParam
 
 GRID = Mesh((("a", 2), ("b", 2)))
 SPECS = [
@@ -21,13 +21,17 @@ SPECS = [
 ]
 
 
+def _real(param: PlacedParam, rank: int) -> tuple[int, ...]:
+    return param.copies[0].real_shape(rank, param.shape)
+
+
 def test_dim_0_is_cut_over_all_ranks_and_masters_are_at_least_fp32():
     home = home_layout(SPECS, 4)
     dtypes = [param.dtype for param in home.params.values()]
     assert dtypes == [torch.float32, torch.float32, torch.float64, torch.float32, torch.int64]
-    assert [real_shape(home.params["embed.weight"], rank) for rank in range(4)] == [(3, 4), (3, 4), (3, 4), (1, 4)]
-    assert [real_shape(home.params["steps"], rank) for rank in range(4)] == [(1,), (1,), (1,), (0,)]
-    assert [real_shape(home.params["temperature"], rank) for rank in range(4)] == [()] * 4
+    assert [_real(home.params["embed.weight"], rank) for rank in range(4)] == [(3, 4), (3, 4), (3, 4), (1, 4)]
+    assert [_real(home.params["steps"], rank) for rank in range(4)] == [(1,), (1,), (1,), (0,)]
+    assert [_real(home.params["temperature"], rank) for rank in range(4)] == [()] * 4
 
 
 def test_pieces_are_those_of_dtensor():
@@ -47,7 +51,7 @@ def test_rules_choose_by_glob_and_the_first_wins():
     home = home_layout(SPECS, 4, {"*.norm.*": "R", "layers.*.up.weight": nested, "embed*": "S(1)", "*.weight": "S(0)"})
     assert not home.params["layers.0.norm.weight"].copies[0].shard_axes
     assert home.params["layers.0.up.weight"].copies[0] == nested
-    assert real_shape(home.params["embed.weight"], 0) == (10, 1)
+    assert _real(home.params["embed.weight"], 0) == (10, 1)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def by_node(problem: SwitchProblem, holders: np.ndarray, receivers: np.ndarray) 
     """One group per (slice, node) with receivers, among the holders there; both tables are [slices, ranks]."""
     width, slices = problem.cluster.devices_per_node, len(holders)
     last = problem.nodes * width - problem.world  # devices of the last node that have no rank
-    tables = (np.pad(table, ((0, 0), (0, last))).reshape(slices, -1, width) for table in (holders, receivers))
+    tables = (
+        np.pad(table, ((0, 0), (0, last))).reshape(slices, problem.nodes, width) for table in (holders, receivers)
+    )
     return _form(*tables)
 
 
