@@ -37,8 +37,10 @@ class ParamLayout:
     params: Mapping[str, PlacedParam]
 
     def __post_init__(self) -> None:
-        different = {id(param): (fqn, param) for fqn, param in reversed(self.params.items())}
-        for fqn, param in reversed(different.values()):
+        different: dict[int, tuple[str, PlacedParam]] = {}  # many tensors share one description
+        for fqn, param in self.params.items():
+            different.setdefault(id(param), (fqn, param))
+        for fqn, param in different.values():
             for dist in param.copies:
                 if dist.is_partial:
                     raise LayoutError(self.name, f"{fqn} is a partial sum, {dist}; reduce it before a switch")
