@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.switch import layout_of, plan_switch

@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from fxpar.checking import local_params
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.losses import cross_entropy_sum, next_token_labels
 from fxpar.lowering import lower
 from fxpar.models import LoadedModel, load
 from fxpar.models.batches import document_lengths
 from fxpar.models.llama import Attention, LlamaOptions, rotate
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups

@@ -33,11 +33,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.runtime import ProcessGroups, bind
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.micro import local_batch
-from fxpar.strategy import Strategy
 from fxpar.tracer import capture
 
 WORLD = 4

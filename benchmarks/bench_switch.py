@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fxpar
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.mesh import Mesh
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.transport import Holding, Switch

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.strategy import Strategy
 from fxpar.models import load
-from fxpar.strategy import Strategy
 from fxpar.switch import plan_switch
 from fxpar.switch.analytic import model_shapes
 from fxpar.switch.planners import NAMES

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from turns import accept, apart, in_turns
 
 import fxpar
-from fxpar.exec_graph import ExecGraph
+from fxpar.ir.exec_graph import ExecGraph
 from fxpar.losses import IGNORE_INDEX, next_token_labels
 from fxpar.lowering import lower
 from fxpar.models import LoadedModel, load

@@ -32,13 +32,13 @@ import torch
 
 from fxpar.batching.documents import split_documents
 from fxpar.checking import check
-from fxpar.eager import compare_with_eager
+from fxpar.checking.eager import compare_with_eager
+from fxpar.checking.widen import widen
 from fxpar.errors import FxparError
 from fxpar.flow import padding_hazard
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.tracer import capture
-from fxpar.widen import widen
 
 STRATEGIES = ("dp2", "tp2", "tp2+sp", "cp2", "pp2")
 EAGER_LIMIT = 1e-5  # the model rounds its float32 islands in its own order

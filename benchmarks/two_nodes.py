@@ -102,9 +102,9 @@ def measure_rank(rank: int, mib: int, runs: int) -> dict[str, dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from fxpar.cluster import ClusterSpec
-    from fxpar.dist_config import AxisShard, DistConfig
-    from fxpar.mesh import Mesh
+    from fxpar.cost.cluster import ClusterSpec
+    from fxpar.ir.dist_config import AxisShard, DistConfig
+    from fxpar.ir.mesh import Mesh
     from fxpar.switch import ParamLayout, PlacedParam, plan_switch
     from fxpar.transport import Holding, Switch
 

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from fxpar.checking import check
 from fxpar.errors import MissingPackageError
-from fxpar.exec_graph import Program
-from fxpar.graph import LogicalGraph
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import LoadedModel, load
 from fxpar.tracer import capture

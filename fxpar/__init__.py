@@ -12,42 +12,42 @@ from fxpar.version import __version__
 
 if TYPE_CHECKING:
     from fxpar import losses
+    from fxpar.annotate.tp_plan import overrides_from_tp_plan
     from fxpar.api import ParallelModule, parallelize
     from fxpar.checking import CheckResult, check
-    from fxpar.cluster import ClusterSpec
-    from fxpar.dist_config import DistConfig, Partial, Replicate, Shard
+    from fxpar.cost.cluster import ClusterSpec
     from fxpar.errors import FxparError, FxparWarning
-    from fxpar.exec_graph import ExecGraph
-    from fxpar.graph import AnnotatedGraph, LogicalGraph
+    from fxpar.ir.dist_config import DistConfig, Partial, Replicate, Shard
+    from fxpar.ir.exec_graph import ExecGraph
+    from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+    from fxpar.ir.mesh import Mesh
+    from fxpar.ir.strategy import Strategy
     from fxpar.lowering import lower
-    from fxpar.mesh import Mesh
     from fxpar.runtime.options import compile_strategies
-    from fxpar.strategy import Strategy
-    from fxpar.tp_plan import overrides_from_tp_plan
     from fxpar.tracer import capture
     from fxpar.transport.redistribute import redistribute
 
 _WHERE = {
-    "AnnotatedGraph": "fxpar.graph",
+    "AnnotatedGraph": "fxpar.ir.graph",
     "CheckResult": "fxpar.checking",
-    "ClusterSpec": "fxpar.cluster",
-    "DistConfig": "fxpar.dist_config",
-    "ExecGraph": "fxpar.exec_graph",
+    "ClusterSpec": "fxpar.cost.cluster",
+    "DistConfig": "fxpar.ir.dist_config",
+    "ExecGraph": "fxpar.ir.exec_graph",
     "FxparError": "fxpar.errors",
     "FxparWarning": "fxpar.errors",
-    "LogicalGraph": "fxpar.graph",
-    "Mesh": "fxpar.mesh",
+    "LogicalGraph": "fxpar.ir.graph",
+    "Mesh": "fxpar.ir.mesh",
     "ParallelModule": "fxpar.api",
-    "Partial": "fxpar.dist_config",
-    "Replicate": "fxpar.dist_config",
-    "Shard": "fxpar.dist_config",
-    "Strategy": "fxpar.strategy",
+    "Partial": "fxpar.ir.dist_config",
+    "Replicate": "fxpar.ir.dist_config",
+    "Shard": "fxpar.ir.dist_config",
+    "Strategy": "fxpar.ir.strategy",
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
     "compile_strategies": "fxpar.runtime.options",
     "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",
-    "overrides_from_tp_plan": "fxpar.tp_plan",
+    "overrides_from_tp_plan": "fxpar.annotate.tp_plan",
     "parallelize": "fxpar.api",
     "redistribute": "fxpar.transport.redistribute",
 }

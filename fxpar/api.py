@@ -17,9 +17,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fxpar.batching import BatchPlan
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.strategy import Strategy
 from fxpar.losses import causal_lm
 from fxpar.monitor import Monitor
 from fxpar.precision import Precision
@@ -27,7 +28,6 @@ from fxpar.runtime.options import Compiled, LossFunction, Options
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.session import Session, open_session
 from fxpar.store import MemoryReport
-from fxpar.strategy import Strategy
 
 _STATE = "_fxpar_session"
 

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from fxpar.errors import BackendOptionError, SpecializedShapeError, nearest, warn
-from fxpar.exec_graph import PlainGraph
+from fxpar.ir.exec_graph import PlainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.plain import PlainRunner
-from fxpar.strategy import Strategy
 from fxpar.tracer import capture_forward
 from fxpar.tracer.dynamic import BATCH, TOKENS
 

@@ -1471,7 +1471,7 @@ class GivenPassesError(FxparError):
         given = ", ".join(f"{option}=" for option in options)
         super().__init__(
             f"lower(passes=...) cannot follow {given} which it would hand to the passes that it makes itself. Give "
-            f"{given} to fxpar.ladder.default_passes, and change the list that it returns"
+            f"{given} to fxpar.lowering.ladder.default_passes, and change the list that it returns"
         )
 
 

@@ -6,8 +6,8 @@ either in the printer's notation, and gives its cost in bytes. It is *exact* (ev
 results stays) or *numeric* (and then says what it changes).
 
 A pass knows graphs, placements, sharding rules and costs. It never imports another pass, the
-lowering that orders passes, or the runtime; `fxpar.pass_registry` finds it by name. Import
-absolutely in this folder (`from fxpar.graph import ...`), and keep it flat.
+lowering that orders passes, or the runtime; `fxpar.ir.pass_registry` finds it by name. Import
+absolutely in this folder (`from fxpar.ir.graph import ...`), and keep it flat.
 """
 
 if __name__ != "fxpar.passes":

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_base import Tier, right_behind, set_results
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import Tier, right_behind, set_results
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import Tier, sort_topologically
 from fxpar.ops import layout
-from fxpar.pass_base import Tier, sort_topologically
 
 c10d = torch.ops._c10d_functional
 _ALL_REDUCE = c10d.all_reduce.default

@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpar.graph import AnnotatedGraph, Input, TensorMeta
-from fxpar.pass_base import Phase, Tier, insert, right_behind, set_results
+from fxpar.ir.graph import AnnotatedGraph, Input, TensorMeta
+from fxpar.ir.pass_base import Phase, Tier, insert, right_behind, set_results
 from fxpar.torch_api import kernels
 
 _TO = kernels.to_copy

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpar.collectives import is_collective
-from fxpar.graph import AnnotatedGraph
-from fxpar.markers import vary
-from fxpar.pass_base import Tier
+from fxpar.ir.collectives import is_collective
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.markers import vary
+from fxpar.ir.pass_base import Tier
 
 
 @dataclass(frozen=True)

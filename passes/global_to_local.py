@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar.dist_config import DistConfig
-from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_base import Tier
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import Tier
 
 aten = torch.ops.aten
 

@@ -17,10 +17,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpar.collectives import reshard
-from fxpar.dist_config import DistConfig
-from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier, insert, replace_operands, tensor_operands
+from fxpar.ir.collectives import reshard
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier, insert, replace_operands, tensor_operands
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar import collectives as c
-from fxpar.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir import collectives as c
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import Tier
 from fxpar.ops import layout
-from fxpar.pass_base import Tier
 
 c10d = torch.ops._c10d_functional
 

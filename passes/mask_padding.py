@@ -18,11 +18,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpar.collectives import is_collective
-from fxpar.dist_config import DistConfig
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir.collectives import is_collective
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier, insert, replace_operands, set_results, tensor_operands
 from fxpar.ops.layout import zero_padding
-from fxpar.pass_base import Tier, insert, replace_operands, set_results, tensor_operands
 
 aten = torch.ops.aten
 own = torch.ops.fxpar

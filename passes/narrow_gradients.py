@@ -17,8 +17,8 @@ from typing import ClassVar
 
 import torch
 
-from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_base import Tier, insert, set_results
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import Tier, insert, set_results
 from fxpar.torch_api import kernels
 
 

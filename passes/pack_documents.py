@@ -27,7 +27,7 @@ from torch import fx
 
 from fxpar.errors import PackingError
 from fxpar.flow import TokenFlow, in_words, token_flow, unknown_padding
-from fxpar.graph import Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
+from fxpar.ir.graph import Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
 
 aten = torch.ops.aten
 own = torch.ops.fxpar

@@ -24,11 +24,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpar.collectives import reshard
-from fxpar.dist_config import AxisShard, DistConfig, Partial
-from fxpar.graph import AnnotatedGraph
-from fxpar.markers import vary
-from fxpar.pass_base import Phase, Tier, gathered_together, insert, set_results
+from fxpar.ir.collectives import reshard
+from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.markers import vary
+from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, set_results
 
 
 @dataclass(frozen=True)

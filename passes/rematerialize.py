@@ -23,8 +23,8 @@ from typing import ClassVar
 import sympy
 from torch import fx
 
-from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier
 from fxpar.remat import choose, forward_values, saved_bytes, trace_storages
 
 

@@ -20,11 +20,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpar import collectives as c
-from fxpar.dist_config import AxisShard, DistConfig, Partial
 from fxpar.errors import PlacementError
-from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier, insert
+from fxpar.ir import collectives as c
+from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier, insert
 
 Step = tuple[object, tuple, DistConfig]  # op, its arguments after x, the placement it makes
 

@@ -16,9 +16,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier
 from fxpar.ops import layout
-from fxpar.pass_base import Tier
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -24,9 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fxpar.dist_config import DistConfig
 from fxpar.errors import StageParamError
-from fxpar.exec_graph import Program
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Program
 
 Pool = Literal["resident", "arena"]
 Runs = tuple[tuple[int, int, int], ...]  # (local start, global start, length)

@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import torch
 
-from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar.exec_graph import collective_kind
-from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_base import Tier, ancestors
-from fxpar.serialize import OpOverload
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import Tier, ancestors
+from fxpar.ir.serialize import OpOverload
 from fxpar.torch_api import kernels
 
 aten = torch.ops.aten

@@ -21,10 +21,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpar.collectives import reshard
-from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier, gathered_together, insert
+from fxpar.ir.collectives import reshard
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier, gathered_together, insert
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from fxpar.checkpoint.agree import agreed, group_of, rank_in
+from fxpar.checkpoint.lock import release, take
 from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.errors import (
     CheckpointInUseError,
@@ -19,7 +20,6 @@ from fxpar.errors import (
     CheckpointWriteError,
     CorruptCheckpointError,
 )
-from fxpar.lock import release, take
 from fxpar.recipes.torchtitan_api import MODEL, CheckpointManager
 
 

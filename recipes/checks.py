@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.errors import StrategyWorldsError, UnsupportedRecipeError
+from fxpar.ir.strategy import Strategy
 from fxpar.recipes import torchtitan_api as titan
-from fxpar.strategy import Strategy
 
 
 @dataclass(frozen=True)

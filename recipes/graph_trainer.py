@@ -19,7 +19,7 @@ from fxpar.recipes.torchtitan_api import bridge_torch, shown_import_errors
 with shown_import_errors(__name__):
     import torch
 
-    from fxpar.pass_base import GraphPass
+    from fxpar.ir.pass_base import GraphPass
     from fxpar.recipes import cpu, debug_data
     from fxpar.recipes import graph_trainer_api as host
     from fxpar.recipes.passes_in import as_fxpar_pass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.exec_graph import collective_kind
+from fxpar.ir.exec_graph import collective_kind
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 

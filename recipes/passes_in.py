@@ -17,12 +17,12 @@ import torch
 from torch import fx, nn
 
 from fxpar.errors import ForeignPassError, VerifyError
-from fxpar.exec_graph import collective_kind
-from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_base import GraphPass, Tier
-from fxpar.serialize import OpOverload
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import GraphPass, Tier
+from fxpar.ir.serialize import OpOverload
+from fxpar.lowering.verify import verify
 from fxpar.torch_api.symbolic import FakeWorld, function_of
-from fxpar.verify import verify
 
 ForeignPass = Callable[..., Any]
 _OURS, _THEIRS = "fxpar", "graph_trainer"  # keys of metadata under which either keeps what is the other's

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import pass_registry
 from fxpar.errors import ForeignGraphPassError
-from fxpar.exec_graph import collective_kind
-from fxpar.graph import TensorMeta
-from fxpar.pass_base import GraphPass
-from fxpar.pass_registry import GraphModulePass, as_graph_module_pass
+from fxpar.ir import pass_registry
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.pass_base import GraphPass
+from fxpar.ir.pass_registry import GraphModulePass, as_graph_module_pass
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.recipes.memory_order import MemoryOrder
 

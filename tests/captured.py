@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar import losses
 from fxpar.checking import CheckResult, check
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.models.llama import Llama, LlamaOptions
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.micro import as_one_sequence
 from fxpar.tracer import capture
 

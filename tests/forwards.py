@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpar.exec_graph import PlainGraph
-from fxpar.graph import ForwardGraph
+from fxpar.ir.exec_graph import PlainGraph
+from fxpar.ir.graph import ForwardGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.models import load
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.plain import PlainRunner
-from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
 from fxpar.tracer import capture_forward
 

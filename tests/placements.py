@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fxpar.dist_config import AxisShard, DistConfig, chunk
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig, chunk
+from fxpar.ir.mesh import Mesh
 
 NAMES = ("dp", "cp", "tp")
 SECTIONS = ((), (), (1, 1), (1, 1, 1), (2, 1), (1, 2, 1))

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.train.config import parse_config
 from tests.cli.helpers import fxpar
 from tests.docs.blocks import Block, find_blocks

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import torch._dynamo  # isort: skip
 from fxpar.dynamo import Options, backend
 from fxpar.errors import BackendOptionError, FxparWarning, StrategySyntaxError, WorldSizeError
+from fxpar.ir.strategy import Strategy
 from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.runtime.forked import run_forked
-from fxpar.strategy import Strategy
 from tests.captured import Norms
 from tests.repeat import thinned
 

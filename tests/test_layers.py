@@ -20,15 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module imports from its own layer and lower ones. "__init__" is what `import fxpar` offers.
 LAYER_TABLE: dict[int, str] = {
-    0: "errors lock mesh version",
-    1: "dist_config strategy cluster",
-    2: "graph collectives markers serialize exec_graph pass_base graph_module printer printer_tables pipeline_graph "
-    "graph_diff",
-    3: "torch_api rules ops pass_registry losses data",
-    4: "verify tracer annotate cost eager widen flow tp_plan batching monitor schedule stages remat "
-    "precision graph_codec graph_file graph_vocabulary graph_structure",
+    0: "errors version",
+    1: "ir",
+    2: "graph_diff",
+    3: "torch_api rules ops losses data",
+    4: "tracer annotate cost flow batching monitor schedule stages remat precision graph_files",
     5: "passes",
-    6: "ladder lowering pipeline compile search",
+    6: "lowering compile search",
     7: "store switch transport memory",
     8: "runtime checkpoint viz",
     9: "api checking dynamo __init__",
@@ -36,8 +34,8 @@ LAYER_TABLE: dict[int, str] = {
 }
 LAYERS = {unit: layer for layer, units in LAYER_TABLE.items() for unit in units.split()}
 
-# Of layer 4 a pass sees the costs only: what verifies, captures and annotates runs around it.
-HIDDEN_FROM_PASSES = {"verify", "tracer", "annotate"}
+# Of layer 4 a pass sees the costs only: what captures and annotates runs around it.
+HIDDEN_FROM_PASSES = {"tracer", "annotate"}
 HOSTS = {"torchtitan", "transformers"}
 HOST_UNITS = {"recipes", "cli", "models"}
 PRIVATE_OPS_ALLOWED = {"_c10d_functional"}
@@ -252,34 +250,34 @@ def test_package_list_matches_the_tree():
 
 # ---------------------------------------------------------- the checker can fail, and can pass
 VIOLATIONS = [
-    ("fxpar/graph.py", "import fxpar.store", "graph (layer 2) imports fxpar.store (layer 7)"),
-    ("fxpar/graph.py", "from fxpar.store import Store", "graph (layer 2) imports fxpar.store"),
-    ("fxpar/graph.py", "from fxpar import store", "graph (layer 2) imports fxpar.store"),
-    ("fxpar/graph.py", "from . import store", "graph (layer 2) imports fxpar.store"),
+    ("fxpar/ir/graph.py", "import fxpar.store", "ir (layer 1) imports fxpar.store (layer 7)"),
+    ("fxpar/ir/graph.py", "from fxpar.store import Store", "ir (layer 1) imports fxpar.store"),
+    ("fxpar/ir/graph.py", "from fxpar import store", "ir (layer 1) imports fxpar.store"),
+    ("fxpar/ir/graph.py", "from .. import store", "ir (layer 1) imports fxpar.store"),
     ("fxpar/ops/attention.py", "from ..lowering import x", "ops (layer 3) imports fxpar.lowering"),
-    ("fxpar/graph.py", "def f():\n    import fxpar.store", "graph.py:2: graph (layer 2) imports"),
-    ("fxpar/graph.py", "from fxpar import Strategy", "imports fxpar (layer 9)"),
-    ("fxpar/graph.py", "import_module('fxpar.runtime')", "imports fxpar.runtime (layer 8)"),
-    ("fxpar/graph.py", "import fxpar.novelty", "no row in LAYER_TABLE"),
+    ("fxpar/ir/graph.py", "def f():\n    import fxpar.store", "ir/graph.py:2: ir (layer 1) imports"),
+    ("fxpar/ir/graph.py", "from fxpar import Strategy", "imports fxpar (layer 9)"),
+    ("fxpar/ir/graph.py", "import_module('fxpar.runtime')", "imports fxpar.runtime (layer 8)"),
+    ("fxpar/ir/graph.py", "import fxpar.novelty", "no row in LAYER_TABLE"),
     ("fxpar/novelty.py", "", "no row in LAYER_TABLE"),
     ("passes/a.py", "from fxpar.passes.b import B", "never imports another pass"),
     ("passes/a.py", "from fxpar.passes import b", "never imports another pass"),
     ("passes/a.py", "from .b import B", "write `from fxpar.passes.b import ...`"),
-    ("passes/a.py", "from fxpar.verify import verify", "a pass may import cost only"),
+    ("passes/a.py", "from fxpar.tracer import capture", "a pass may import cost only"),
     ("passes/a.py", "from fxpar.runtime.engine import E", "passes (layer 5) imports fxpar.runtime"),
     ("fxpar/api.py", "import torchtitan.trainer", "imports torchtitan, which belongs in"),
     ("fxpar/tracer/trace.py", "def f():\n    import transformers", "imports transformers"),
     ("fxpar/tracer/hosts_hf.py", "import transformers", "inside the function"),
-    ("fxpar/graph.py", "import torch._dynamo", "private torch name torch._dynamo"),
-    ("fxpar/graph.py", "from torch import _C", "private torch name torch._C"),
-    ("fxpar/graph.py", "from torch.utils import _pytree as p", "torch.utils._pytree"),
-    ("fxpar/graph.py", "import torch\ntorch._check(True)", "graph.py:2: private torch name"),
-    ("fxpar/graph.py", "import torch.distributed as d\nd._x.y()", "torch.distributed._x.y"),
-    ("fxpar/graph.py", "from torch import fx\nfx.Graph()._x\nfx.Node._y", "torch.fx.Node._y"),
-    ("fxpar/graph.py", "import torch\nt = torch.fx\nt._x", "torch.fx._x"),
-    ("fxpar/graph.py", "import torch\ngetattr(torch, '_C')", "torch._C"),
-    ("fxpar/graph.py", "import_module('torch._inductor')", "torch._inductor"),
-    ("fxpar/graph.py", "import torch\ntorch.ops._dtensor.f", "torch.ops._dtensor"),
+    ("fxpar/ir/graph.py", "import torch._dynamo", "private torch name torch._dynamo"),
+    ("fxpar/ir/graph.py", "from torch import _C", "private torch name torch._C"),
+    ("fxpar/ir/graph.py", "from torch.utils import _pytree as p", "torch.utils._pytree"),
+    ("fxpar/ir/graph.py", "import torch\ntorch._check(True)", "ir/graph.py:2: private torch name"),
+    ("fxpar/ir/graph.py", "import torch.distributed as d\nd._x.y()", "torch.distributed._x.y"),
+    ("fxpar/ir/graph.py", "from torch import fx\nfx.Graph()._x\nfx.Node._y", "torch.fx.Node._y"),
+    ("fxpar/ir/graph.py", "import torch\nt = torch.fx\nt._x", "torch.fx._x"),
+    ("fxpar/ir/graph.py", "import torch\ngetattr(torch, '_C')", "torch._C"),
+    ("fxpar/ir/graph.py", "import_module('torch._inductor')", "torch._inductor"),
+    ("fxpar/ir/graph.py", "import torch\ntorch.ops._dtensor.f", "torch.ops._dtensor"),
     ("passes/a.py", "import torch\ntorch._foreach_add(a, b)", "torch._foreach_add"),
 ]
 
@@ -292,18 +290,18 @@ def test_checker_reports(path, source, message):
 
 
 LEGAL = [
-    ("fxpar/store.py", "from fxpar.graph import LogicalGraph\nimport fxpar.switch.boxes"),
+    ("fxpar/store.py", "from fxpar.ir.graph import LogicalGraph\nimport fxpar.switch.boxes"),
     ("fxpar/cli/main.py", "import fxpar\nfrom fxpar import Strategy\nimport transformers"),
     ("fxpar/__init__.py", "from fxpar.api import parallelize\nfrom fxpar.runtime import Engine"),
     ("fxpar/ops/attention.py", "from .document_mask import m\nfrom fxpar.ops import dropout"),
-    ("passes/a.py", "from fxpar.graph import G\nfrom fxpar import cost\nfrom fxpar.rules import r"),
+    ("passes/a.py", "from fxpar.ir.graph import G\nfrom fxpar.cost import ops\nfrom fxpar.rules import r"),
     ("recipes/llama.py", "from torchtitan.config import C\nfrom fxpar.api import a"),
     ("fxpar/tracer/hosts_hf.py", "def f():\n    import transformers"),
     ("fxpar/tracer/hosts_hf.py", "if TYPE_CHECKING:\n    from transformers import P"),
     ("fxpar/torch_api/tracing.py", "import torch._dynamo\nfrom torch._C import x"),
-    ("fxpar/graph.py", "import torch\ntorch.__version__\nself._torch._x\ntorch.empty(1)._base"),
-    ("fxpar/graph.py", "import torch\ntorch.ops._c10d_functional.wait_tensor.default"),
-    ("fxpar/graph.py", "import torch\naten = torch.ops.aten\naten._softmax.default\naten._x"),
+    ("fxpar/ir/graph.py", "import torch\ntorch.__version__\nself._torch._x\ntorch.empty(1)._base"),
+    ("fxpar/ir/graph.py", "import torch\ntorch.ops._c10d_functional.wait_tensor.default"),
+    ("fxpar/ir/graph.py", "import torch\naten = torch.ops.aten\naten._softmax.default\naten._x"),
 ]
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import fxpar.errors
-from fxpar import pass_registry
-from fxpar.ladder import default_passes
+from fxpar.ir import pass_registry
+from fxpar.lowering.ladder import default_passes
 from fxpar.recipes import settings
 
 

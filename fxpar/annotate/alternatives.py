@@ -22,7 +22,7 @@ from fxpar.annotate.cost import Cost
 from fxpar.annotate.policy import ContextAxis, TensorAxis
 from fxpar.annotate.problem import OpClass
 from fxpar.annotate.solve import AxisSearch, Demand, Solution
-from fxpar.dist_config import Placement, R, Shard
+from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.rules.option import Option, OpView, Seed, replicated
 from fxpar.rules.table import OpRule, options, rule_of
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxpar.annotate.problem import AxisProblem, OpClass
-from fxpar.dist_config import Placement, R
-from fxpar.graph import TensorMeta
-from fxpar.pass_base import tensor_operands
+from fxpar.ir.dist_config import Placement, R
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.pass_base import tensor_operands
 from fxpar.rules.option import Option
 
 Result = tuple[int, int]  # (class, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fxpar.dist_config import Partial, Placement, Replicate, Shard
+from fxpar.ir.dist_config import Partial, Placement, Replicate, Shard
 
 LAUNCH_BYTES = 16 * 1024  # what one more collective is worth; breaks ties between equal volumes
 COPY_FRACTION = 1e-3  # a local slice costs next to nothing, but not nothing

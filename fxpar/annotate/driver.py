@@ -18,15 +18,15 @@ from fxpar.annotate.policy import (
 )
 from fxpar.annotate.problem import AxisProblem, build, normalize_fqn
 from fxpar.annotate.solve import AxisSearch, Demand, Search
-from fxpar.dist_config import DistConfig, P, Partial, Placement, R, Shard
 from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
-from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
-from fxpar.pass_base import block_of, tensor_operands
+from fxpar.ir.dist_config import DistConfig, P, Partial, Placement, R, Shard
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.pass_base import block_of, tensor_operands
+from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
 from fxpar.rules.view import Sizes, is_op, resolve, tensor_metas
-from fxpar.strategy import Strategy
 
 Choice = dict[fx.Node, Option]
 SENT = ("sent", "sent_grad")
@@ -44,7 +44,9 @@ def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[Anno
     """As `annotate`, and the search of each axis that cuts something; their classes hold nodes of the copy."""
     started = time.process_time()
     if strategy.degree("pp") > 1:
-        raise NotYetError(f"a graph of one mesh for '{strategy}'", "Cut it into stages: fxpar.pipeline.lower_pipeline.")
+        raise NotYetError(
+            f"a graph of one mesh for '{strategy}'", "Cut it into stages: fxpar.lowering.pipeline.lower_pipeline."
+        )
     if strategy.degree("ep") > 1:
         raise NotYetError(f"axis 'ep' of strategy '{strategy}'", "Use dp, pp, cp and tp.")
     graph = fx.Graph()

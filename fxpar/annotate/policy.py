@@ -11,15 +11,15 @@ import sympy
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
-from fxpar.cost import PRODUCTS
-from fxpar.dist_config import Partial, Placement, R, Replicate, Shard
+from fxpar.cost.ops import PRODUCTS
 from fxpar.errors import OverrideError, nearest
-from fxpar.graph import Input, LogicalGraph, TensorMeta
+from fxpar.ir.dist_config import Partial, Placement, R, Replicate, Shard
+from fxpar.ir.graph import Input, LogicalGraph, TensorMeta
+from fxpar.ir.strategy import Strategy, parse_override
 from fxpar.rules.option import Option, OpView
 from fxpar.rules.own_ops import attention_options
 from fxpar.rules.table import aten, own
 from fxpar.rules.view import tensor_metas
-from fxpar.strategy import Strategy, parse_override
 
 ATTENTION = (own.attention.default, own.attention_backward.default)
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import sympy
 from torch import fx
 
-from fxpar.dist_config import Placement, Shard
-from fxpar.graph import Size
+from fxpar.ir.dist_config import Placement, Shard
+from fxpar.ir.graph import Size
 from fxpar.rules.option import Option, OpView, Seed, divides
 from fxpar.rules.table import options
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas

@@ -17,8 +17,8 @@ import numpy as np
 from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve_want
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost, reshard_bytes
 from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass
-from fxpar.dist_config import Placement, Shard
 from fxpar.errors import PlacementError
+from fxpar.ir.dist_config import Placement, Shard
 from fxpar.rules.option import Option
 from fxpar.rules.view import tensor_metas
 

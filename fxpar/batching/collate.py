@@ -16,7 +16,7 @@ from fxpar.errors import (
     UnmarkedDocumentsError,
     UnreadKeyError,
 )
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 from fxpar.losses import IGNORE_INDEX, next_token_labels
 
 Tokens = Tensor | Mapping[str, Tensor]

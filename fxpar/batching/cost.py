@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from fxpar.batching.work import Polynomial, body_work, link_crosses_nodes
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import CostModelError, ScheduleOptionError
-from fxpar.exec_graph import Program
-from fxpar.mesh import Mesh
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.mesh import Mesh
 
 MEMORY_GB_PER_S = 2000.0
 LAUNCH_US = 4.0

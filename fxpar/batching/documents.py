@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fxpar.graph import Input, dim_symbol
+from fxpar.ir.graph import Input, dim_symbol
 
 Row = Mapping[str, Tensor]
 _POSITIONS = ("document_positions", "position_ids", "positions")

@@ -13,7 +13,7 @@ from fxpar.errors import (
     TokenBudgetError,
     UnknownBudgetError,
 )
-from fxpar.strategy import Strategy
+from fxpar.ir.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxpar.batching.collate import ALIASES, Tokens, collate, is_whole
 from fxpar.batching.plan import MicroBatch
 from fxpar.errors import TokenIdError
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpar.batching.ids import IdLimit
-from fxpar.graph import LogicalGraph, TensorMeta
+from fxpar.ir.graph import LogicalGraph, TensorMeta
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from fxpar.batching.cost import LAUNCH_US, MEMORY_GB_PER_S, GroupCost, group_cost
 from fxpar.batching.work import sent_bytes
-from fxpar.cluster import ClusterSpec
-from fxpar.mesh import Mesh
-from fxpar.pipeline_graph import PipelineGraph
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.pipeline_graph import PipelineGraph
 
 NOMINAL_TOKENS = 4096  # which stage is slowest may depend on the length
 

@@ -17,9 +17,9 @@ from fxpar.batching.work import (
     bytes_per_element,
     fitted,
 )
-from fxpar.cluster import ClusterSpec
-from fxpar.cost import ATTENTION, flops, is_kernel, touched_bytes
-from fxpar.exec_graph import Communication, Part, Program, collective_kind
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.ops import ATTENTION, flops, is_kernel, touched_bytes
+from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 
 Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 COMPUTE = ("product", "attention", "memory")

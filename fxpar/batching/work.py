@@ -13,10 +13,10 @@ from fractions import Fraction
 
 from torch import fx
 
-from fxpar.cost import ATTENTION, SizesAt, flops, is_kernel, touched_bytes
-from fxpar.exec_graph import Communication, Program
-from fxpar.graph import Dim, TensorMeta
-from fxpar.mesh import Mesh
+from fxpar.cost.ops import ATTENTION, SizesAt, flops, is_kernel, touched_bytes
+from fxpar.ir.exec_graph import Communication, Program
+from fxpar.ir.graph import Dim, TensorMeta
+from fxpar.ir.mesh import Mesh
 
 TOKEN_KEYS = ("input_ids", "tokens", "labels", "position_ids")
 

@@ -21,10 +21,10 @@ from torch import nn
 
 from fxpar.checkpoint.agree import agreed, gathered, group_of, rank_in, watched
 from fxpar.checkpoint.folder import complete, free_path, remove, sync_folder, unfinished
+from fxpar.checkpoint.lock import take
 from fxpar.checkpoint.manifest import FileSum, Manifest, sum_file, write_json, write_manifest
 from fxpar.checkpoint.state import Content, collect
 from fxpar.errors import CheckpointError, CheckpointInUseError, CheckpointValueError, CheckpointWriteError
-from fxpar.lock import take
 
 PLAIN = "state.json"
 _VISIBLE_WITHIN_S = 10.0  # network file systems show a new folder to other machines after a while

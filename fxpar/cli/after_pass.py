@@ -7,10 +7,10 @@ from contextlib import suppress
 import torch
 
 from fxpar.errors import UnknownPassError
-from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.ladder import default_passes
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.strategy import Strategy
+from fxpar.lowering.ladder import default_passes
 
 FIRST = "annotate"
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import fxpar
 from fxpar.data.cache import cache_key, default_cache_dir
 from fxpar.errors import FxparWarning, GraphFileError, GraphFormatError, OutputError, warn
-from fxpar.graph_file import load_value, read_header, save_value
+from fxpar.graph_files.file import load_value, read_header, save_value
 
 if TYPE_CHECKING:
     from fxpar.models import LoadedModel

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpar.checking import CheckResult, check
+from fxpar.checking.eager import EagerComparison, compare_with_eager
 from fxpar.cli.check_file import check_file
 from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.options import SUFFIX
@@ -26,11 +27,10 @@ from fxpar.cli.request import (
     write_output,
 )
 from fxpar.cli.source import Source
-from fxpar.eager import EagerComparison, compare_with_eager
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.printer import without_folders
+from fxpar.ir.strategy import Strategy
 from fxpar.models import LoadedModel
-from fxpar.printer import without_folders
-from fxpar.strategy import Strategy
 
 
 @dataclass(frozen=True)

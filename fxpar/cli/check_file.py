@@ -13,13 +13,13 @@ from fxpar.cli.rehearse import check_batches, rehearse
 from fxpar.cli.request import in_precision
 from fxpar.cli.source import Source, check_placed, read_file
 from fxpar.errors import FxparError, GraphFileError
-from fxpar.graph import AnnotatedGraph, Input, LogicalGraph
-from fxpar.graph_file import Origin, load_origin
+from fxpar.graph_files import Origin, load_origin
+from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import finish
 from fxpar.models.loaded import mean_scale
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.bound import Backend
-from fxpar.strategy import Strategy
 
 
 def check_file(
@@ -28,8 +28,8 @@ def check_file(
     """The logical graph of the file, and a result per strategy: those given for a file of a logical graph, else the one
     that the graph was lowered for. A graph on its way through the passes goes through those that are left.
 
-    A file may be anybody's: what it holds is run when it is known what it calls (`fxpar.graph_vocabulary`), that its
-    batches fit, and that this machine has the memory. Raises GraphFileError, VerifyError.
+    A file may be anybody's: what it holds is run when it is known what it calls (`fxpar.graph_files.vocabulary`), that
+    its batches fit, and that this machine has the memory. Raises GraphFileError, VerifyError.
     """
     try:
         return _checked(source, strategies, tolerance, compile, seed)

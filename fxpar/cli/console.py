@@ -75,7 +75,7 @@ def click_error() -> type[Exception]:
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Aligned columns without lines."""
-    from fxpar.printer_tables import columns
+    from fxpar.ir.printer_tables import columns
 
     return "\n".join(line[2:] for line in columns([header, *rows], right))
 

@@ -11,10 +11,10 @@ from fxpar.cli.diff_show import show
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import Source, read_graph
 from fxpar.errors import NoModuleError, SidesError, nearest
-from fxpar.graph import LogicalGraph
 from fxpar.graph_diff import Digest, compare, digest
-from fxpar.printer import AnyGraph
-from fxpar.strategy import Strategy
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.printer import AnyGraph
+from fxpar.ir.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from fxpar.cli.after_pass import FIRST, step_name
 from fxpar.cli.source import Source, read_rows
 from fxpar.errors import SidesError
-from fxpar.graph import AnnotatedGraph
 from fxpar.graph_diff import Digest, digest, joined
-from fxpar.ladder import default_passes
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.pipeline_graph import TrainGraph
-from fxpar.strategy import Strategy
+from fxpar.lowering.ladder import default_passes
 
 
 def steps_of(passes: tuple[str, str] | None, before: str | None, after: str | None) -> tuple[str, str]:

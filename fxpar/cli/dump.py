@@ -19,13 +19,13 @@ from fxpar.errors import (
     StageNeedsStrategyError,
     nearest,
 )
-from fxpar.exec_graph import Program
-from fxpar.graph import LogicalGraph
-from fxpar.graph_file import SavedGraph, kind_of, save_graph
-from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import AnyGraph, format_graph, matches, parts, without_folders
+from fxpar.graph_files import SavedGraph, kind_of, save_graph
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.printer import AnyGraph, format_graph, matches, parts, without_folders
+from fxpar.ir.strategy import Strategy
 from fxpar.schedule import Action, Costs, Timeline, chart, simulate
-from fxpar.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from fxpar.cli.source import (
     read_rows,
 )
 from fxpar.errors import StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
-from fxpar.exec_graph import Program
-from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.graph_file import SavedGraph
+from fxpar.graph_files import SavedGraph
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.passes.pack_documents import packed_if_proved
-from fxpar.strategy import Strategy
 
 _COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all)_\d+")
 NO_LOGICAL = "the file holds no logical graph, so there is nothing to search again: no alternatives, no prices"
@@ -122,7 +122,7 @@ class _Graphs:
         if self.strategy.degree("pp") == 1:
             yield placed(*annotate_and_search(self.logical, self.strategy))
             return
-        from fxpar.pipeline import strategy_of_stage
+        from fxpar.lowering.pipeline import strategy_of_stage
         from fxpar.stages import cut_stages
 
         staged = cut_stages(self.logical, self.strategy.stages, cuts=self.strategy.pipeline.cuts or None)

@@ -14,12 +14,12 @@ from fxpar.annotate.problem import normalize_fqn
 from fxpar.cli.explain_exec import Traffic
 from fxpar.cli.explain_moves import Move
 from fxpar.cli.explain_subject import Placed, Subject, alike
-from fxpar.exec_graph import Program
-from fxpar.graph import Dim, Input
-from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import op_name, type_of, without_folders
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import Dim, Input
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.printer import op_name, type_of, without_folders
+from fxpar.ir.strategy import Strategy
 from fxpar.rules.view import Sizes, resolve, tensor_metas
-from fxpar.strategy import Strategy
 
 Document = dict[str, Any]
 PRICES = {"tokens": Sizes.NOMINAL, "bytes_per_float": 2, "bytes_per_collective": LAUNCH_BYTES}

@@ -12,12 +12,12 @@ from torch import fx
 
 from fxpar.annotate.policy import VIEWS
 from fxpar.annotate.problem import normalize_fqn
-from fxpar.dist_config import DistConfig
-from fxpar.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
-from fxpar.graph import Output
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
+from fxpar.ir.graph import Output
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.printer import PrintedPart, op_name, parts
 from fxpar.ops import layout
-from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import PrintedPart, op_name, parts
 from fxpar.rules.view import resolve
 from fxpar.torch_api import kernels
 

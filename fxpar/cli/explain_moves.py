@@ -13,11 +13,11 @@ import sympy
 from torch import fx
 
 from fxpar.annotate.policy import VIEWS
-from fxpar.collectives import partial, reshard, shard
-from fxpar.dist_config import DistConfig, Partial
-from fxpar.exec_graph import Communication
-from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_base import tensor_operands
+from fxpar.ir.collectives import partial, reshard, shard
+from fxpar.ir.dist_config import DistConfig, Partial
+from fxpar.ir.exec_graph import Communication
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_base import tensor_operands
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.reshard_to_collectives import steps
 from fxpar.rules.view import resolve

@@ -12,8 +12,8 @@ from torch import fx
 from fxpar.annotate.problem import normalize_fqn
 from fxpar.annotate.solve import AxisSearch
 from fxpar.cli.explain_moves import Move, moves, weights_of
-from fxpar.graph import AnnotatedGraph, Input
-from fxpar.printer import parts
+from fxpar.ir.graph import AnnotatedGraph, Input
+from fxpar.ir.printer import parts
 from fxpar.rules.view import is_op, resolve
 
 

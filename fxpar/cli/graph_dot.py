@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fxpar.exec_graph import collective_kind
-from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import AnyGraph, PrintedPart, matches, op_name, parts, type_of
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.printer import AnyGraph, PrintedPart, matches, op_name, parts, type_of
 
 COLOURS = {
     "all_gather": "#7fb3d5",

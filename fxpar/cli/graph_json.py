@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.dist_config import DistConfig
-from fxpar.exec_graph import Program
-from fxpar.graph import LogicalGraph, TensorMeta
-from fxpar.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.printer import AnyGraph, PrintedPart, matches, parts
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.printer import AnyGraph, PrintedPart, matches, parts
+from fxpar.ir.serialize import target_name
 from fxpar.schedule import Timeline
-from fxpar.serialize import target_name
 
 TIMINGS = ("capture_cpu_s", "annotate_cpu_s", "lower_cpu_s")
 

@@ -10,9 +10,9 @@ from fxpar.cli.console import human_bytes, plain_table, stdout_console
 from fxpar.cli.request import check_output, to_json, write_output
 from fxpar.cli.source import Source
 from fxpar.cli.switch import layouts_of, same_world
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlannerError
-from fxpar.strategy import Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.switch.order import EXHAUSTIVE, Gradients, Objective, OrderPlan, OrderSearch
 from fxpar.switch.planners import NAMES
 

@@ -1,8 +1,8 @@
 """What each pass needs of the graph that it is given, and which pass makes it so.
 
 Passes change an annotated graph in place, and most hold only at one point of the lowering: `global_to_local` on a graph
-that has local shapes already would divide them again. The lowering has its order from `fxpar.ladder`; here somebody
-picks a graph and a pass by hand, so the graph itself is looked at.
+that has local shapes already would divide them again. The lowering has its order from `fxpar.lowering.ladder`; here
+somebody picks a graph and a pass by hand, so the graph itself is looked at.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.collectives import is_collective, reshard
 from fxpar.errors import PassNeedsError
-from fxpar.graph import AnnotatedGraph
-from fxpar.ladder import default_passes
-from fxpar.markers import vary
-from fxpar.pass_base import tensor_operands
+from fxpar.ir.collectives import is_collective, reshard
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.markers import vary
+from fxpar.ir.pass_base import tensor_operands
+from fxpar.lowering.ladder import default_passes
 
 
 @dataclass(frozen=True)

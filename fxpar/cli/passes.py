@@ -8,10 +8,10 @@ import textwrap
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from fxpar import pass_registry
 from fxpar.cli.console import plain_table, stdout_console
 from fxpar.cli.request import check_output, to_json, write_output
 from fxpar.errors import FxparError
+from fxpar.ir import pass_registry
 from fxpar.lowering import default_passes
 
 _WIDE = 110  # columns that the list needs to be a table

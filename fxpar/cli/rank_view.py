@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from fxpar.errors import UnknownRankError
-from fxpar.exec_graph import Part, Program, substitute_tokens
-from fxpar.mesh import Mesh
-from fxpar.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.exec_graph import Part, Program, substitute_tokens
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 
 P = TypeVar("P", bound=Program)
 

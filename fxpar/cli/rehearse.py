@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from fxpar.cli.console import human_bytes
 from fxpar.errors import GraphFileError
-from fxpar.exec_graph import Program
-from fxpar.graph import LogicalGraph
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import LogicalGraph
 from fxpar.remat import run_on_meta, tensors_of
 
 # Every rank of a program is a thread of this process.

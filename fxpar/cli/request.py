@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from fxpar.cli.options import SUFFIX
 from fxpar.errors import FxparWarning, GraphFileError, OutputError, OverrideError, StrategySyntaxError, TokensError
-from fxpar.strategy import Strategy
+from fxpar.ir.strategy import Strategy
 
 if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none of these
     from torch import Tensor
 
-    from fxpar.graph import LogicalGraph
+    from fxpar.ir.graph import LogicalGraph
     from fxpar.models import LoadedModel
 
 _LINE, _DEPTH = 100, 3  # JSON: longer values are broken into lines, down to this depth

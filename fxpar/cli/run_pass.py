@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fxpar import pass_registry
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
 from fxpar.cli.pass_needs import check_needs
@@ -26,13 +25,14 @@ from fxpar.errors import (
     PassRunError,
     nearest,
 )
-from fxpar.graph import AnnotatedGraph
 from fxpar.graph_diff import compare, digest
-from fxpar.graph_file import kind_of, load_graph, load_origin, save_graph
+from fxpar.graph_files import kind_of, load_graph, load_origin, save_graph
+from fxpar.ir import pass_registry
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import GraphPass
+from fxpar.lowering.verify import verify
 from fxpar.models.load import parse_dtype
 from fxpar.models.options import parse_assignments, typed
-from fxpar.pass_base import GraphPass
-from fxpar.verify import verify
 
 _DUMP = "Make one with: fxpar dump MODEL --strategy S --after PASS -o FILE.fxpar"
 

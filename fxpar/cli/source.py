@@ -15,10 +15,10 @@ from fxpar.cli.console import human_bytes
 from fxpar.cli.options import SUFFIX
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_strategies
 from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError
-from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.graph_file import Origin, SavedGraph, kind_of, load_graph, load_origin
-from fxpar.pipeline_graph import TrainGraph
-from fxpar.strategy import Strategy
+from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 
 if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache has nothing
     import torch

@@ -11,9 +11,9 @@ from rich.table import Table
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import Source, from_cache, load_meta, note_files, read_logical
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import DtypeError, PlannerError
-from fxpar.strategy import Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.switch.analytic import ModelShapes, ParamInfo, graph_shapes, model_shapes
 from fxpar.switch.api import plan_switch
 from fxpar.switch.layout import ParamLayout

@@ -16,7 +16,7 @@ import typer
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.request import check_output, write_output
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
-from fxpar.strategy import Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.train.config import TrainConfig, parse_config, read_config
 
 if TYPE_CHECKING:

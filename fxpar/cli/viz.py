@@ -13,13 +13,13 @@ from fxpar.batching.work import token_dim
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import Source, read_for_store, read_lowered, read_rows
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
-from fxpar.graph import LogicalGraph
-from fxpar.graph_file import load_graph
+from fxpar.graph_files import load_graph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.pipeline_graph import TrainGraph
-from fxpar.strategy import Strategy
 from fxpar.version import __version__
 from fxpar.viz import Viewed, page_html, view_document
 from fxpar.viz.chrome_trace import chrome_trace

@@ -1,5 +1,1 @@
-"""What things cost; whoever weighs one thing against another asks here."""
-
-from fxpar.cost.ops import ATTENTION, PRODUCTS, SizesAt, flops, is_kernel, local_metas, touched_bytes
-
-__all__ = ["ATTENTION", "PRODUCTS", "SizesAt", "flops", "is_kernel", "local_metas", "touched_bytes"]
+"""What things cost, and on what they run; whoever weighs one thing against another asks here."""

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
-from fxpar.exec_graph import collective_kind
-from fxpar.graph import Size, TensorMeta
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import Size, TensorMeta
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}  # op -> position of q in its arguments

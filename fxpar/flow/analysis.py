@@ -20,12 +20,12 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.dist_config import Partial, Shard
 from fxpar.flow import numbers
 from fxpar.flow.call import Call, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
-from fxpar.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
+from fxpar.ir.dist_config import Partial, Shard
+from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
 from fxpar.rules.option import Option
 from fxpar.rules.table import rule_of
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas

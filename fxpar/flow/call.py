@@ -10,7 +10,7 @@ import sympy
 from torch import fx
 
 from fxpar.flow.value import Flow
-from fxpar.graph import Size, TensorMeta
+from fxpar.ir.graph import Size, TensorMeta
 from fxpar.rules.option import OpView
 
 Question = Literal["documents", "padding"]

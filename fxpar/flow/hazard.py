@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from fxpar.flow.analysis import PADDED_KEYS, in_words, token_flow
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 
 
 def token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:

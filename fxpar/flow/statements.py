@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
-from fxpar.dist_config import Shard
 from fxpar.flow.call import Call
 from fxpar.flow.value import Flow, row
+from fxpar.ir.dist_config import Shard
 
 aten = torch.ops.aten
 own = torch.ops.fxpar

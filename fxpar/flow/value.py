@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import fx
 
-from fxpar.dist_config import Shard
+from fxpar.ir.dist_config import Shard
 
 Kind = Literal["same", "number", "sum", "row"]
 

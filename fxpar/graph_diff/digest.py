@@ -15,14 +15,14 @@ from typing import Any
 import sympy
 from torch import fx
 
-from fxpar import collectives
-from fxpar.exec_graph import Communication, Program, Stored, collective_kind
-from fxpar.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.graph_diff.lines import Section, places_of, sections_of
 from fxpar.graph_diff.modules import Place, block_of
-from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import AnyGraph, matches
-from fxpar.strategy import Strategy
+from fxpar.ir import collectives
+from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.printer import AnyGraph, matches
+from fxpar.ir.strategy import Strategy
 
 BETWEEN_STAGES = "between stages"
 _SENT = {"sent": "forward", "sent_grad": "backward"}

@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
-from fxpar.exec_graph import Program
-from fxpar.graph import LogicalGraph
 from fxpar.graph_diff.modules import PARTS, Place, place_of
-from fxpar.printer import AnyGraph, matches, node_line, op_name
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.printer import AnyGraph, matches, node_line, op_name
 
 Mark = Literal[" ", "-", "+"]
 _MANY = 16  # longer lists of operands are shortened

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import sympy
 from torch import fx
 
-from fxpar.exec_graph import collective_kind
+from fxpar.ir.exec_graph import collective_kind
 from fxpar.memory.series import KINDS, Moment, Peak, Series
 from fxpar.memory.workspace import Conditions, workspace_bytes
 from fxpar.remat import Storages, saved_storages, trace_storages

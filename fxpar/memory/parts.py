@@ -13,15 +13,15 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.exec_graph import Part, collective_kind
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir.exec_graph import Part, collective_kind
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pipeline_graph import StageProgram
+from fxpar.ir.strategy import Strategy
 from fxpar.memory.liveness import kind_of
 from fxpar.memory.workspace import Conditions, workspace_bytes
 from fxpar.passes.accumulate_gradients import AccumulateGradients
 from fxpar.passes.write_in_place import undo
-from fxpar.pipeline_graph import StageProgram
 from fxpar.remat import Storages, trace_storages
-from fxpar.strategy import Strategy
 
 Name = tuple[str, str]  # kind and FQN of an input
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import sympy
 
-from fxpar.exec_graph import Stored
+from fxpar.ir.exec_graph import Stored
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory, StageMemory
 from fxpar.memory.state import home_bytes
 from fxpar.memory.walk import RankPeak, rank_peak
 from fxpar.memory.workspace import Conditions
-from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.schedule import Schedule, schedule, simulate
 from fxpar.switch.layout import layout_of
 

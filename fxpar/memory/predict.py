@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import sympy
 
-from fxpar.exec_graph import ExecGraph
+from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.memory.liveness import ONE_THREAD, body_series
 from fxpar.memory.parts import accumulating
 from fxpar.memory.pipeline import pipeline_over_time
@@ -14,7 +15,6 @@ from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
 from fxpar.memory.state import home_bytes, padded_sizes
 from fxpar.memory.workspace import Conditions
-from fxpar.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.switch.layout import layout_of
 
 

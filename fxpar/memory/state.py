@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxpar.errors import DimNameError
-from fxpar.exec_graph import Program
+from fxpar.ir.exec_graph import Program
 from fxpar.store.home import home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from fxpar.exec_graph import Stored
+from fxpar.ir.exec_graph import Stored
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.memory.ledger import Ledger
 from fxpar.memory.parts import StageTrace, trace_stage
 from fxpar.memory.series import Peak, Series
 from fxpar.memory.workspace import Conditions
-from fxpar.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, with_transfers
 
 _PARTS = {"F": "forward", "B": "backward", "I": "input_part", "W": "weight_part"}

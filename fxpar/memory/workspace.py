@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 
 own, aten = torch.ops.fxpar, torch.ops.aten
 Shape = tuple[int, ...]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.torch_api.tracing import evaluate
 

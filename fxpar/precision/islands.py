@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PrecisionGlobError
-from fxpar.graph import LogicalGraph, TensorMeta
+from fxpar.ir.graph import LogicalGraph, TensorMeta
 from fxpar.precision.loss_region import loss_region
 from fxpar.precision.precision import Precision
 from fxpar.precision.tables import (

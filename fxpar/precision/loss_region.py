@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 from fxpar.precision.tables import LOSSES, LOSSES_BACKWARD, PRODUCTS, VIEWS
 
 

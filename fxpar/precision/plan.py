@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxpar.graph import LogicalGraph, Output
+from fxpar.ir.graph import LogicalGraph, Output
 from fxpar.precision.islands import active_nodes, find_islands, is_float, metas
 from fxpar.precision.precision import Precision
 from fxpar.precision.tables import AS_THEY_COME, LIKE, VIEWS

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from fxpar.dist_config import short_dtype
 from fxpar.errors import PrecisionDtypeError
-from fxpar.graph import LogicalGraph, Output, TensorMeta
+from fxpar.ir.dist_config import short_dtype
+from fxpar.ir.graph import LogicalGraph, Output, TensorMeta
 from fxpar.precision.dtypes import ResultDtypes
 from fxpar.precision.islands import metas
 from fxpar.precision.plan import Plan, is_cast, kept, make_plan

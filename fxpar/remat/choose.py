@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import sympy
 from torch import fx
 
-from fxpar.cost import SizesAt, flops, touched_bytes
+from fxpar.cost.ops import SizesAt, flops, touched_bytes
 from fxpar.errors import RematBudgetError, RematGlobError
-from fxpar.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.strategy import Remat
 from fxpar.remat.cut import Cut, least_bytes, least_flops
 from fxpar.remat.forward import ForwardValues, forward_values, is_communication, is_view
 from fxpar.remat.storages import trace_storages
-from fxpar.strategy import Remat
 
 # What an accelerator could compute while it moves a byte (300 TFLOP/s against 2000 and 200 GB/s), so that work of all
 # kinds has one unit.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import fx
 
-from fxpar.exec_graph import collective_kind
+from fxpar.ir.exec_graph import collective_kind
 from fxpar.remat.forward import ForwardValues
 from fxpar.remat.storages import Storages
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.exec_graph import collective_kind
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import AnnotatedGraph
 from fxpar.torch_api import kernels
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 
 c10d = torch.ops._c10d_functional
 _META = torch.device("meta")

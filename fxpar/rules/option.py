@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.dist_config import Partial, Placement, R, Shard, chunk
+from fxpar.ir.dist_config import Partial, Placement, R, Shard, chunk
 
 Shape = tuple[int, ...]
 ABSENT = "absent"  # a result that a call's output mask leaves out

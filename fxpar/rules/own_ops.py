@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpar.dist_config import P, R, Shard
+from fxpar.ir.dist_config import P, R, Shard
 from fxpar.rules.option import Factor, Option, OpView, Seed, TensorRef, from_factors
 
 

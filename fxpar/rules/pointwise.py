@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpar.dist_config import P
+from fxpar.ir.dist_config import P
 from fxpar.rules.option import Factor, Option, OpView, linear
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fxpar.dist_config import Shard
+from fxpar.ir.dist_config import Shard
 from fxpar.rules.option import Factor, Option, OpView, Seed, Shape, divides
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
-from fxpar.dist_config import Shard
 from fxpar.errors import RuleExistsError
+from fxpar.ir.dist_config import Shard
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
 from fxpar.rules.option import Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
 

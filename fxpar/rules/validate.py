@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.dist_config import DistConfig, Partial, Placement, Shard, chunk, normalize_sections
-from fxpar.graph import AnnotatedGraph, TensorMeta
-from fxpar.pass_registry import get
+from fxpar.ir.dist_config import DistConfig, Partial, Placement, Shard, chunk, normalize_sections
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.pass_registry import get
+from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option, OpView, Seed, TensorRef, divides, replicated
 from fxpar.rules.table import options
-from fxpar.strategy import Strategy
 
 AXIS = "tp"
 # Ratios in which a dim is tried as a concatenation of parts; those that do not divide are left out.

@@ -10,8 +10,8 @@ import sympy
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxpar.dist_config import Placement, R, Shard, chunk
-from fxpar.graph import Size, TensorMeta
+from fxpar.ir.dist_config import Placement, R, Shard, chunk
+from fxpar.ir.graph import Size, TensorMeta
 from fxpar.rules.option import Option, OpView, TensorRef
 
 Value = tuple[fx.Node, int]  # result `int` of a node

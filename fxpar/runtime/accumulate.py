@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, fx
 
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.passes.accumulate_gradients import AccumulateGradients
-from fxpar.strategy import Strategy
 
 
 def own_memory(values: list[Tensor], taken: Iterable[Tensor | None], keep: Collection[int] = ()) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import BatchMismatchError, ProgramMismatchError
-from fxpar.exec_graph import Program
+from fxpar.ir.exec_graph import Program
 from fxpar.torch_api.since_2_13 import all_gather_single
 
 Sequence_ = Tensor | Mapping[str, Tensor]

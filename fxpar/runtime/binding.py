@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fxpar.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.runtime.bound import Backend, BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
 from fxpar.runtime.groups import ProcessGroups

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.exec_graph import ExecGraph, Part, Program, Source, compile_graph
+from fxpar.ir.exec_graph import ExecGraph, Part, Program, Source, compile_graph
 from fxpar.passes.write_in_place import undo
 from fxpar.runtime.accumulate import accumulating, own_memory
 from fxpar.runtime.gloo import graph_of_rank

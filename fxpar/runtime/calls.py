@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError, nearest
-from fxpar.exec_graph import PlainGraph
-from fxpar.graph import ForwardGraph
+from fxpar.ir.exec_graph import PlainGraph
+from fxpar.ir.graph import ForwardGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.bound import Backend
@@ -25,7 +26,6 @@ from fxpar.runtime.gradients import gradient_placements
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.switching import Switching
-from fxpar.strategy import Strategy
 from fxpar.switch import ParamLayout, SwitchPlan, layout_of, plan_switch
 from fxpar.switch.reduction import plan_reduction
 from fxpar.tracer.documents import without_documents

@@ -26,9 +26,9 @@ from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBa
 from fxpar.batching.collate import check_keys, check_sequences, documents_of, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError, ModelLengthError, NanLossError
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.deterministic import deterministic_kernels

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import check_keys, check_present, check_sequences, collate, documents_of, valid_tokens
 from fxpar.errors import EvaluateLossError
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
-from fxpar.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.exec_graph import substitute_tokens
+from fxpar.ir.exec_graph import substitute_tokens
 from fxpar.ops import layout
 from fxpar.torch_api.groups import is_gloo
 

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fxpar.cluster import ClusterSpec
-from fxpar.exec_graph import Program
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.exec_graph import Program
 from fxpar.runtime.loss_scaler import overflows_anywhere
 from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore

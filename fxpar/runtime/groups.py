@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fxpar.mesh import Mesh
+from fxpar.ir.mesh import Mesh
 from fxpar.torch_api.groups import group_of_members, members_suffice
 
 # How many there are by default process group, for the names of groups: a rank may be a thread with a world of its own.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fxpar.batching import LengthGroup
 from fxpar.batching.lengths import LengthLimits
 from fxpar.errors import warn
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 
 
 def warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> None:

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from fxpar.batching import MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.batching.lengths import LengthLimits, length_limits
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError, PositionTableError, nearest
-from fxpar.graph import LogicalGraph, Packing
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.graph import LogicalGraph, Packing
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import packed_if_proved
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import Mode
-from fxpar.strategy import Strategy
 from fxpar.tracer import capture
 
 LossFunction = Callable[[nn.Module, Any], Tensor]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import PadError
-from fxpar.exec_graph import Program
 from fxpar.flow import PADDING
-from fxpar.graph import Dim, Input
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import Dim, Input
 
 
 def _constant(value: int) -> Callable[[Tensor, int, int], Tensor]:

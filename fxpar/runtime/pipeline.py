@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpar.exec_graph import Stored
-from fxpar.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.exec_graph import Stored
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, Work
 from fxpar.runtime.micro import MicroRun, local_batch

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
-from fxpar.exec_graph import Part, PlainGraph, compile_graph
-from fxpar.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
+from fxpar.ir.exec_graph import Part, PlainGraph, compile_graph
+from fxpar.ir.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
 from fxpar.runtime.bound import Backend, token_axes
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.runtime.padding import pad_batch

@@ -14,13 +14,14 @@ from fxpar.batching import GroupCost, LengthGroup, length_groups
 from fxpar.batching.cost import group_cost
 from fxpar.batching.ids import id_limits
 from fxpar.batching.pipeline_cost import pipeline_cost
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, ParallelizeError, nearest, warn
-from fxpar.graph import TOKEN_NUMBERS, LogicalGraph
+from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.passes.share_weights import share_weights
-from fxpar.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.precision import with_precision
 from fxpar.runtime.agree import check_same_programs
 from fxpar.runtime.binding import Bound, bind_here
@@ -57,7 +58,6 @@ from fxpar.store import (
     wire_layout,
 )
 from fxpar.store.materialize import is_on_meta, materialize
-from fxpar.strategy import Strategy
 from fxpar.switch import layout_of
 from fxpar.transport import Staging, SubGroups
 

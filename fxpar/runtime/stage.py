@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.exec_graph import Part
-from fxpar.pipeline_graph import StageProgram
+from fxpar.ir.exec_graph import Part
+from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.runtime.accumulate import accumulating, own_memory
 from fxpar.runtime.bound import Backend, functional_collectives, token_axes
 from fxpar.runtime.gloo import graph_of_rank

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxpar.errors import NotAChainError
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 from fxpar.stages.mincut import EARLY, LATE, CutNetwork
 from fxpar.stages.nodes import Nodes, nbytes, producer
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import NotAChainError
-from fxpar.graph import Input, Output, TensorMeta
+from fxpar.ir.graph import Input, Output, TensorMeta
 from fxpar.stages.nodes import Nodes
 from fxpar.stages.staged import Crossing, StageGraph
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fxpar.errors import NotAChainError
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 from fxpar.stages.backward import Backward
 from fxpar.stages.build import Result, StageBuilder, crossings
 from fxpar.stages.forward import choose_cuts, stages_of

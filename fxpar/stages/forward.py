@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fxpar.errors import NotAChainError, StageCountError, UnknownCutError, nearest
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 from fxpar.stages.layers import balanced_cuts, find_layers, rerun
 from fxpar.stages.nodes import Nodes, nbytes, producer
 

@@ -9,9 +9,9 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.cost import SizesAt, flops
-from fxpar.graph import Input, LogicalGraph, TensorMeta
-from fxpar.pass_base import ancestors
+from fxpar.cost.ops import SizesAt, flops
+from fxpar.ir.graph import Input, LogicalGraph, TensorMeta
+from fxpar.ir.pass_base import ancestors
 
 own = torch.ops.fxpar
 NOMINAL_TOKENS = 2048  # costs must not depend on the example's length

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpar.errors import VerifyError
-from fxpar.exec_graph import Part, cut_part
-from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.pass_base import ancestors
+from fxpar.ir.exec_graph import Part, cut_part
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.pass_base import ancestors
 
 Slots = dict[str, dict[fx.Node, int]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpar.graph import LogicalGraph, TensorMeta
+from fxpar.ir.graph import LogicalGraph, TensorMeta
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import HomeLayoutError, PlacementError
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.torch_api.dtensors import placements_of
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
-from fxpar.exec_graph import Program
-from fxpar.mesh import Mesh
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.printer_tables import columns
 from fxpar.passes.share_weights import share_weights
-from fxpar.printer_tables import columns
 from fxpar.switch.layout import ParamLayout
 
 

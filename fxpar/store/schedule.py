@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
 

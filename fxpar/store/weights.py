@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.errors import ParallelizeError
-from fxpar.exec_graph import Program
+from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
 from fxpar.switch.layout import ParamLayout, layout_of

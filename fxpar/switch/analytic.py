@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.annotate import annotate
-from fxpar.dist_config import DistConfig
 from fxpar.errors import LayoutError
-from fxpar.graph import LogicalGraph
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.strategy import Strategy
 from fxpar.passes.zero_shard import shard_over
-from fxpar.strategy import Strategy
 from fxpar.switch.layout import ParamLayout, PlacedParam
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

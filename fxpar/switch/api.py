@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan
 from fxpar.switch.planners import run_planner

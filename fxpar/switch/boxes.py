@@ -12,8 +12,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 
 Runs = tuple[tuple[int, int], ...]  # (start, stop), ascending, none empty
 

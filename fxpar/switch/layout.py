@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpar.dist_config import DistConfig
 from fxpar.errors import LayoutError
-from fxpar.exec_graph import Program
-from fxpar.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.passes.zero_shard import shard_over
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
 from fxpar.switch.api import plan_switch
 from fxpar.switch.layout import ParamLayout

@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import LayoutError, NoOwnerError, nearest
+from fxpar.ir.dist_config import DistConfig
 from fxpar.switch.boxes import refine
 from fxpar.switch.layout import ParamLayout
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ReductionError, SwitchPlanError, nearest
+from fxpar.ir.dist_config import DistConfig
 from fxpar.switch.boxes import refine
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.planners.groups import local_groups, remote_groups

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import PlacementError
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

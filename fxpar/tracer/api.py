@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fxpar.errors import warn
-from fxpar.graph import TOKEN_NUMBERS, LogicalGraph
+from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
 from fxpar.tracer.provenance import Provenance

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.graph import Input, TensorMeta
+from fxpar.ir.graph import Input, TensorMeta
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.torch_api.tracing import OpOverload
 from fxpar.tracer.dynamic import DynamicDims

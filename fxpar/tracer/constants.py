@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from fxpar.graph import Input
+from fxpar.ir.graph import Input
 
 
 def lift_constants(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], dict[str, Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import DynamicDimError
-from fxpar.graph import Dim, Size, dim_symbol
+from fxpar.ir.graph import Dim, Size, dim_symbol
 from fxpar.torch_api.symbolic import FakeWorld
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.graph import TOKEN_NUMBERS, Input, Output
+from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.canonical import Canonical
 from fxpar.tracer.constants import lift_constants

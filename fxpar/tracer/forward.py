@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import UnsupportedOpError
-from fxpar.graph import CallStructure, ForwardGraph, Input, Output, SizeRef, TensorMeta, ValueRef, dim_symbol
+from fxpar.ir.graph import CallStructure, ForwardGraph, Input, Output, SizeRef, TensorMeta, ValueRef, dim_symbol
 from fxpar.torch_api import tracing
 from fxpar.torch_api.tree import flatten, flatten_call, unflatten
 from fxpar.tracer.context import CaptureContext

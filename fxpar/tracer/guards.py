@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from fxpar.errors import SpecializedShapeError
-from fxpar.graph import Dim, dim_symbol
+from fxpar.ir.graph import Dim, dim_symbol
 from fxpar.torch_api.symbolic import FakeWorld, Guard
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import BatchError, DeviceError
-from fxpar.graph import Input, Size, TensorMeta
+from fxpar.ir.graph import Input, Size, TensorMeta
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.dynamic import DynamicDims
 from fxpar.tracer.provenance import user_line

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 
 aten = torch.ops.aten
 _FACTORIES = {aten.full.default, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default, aten.arange.default}

@@ -21,7 +21,7 @@ from fxpar.errors import (
     LossError,
     UnsupportedOpError,
 )
-from fxpar.graph import TOKEN_NUMBERS, Input, Output
+from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.context import CaptureContext, running

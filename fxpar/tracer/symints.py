@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import UnsupportedOpError
-from fxpar.graph import dim_symbol
+from fxpar.ir.graph import dim_symbol
 from fxpar.torch_api.symbolic import FakeWorld, function_of
 
 aten = torch.ops.aten

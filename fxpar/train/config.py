@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from fxpar.batching import length_groups
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
+from fxpar.ir.strategy import Strategy
 from fxpar.precision import Precision
-from fxpar.strategy import Strategy
 from fxpar.train.schema import from_table, shown
 
 _POSITIVE: dict[str, Any] = {"least": 1}

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
-from fxpar.cluster import ClusterSpec
+from fxpar.checkpoint.lock import holder, release, take
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import CheckpointError, RunFolderError, RunInUseError
-from fxpar.lock import holder, release, take
 from fxpar.train.config import TrainConfig
 from fxpar.train.session import latest
 

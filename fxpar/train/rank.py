@@ -27,8 +27,8 @@ from fxpar.errors import (
     StrategyWorldsError,
     VizDependencyError,
 )
+from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
-from fxpar.strategy import Strategy
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps

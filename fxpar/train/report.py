@@ -19,7 +19,7 @@ import torch
 from fxpar import __version__
 from fxpar.batching.profile import Rates
 from fxpar.errors import FxparError, OutputError
-from fxpar.pipeline_graph import TrainGraph
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.runtime.engine import Engine
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.options import figures

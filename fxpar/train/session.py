@@ -12,7 +12,7 @@ import torch
 
 from fxpar.api import parallelize
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor

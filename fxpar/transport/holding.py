@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxpar.dist_config import DistConfig
 from fxpar.errors import HoldingError
+from fxpar.ir.dist_config import DistConfig
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import Box
 

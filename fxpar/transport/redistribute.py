@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlacementError, RedistributeError, nearest
+from fxpar.ir.dist_config import DistConfig
 from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.torch_api.dtensors import config_of, counted_from_front, is_nested_by_hand, local_of, sibling
 from fxpar.transport.bundles import bundles_of, layout_of_bundles

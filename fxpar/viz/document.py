@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fxpar.cluster import ClusterSpec
-from fxpar.pipeline_graph import PipelineGraph
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.viz.viewed import Viewed
 
 FORMAT, VERSION = "fxpar view", 1

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from fxpar.batching.profile import Rates, node_costs
-from fxpar.cost import SizesAt, flops, local_metas
-from fxpar.dist_config import DistConfig, short_dtype
-from fxpar.exec_graph import Communication, Program, collective_kind
-from fxpar.graph import TensorMeta
-from fxpar.printer import PrintedPart, op_name, parts, type_of
+from fxpar.cost.ops import SizesAt, flops, local_metas
+from fxpar.ir.dist_config import DistConfig, short_dtype
+from fxpar.ir.exec_graph import Communication, Program, collective_kind
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.printer import PrintedPart, op_name, parts, type_of
 from fxpar.viz.inside import Term
 from fxpar.viz.viewed import GPU, Viewed, wire_bytes, wire_ms
 

@@ -25,9 +25,9 @@ from itertools import groupby
 from typing import Any
 
 from fxpar.batching.profile import Rates
-from fxpar.exec_graph import Program
-from fxpar.pipeline_graph import StageProgram
-from fxpar.printer import type_of
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.pipeline_graph import StageProgram
+from fxpar.ir.printer import type_of
 from fxpar.viz.facts import NodeFacts, PartFacts, program_facts
 from fxpar.viz.modules import Drawing, Item, Module, draw, module_tree, run_as_module
 from fxpar.viz.viewed import Viewed

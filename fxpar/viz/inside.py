@@ -13,8 +13,8 @@ from typing import Any
 
 from fxpar.batching.profile import COMPUTE, NodeCost, Rates, node_costs
 from fxpar.batching.work import Polynomial, sent_bytes
-from fxpar.exec_graph import Part, Program
-from fxpar.pipeline_graph import PipelineGraph, StageProgram, TrainGraph
+from fxpar.ir.exec_graph import Part, Program
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TrainGraph
 from fxpar.runtime.pipeline import plan_pipeline
 
 MOST_ROWS = 3000  # of a strategy; beyond that whole layers are one row

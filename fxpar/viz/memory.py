@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.printer import op_name
 from fxpar.memory import KINDS, MemoryPrediction, Moment, RankMemory, memory_over_time, schedule_of
-from fxpar.pipeline_graph import PipelineGraph
-from fxpar.printer import op_name
 from fxpar.schedule import Action, Costs, Schedule, Transfer, simulate
 from fxpar.viz.inside import ACTION_PARTS, Inside
 from fxpar.viz.step import Lengths

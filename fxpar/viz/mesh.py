@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import short_dtype
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.dist_config import short_dtype
+from fxpar.ir.strategy import Strategy
 from fxpar.store import home_layout, param_specs, wire_layout
-from fxpar.strategy import Strategy
 from fxpar.switch import ParamLayout, layout_of, plan_switch
 from fxpar.switch.layout import PlacedParam
 from fxpar.viz.transfers import MOST_RANKS, switch_json

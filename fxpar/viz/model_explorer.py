@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.errors import VizDependencyError
-from fxpar.printer import type_of
+from fxpar.ir.printer import type_of
 from fxpar.viz.facts import NodeFacts, PartFacts, program_facts
 from fxpar.viz.graph_view import directions
 from fxpar.viz.viewed import Viewed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from fxpar.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.schedule import Action, Costs, Span, Transfer, simulate

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.batching.profile import Rates
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory.state import home_bytes
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.gradients import gradient_placements
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of

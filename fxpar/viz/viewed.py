@@ -10,11 +10,11 @@ import torch
 
 from fxpar.batching.cost import seconds_per_byte
 from fxpar.batching.work import TOKEN_KEYS, base_rows, token_dim
-from fxpar.cluster import ClusterSpec
-from fxpar.exec_graph import Communication, Program
-from fxpar.graph import LogicalGraph
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.exec_graph import Communication, Program
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.memory.state import padded_sizes
-from fxpar.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.runtime.options import Figures, figures
 
 DEVICES_PER_NODE = 8

@@ -11,8 +11,8 @@ from fxpar.annotate import annotate
 from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
 from fxpar.annotate.driver import annotate_and_search
 from fxpar.annotate.solve import AxisSearch
-from fxpar.graph import AnnotatedGraph, LogicalGraph
-from fxpar.strategy import Strategy
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.strategy import Strategy
 from tests.captured import Mlp, llama, squared, take, vectors
 
 Found = tuple[AnnotatedGraph, tuple[AxisSearch, ...]]

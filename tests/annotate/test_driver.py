@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from fxpar.annotate import annotate
 from fxpar.annotate.driver import combine
 from fxpar.checking import check
-from fxpar.dist_config import DistConfig, R, Shard
 from fxpar.errors import FxparWarning, NotYetError, OverrideError
-from fxpar.graph import TensorMeta, dim_symbol
+from fxpar.ir.dist_config import DistConfig, R, Shard
+from fxpar.ir.graph import TensorMeta, dim_symbol
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.mesh import Mesh
-from fxpar.strategy import Strategy
-from fxpar.verify import verify, verify_placements
+from fxpar.lowering.verify import verify, verify_placements
 from tests.captured import Captured, fused, gpt, llama, squared, take, vectors
 from tests.repeat import crossed
 

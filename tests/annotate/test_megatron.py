@@ -11,11 +11,11 @@ import torch
 from fxpar import losses
 from fxpar.annotate import annotate
 from fxpar.annotate.driver import annotate_and_search
-from fxpar.exec_graph import Communication, ExecGraph
-from fxpar.graph import LogicalGraph
+from fxpar.ir.exec_graph import Communication, ExecGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.models.llama import Llama, LlamaOptions
-from fxpar.strategy import Strategy
 from fxpar.tracer import capture
 from tests.captured import llama
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpar.dist_config import Shard
+from fxpar.ir.dist_config import Shard
 from fxpar.lowering import lower_forward
 from fxpar.rules.option import OpView, TensorRef
 from fxpar.rules.table import options

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fxpar.batching import GroupCost, MicroBatch, length_groups, plan_batch
 from fxpar.batching.collate import check_keys, check_present, check_sequences, collate, valid_tokens
 from fxpar.errors import BatchKeyError, MiniBatchError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 from fxpar.losses import IGNORE_INDEX
 from tests.repeat import examples
 

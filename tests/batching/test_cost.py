@@ -14,12 +14,12 @@ from fxpar import losses
 from fxpar.batching import GroupCost
 from fxpar.batching.cost import group_cost
 from fxpar.batching.work import body_work, link_crosses_nodes
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ClusterError, CostModelError
-from fxpar.exec_graph import ExecGraph
-from fxpar.graph import LogicalGraph
+from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.mesh import Mesh
 from fxpar.lowering import lower
-from fxpar.mesh import Mesh
 from fxpar.models import load
 from fxpar.tracer import capture
 from tests.captured import mlp

@@ -14,7 +14,7 @@ from fxpar.errors import (
     TokenBudgetError,
     UnknownBudgetError,
 )
-from fxpar.strategy import Strategy
+from fxpar.ir.strategy import Strategy
 
 THREE = {32768: "cp4", 512: "dp4", 4096: Strategy.parse("dp2.tp2+sp")}
 

@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from fxpar.checkpoint.lock import LOCK
 from fxpar.errors import CheckpointError, CheckpointValueError, CheckpointWriteError, RankError
-from fxpar.lock import LOCK
 from fxpar.runtime.forked import run_forked
 from tests.checkpoint.small import assert_same, make, step, whole
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from fxpar.checkpoint import load_checkpoint, save, save_checkpoint
+from fxpar.checkpoint.lock import release
 from fxpar.errors import CheckpointInUseError
-from fxpar.lock import release
 from fxpar.runtime.forked import run_forked
 from tests.checkpoint.small import make, step
 

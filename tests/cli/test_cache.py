@@ -12,9 +12,9 @@ from fxpar.cli import cache as cache_module
 from fxpar.cli import source as source_module
 from fxpar.cli.cache import CaptureCache
 from fxpar.cli.source import Source, read_annotated, read_logical, read_lowered, read_origin
+from fxpar.ir.printer import format_graph
+from fxpar.ir.strategy import Strategy
 from fxpar.models.user_function import run_file
-from fxpar.printer import format_graph
-from fxpar.strategy import Strategy
 from tests.cli.helpers import fxpar
 
 MODEL = """

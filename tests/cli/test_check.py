@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from fxpar import checking
 from fxpar.checking import CheckResult
+from fxpar.checking import driver as checking
 from fxpar.cli import check as cli_check
 from tests.cli.helpers import fxpar
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fxpar.cli import request, source
-from fxpar.dist_config import DistConfig
+from fxpar.ir.dist_config import DistConfig
 from tests.cli.helpers import fxpar
 
 

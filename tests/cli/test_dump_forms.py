@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fxpar.cli.after_pass import step_name
-from fxpar.ladder import default_passes
+from fxpar.lowering.ladder import default_passes
 from tests.cli.helpers import fxpar
 
 

@@ -20,11 +20,11 @@ from fxpar.cli.explain_exec import by_module, traffic
 from fxpar.cli.explain_moves import moves
 from fxpar.cli.explain_show import report
 from fxpar.cli.explain_subject import find, placed, vocabulary
-from fxpar.graph_file import load_graph, save_graph
+from fxpar.graph_files import load_graph, save_graph
+from fxpar.ir.pass_base import tensor_operands
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.pass_base import tensor_operands
 from fxpar.passes.pack_documents import pack_documents
-from fxpar.strategy import Strategy
 from tests.captured import llama
 from tests.cli.helpers import fxpar
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from fxpar.graph import TensorMeta
-from fxpar.graph_file import Origin, load_origin, save_graph
+from fxpar.graph_files import Origin, load_origin, save_graph
+from fxpar.ir.graph import TensorMeta
 from tests.captured import odd
 from tests.cli.helpers import fxpar
 
@@ -75,8 +75,8 @@ def test_check(files, name, words):
 
 def test_check_finds_a_broken_graph(files, tmp_path):
     """A lost all-reduce in the file of a lowered graph."""
-    from fxpar.exec_graph import collective_kind
-    from fxpar.graph_file import load_graph, load_origin, save_graph
+    from fxpar.graph_files import load_graph, load_origin, save_graph
+    from fxpar.ir.exec_graph import collective_kind
 
     graph = load_graph(files("exec"))
     node = next(n for n in graph.epilogue.graph.nodes if collective_kind(n) == "all_reduce")

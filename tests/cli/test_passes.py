@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import pytest
 
-from fxpar import pass_registry
 from fxpar.cli.pass_needs import check_needs
 from fxpar.errors import PassNeedsError
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir import pass_registry
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier
 from fxpar.lowering import default_passes, lower
-from fxpar.pass_base import Tier
 from tests.cli.helpers import fxpar
 from tests.graph_diff.graphs import logical
 

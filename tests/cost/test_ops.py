@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpar.cost import SizesAt, flops, is_kernel, touched_bytes
-from fxpar.graph import TensorMeta
+from fxpar.cost.ops import SizesAt, flops, is_kernel, touched_bytes
+from fxpar.ir.graph import TensorMeta
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 NOTHING = SizesAt({})

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar import losses
-from fxpar.eager import relative_error
+from fxpar.checking.eager import relative_error
 from fxpar.lowering import lower
 from fxpar.runtime import ProcessGroups, bind, pad
 from fxpar.runtime.forked import run_forked

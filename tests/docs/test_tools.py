@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fxpar import errors, pass_registry
+from fxpar import errors
+from fxpar.ir import pass_registry
 
 pytestmark = pytest.mark.docs
 

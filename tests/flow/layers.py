@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar.flow import token_flow
-from fxpar.graph import LogicalGraph, dim_symbol
+from fxpar.ir.graph import LogicalGraph, dim_symbol
 from fxpar.losses import cross_entropy_sum, next_token_labels
 
 VOCAB, WIDTH, LONGEST = 11, 4, 32

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import PackingError
-from fxpar.exec_graph import compile_graph
 from fxpar.flow import padding_hazard
-from fxpar.graph import LogicalGraph
+from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.graph import LogicalGraph
 from fxpar.losses import IGNORE_INDEX, mse_sum
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.tracer import capture

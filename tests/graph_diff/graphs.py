@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from fxpar.graph import LogicalGraph
 from fxpar.graph_diff import Digest, GraphDiff, compare, digest
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.models import load
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.tracer import capture
 
 STRATEGIES = ("dp2", "tp2", "tp2+sp", "cp2", "dp2.tp2+sp+zero3", "pp2.tp2")

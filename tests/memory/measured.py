@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fxpar.exec_graph import ExecGraph
+from fxpar.ir.exec_graph import ExecGraph
 from fxpar.models import load
 from fxpar.runtime import ProcessGroups, bind
 from fxpar.runtime.micro import as_one_sequence, local_batch

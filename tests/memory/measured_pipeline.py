@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fxpar.checking import local_params
-from fxpar.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import Work
 from fxpar.runtime.groups import ProcessGroups

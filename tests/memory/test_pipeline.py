@@ -7,9 +7,9 @@ import json
 import pytest
 
 from fxpar.errors import DimNameError, MicroBatchCountError
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
 from fxpar.memory import Conditions, pipeline_peak, predict_memory, schedule_of
-from fxpar.pipeline_graph import PipelineGraph
 from tests.captured import llama
 from tests.memory.measured import model
 from tests.memory.measured_pipeline import rank_bytes

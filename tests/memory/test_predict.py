@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxpar.errors import DimNameError
-from fxpar.graph import TensorMeta, dim_symbol
+from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.memory import Conditions, body_peak, predict_memory, program_peak
 from fxpar.passes.pack_documents import pack_documents

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from fxpar.graph import TensorMeta, dim_symbol
+from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.memory import KINDS, Moment, Series, body_series, memory_over_time, predict_memory
 from tests.captured import llama

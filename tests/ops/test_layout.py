@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpar.dist_config import AxisShard, DistConfig, chunk
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig, chunk
+from fxpar.ir.mesh import Mesh
 from fxpar.ops import layout
 
 SECTIONS = ((), (), (1, 1), (1, 1, 1), (2, 1), (1, 2, 1), (3, 1, 1))

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from fxpar.annotate import annotate
-from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.graph import AnnotatedGraph, Input, InputKind, LogicalGraph, Output, OutputKind, TensorMeta
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.graph import AnnotatedGraph, Input, InputKind, LogicalGraph, Output, OutputKind, TensorMeta
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes
-from fxpar.strategy import Strategy
 
 F64 = torch.float64
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.exec_graph import compile_graph
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.graph import AnnotatedGraph
 from fxpar.lowering import lower
 from fxpar.passes.accumulate_gradients import AccumulateGradients
 from fxpar.runtime.accumulate import accumulating

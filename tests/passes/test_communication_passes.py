@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar import collectives as c
-from fxpar.dist_config import AxisShard
 from fxpar.errors import VerifyError
-from fxpar.exec_graph import ExecGraph, collective_kind
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir import collectives as c
+from fxpar.ir.dist_config import AxisShard
+from fxpar.ir.exec_graph import ExecGraph, collective_kind
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import sort_topologically
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
+from fxpar.lowering.verify import verify
 from fxpar.ops import layout
-from fxpar.pass_base import sort_topologically
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
-from fxpar.strategy import Strategy
-from fxpar.verify import verify
 from tests.captured import llama
 from tests.passes.sketch import F64, Sketch, before, names, text
 from tests.repeat import thinned

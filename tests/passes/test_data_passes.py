@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from fxpar.checking import TOLERANCE, assign, run_world
-from fxpar.dist_config import AxisShard
-from fxpar.exec_graph import ExecGraph, Part, compile_graph
+from fxpar.ir.dist_config import AxisShard
+from fxpar.ir.exec_graph import ExecGraph, Part, compile_graph
+from fxpar.ir.markers import vary
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.markers import vary
 from fxpar.passes.accumulate_gradients import AccumulateGradients
 from fxpar.passes.casts import Casts
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.zero_shard import ZeroShard
-from fxpar.strategy import Strategy
 from tests.captured import Captured, llama, odd
 from tests.passes.sketch import F64, Sketch, before, names, text
 from tests.repeat import crossed, thinned

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar import collectives as c
 from fxpar.checking import assign, run_world
+from fxpar.ir import collectives as c
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.ops.layout import zero_padding
 from fxpar.passes.mask_padding import MaskPadding
-from fxpar.strategy import Strategy
 from tests.captured import ACTIVATIONS, Captured, llama, mlp
 from tests.passes.sketch import Sketch, before, names, text
 from tests.repeat import crossed

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import fx
 
-from fxpar import collectives as c
-from fxpar.dist_config import DistConfig
 from fxpar.errors import VerifyError
-from fxpar.graph import TensorMeta, dim_symbol
-from fxpar.markers import vary
-from fxpar.pass_base import GraphPass, tensor_operands
+from fxpar.ir import collectives as c
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.graph import TensorMeta, dim_symbol
+from fxpar.ir.markers import vary
+from fxpar.ir.pass_base import GraphPass, tensor_operands
+from fxpar.lowering.verify import verify_placements
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.insert_reshards import InsertReshards
-from fxpar.verify import verify_placements
 from tests.captured import llama
 from tests.passes.sketch import Sketch, before, names, text
 

@@ -12,12 +12,12 @@ from torch import fx
 
 from fxpar.checking import assign, run_world
 from fxpar.errors import RematBudgetError, RematGlobError
-from fxpar.exec_graph import ExecGraph, collective_kind
+from fxpar.ir.exec_graph import ExecGraph, collective_kind
 from fxpar.lowering import lower, lower_forward
+from fxpar.lowering.verify import verify
 from fxpar.passes.rematerialize import Rematerialize
 from fxpar.remat import saved_bytes, trace_storages
 from fxpar.tracer import capture_forward
-from fxpar.verify import verify
 from tests.captured import Captured, gpt, llama, odd
 from tests.forwards import case, check, truth
 from tests.passes.sketch import Sketch

@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from fxpar import collectives as c
-from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import PlacementError
-from fxpar.graph import AnnotatedGraph, Input, Output, TensorMeta
+from fxpar.ir import collectives as c
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.graph import AnnotatedGraph, Input, Output, TensorMeta
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import split_phases
-from fxpar.mesh import Mesh
+from fxpar.lowering.verify import verify
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.global_to_local import GlobalToLocal
@@ -26,9 +28,7 @@ from fxpar.passes.reshard_to_collectives import ReshardToCollectives, steps
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
 from fxpar.runtime import ProcessGroups, bind
-from fxpar.strategy import Strategy
 from fxpar.torch_api.threaded import run_threads
-from fxpar.verify import verify
 from tests.placements import configs
 from tests.repeat import examples
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxpar import collectives as c
 from fxpar.checking import assign, run_world
-from fxpar.exec_graph import compile_graph
-from fxpar.graph import AnnotatedGraph
+from fxpar.ir import collectives as c
+from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.write_in_place import IN_PLACE, WriteInPlace, undo
 from fxpar.runtime.bound import functional_collectives
 from fxpar.runtime.stage import BoundStage
-from fxpar.strategy import Strategy
 from tests.captured import gpt, llama
 from tests.passes.sketch import Sketch, names
 from tests.repeat import examples
@@ -323,7 +323,7 @@ _OPS = (
 def test_random_programs_keep_every_bit(choices):
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fxpar.graph import Output, TensorMeta
+    from fxpar.ir.graph import Output, TensorMeta
 
     x = torch.randn(3, 3, dtype=torch.float64)
     traced = make_fx(Random(choices))(x).graph

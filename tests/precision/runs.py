@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpar.graph import LogicalGraph, TensorMeta
+from fxpar.checking.widen import widen
+from fxpar.ir.graph import LogicalGraph, TensorMeta
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.micro import as_one_sequence
 from fxpar.torch_api import kernels
 from fxpar.tracer import capture
-from fxpar.widen import widen
 from tests import captured
 
 BF16 = Precision(torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import PrecisionDtypeError, PrecisionGlobError
-from fxpar.graph import ForwardGraph
+from fxpar.ir.graph import ForwardGraph
 from fxpar.models import load
 from fxpar.precision import Precision, with_precision
 from fxpar.torch_api import kernels

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.printer import format_graph
 from fxpar.precision import Precision, with_precision
-from fxpar.printer import format_graph
 from fxpar.torch_api import kernels
 from tests import captured
 from tests.precision.runs import (

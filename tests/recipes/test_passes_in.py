@@ -21,11 +21,11 @@ from torchtitan.experiments.graph_trainer.fsdp_passes import deduplicate_fsdp_un
 
 from fxpar.checking import assign, run_world
 from fxpar.errors import ForeignPassError
-from fxpar.exec_graph import ExecGraph
-from fxpar.graph import AnnotatedGraph
-from fxpar.ladder import run_passes
+from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.lowering import default_passes, lower
-from fxpar.pass_base import GraphPass, Tier
+from fxpar.lowering.ladder import run_passes
 from fxpar.recipes.passes_in import as_fxpar_pass
 from tests.captured import llama
 

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import ForeignGraphPassError, UnknownPassError
-from fxpar.exec_graph import collective_kind
-from fxpar.graph import AnnotatedGraph
-from fxpar.pass_base import Tier
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.sink_waits import SinkWaits

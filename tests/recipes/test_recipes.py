@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from fxpar.errors import UnsupportedRecipeError
+from fxpar.ir.strategy import Strategy
 from fxpar.recipes import llama3, qwen3
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.checks import check_recipe
 from fxpar.recipes.trainer import FxparConfig, FxparTrainer
-from fxpar.strategy import Strategy
 
 DEBUG_RANKS = 2
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
 from fxpar.remat.cut import Cut, least_bytes, least_flops
 from fxpar.remat.forward import ForwardValues
 from fxpar.remat.storages import Storages, trace_storages

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from fxpar.graph import TensorMeta, dim_symbol
+from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.ops import layout
 from fxpar.remat import saved_bytes, trace_storages

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fxpar.dist_config import P, Placement, Shard
 from fxpar.errors import RuleExistsError
-from fxpar.pass_registry import get
+from fxpar.ir.dist_config import P, Placement, Shard
+from fxpar.ir.pass_registry import get
 from fxpar.rules.option import Factor, Option, OpView, from_factors
 from fxpar.rules.table import TABLE, OpRule, options, register_rule, rule_of
 from fxpar.rules.validate import trials, validate_op

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar import losses
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.passes.pack_documents import packed_if_proved
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.precision import with_precision
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import Compiled, as_precision, compile_strategies
-from fxpar.strategy import Strategy
 
 # Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
 torch.compiler.list_backends()

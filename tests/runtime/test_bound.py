@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import FxparError
+from fxpar.ir.mesh import Mesh
 from fxpar.lowering import lower
-from fxpar.mesh import Mesh
 from fxpar.runtime import ProcessGroups, bind
 from fxpar.runtime.bound import token_axes
 from fxpar.torch_api.threaded import run_threads

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.exec_graph import compile_graph
-from fxpar.graph import LogicalGraph
+from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pass_base import ancestors
 from fxpar.losses import cross_entropy_sum, next_token_labels
 from fxpar.lowering import lower
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.ops.dropout import token_numbers
-from fxpar.pass_base import ancestors
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.forked import run_forked

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from fxpar.exec_graph import compile_graph
-from fxpar.graph import TensorMeta
+from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.torch_api.threaded import run_threads

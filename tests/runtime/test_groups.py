@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: TID251 - registers the backend "fake"
 
 import fxpar.runtime.groups as groups
-from fxpar.mesh import Mesh
+from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.groups import ProcessGroups
 from fxpar.torch_api.threaded import run_threads

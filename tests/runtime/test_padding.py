@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpar import losses
 from fxpar.errors import PadError
-from fxpar.graph import Dim, Input, TensorMeta, dim_symbol
+from fxpar.ir.graph import Dim, Input, TensorMeta, dim_symbol
 from fxpar.runtime.padding import PAD_RULES, batch_dims, pad_batch
 from tests.captured import Captured, llama, take, tokens
 

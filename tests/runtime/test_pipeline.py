@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import fxpar.checking as checking
 from fxpar.checking import CheckResult, local_params, run_world
+from fxpar.checking import driver as checking
 from fxpar.errors import MicroBatchError, NotAChainError, UnknownCutError
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.strategy import SCHEDULES, Strategy
 from fxpar.lowering import lower
-from fxpar.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import ThreadChannels, ThreadWorld
 from fxpar.runtime.groups import ProcessGroups
@@ -25,7 +26,6 @@ from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.runtime.pipeline import forward_only, plan_pipeline
 from fxpar.schedule import simulate
-from fxpar.strategy import SCHEDULES, Strategy
 from fxpar.torch_api.threaded import run_threads
 from tests.captured import Captured, gpt, llama, squared, take, vectors
 from tests.captured import odd as small

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.checking import local_params
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
-from fxpar.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import ThreadChannels, ThreadWorld
 from fxpar.runtime.groups import ProcessGroups

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpar.checking as checking
+from fxpar.ir.strategy import SCHEDULES
 from fxpar.lowering import lower
 from fxpar.runtime.channels import ThreadChannels, ThreadWorld, Work
 from fxpar.runtime.stage import BoundStage
-from fxpar.strategy import SCHEDULES
 from tests.captured import llama, squared, take, vectors
 from tests.repeat import crossed
 from tests.runtime.test_pipeline import compare

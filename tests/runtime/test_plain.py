@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fxpar.graph import ForwardGraph
+from fxpar.checking.widen import wide_tensor, widen
+from fxpar.ir.graph import ForwardGraph
 from fxpar.lowering import lower_forward
 from fxpar.tracer import capture_forward
-from fxpar.widen import wide_tensor, widen
 from tests.forwards import STRATEGIES, Case, Outcome, case, check, error, gathered, run, token_mean, truth
 from tests.repeat import crossed, thinned
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxpar import losses
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 from fxpar.models import load
 from fxpar.runtime.micro import as_one_sequence
 from fxpar.tracer import capture

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.exec_graph import Part, compile_graph
-from fxpar.graph import LogicalGraph
+from fxpar.ir.exec_graph import Part, compile_graph
+from fxpar.ir.graph import LogicalGraph
 from fxpar.stages import StagedGraph, StageGraph, split_parts
 
 Tensors = Mapping[str, Tensor]

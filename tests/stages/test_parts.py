@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fxpar.errors import VerifyError
-from fxpar.exec_graph import Part, collective_kind
-from fxpar.graph import AnnotatedGraph, Output
-from fxpar.ladder import default_passes, run_passes
+from fxpar.ir.exec_graph import Part, collective_kind
+from fxpar.ir.graph import AnnotatedGraph, Output
+from fxpar.lowering.ladder import default_passes, run_passes
 from fxpar.rules.view import tensor_metas
 from fxpar.stages import StageParts, cut_stages, split_parts
 from tests.stages.models import loaded, odd, random_model

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from fxpar.dist_config import DistConfig
-from fxpar.exec_graph import Stored
-from fxpar.graph import Input, Output, TensorMeta
-from fxpar.strategy import Strategy
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Stored
+from fxpar.ir.graph import Input, Output, TensorMeta
+from fxpar.ir.strategy import Strategy
 from tests.placements import configs
 
 Placed = dict[str, tuple[tuple[int, ...], DistConfig]]

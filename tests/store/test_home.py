@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import HomeLayoutError
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.store import ParamSpec, home_layout
 from fxpar.switch import PlacedParam
 

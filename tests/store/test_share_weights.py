@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.strategy import Strategy
 from fxpar.passes.share_weights import ALIGN_BYTES, share_weights
-from fxpar.strategy import Strategy
 from tests.repeat import examples
 from tests.store.programs import program, several_programs
 

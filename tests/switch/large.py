@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
+from fxpar.ir.strategy import Strategy
 from fxpar.models import load
-from fxpar.strategy import Strategy
 from fxpar.switch import ParamLayout
 from fxpar.switch.analytic import ModelShapes, model_shapes
 

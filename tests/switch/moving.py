@@ -6,9 +6,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.mesh import Mesh
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam, SwitchPlan
 from tests.placements import configs, placed_mesh
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from fxpar.annotate import annotate
 from fxpar.errors import LayoutError, NotYetError
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.mesh import Mesh
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
-from fxpar.pipeline_graph import PipelineGraph
-from fxpar.strategy import Strategy
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.analytic import ModelShapes, ParamInfo, model_shapes, stage_starts
 from fxpar.tracer import capture

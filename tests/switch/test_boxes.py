@@ -7,8 +7,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.switch.boxes import pieces, refine
 from tests.placements import configs, held, meshes, shapes
 from tests.repeat import examples

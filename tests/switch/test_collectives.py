@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.switch import plan_switch
 from fxpar.switch.collectives import find_collectives
 from tests.switch.moving import simple_layout

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
-from fxpar.mesh import Mesh
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.switch import SwitchPlan, plan_switch
 from tests.placements import moved
 from tests.repeat import examples

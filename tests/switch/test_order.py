@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError
 from fxpar.switch import order as order_module
 from fxpar.switch.order import OrderSearch

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ClusterError, LayoutError, NoOwnerError, PlannerError, SwitchPlanError
 from fxpar.switch import ParamLayout, plan_switch
 from fxpar.switch.planners import NAMES

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ClusterError, ReductionError, SwitchPlanError
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.switch.reduction import GradientPlacement, ReductionPlan, plan_reduction
 from tests.placements import meshes, nestings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.switch import plan_switch
 from tests.switch.large import layouts_32b, shapes_32b
 

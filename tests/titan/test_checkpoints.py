@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from fxpar.checkpoint.lock import LOCK, Holder, started
 from fxpar.errors import RankError
-from fxpar.lock import LOCK, Holder, started
 from tests.repeat import thinned
 
 from .runs import SWITCHING, recipe, train

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 from fxpar.tracer import capture
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]

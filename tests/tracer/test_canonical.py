@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar import losses
-from fxpar.graph import TensorMeta, dim_symbol
+from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.tracer import capture
 from tests.tracer.helpers import check, ops
 from tests.tracer.models import ConvNet, Decoder, ViT

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import DataDependentError, UnsupportedOpError
-from fxpar.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.printer import format_graph
 from fxpar.lowering import lower_forward
-from fxpar.printer import format_graph
 from fxpar.tracer import call_key, capture_forward
 from tests.forwards import Several
 

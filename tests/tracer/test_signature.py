@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fxpar.printer import format_graph
+from fxpar.ir.printer import format_graph
 from fxpar.tracer import capture, signature
 from fxpar.tracer.signature import make_world
 from tests.captured import Mlp, squared, vectors

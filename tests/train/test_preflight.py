@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from fxpar.checkpoint.lock import LOCK, release, take
 from fxpar.errors import RunFolderError, RunInUseError
-from fxpar.lock import LOCK, release, take
 from fxpar.runtime.forked import run_forked
 from fxpar.train.config import parse_config
 from fxpar.train.preflight import check_free, lock_folders, unlock_folders

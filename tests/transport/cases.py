@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import DistConfig
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.dist_config import DistConfig
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.transport.holding import copy_of, local_runs
 from tests.placements import configs, placed_mesh

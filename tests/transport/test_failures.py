@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpar.dist_config import DistConfig
 from fxpar.errors import (
     ChecksumError,
     ExecutionError,
@@ -20,7 +19,8 @@ from fxpar.errors import (
     ReductionError,
     TransferError,
 )
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import plan_switch
 from fxpar.switch.reduction import GradientPlacement, plan_reduction

@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fxpar
-from fxpar.dist_config import AxisShard, DistConfig
 from fxpar.errors import FingerprintError, RedistributeError
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.torch_api.dtensors import config_of, placements_of
 from fxpar.transport.bundles import bundles_of, layout_of_bundles

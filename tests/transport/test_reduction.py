@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import AxisShard, DistConfig
-from fxpar.mesh import Mesh
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.switch.reduction import GradientPlacement, plan_reduction

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ExecutionError
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.switch.reduction import GradientPlacement, plan_reduction

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.viz import page_html, view_document
 from fxpar.viz.graph_view import graph_section
 from fxpar.viz.memory import memory_section

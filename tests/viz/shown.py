@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from fxpar.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph
 from fxpar.lowering import lower
 from fxpar.viz import Viewed
 from tests.captured import Mlp, llama, squared, take, vectors

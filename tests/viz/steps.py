@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 from fxpar.batching.profile import Rates
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
-from fxpar.pipeline_graph import TrainGraph
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.spans import RunSpan
 from fxpar.viz.inside import Inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpar.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.viz import Viewed, assumed_cluster, view_document
 from fxpar.viz.document import about
 from tests.viz.shown import tall, viewed

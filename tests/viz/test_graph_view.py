@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.graph import Dim, dim_symbol
-from fxpar.printer import parts
+from fxpar.ir.graph import Dim, dim_symbol
+from fxpar.ir.printer import parts
 from fxpar.viz.facts import program_facts
 from fxpar.viz.graph_view import graph_section
 from fxpar.viz.inside import Inside

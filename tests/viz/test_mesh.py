@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxpar.cluster import ClusterSpec
-from fxpar.dist_config import AxisShard, DistConfig
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ClusterError
-from fxpar.mesh import Mesh
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.strategy import Strategy
 from fxpar.store import home_layout, param_specs, wire_layout
-from fxpar.strategy import Strategy
 from fxpar.switch import ParamLayout, PlacedParam, layout_of, plan_switch
 from fxpar.viz.mesh import coordinates, kind_json, mesh_section, parameter_kinds, placement_json
 from tests.viz.shown import viewed

@@ -1,0 +1,7 @@
+"""Does a strategy compute what a single device does? All ranks in one process, no process group."""
+
+from __future__ import annotations
+
+from fxpar.checking.driver import TOLERANCE, CheckResult, assign, check, local_params, relative_error, run_world
+
+__all__ = ["TOLERANCE", "CheckResult", "assign", "check", "local_params", "relative_error", "run_world"]

@@ -1,0 +1,275 @@
+"""What a graph of a file may call: functions one by one, ops by what they are known to do.
+
+A graph file may be anybody's, and `fxpar check` runs what it holds. So a name that reaches generated code is an
+identifier and nothing else, and a call is one of
+
+    functions   the arithmetic of sizes, and those that fxpar's passes put into graphs: FUNCTIONS
+    own ops     of fxpar, and ops of others for which this process has a sharding rule
+    ATen        ops that torch counts to its core or calls pointwise, those with a sharding rule, and those in REVIEWED;
+                of these only what computes tensors or sizes from tensors and plain numbers: nothing that reads or
+                writes files, draws random numbers, shows values to Python, or writes to an operand
+    in place    the forms in which `passes/write_in_place` writes over a value that nobody needs any more
+    collectives those of `_c10d_functional` that the lowering makes, between the ranks of a mesh axis
+
+What is in none of these is refused, harmless or not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import keyword
+import math
+import operator
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import GraphFormatError
+from fxpar.ir import collectives, markers
+from fxpar.ir.serialize import OpOverload, target_name
+from fxpar.ops import layout
+from fxpar.rules.table import REPLICATED_ON_PURPOSE, TABLE
+from fxpar.torch_api.schemas import Argument, schema_of
+
+_ARITHMETIC = (
+    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.pow),
+    *(operator.neg, operator.getitem),
+    *(math.trunc, math.ceil, math.floor),
+    *(torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_sqrt),
+)
+_OF_PASSES = (
+    *(layout.pack, layout.unpack, layout.take, layout.lower, layout.lift, layout.fuse, layout.unfuse),
+    *(layout.zero_padding, layout.keep_on_first),
+    *(markers.vary, collectives.reshard, *collectives.COLLECTIVES),
+)
+FUNCTIONS: dict[str, Callable[..., Any]] = {target_name(f): f for f in (*_ARITHMETIC, *_OF_PASSES)}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# ATen ops, whatever the overload, of which torch's tags do not say that they are harmless: read one by one. None trusts
+# an index or a packed buffer that it is given.
+REVIEWED = _words(
+    "_cdist_backward _conj _conj_physical _fft_c2c _fused_rms_norm _fused_rms_norm_backward _grouped_mm "
+    "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _native_batch_norm_legit_functional _neg_view "
+    "_pdist_backward _prelu_kernel _prelu_kernel_backward _reshape_alias _safe_softmax _to_copy _unsafe_view "
+    "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa "
+    "_upsample_bilinear2d_aa_backward _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d _weight_norm_interface _weight_norm_interface_backward adaptive_avg_pool2d "
+    "adaptive_avg_pool3d addbmm addmv addr affine_grid_generator alias alias_copy all aminmax angle argmax argmin "
+    "argsort avg_pool3d_backward baddbmm batch_norm_backward binary_cross_entropy block_diag bucketize cdist "
+    "channel_shuffle cholesky_inverse cholesky_solve clone complex contiguous copy count_nonzero cross cummax "
+    "cummin cumprod cumsum detach detach_copy diag_embed diagonal diagonal_backward diagonal_copy "
+    "diagonal_scatter dot elu_backward empty_like expand_as expand_copy eye flip full_like gelu_backward glu "
+    "glu_backward glu_jvp grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward hardshrink_backward "
+    "hardtanh_backward heaviside im2col index_add index_copy index_fill index_select_backward inner kron kthvalue "
+    "lift lift_fresh lift_fresh_copy linalg_cholesky_ex linalg_cross linalg_householder_product linalg_inv_ex "
+    "linalg_lu_factor_ex linalg_matrix_exp linalg_solve_triangular linalg_vector_norm linspace "
+    "log_sigmoid_backward log_sigmoid_forward logcumsumexp logspace masked_fill matmul median mish_backward mode "
+    "movedim msort mvlgamma nan_to_num nanmedian nansum narrow native_batch_norm native_batch_norm_backward "
+    "native_channel_shuffle native_dropout_backward new_empty_strided new_full new_ones new_zeros nonzero norm "
+    "one_hot ones_like outer permute_copy pixel_shuffle pixel_unshuffle polar prod ravel "
+    "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward renorm repeat_interleave "
+    "replication_pad1d replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward "
+    "resolve_conj resolve_neg roll rot90 scatter scatter_reduce searchsorted select_backward select_copy "
+    "slice_backward slice_copy smooth_l1_loss soft_margin_loss_backward softshrink_backward sort split_copy "
+    "split_with_sizes_copy squeeze_copy stack std std_mean sum t_copy take_along_dim tile topk trace "
+    "transpose_copy triangular_solve tril tril_indices triu triu_indices unbind_copy unflatten unfold "
+    "unfold_backward unfold_copy unsafe_split unsafe_split_with_sizes unsqueeze_copy upsample_bicubic2d "
+    "upsample_bicubic2d_backward upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d "
+    "upsample_linear1d_backward upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d "
+    "upsample_nearest2d_backward upsample_nearest3d upsample_nearest3d_backward upsample_trilinear3d "
+    "upsample_trilinear3d_backward var var_mean vdot view_as view_copy zeros_like"
+)
+# Of torch's core, but their CPU kernels write where a tensor of indices says, without a look at its bounds.
+_TRUST_AN_INDEX = _words("max_pool2d_with_indices_backward max_pool3d_with_indices_backward _embedding_bag")
+_KNOWN_TAGS = {torch.Tag.core, torch.Tag.pointwise}
+_HARMFUL_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+_IN_PLACE = _words(
+    "add_.Scalar add_.Tensor div_.Scalar div_.Tensor exp_.default gelu_.default gelu_backward.grad_input "
+    "log_.default masked_fill_.Scalar mul_.Scalar mul_.Tensor neg_.default pow_.Scalar reciprocal_.default "
+    "relu_.default rsqrt_.default sigmoid_.default sigmoid_backward.grad_input silu_.default "
+    "silu_backward.grad_input sqrt_.default sub_.Tensor tanh_.default tanh_backward.grad_input "
+    "threshold_backward.grad_input"
+)
+_COLLECTIVES = _words(
+    "all_gather_into_tensor all_reduce all_reduce_ all_to_all_single reduce_scatter_tensor wait_tensor"
+)
+_REDUCTIONS = ("sum", "avg", "max", "min", "product")
+# What a text may say, by the name of the argument.
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "approximate": ("none", "tanh"),
+    "rounding_mode": ("trunc", "floor"),
+    "reduce": ("sum", "prod", "mean", "amax", "amin"),
+    "side": ("left", "right"),
+    "UPLO": ("L", "U"),
+    "op": (*_REDUCTIONS, "logsumexp"),
+    "reduce_op": _REDUCTIONS,
+}
+
+_OP = re.compile(r"([A-Za-z_]\w{0,99})\.([A-Za-z_]\w{0,199})\.([A-Za-z_]\w{0,99})", re.ASCII)
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w{0,999}", re.ASCII)
+_AXIS = re.compile(r"[@#]?[a-z]{1,20}(\.[a-z]{1,20}){0,7}", re.ASCII)
+# What generated code calls by name: a placeholder of that name would take its place.
+_TAKEN = {"self", "torch", "fxpar", "operator", "math", "inf", "nan", "NoneType", "device", "fx_pytree", "pytree"}
+_NUMBERS = (bool, int, float)
+
+
+def check_identifier(text: Any) -> str:
+    """A name that may stand in generated code. Raises GraphFormatError."""
+    if not isinstance(text, str) or not _IDENTIFIER.fullmatch(text):
+        raise GraphFormatError(f"{shown(text)} is no name of a value")
+    if keyword.iskeyword(text) or hasattr(builtins, text) or text in _TAKEN:
+        raise GraphFormatError(f"{text!r} cannot be the name of a value: Python or torch have it already")
+    return text
+
+
+def find_target(name: Any) -> Any:
+    """The function or op of a name, as `target_name` writes it. Raises GraphFormatError."""
+    if not isinstance(name, str):
+        raise GraphFormatError(f"{shown(name)} is no name of an op")
+    if ":" in name:
+        if name not in FUNCTIONS:
+            raise GraphFormatError(f"function {shown(name)} is none that graphs are made of")
+        return FUNCTIONS[name]
+    parts = _OP.fullmatch(name)
+    if parts is None:
+        raise GraphFormatError(f"{shown(name)} is no op of torch")
+    namespace, packet, overload = parts.groups()
+    found: Any = None
+    if namespace in ("aten", "fxpar", "_c10d_functional") or any(op.namespace == namespace for op in TABLE):
+        found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    else:
+        raise GraphFormatError(f"op {name!r} is not available here, or without a sharding rule {_RULE}")
+    if not isinstance(found, OpOverload):
+        raise GraphFormatError(f"op {name!r} is not available here")
+    check_target(found)
+    return found
+
+
+def check_target(target: Any) -> None:
+    """Raises GraphFormatError for a function or an op that is not known to be harmless."""
+    if not isinstance(target, OpOverload):
+        if FUNCTIONS.get(target_name(target)) is not target:
+            raise GraphFormatError(f"function {target_name(target)!r} is none that graphs are made of")
+        return
+    schema, namespace = schema_of(target), target.namespace  # type: ignore[attr-defined]
+    packet, overload = str(target).split(".")[1:]
+    if namespace == "_c10d_functional":
+        allowed = packet in _COLLECTIVES
+    elif namespace != "aten":
+        allowed = (namespace == "fxpar" or target in TABLE) and not schema.writes
+    elif schema.writes:
+        allowed = f"{packet}.{overload}" in _IN_PLACE
+    else:
+        listed = target in TABLE or target in REPLICATED_ON_PURPOSE or packet in REVIEWED
+        known = listed or bool(_KNOWN_TAGS & schema.tags)
+        allowed = known and packet not in _TRUST_AN_INDEX and not _HARMFUL_TAGS & schema.tags
+    if not allowed or not schema.results:
+        raise GraphFormatError(f"op {target} is not known to be harmless {_RULE}")
+
+
+_RULE = "(an op of your own is, once this process has registered a sharding rule for it)"
+
+
+def check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Whether a function or an op that is allowed can be called like that. Raises GraphFormatError."""
+    if not isinstance(target, OpOverload):
+        _check_function(target, args, kwargs)
+        return
+    known = schema_of(target).arguments
+    positional = [argument for argument in known if not argument.keyword_only]
+    if len(args) > len(positional):
+        raise GraphFormatError(f"op {target} takes {len(positional)} operands, not {len(args)}")
+    given = dict(zip((argument.name for argument in positional), args, strict=False))
+    for name, value in kwargs.items():
+        if name in given or all(argument.name != name for argument in known):
+            raise GraphFormatError(f"op {target} takes no {shown(name)} here")
+        given[name] = value
+    for argument in known:
+        if argument.name not in given:
+            if argument.required:
+                raise GraphFormatError(f"op {target} lacks its operand {argument.name!r}")
+        elif not _fits(given[argument.name], argument.kind, argument):
+            what = f"{argument.name}={shown(given[argument.name])}"
+            raise GraphFormatError(f"op {target} cannot take {what}: it wants {argument.kind}")
+
+
+def _check_function(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    try:
+        bound = inspect.signature(target).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError) as error:
+        raise GraphFormatError(f"function {target_name(target)!r} cannot be called so: {error}") from error
+    for name, value in bound.items():
+        if not _is_plain(value, name) or (target is operator.pow and name != "a" and not _is_exponent(value)):
+            raise GraphFormatError(f"function {target_name(target)!r} cannot take {name}={shown(value)}")
+
+
+def _is_plain(value: Any, name: str) -> bool:
+    """A node, a number, the name of a mesh axis, or a tuple of these."""
+    if isinstance(value, tuple | list):
+        return all(_is_plain(v, name) for v in value)
+    if isinstance(value, str):
+        return value in _TEXTS.get(name, ()) or _AXIS.fullmatch(value) is not None
+    return value is None or isinstance(value, (fx.Node, *_NUMBERS))
+
+
+def _is_exponent(value: Any) -> bool:
+    """Numbers grow fast: 9 ** 9 ** 9 has more digits than a computer has bytes."""
+    return isinstance(value, float) or (isinstance(value, int) and 0 <= value <= 16)
+
+
+def _fits(value: Any, kind: str, argument: Argument) -> bool:
+    """Whether a value is of the schema's kind; what a node computes is seen when it runs."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(value, kind.removeprefix("Optional[")[:-1], argument)
+    if kind.startswith("List["):
+        inner = kind.removeprefix("List[")[:-1]
+        if isinstance(value, tuple | list):
+            return all(_fits(v, inner, argument) for v in value)
+        return isinstance(value, fx.Node) or (inner in ("int", "float") and _fits(value, inner, argument))
+    if isinstance(value, fx.Node):
+        return kind in ("Tensor", "int", "float", "number", "bool")
+    if kind == "str":
+        return value in _TEXTS.get(argument.name, ())
+    if kind == "Any":  # the process group of a collective: a mesh axis, never a group of this process
+        return isinstance(value, str) and value[:1] == "@" and _AXIS.fullmatch(value) is not None
+    wanted = _KINDS.get(kind)
+    return wanted is not None and type(value) in wanted
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "Tensor": (int, float, bool),
+    "int": (int, bool),
+    "float": (float, int),
+    "number": (int, float, bool),
+    "bool": (bool, int),
+    "ScalarType": (torch.dtype,),
+    "Layout": (torch.layout,),
+    "MemoryFormat": (torch.memory_format,),
+    "Device": (torch.device,),
+}
+
+
+class _Short(reprlib.Repr):
+    """Looks at the beginning of a value only, and at no element of a tensor: torch loads modules to print one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 1 << 16  # `shown` cuts them at their end
+
+    def repr_Tensor(self, value: torch.Tensor, level: int) -> str:
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def shown(value: Any) -> str:
+    """A value of a file in a message, not longer than a line."""
+    text = _Short().repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,239 @@
+"""The two graphs of fxpar: `LogicalGraph` (one replica, global shapes) and `ExecGraph` (what one rank runs).
+
+Both hold `torch.fx` graphs whose nodes carry light, picklable metadata instead of fake tensors:
+
+    node.meta["tensor"]    TensorMeta, or a tuple of TensorMeta | None for an op with several results
+    node.meta["sym"]       sympy expression in the dynamic dims, on nodes whose value is an integer
+    node.meta["fqn"]       FQN of the module that the node was traced in ("" for the root), backward nodes too
+    node.meta["source"]    "file:line" of the user's code, or None
+    node.meta["backward"]  True for a node of the backward
+    node.meta["dist"]      DistConfig (or tuple) once annotated
+    node.meta["pass"]      name of the pass that made the node; nodes of the capture have none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from fxpar.ir.dist_config import DistConfig, short_dtype
+from fxpar.ir.strategy import Strategy
+
+aten = torch.ops.aten
+
+Size = int | sympy.Expr
+# A batch input that fxpar adds where a model drops out, shaped like the token ids (`fxpar.ops.dropout.token_numbers`).
+TOKEN_NUMBERS = "token_numbers"
+
+InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
+OutputKind = Literal["loss", "grad", "buffer", "value", "input_grad", "sent", "sent_grad"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape (sizes may be sympy expressions in the dynamic dims) and dtype of a value."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+    def numel(self, dims: Mapping[sympy.Symbol, int]) -> int:
+        """Number of elements with the dynamic dims at `dims`."""
+        count = 1
+        for size in self.shape:
+            count *= size if isinstance(size, int) else int(size.subs(dims))  # type: ignore[arg-type]
+        return count
+
+    def __str__(self) -> str:
+        return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dynamic dim: its name (also of the sympy symbol), the size in the example, and what guards allow."""
+
+    name: str
+    example: int
+    minimum: int = 1
+    maximum: int | None = None
+
+    @property
+    def symbol(self) -> sympy.Symbol:
+        return dim_symbol(self.name)
+
+
+def dim_symbol(name: str) -> sympy.Symbol:
+    """The sympy symbol of a dynamic dim."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder. `fqn` is a parameter's or buffer's FQN, a constant's name, a batch key, "scale" or "seed".
+
+    A tangent, the gradient of the loss with respect to a value, has the `fqn` of that value. On a pipeline stage
+    "received" is an activation of the stage before, "received_grad" the gradient of one that was sent.
+    """
+
+    kind: InputKind
+    fqn: str
+    meta: TensorMeta
+    requires_grad: bool = False
+    aliases: tuple[str, ...] = ()  # further FQNs of a tied parameter
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result: the loss, the gradient of parameter `fqn`, or the new value of buffer `fqn`.
+
+    Where the loss is outside of the graph: a value that the model returns ("0", "1", ...), the gradient with respect to
+    the batch tensor `fqn` ("input_grad"). On a pipeline stage: an activation for the next stage ("sent"), the gradient
+    of one that was received ("sent_grad").
+    """
+
+    kind: OutputKind
+    fqn: str
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What holds of a graph whose rows may be several documents, each of `minimum` to `maximum` tokens.
+
+    `padding_hazard` says why a row must not be padded by a document that has no labels; None if it may.
+    """
+
+    padding_hazard: str | None
+    minimum: int = 1
+    maximum: int | None = None
+
+
+@dataclass
+class LogicalGraph:
+    """Forward + loss + backward of one replica with global shapes, as the model treats one sequence.
+
+    With `packing` a row may be several documents (`fxpar.passes.pack_documents`). `averaged`: the user's loss function
+    returns the mean of which the graph has the sum.
+
+    Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
+    (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens. `constants` are tensors that the
+    model holds as plain attributes or makes from Python numbers; they travel with the graph.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    dims: tuple[Dim, ...]
+    name: str = "model"
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    packing: Packing | None = None
+    averaged: bool = False
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.gm.graph.find_nodes(op="placeholder"))
+
+    def carried_buffers(self) -> list[str]:
+        """FQNs of buffers that the forward writes and the loss depends on: a forward sees what the last one left.
+
+        A batch norm that trains reads its statistics only to write them.
+        """
+        seen = [n for n, o in zip(self.results, self.outputs, strict=True) if o.kind == "loss"]
+        todo, found = list(seen), set(seen)
+        while todo:
+            node = todo.pop()
+            only_batch = node.target is aten._native_batch_norm_legit_functional.default and node.args[5]
+            for source in [node.args[0], *node.args[1:3]] if only_batch else node.all_input_nodes:
+                if isinstance(source, fx.Node) and source not in found:
+                    found.add(source)
+                    todo.append(source)
+        written = {out.fqn for out in self.outputs if out.kind == "buffer"}
+        placed = zip(self.placeholders, self.inputs, strict=True)
+        return [i.fqn for node, i in placed if i.kind == "buffer" and i.fqn in written and node in found]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        (output,) = self.gm.graph.find_nodes(op="output")
+        return tuple(output.args[0])
+
+    def params(self) -> Iterator[Input]:
+        return (i for i in self.inputs if i.kind == "param")
+
+    def example_dims(self) -> dict[sympy.Symbol, int]:
+        return {dim.symbol: dim.example for dim in self.dims}
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """A leaf of what a forward returns: the graph's value of this name."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
+class SizeRef:
+    """A leaf of what a forward returns: an integer that depends on the dynamic dims."""
+
+    size: sympy.Expr
+
+
+@dataclass(frozen=True)
+class CallStructure:
+    """How a forward is called and what it returns, as flattened by `fxpar.torch_api.tree`.
+
+    `arguments` has the batch key of each leaf of `(args, kwargs)`, None for one that is no tensor. `leaves` are those
+    of the returned structure: ValueRef, SizeRef, or a constant.
+    """
+
+    call: Any
+    arguments: tuple[str | None, ...]
+    constants: tuple[Any, ...]  # leaves of the call that are no tensors, in order
+    returned: Any
+    leaves: tuple[Any, ...]
+
+
+@dataclass
+class ForwardGraph(LogicalGraph):
+    """Forward of one replica, and the gradients of sum(value * tangent) over the values that have a tangent.
+
+    Tangents come behind the seed; there is no loss and no scale. Without tangents there are no gradients.
+    """
+
+    structure: CallStructure = field(kw_only=True)
+
+
+@dataclass
+class AnnotatedGraph:
+    """A replica's graph on its way to an `ExecGraph`: every value has a `DistConfig` for one strategy.
+
+    The passes of the lowering change `graph` in place. `divisors[dim]` is what a dynamic dim must divide by (the
+    runtime pads to it); `notes` say what the compiler decided that a user may not expect. `deferred` has the partial
+    placement of gradients that leave the graph unreduced, `passes` the names of those that have run.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    dims: tuple[Dim, ...]
+    strategy: Strategy
+    name: str = "model"
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    divisors: dict[str, int] = field(default_factory=dict)
+    padding_hazard: str | None = None
+    notes: list[str] = field(default_factory=list)
+    deferred: dict[str, DistConfig] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    passes: list[str] = field(default_factory=list)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        (output,) = self.graph.find_nodes(op="output")
+        return tuple(output.args[0])

@@ -1,0 +1,155 @@
+"""Passes by name: the built-in ones and those that other packages install.
+
+A name stands for a place, `module:attribute`, which is imported when the pass is asked for and not
+before. Nothing registers itself on import, so what is known never depends on what was imported
+first, and a broken plugin harms only those who ask for it. A plugin declares, in its own
+`pyproject.toml`,
+
+    [project.entry-points."fxpar.passes"]
+    my_pass = "my_package.my_module:MyPass"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol
+
+from torch import fx
+
+from fxpar.errors import DuplicatePassError, PassContractError, PassLoadError, UnknownPassError
+from fxpar.ir.graph_module import from_graph_module
+from fxpar.ir.pass_base import GraphPass
+
+GROUP = "fxpar.passes"
+"""Entry-point group through which other packages add passes."""
+
+BUILTIN: dict[str, str] = {
+    "accumulate_gradients": "fxpar.passes.accumulate_gradients:AccumulateGradients",
+    "bucket_collectives": "fxpar.passes.bucket_collectives:BucketCollectives",
+    "casts": "fxpar.passes.casts:Casts",
+    "cleanup": "fxpar.passes.cleanup:Cleanup",
+    "global_to_local": "fxpar.passes.global_to_local:GlobalToLocal",
+    "insert_reshards": "fxpar.passes.insert_reshards:InsertReshards",
+    "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
+    "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
+    "narrow_gradients": "fxpar.passes.narrow_gradients:NarrowGradients",
+    "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
+    "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
+    "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
+    "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
+    "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
+    "write_in_place": "fxpar.passes.write_in_place:WriteInPlace",
+    "zero_shard": "fxpar.passes.zero_shard:ZeroShard",
+}
+"""Name -> `module:attribute` of the passes that come with fxpar."""
+
+GraphModulePass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
+"""A pass as torchtitan's graph_trainer calls it: `(gm, example_inputs) -> gm`."""
+
+
+class SupportsRun(Protocol):
+    """An object that rewrites a graph module: in place (returns whether it did) or into another."""
+
+    def run(self, gm: fx.GraphModule, /) -> fx.GraphModule | bool: ...
+
+
+def available() -> tuple[str, ...]:
+    """Names of all known passes, sorted. Imports none of them.
+
+    Raises `DuplicatePassError` when two packages use one name.
+    """
+    return tuple(sorted(_table()))
+
+
+def get(name: str) -> Any:
+    """The pass called `name`: the attribute that its entry names, a class or a function.
+
+    Raises `UnknownPassError` (with the nearest names), `DuplicatePassError`, or `PassLoadError`
+    when the entry cannot be imported.
+    """
+    table = _table()
+    if name not in table:
+        raise UnknownPassError(name, sorted(table))
+    entry = table[name]
+    try:
+        if not entry.attr:
+            raise ValueError("the entry names a module and no attribute in it")
+        return entry.load()
+    except Exception as cause:
+        raise PassLoadError(name, entry.value, _owner(entry), cause) from cause
+
+
+def as_graph_module_pass(
+    pass_: GraphPass | SupportsRun | Callable[[fx.GraphModule], fx.GraphModule | bool],
+) -> GraphModulePass:
+    """Adapt a pass to the signature `(gm, example_inputs) -> gm` of torchtitan's graph_trainer.
+
+    `pass_` is one of fxpar's passes, an object with `run(gm)`, or a callable `(gm)`. The latter two return the graph
+    module, or say whether they changed the one they were given; a changed one is checked and recompiled here. The
+    result carries the name of the pass, by which graph_trainer reports and disables passes. The
+    example inputs are not used: fxpar passes read shapes from the nodes.
+
+    Raises `PassContractError` when `pass_` is a class or cannot be called, and, at the call, when
+    it returns anything else.
+    """
+    name = _pass_name(pass_)
+    if isinstance(pass_, type):
+        raise PassContractError(name, "it is a class; make an instance with the options you want")
+    run = _on_module(pass_) if isinstance(pass_, GraphPass) else getattr(pass_, "run", pass_)
+    if not callable(run):
+        raise PassContractError(name, f"a {type(pass_).__name__} cannot be called")
+
+    def adapted(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+        result = run(gm)
+        if result is False:
+            return gm
+        changed = gm if result is True else result
+        if not isinstance(changed, fx.GraphModule):
+            raise PassContractError(name, f"it returned a {type(changed).__name__}")
+        changed.graph.lint()
+        changed.recompile()
+        return changed
+
+    adapted.__name__ = adapted.__qualname__ = name
+    adapted.__doc__ = pass_.__doc__
+    return adapted
+
+
+def _on_module(pass_: GraphPass) -> Callable[[fx.GraphModule], bool]:
+    """One of our passes as a function of a graph module."""
+
+    def run(gm: fx.GraphModule) -> bool:
+        pass_(from_graph_module(gm))
+        return True
+
+    return run
+
+
+def _table() -> dict[str, EntryPoint]:
+    """Name -> entry, built-in passes first; read anew each time, so that nothing goes stale."""
+    table = {name: EntryPoint(name, value, GROUP) for name, value in BUILTIN.items()}
+    for entry in entry_points(group=GROUP):
+        other = table.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise DuplicatePassError(entry.name, _describe(other), _describe(entry))
+    return table
+
+
+def _owner(entry: EntryPoint) -> str:
+    """The distribution that declares `entry`; built-in entries have none."""
+    return f"the package {entry.dist.name!r}" if entry.dist is not None else "fxpar"
+
+
+def _describe(entry: EntryPoint) -> str:
+    return f"{_owner(entry)} ({entry.value})"
+
+
+def _pass_name(pass_: object) -> str:
+    """The `name` of a pass, or of what it wraps, or of its class."""
+    target = getattr(pass_, "func", pass_)  # a functools.partial carries the name of its function
+    for attribute in ("name", "__name__"):
+        name = getattr(target, attribute, None)
+        if isinstance(name, str):
+            return name
+    return type(target).__name__

@@ -1,0 +1,95 @@
+"""`PipelineGraph`: what the ranks run under a strategy with pipeline stages, one `StageProgram` per stage.
+
+Each stage has a mesh of its own (see `Strategy.mesh`). With several stages per rank (interleaved schedules) the stages
+s, s + pp ... have the same one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.mesh import Mesh
+
+
+@dataclass(kw_only=True)
+class StageProgram(Program):
+    """One stage on the ranks of its mesh (`strategy` is without pp). The parts are those of `fxpar.stages.StageParts`;
+    `input_part` and `weight_part` are the backward in two halves.
+    """
+
+    index: int
+    prologue: Part
+    forward: Part
+    backward: Part
+    input_part: Part
+    weight_part: Part
+    epilogue: Part
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        names = ("prologue", "forward", "backward", "epilogue")
+        return {name: getattr(self, name) for name in names}
+
+    def taken(self, kind: str) -> dict[str, Stored]:
+        """How the inputs of a kind lie, by FQN, in order."""
+        pairs = zip(self.inputs, self.stored_inputs, strict=True)
+        return {info.fqn: stored for info, stored in pairs if info.kind == kind}
+
+    def given(self, kind: str) -> dict[str, Stored]:
+        """How the results of a kind lie, by FQN, in order."""
+        pairs = zip(self.outputs, self.stored_outputs, strict=True)
+        return {out.fqn: stored for out, stored in pairs if out.kind == kind}
+
+
+@dataclass(kw_only=True)
+class PipelineGraph(Program):
+    """A training step in stages. `inputs` and `outputs` are those of the whole model; how they lie, each stage says."""
+
+    stages: tuple[StageProgram, ...]
+    cuts: tuple[str, ...]
+    flops: tuple[int, ...] = ()
+    terms: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters on several stages -> those with terms
+
+    def stages_of(self, rank: int) -> tuple[StageProgram, ...]:
+        """The stages that a rank runs."""
+        return tuple(stage for stage in self.stages if rank in stage.mesh)
+
+    @property
+    def placed(self) -> tuple[Program, ...]:
+        return self.stages
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {f"stage{s.index}.{name}": part for s in self.stages for name, part in s.parts.items()}
+
+    def collectives(self) -> dict[str, int]:
+        """Number of collectives of each kind on all stages, and of messages between stages (`send`)."""
+        sends = {"send": len(self.transfers)} if self.transfers else {}
+        return {**super().collectives(), **sends}
+
+    def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
+        """Bytes that a rank of the busiest stage sends per micro-batch, to its own stage and to others."""
+        dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in self.dims}
+        total: dict[Mesh, int] = defaultdict(int)
+        for stage in self.stages:
+            total[stage.mesh] += stage.collective_bytes(sizes)
+        for index, _, meta in self.transfers:
+            total[self.stages[index].mesh] += meta.numel(dims) * meta.dtype.itemsize
+        return max(total.values())
+
+    @property
+    def transfers(self) -> list[tuple[int, str, TensorMeta]]:
+        """(sending stage, name, what one rank sends) of all messages of a micro-batch."""
+        return [
+            (stage.index, fqn, stored.local)
+            for stage in self.stages
+            for kind in ("sent", "sent_grad")
+            for fqn, stored in stage.given(kind).items()
+        ]
+
+
+TrainGraph = ExecGraph | PipelineGraph
+"""What `lower` makes."""

@@ -1,0 +1,91 @@
+"""The tables below a printed graph: collectives, pipeline stages, operands to move."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pipeline_graph import PipelineGraph
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def collective_list(graph: Program) -> list[str]:
+    """Collectives in program order; those of repeated blocks share a line."""
+    rows: dict[tuple[str, ...], int] = Counter()
+    for c in graph.communications():
+        where = _NUMBER.sub("*", c.fqn) or "the root"
+        fused = f" in {c.fused} tensors" if c.fused > 1 else ""
+        rows[(c.part, c.kind, c.axis, f"{c.sent}{fused}", where + ", backward" * c.backward)] += 1
+    cells = [(*row[:3], f"x{n}", *row[3:]) for row, n in rows.items()]
+    return ["collectives in order, with what a rank puts in:", *columns(cells)] if cells else []
+
+
+def collective_table(graph: Program) -> list[str]:
+    """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends."""
+    dims = {d.symbol: d.example for d in graph.dims}
+    rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for c in graph.communications():
+        row = rows[(c.part, c.kind, c.axis)]
+        row[0] += 1
+        row[1] += c.fused
+        row[2] += c.wire_bytes(graph.strategy.mesh.degree(c.axis), dims)
+    title = f"collectives ({_micro_batch(graph)}; bytes that one rank sends):"
+    if not rows:
+        return [title, "  none"]
+    cells = [("part", "kind", "axis", "calls", "tensors", "bytes")]
+    cells += [(*key, str(calls), str(fused), f"{round(sent):,}") for key, (calls, fused, sent) in rows.items()]
+    cells.append(("all", "", "", str(sum(int(r[0]) for r in rows.values())), "", f"{graph.collective_bytes():,}"))
+    return [title, *columns(cells, right=(3, 4, 5))]
+
+
+def stage_list(graph: PipelineGraph) -> list[str]:
+    """Where each stage begins and runs, what it sends to its neighbours, and parameters that several stages have."""
+    lines = [f"stages under {graph.strategy.pipeline.schedule} ({_micro_batch(graph)}; bytes that one rank sends):"]
+    held = Counter(fqn for stage in graph.stages for fqn in stage.taken("param"))
+    for i, stage in enumerate(graph.stages):
+        held_by, share = stage.mesh.ranks, graph.flops[i] / (sum(graph.flops) or 1)
+        ranks = f"ranks {held_by[0]}-{held_by[-1]}" if len(held_by) > 1 else f"rank {held_by[0]}"
+        lines.append(f"  {i} on {ranks}, from {graph.cuts[i - 1] if i else 'the start'}, {share:.0%} of the FLOPs")
+        for kind, to in (("sent", i + 1), ("sent_grad", i - 1)):
+            for fqn, stored in stage.given(kind).items():
+                size = stored.local.numel({d.symbol: d.example for d in graph.dims}) * stored.local.dtype.itemsize
+                lines.append(f"    %{fqn} : {stored.local} to stage {to}, {size:,} bytes")
+        lines += [f"    {fqn} is on other stages too" for fqn in stage.taken("param") if held[fqn] > 1]
+    return lines
+
+
+def _micro_batch(graph: Program) -> str:
+    sizes = ", ".join(f"{d.name}={d.example}" for d in graph.dims)
+    return f"one micro-batch{f', {sizes}' if sizes else ''}"
+
+
+def reshard_table(graph: AnnotatedGraph) -> list[str]:
+    """Number of operands that must be moved, by what they are and what is wanted."""
+    counts: Counter[str] = Counter()
+    for node in graph.graph.nodes:
+        for operand, wanted in zip(tensor_operands_of(node), node.meta.get("dist_in", ()), strict=False):
+            have = operand.meta.get("dist")
+            if isinstance(have, DistConfig) and have != wanted:
+                counts[f"{have.describe()} -> {wanted.describe()}"] += 1
+    return ["operands to move:", *(f"  {n:3} x {text}" for text, n in sorted(counts.items()))] if counts else []
+
+
+def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows of text as lines with aligned columns, two spaces apart."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return [f"  {'  '.join(align[i](c, widths[i]) for i, c in enumerate(row))}".rstrip() for row in cells]
+
+
+def tensor_operands_of(node: fx.Node) -> list[fx.Node]:
+    """Operands of a node that are tensors, in the order of `dist_in`."""
+    operands: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if "sym" not in n.meta else None)
+    return operands

@@ -1,0 +1,215 @@
+"""`lower(logical, strategy)`: from a logical graph to what the ranks run.
+
+The ladder of passes is in `fxpar.lowering.ladder`, pipeline stages in `fxpar.lowering.pipeline`. `lower_forward` is for
+a forward whose loss is outside.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxpar.errors import GivenPassesError, NotYetError, VerifyError
+from fxpar.flow import padding_hazard
+from fxpar.ir.exec_graph import ExecGraph, Part, PlainGraph, cut_part
+from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
+from fxpar.ir.pass_base import GraphPass, ancestors
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering.ladder import OnPass, climb, common_fields, default_passes, remaining, run_passes
+from fxpar.lowering.pipeline import lower_pipeline
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.passes.reduce_gradients import ReduceGradients
+from fxpar.passes.reuse_buffers import SAME_STORAGE
+from fxpar.passes.zero_shard import ZeroShard
+
+PHASES = ("prologue", "body", "epilogue")
+
+
+def lower(
+    logical: LogicalGraph,
+    strategy: Strategy | str,
+    *,
+    storage: torch.dtype | None = None,
+    for_store: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    accumulate: torch.dtype = torch.float32,
+    reduce: torch.dtype | None = None,
+    passes: list[GraphPass] | None = None,
+    on_pass: OnPass | None = None,
+) -> TrainGraph:
+    """Annotate and lower `logical` for `strategy`; no process group, no device, no weights.
+
+    `storage` is the dtype in which parameters are kept (masters); by default the one the model was captured in. With
+    `for_store` a `fxpar.store.WeightStore` keeps them: they come in as the body computes with them, without casts and
+    gathers of their own (ZeRO-3 still gathers layer by layer), and gradients leave as partial sums, which add up in
+    `accumulate` at least and leave in `reduce` at most (by default as they add up).
+    `sizes` are the dynamic dims of a micro-batch by name, by default the example's; a budget of `remat(200MB)` is meant
+    at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified before the
+    first and after every pass. `passes` stand in for `default_passes`, which then takes those options.
+
+    A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
+
+    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, GivenPassesError, the
+    errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    """
+    strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
+    options |= {"accumulate": accumulate, "reduce": reduce}
+    signature = inspect.signature(lower)
+    given = [option for option, value in options.items() if value != signature.parameters[option].default]
+    if passes is not None and given:
+        raise GivenPassesError(given)
+    ladder = default_passes(**options) if passes is None else passes
+    if strategy.degree("pp") > 1:
+        return lower_pipeline(logical, strategy, ladder, on_pass)
+    graph, report, started = run_passes(logical, strategy, ladder, on_pass)
+    result = split_phases(graph)
+    result.timings["lower_cpu_s"] = time.process_time() - started
+    result.passes = report
+    return result
+
+
+def finish(graph: AnnotatedGraph, *, storage: torch.dtype | None = None) -> ExecGraph:
+    """What the ranks run of a graph on its way through the ladder: the passes that are left, then the cut in phases.
+
+    `graph` is changed in place. Raises VerifyError for a pass that has left it as no later one can take it.
+    """
+    started = time.process_time()
+    report = climb(graph, remaining(graph, default_passes(storage)))
+    result = split_phases(graph)
+    result.timings["lower_cpu_s"] = time.process_time() - started
+    result.passes = report
+    return result
+
+
+def lower_forward(
+    logical: ForwardGraph,
+    strategy: Strategy | str,
+    *,
+    whole: bool = False,
+    on_pass: OnPass | None = None,
+) -> PlainGraph:
+    """Annotate and lower a forward for `strategy`, and cut it in forward and backward.
+
+    Parameters come in as the body computes with them. Gradients leave in fp32 at least, as partial sums (`lower` with
+    `for_store`), or with `whole` as data parallelism has them: whole on every rank, the mean over replicas. Values
+    leave whole on every rank of their replica; tangents come in whole.
+
+    Raises as `lower` does, and NotYetError for pipeline stages.
+    """
+    strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    logical = _with_room_for_padding(logical)
+    if strategy.degree("pp") > 1:
+        raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
+    ladder = default_passes(for_store=not whole)
+    if whole:
+        ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]
+    graph, report, started = run_passes(logical, strategy, ladder, on_pass)
+    result = split_forward(graph, logical)
+    result.timings["lower_cpu_s"] = time.process_time() - started
+    result.passes = report
+    return result
+
+
+def _with_room_for_padding(logical: ForwardGraph) -> ForwardGraph:
+    """The graph, with padding as a document of its own if it would be seen otherwise, and that can be done."""
+    return logical if padding_hazard(logical) is None else cast(ForwardGraph, packed_if_proved(logical)[0])
+
+
+# Parameters come in whole and gradients leave whole, whatever the ZeRO level.
+_WITHOUT_STORE: dict[str, GraphPass] = {
+    ZeroShard.name: ZeroShard(params_from=4),
+    ReduceGradients.name: ReduceGradients(whole=True),
+}
+
+
+def split_phases(graph: AnnotatedGraph) -> ExecGraph:
+    """Cut the lowered graph in prologue, body and epilogue; what a part needs of an earlier one is a result of that."""
+    phase = {n: n.meta.get("phase", "body") for n in graph.graph.nodes if n.op == "call_function"}
+    needed: dict[str, dict[fx.Node, None]] = {name: {} for name in PHASES}
+    for node, name in phase.items():
+        for operand in node.all_input_nodes:
+            if operand.op == "call_function" and phase[operand] != name:
+                needed[phase[operand]][operand] = None
+    position = {node: i for i, node in enumerate(graph.placeholders)}
+    slots: dict[str, dict[fx.Node, int]] = {}
+    parts: dict[str, Part] = {}
+    for name in PHASES:
+        if name == "epilogue":
+            results = list(graph.results)
+        else:
+            later = [n for n in graph.results if name == "body" and phase.get(n) == "body"]
+            results = list(dict.fromkeys([*needed[name], *later]))
+        members = [n for n, p in phase.items() if p == name]
+        parts[name] = cut_part(members, results, position, slots)
+        slots[name] = {node: i for i, node in enumerate(results)}
+    return ExecGraph(**common_fields(graph), prologue=parts["prologue"], body=parts["body"], epilogue=parts["epilogue"])
+
+
+def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
+    """Cut the lowered graph in what values and new buffers need, and the rest.
+
+    Raises VerifyError if a pass has made a value depend on a tangent, or lets the backward write into what it was given
+    (it would be wrong the second time that the same backward runs).
+    """
+    finals = list(zip(graph.results, graph.outputs, strict=True))
+    returned = [node for node, out in finals if out.kind in ("value", "buffer")]
+    gradients = [node for node, out in finals if out.kind not in ("value", "buffer")]
+    early = ancestors(returned)
+    calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    # One result of an op with several cannot be computed without the others.
+    early.update(n for n in calls if n.target is operator.getitem and n.args[0] in early)
+    tangents = {n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "tangent"}
+    if early & tangents:
+        raise VerifyError(f"a value depends on the tangent {min(early & tangents).name!r}")
+    first = [n for n in calls if n in early]
+    second = [n for n in calls if n not in early]
+    if any(_writes_into(n, early) for n in second):
+        raise VerifyError("the backward writes into a result of the forward")
+    crossing = dict.fromkeys(o for n in second for o in n.all_input_nodes if o in early and o.op == "call_function")
+    crossing |= dict.fromkeys(g for g in gradients if g in early and g.op == "call_function")
+    saved = [n for n in crossing if n not in set(returned)]
+    position = {node: i for i, node in enumerate(graph.placeholders)}
+    forward = cut_part(first, [*returned, *saved], position, {})
+    slots = {"forward": {node: i for i, node in reversed(list(enumerate([*returned, *saved]))) if node not in position}}
+    backward = cut_part(second, gradients, position, slots)
+    return PlainGraph(
+        **common_fields(graph),
+        forward=forward,
+        backward=backward,
+        structure=logical.structure,
+        tangents=_tangents_of(logical),
+    )
+
+
+def _tangents_of(logical: ForwardGraph) -> dict[tuple[str, str], frozenset[str]]:
+    """The tangents that each gradient depends on, by its kind and FQN."""
+    reached = {
+        node: frozenset((info.fqn,) if info.kind == "tangent" else ())
+        for node, info in zip(logical.placeholders, logical.inputs, strict=True)
+    }
+    for node in logical.gm.graph.nodes:
+        if node not in reached:
+            reached[node] = frozenset().union(*(reached[operand] for operand in node.all_input_nodes))
+    pairs = zip(logical.results, logical.outputs, strict=True)
+    return {(out.kind, out.fqn): reached[node] for node, out in pairs if out.kind not in ("value", "buffer")}
+
+
+def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
+    """Whether a node works in place on memory that was there before the backward."""
+    if node.target is not torch.ops._c10d_functional.all_reduce_.default:
+        return False
+    value: Any = node.args[0]
+    while value not in early and value.target in SAME_STORAGE:
+        value = value.args[0]
+    return value in early or value.op == "placeholder"
+
+
+__all__ = ["PHASES", "OnPass", "default_passes", "finish", "lower", "lower_forward", "split_forward", "split_phases"]

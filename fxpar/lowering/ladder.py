@@ -1,0 +1,134 @@
+"""The passes of the lowering in order, and how they are run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.annotate import annotate
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Stored, collective_kind
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
+from fxpar.ir.pass_base import GraphPass
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering.verify import verify, verify_placements
+from fxpar.passes.bucket_collectives import BucketCollectives
+from fxpar.passes.casts import Casts
+from fxpar.passes.cleanup import Cleanup
+from fxpar.passes.global_to_local import GlobalToLocal
+from fxpar.passes.insert_reshards import InsertReshards
+from fxpar.passes.lower_collectives import LowerCollectives
+from fxpar.passes.mask_padding import MaskPadding
+from fxpar.passes.narrow_gradients import NarrowGradients
+from fxpar.passes.reduce_gradients import ReduceGradients
+from fxpar.passes.rematerialize import Rematerialize
+from fxpar.passes.reshard_to_collectives import ReshardToCollectives
+from fxpar.passes.reuse_buffers import ReuseBuffers
+from fxpar.passes.sink_waits import SinkWaits
+from fxpar.passes.write_in_place import WriteInPlace
+from fxpar.passes.zero_shard import ZeroShard
+
+OnPass = Callable[[str, AnnotatedGraph], None]
+
+
+def default_passes(
+    storage: torch.dtype | None = None,
+    *,
+    for_store: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    accumulate: torch.dtype = torch.float32,
+    reduce: torch.dtype | None = None,
+) -> list[GraphPass]:
+    """The ladder, in order; arguments as in `fxpar.lowering.driver`."""
+    narrow = [NarrowGradients(reduce)] if for_store and reduce is not None else []
+    return [
+        InsertReshards(),
+        ZeroShard(params_from=3 if for_store else 1),
+        Casts(None, gradients=accumulate) if for_store else Casts(storage),
+        ReduceGradients(deferred=for_store),
+        *narrow,
+        ReshardToCollectives(),
+        MaskPadding(),
+        Cleanup(),
+        GlobalToLocal(),
+        LowerCollectives(),
+        Rematerialize(tuple((sizes or {}).items())),
+        BucketCollectives(),
+        ReuseBuffers(),
+        SinkWaits(),
+        WriteInPlace(),
+    ]
+
+
+def run_passes(
+    logical: LogicalGraph, strategy: Strategy | str, ladder: list[GraphPass], on_pass: OnPass | None
+) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...], float]:
+    """The graph after all passes, a report on each of them, and the process time at which the first one started."""
+    if isinstance(strategy, str):
+        strategy = Strategy.parse(strategy)
+    graph = annotate(logical, strategy)
+    started = time.process_time()
+    verify(graph, "annotate")
+    verify_placements(graph, "annotate", resharded=False)
+    if on_pass:
+        on_pass("annotate", graph)
+    return graph, climb(graph, ladder, on_pass), started
+
+
+def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]:
+    """The passes behind the last one of the ladder that has run on `graph`; those of others count for nothing."""
+    done = [i for i, step in enumerate(ladder) if step.name in graph.passes]
+    return ladder[max(done, default=-1) + 1 :]
+
+
+def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None = None) -> tuple[dict[str, Any], ...]:
+    """Run the passes on `graph`, which is verified after each; a report on each of them. Raises VerifyError."""
+    report = []
+    for step in ladder:
+        begun = time.process_time()
+        known = {node.name for node in graph.graph.nodes}  # a foreign pass may build all nodes anew
+        step(graph)
+        graph.passes.append(step.name)
+        for node in graph.graph.nodes:
+            if node.name not in known:
+                node.meta.setdefault("pass", step.name)
+        verify(graph, step.name)
+        if isinstance(step, InsertReshards):
+            verify_placements(graph, step.name, resharded=True)
+        report.append(_report(step.name, graph, time.process_time() - begun))
+        if on_pass:
+            on_pass(step.name, graph)
+    return tuple(report)
+
+
+def _report(name: str, graph: AnnotatedGraph, cpu_s: float) -> dict[str, Any]:
+    kinds = Counter(kind for node in graph.graph.nodes if (kind := collective_kind(node)))
+    return {"name": name, "cpu_s": cpu_s, "nodes": len(graph.graph.nodes), "collectives": dict(kinds)}
+
+
+def common_fields(graph: AnnotatedGraph) -> dict[str, Any]:
+    """The fields of every program."""
+    return {
+        "strategy": graph.strategy,
+        "inputs": graph.inputs,
+        "outputs": graph.outputs,
+        "stored_inputs": tuple(Stored(n.meta["tensor"], n.meta["dist"]) for n in graph.placeholders),
+        "stored_outputs": tuple(_stored(n, o, graph) for n, o in zip(graph.results, graph.outputs, strict=True)),
+        "dims": graph.dims,
+        "divisors": graph.divisors,
+        "padding_hazard": graph.padding_hazard,
+        "name": graph.name,
+        "constants": graph.constants,
+        "notes": tuple(graph.notes),
+        "timings": graph.timings,
+    }
+
+
+def _stored(node: fx.Node, out: Output, graph: AnnotatedGraph) -> Stored:
+    dist: DistConfig = graph.deferred.get(out.fqn, node.meta["dist"]) if out.kind == "grad" else node.meta["dist"]
+    return Stored(node.meta["tensor"], dist)

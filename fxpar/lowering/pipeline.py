@@ -1,0 +1,109 @@
+"""`lower_pipeline`: a logical graph cut into stages, each lowered for its own ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import time
+from collections import Counter
+from dataclasses import replace
+
+from fxpar.annotate.policy import resolve_overrides
+from fxpar.errors import RematGlobError
+from fxpar.flow import padding_hazard
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pass_base import GraphPass
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering.ladder import OnPass, common_fields, run_passes
+from fxpar.stages import StagedGraph, StageGraph, cut_stages, split_parts
+
+
+def lower_pipeline(
+    logical: LogicalGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None = None
+) -> PipelineGraph:
+    """Cut `logical` as the strategy says and run the passes on every stage, without the pp axis.
+
+    A value that goes from one stage to the next lies alike on both: tokens cut over cp, and over tp under sequence
+    parallelism, else whole. `on_pass` is called for each stage in turn.
+
+    Raises the errors of `cut_stages`, OverrideError, RematGlobError, RematBudgetError.
+    """
+    resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
+    _check_remat(logical, strategy)
+    staged = cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
+    started = time.process_time()
+    stages = tuple(_lower_stage(stage, strategy, ladder, on_pass) for stage in staged.stages)
+    divisors = {name: math.lcm(*(s.divisors.get(name, 1) for s in stages)) for s in stages for name in s.divisors}
+    timings = {**staged.timings, **_sums(stages), "lower_cpu_s": 0.0}
+    timings["lower_cpu_s"] = time.process_time() - started - timings.get("annotate_cpu_s", 0.0)
+    return PipelineGraph(
+        strategy=strategy,
+        inputs=logical.inputs,
+        outputs=logical.outputs,
+        stored_inputs=(),
+        stored_outputs=(),
+        dims=logical.dims,
+        divisors=divisors,
+        name=logical.name,
+        constants=logical.constants,
+        padding_hazard=padding_hazard(logical),
+        notes=tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
+        timings=timings,
+        stages=stages,
+        cuts=staged.cuts,
+        flops=staged.flops,
+        terms=_terms(staged),
+    )
+
+
+def _lower_stage(
+    stage: StageGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None
+) -> StageProgram:
+    graph, report, _ = run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass)
+    parts = split_parts(graph)
+    return StageProgram(**common_fields(graph), passes=report, index=stage.index, **vars(parts))
+
+
+def strategy_of_stage(stage: StageGraph, strategy: Strategy) -> Strategy:
+    """What a stage runs under; of globs only those that match something of it."""
+    mine = strategy.of_stage(stage.index)
+    names = [name for info in stage.params() for name in (info.fqn, *info.aliases)]
+    overrides = tuple((glob, where) for glob, where in mine.overrides if fnmatch.filter(names, glob))
+    remat = mine.remat
+    if remat is not None and remat.mode == "modules":
+        globs = tuple(glob for glob in remat.globs if fnmatch.filter(_modules(stage), glob))
+        remat = replace(remat, globs=globs) if globs else None
+    return replace(mine, overrides=overrides, remat=remat)
+
+
+def _check_remat(logical: LogicalGraph, strategy: Strategy) -> None:
+    if strategy.remat is not None and strategy.remat.mode == "modules":
+        known = _modules(logical)
+        for glob in strategy.remat.globs:
+            if not fnmatch.filter(known, glob):
+                raise RematGlobError(glob, known)
+
+
+def _modules(logical: LogicalGraph) -> list[str]:
+    """FQNs of all modules whose forward computes something."""
+    found = set()
+    for node in logical.gm.graph.nodes:
+        parts = node.meta.get("fqn", "").split(".")
+        if node.op == "call_function" and not node.meta.get("backward"):
+            found |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+    return sorted(found - {""})
+
+
+def _sums(stages: tuple[StageProgram, ...]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for stage in stages:
+        total.update({name: value for name, value in stage.timings.items() if name.startswith("annotate")})
+    return dict(total)
+
+
+def _terms(staged: StagedGraph) -> dict[str, tuple[int, ...]]:
+    return {shared.fqn: shared.terms for shared in staged.shared}
+
+
+__all__ = ["lower_pipeline", "strategy_of_stage"]

@@ -1,0 +1,115 @@
+"""Check a graph between passes: well-formed, placements type-check, every collective is waited for.
+
+A failure is a bug of the pass that ran last, never of the user's model; the error names pass, node and user's line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import VerifyError
+from fxpar.ir.collectives import reshard
+from fxpar.ir.dist_config import DistConfig, R, Shard
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import tensor_operands
+from fxpar.rules.option import Option, Seed, replicated
+from fxpar.rules.own_ops import attention_options
+from fxpar.rules.table import options, own
+from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
+
+_ATTENTION = (own.attention.default, own.attention_backward.default)
+
+
+def verify(graph: AnnotatedGraph, after: str) -> None:
+    """Structure: fx's own lint, results, no collective without a wait. `after` names the pass that just ran."""
+    try:
+        graph.graph.lint()
+    except RuntimeError as error:
+        raise VerifyError(f"after pass {after!r}: the graph is malformed: {error}") from error
+    if len(graph.results) != len(graph.outputs):
+        raise VerifyError(f"after pass {after!r}: {len(graph.results)} results for {len(graph.outputs)} outputs")
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    for node in graph.graph.nodes:
+        if collective_kind(node) and [u.target for u in node.users] != [wait]:
+            raise VerifyError(f"after pass {after!r}: {where(node)} is not waited for exactly once")
+        if node.op == "call_function" and "sym" not in node.meta and node.meta.get("tensor", 0) == 0:
+            raise VerifyError(f"after pass {after!r}: {where(node)} has no shape")
+
+
+def verify_placements(graph: AnnotatedGraph, after: str, *, resharded: bool) -> None:
+    """Type-check: each op's placements are an option of its rule on every axis; with `resharded`, operands already
+    fit.
+    """
+    strategy = graph.strategy
+    tensor, context = strategy.degree("tp"), strategy.degree("cp")
+    sizes = Sizes([d.symbol for d in graph.dims], tensor * tensor * context)
+    known: dict[Any, bool] = {}
+    for node in graph.graph.nodes:
+        if "dist_in" not in node.meta:
+            continue
+        wanted: tuple[DistConfig, ...] = node.meta["dist_in"]
+        operands = tensor_operands(node)
+        if resharded:
+            for operand, config in zip(operands, wanted, strict=True):
+                if operand.meta["dist"] != config:
+                    raise VerifyError(
+                        f"after pass {after!r}: {where(node)} wants {operand.name} as {config}, it lies as "
+                        f"{operand.meta['dist']}"
+                    )
+        if is_op(node) and node.target is not reshard:
+            _check_op(node, wanted, sizes, (("tp", tensor), ("cp", context)), known, after)
+
+
+def _check_op(
+    node: fx.Node,
+    wanted: tuple[DistConfig, ...],
+    sizes: Sizes,
+    axes: tuple[tuple[str, int], ...],
+    known: dict[Any, bool],
+    after: str,
+) -> None:
+    made = node.meta["dist"]
+    made = made if isinstance(made, tuple) else (made,)
+    inner: dict[fx.Node, Option] | None = None
+    inner_degree = 1
+    for axis, degree in axes:
+        if degree == 1:
+            continue
+        option = Option(
+            tuple(c.placement(axis) for c in wanted),
+            tuple(c.placement(axis) if c is not None else R for c in made),
+        )
+        key = (node.target, tuple(tensor_metas(node)), option, axis, str(node.args) if option.inputs else "")
+        if known.get(key) is not True:
+            view, _ = make_view(node, sizes, inner, inner_degree)
+            if not legal(view, option, degree):
+                raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
+            known[key] = True
+        inner, inner_degree = {node: option}, degree
+
+
+def legal(view: Any, option: Option, degree: int) -> bool:
+    """Whether the op's rule has this option."""
+    if option == replicated(view):
+        return True
+    seeds: list[tuple[Seed, Shard]] = []
+    for is_result, placements in ((False, option.inputs), (True, option.outputs)):
+        seeds += [((is_result, i), p) for i, p in enumerate(placements) if isinstance(p, Shard)]
+    found = options(view, degree, seeds)
+    if view.target in _ATTENTION:
+        found += attention_options(view, degree)
+    return option in found
+
+
+def where(node: fx.Node) -> str:
+    """`%mm_3 (aten.mm.default, in model.layers.0.mlp, model.py:41)`."""
+    parts = [str(node.target)]
+    if node.meta.get("fqn"):
+        parts.append(f"in {node.meta['fqn']}")
+    if node.meta.get("source"):
+        parts.append(str(node.meta["source"]))
+    return f"%{node.name} ({', '.join(parts)})"

@@ -1,0 +1,72 @@
+"""Cluster files: both formats, and one clear error for each mistake."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ClusterError
+
+GOOD = {"nodes": 4, "devices_per_node": 8, "intra_gb_per_s": 200.0, "inter_gb_per_s": 12.5, "latency_us": 10}
+
+
+def toml(values: dict) -> str:
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+
+
+def test_both_formats(tmp_path):
+    (tmp_path / "c.toml").write_text(toml(GOOD))
+    (tmp_path / "c.json").write_text(json.dumps({**GOOD, "node_gb_per_s": 50}))
+    spec = ClusterSpec.from_file(tmp_path / "c.toml")
+    assert spec == ClusterSpec(4, 8, 200.0, 12.5, 10)
+    assert spec.node_gb_per_s is None
+    assert ClusterSpec.from_file(tmp_path / "c.json").node_gb_per_s == 50
+    assert ClusterSpec.from_dict(spec.to_json()) == spec
+    assert (spec.world, spec.node_of(7), spec.node_of(8), spec.node_of(31)) == (32, 0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intra_gb_per_sec": 1}, "'intra_gb_per_sec' is unknown; did you mean 'intra_gb_per_s'?"),
+        ({"nodes": 0}, "nodes = 0 must be > 0"),
+        ({"nodes": 2.5}, "nodes = 2.5 must be an integer"),
+        ({"nodes": True}, "nodes = True must be an integer"),
+        ({"inter_gb_per_s": "fast"}, "inter_gb_per_s = 'fast' must be a number"),
+        ({"inter_gb_per_s": float("inf")}, "must be > 0 and finite"),
+        ({"latency_us": -1}, "latency_us = -1 must be >= 0"),
+        ({"node_gb_per_s": 0}, "node_gb_per_s = 0 must be > 0"),
+    ],
+)
+def test_bad_values(change, message):
+    with pytest.raises(ClusterError) as error:
+        ClusterSpec.from_dict({**GOOD, **change}, "'c.toml'")
+    assert message in str(error.value)
+    assert "'c.toml'" in str(error.value)
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(ClusterError, match="lacks devices_per_node, latency_us"):
+        ClusterSpec.from_dict({k: v for k, v in GOOD.items() if k not in ("devices_per_node", "latency_us")})
+
+
+UNREADABLE = [("c.toml", b"nodes = "), ("c.json", b"{"), ("c.json", b"[1]"), ("c.toml", b"\xff\xfe")]
+
+
+@pytest.mark.parametrize(("name", "text"), UNREADABLE)
+def test_unreadable_files(tmp_path, name, text):
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ClusterError, match=name):
+        ClusterSpec.from_file(tmp_path / name)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ClusterError, match=r"missing\.toml.*No such file"):
+        ClusterSpec.from_file(tmp_path / "missing.toml")
+
+
+def test_constructed_ones_are_checked_too():
+    with pytest.raises(ClusterError, match="devices_per_node = 0"):
+        ClusterSpec(1, 0, 1, 1, 1)

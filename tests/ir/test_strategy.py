@@ -1,0 +1,276 @@
+"""`Strategy`: text and value say the same, and a mistake is named together with what to write instead."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSizeError
+from fxpar.ir.dist_config import R, Shard
+from fxpar.ir.strategy import AXES, SCHEDULES, Pipeline, Remat, Strategy, parse_override
+
+PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
+
+
+@st.composite
+def remats(draw) -> Remat | None:
+    mode = draw(st.sampled_from([None, "full", "selective", "modules", "budget"]))
+    if mode is None:
+        return None
+    names = st.text(string.ascii_lowercase, min_size=1).map(lambda name: f"*.{name}")
+    globs = tuple(draw(st.lists(names, unique=True, min_size=1))) if mode == "modules" else ()
+    budget = draw(st.integers(1, 10**13)) if mode == "budget" else 0
+    return Remat(mode, globs, budget, draw(st.sampled_from(["auto", "keep", "redo"])))
+
+
+@st.composite
+def pipelines(draw, ranks: int) -> Pipeline:
+    """For a pp axis of `ranks`: flags need one, and cuts one per boundary."""
+    if ranks == 1:
+        return Pipeline()
+    schedule = draw(st.sampled_from(SCHEDULES))
+    virtual = draw(st.integers(2, 9)) if schedule == "interleaved_1f1b" else 1
+    boundaries = ranks * virtual - 1
+    modules = st.from_regex(r"[a-z_]{1,3}(\.[0-9]{1,2}){0,2}", fullmatch=True)
+    named = boundaries < 8 and draw(st.booleans())
+    cuts = draw(st.lists(modules, min_size=boundaries, max_size=boundaries)) if named else []
+    return Pipeline(schedule, virtual, tuple(cuts))
+
+
+@st.composite
+def strategies(draw) -> Strategy:
+    names = draw(st.lists(st.sampled_from(AXES), unique=True, min_size=1))
+    axes = tuple((name, draw(st.integers(1, 64))) for name in names)
+    globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
+    flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
+    return Strategy(axes, *flags, draw(pipelines(dict(axes).get("pp", 1))))
+
+
+@given(strategies())
+def test_text_round_trip(strategy):
+    assert Strategy.parse(str(strategy), overrides=dict(strategy.overrides)) == strategy
+    assert Strategy.parse(f"  {strategy}\n", overrides=dict(strategy.overrides)) == strategy
+
+
+@given(strategies())
+def test_json_round_trip(strategy):
+    text = json.dumps(strategy.to_json())
+    assert Strategy.from_json(text) == strategy
+    assert Strategy.from_json(json.loads(text)) == strategy
+    assert hash(Strategy.from_json(text)) == hash(strategy)
+
+
+@given(strategies())
+def test_pickle_round_trip(strategy):
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+
+@given(strategies())
+def test_world_is_the_product_of_the_degrees(strategy):
+    assert strategy.world == strategy.mesh.size
+    strategy.check_world(strategy.world)
+    with pytest.raises(WorldSizeError):
+        strategy.check_world(strategy.world + 1)
+
+
+def test_parts():
+    strategy = Strategy.parse("dp2.cp3.tp4+sp+zero1")
+    assert strategy.axes == (("dp", 2), ("cp", 3), ("tp", 4))
+    assert (strategy.sp, strategy.zero, strategy.world) == (True, 1, 24)
+    assert strategy.data_axes == ("dp", "cp")
+    assert [strategy.degree(axis) for axis in AXES] == [2, 1, 3, 4, 1]
+    assert str(strategy.mesh) == "dp2xcp3xtp4"
+
+
+def test_rank_order_is_kept():
+    first, second = Strategy.parse("tp2.dp3"), Strategy.parse("dp3.tp2")
+    assert first != second
+    assert first.mesh.groups(("tp",)) == [(0, 3), (1, 4), (2, 5)]
+    assert second.mesh.groups(("tp",)) == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_order_of_flags_does_not_matter():
+    assert Strategy.parse("tp2+zero3+sp") == Strategy.parse("tp2+sp+zero3")
+    assert str(Strategy.parse("tp2+zero3+sp")) == "tp2+sp+zero3"
+
+
+REMATS = [
+    ("remat", Remat("full"), "remat"),
+    ("remat(full)", Remat("full"), "remat"),
+    ("remat(none)", None, None),
+    ("remat(selective)", Remat("selective"), "remat(selective)"),
+    ("remat(200MB)", Remat("budget", budget_bytes=200_000_000), "remat(200MB)"),
+    ("remat( 1.5 gb )", Remat("budget", budget_bytes=1_500_000_000), "remat(1500MB)"),
+    ("remat(1001B)", Remat("budget", budget_bytes=1001), "remat(1001B)"),
+    ("remat(layers.*.ffn)", Remat("modules", ("layers.*.ffn",)), "remat(layers.*.ffn)"),
+    ("remat(*.ffn | *.o_proj)", Remat("modules", ("*.ffn", "*.o_proj")), "remat(*.ffn|*.o_proj)"),
+    ("remat(keep_comm)", Remat("full", collectives="keep"), "remat(full|keep_comm)"),
+    ("remat(selective|redo_comm)", Remat("selective", collectives="redo"), "remat(selective|redo_comm)"),
+]
+
+
+@pytest.mark.parametrize(("flag", "remat", "printed"), REMATS, ids=[flag for flag, _, _ in REMATS])
+def test_recomputation(flag, remat, printed):
+    strategy = Strategy.parse(f"dp2.tp2+{flag}+sp")
+    assert strategy == Strategy((("dp", 2), ("tp", 2)), sp=True, remat=remat)
+    assert str(strategy) == "dp2.tp2+sp" + (f"+{printed}" if printed else "")
+
+
+SCHEDULED = [
+    ("", Pipeline(), 4, ""),
+    ("1f1b", Pipeline(), 4, ""),
+    ("gpipe", Pipeline("gpipe"), 4, "+gpipe"),
+    ("zb_h1", Pipeline("zb_h1"), 4, "+zb_h1"),
+    ("interleaved_1f1b", Pipeline("interleaved_1f1b", 2), 8, "+interleaved_1f1b(2)"),
+    ("interleaved_1f1b(3)", Pipeline("interleaved_1f1b", 3), 12, "+interleaved_1f1b(3)"),
+    ("cut(a.1|b|c)", Pipeline(cuts=("a.1", "b", "c")), 4, "+cut(a.1|b|c)"),
+    ("cut( a.1 | b |c )+gpipe", Pipeline("gpipe", cuts=("a.1", "b", "c")), 4, "+gpipe+cut(a.1|b|c)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "pipeline", "stages", "printed"), SCHEDULED, ids=[f or "none" for f, *_ in SCHEDULED]
+)
+def test_pipelines(flags, pipeline, stages, printed):
+    strategy = Strategy.parse(f"dp2.pp4+zero1+{flags}" if flags else "dp2.pp4+zero1")
+    assert strategy == Strategy((("dp", 2), ("pp", 4)), zero=1, pipeline=pipeline)
+    assert (strategy.stages, strategy.world) == (stages, 8)
+    assert str(strategy) == f"dp2.pp4+zero1{printed}"
+
+
+def test_what_a_stage_runs_under():
+    strategy = Strategy.parse("dp2.pp2.tp4+sp+zero1+remat+zb_h1+cut(layers.3)", overrides={"*": "R"})
+    assert strategy.of_stage(0) == Strategy.parse("dp2.tp4+sp+zero1+remat", overrides={"*": "R"})
+    assert str(Strategy.parse("pp4").of_stage(0)) == "dp1"
+    assert Strategy.parse("dp2").stages == Strategy.parse("dp2.pp1").stages == 1
+
+
+def test_axes_of_degree_one_hold_no_data():
+    assert Strategy.parse("dp1.cp1.tp2").data_axes == ()
+    assert Strategy.parse("cp2.dp1").data_axes == ("cp",)
+
+
+# ---------------------------------------------------------------------------------------------------- mistakes
+SYNTAX = [
+    ("", "''", "an axis is a name and a degree"),
+    ("tp", "'tp'", "an axis is a name and a degree"),
+    ("2", "'2'", "an axis is a name and a degree"),
+    ("tp2.", "''", "an axis is a name and a degree"),
+    (".tp2", "''", "an axis is a name and a degree"),
+    ("dp2..tp2", "''", "an axis is a name and a degree"),
+    ("dp2,tp2", "'dp2,tp2'", "an axis is a name and a degree"),
+    ("dp2 tp2", "'dp2 tp2'", "an axis is a name and a degree"),
+    ("tp-2", "'tp-2'", "an axis is a name and a degree"),
+    ("tp2.5", "'5'", "an axis is a name and a degree"),
+    ("TP2", "'TP2'", "an axis is a name and a degree"),
+    ("tp=2", "'tp=2'", "an axis is a name and a degree"),
+    ("tp0", "'tp0'", "a degree is at least 1"),
+    ("dp2.tp2.dp2", "'dp2'", "axis 'dp' is given twice"),
+    ("tpp2", "'tpp2'", "unknown axis 'tpp'; did you mean 'tp'?"),
+    ("ddp2", "'ddp2'", "unknown axis 'ddp'; did you mean 'dp'?"),
+    ("xyz2", "'xyz2'", "Axes are dp, pp, cp, tp, ep"),
+    ("tp2+", "''", "unknown flag ''"),
+    ("tp2+sq", "'sq'", "unknown flag 'sq'; did you mean 'sp'?"),
+    ("tp2+zero", "'zero'", "did you mean 'zero"),
+    ("tp2+zero4", "'zero4'", "did you mean 'zero"),
+    ("tp2+sp+sp", "'sp'", "flag 'sp' is given twice"),
+    ("tp2+zero1+zero2", "'zero2'", "one ZeRO level at a time"),
+    ("tp2+zero1+zero1", "'zero1'", "one ZeRO level at a time"),
+    ("sp+tp2", "'sp'", "an axis is a name and a degree"),
+    ("tp2+remt", "'remt'", "unknown flag 'remt'; did you mean 'remat'?"),
+    ("tp2+remat+remat(full)", "'remat(full)'", "flag 'remat' is given twice"),
+    ("tp2+remat(", "'remat('", "unknown flag 'remat('; did you mean 'remat'?"),
+    ("tp2+remat()", "'remat()'", "'' says nothing about recomputation. Write full, selective, a size such as 200MB"),
+    ("tp2+remat(selectiv)", "'remat(selectiv)'", "did you mean 'selective'?"),
+    ("tp2+remat(keep_com)", "'remat(keep_com)'", "did you mean 'keep_comm'?"),
+    ("tp2+remat(full|selective)", "'remat(full|selective)'", "'full' stands alone in remat(...)"),
+    ("tp2+remat(*.ffn|20MB)", "'remat(*.ffn|20MB)'", "'20MB' stands alone in remat(...)"),
+    ("tp2+remat(*.ffn|*.ffn)", "'remat(*.ffn|*.ffn)'", "a glob is given twice"),
+    ("tp2+remat(full|keep_comm|redo_comm)", "'remat(full|keep_comm|redo_comm)'", "keep_comm or redo_comm, once"),
+    ("tp2+remat(none|keep_comm)", "'remat(none|keep_comm)'", "says twice what to do"),
+    ("tp2+remat(200)", "'remat(200)'", "'200' is no size; units are B, kB, MB, GB, TB, such as 200MB"),
+    ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is no size"),
+    ("tp2+remat(0MB)", "'remat(0MB)'", "a budget is at least 1 byte"),
+    ("tp2+remat(a b)", "'remat(a b)'", "'a b' says nothing about recomputation"),
+    ("pp2+1f1", "'1f1'", "unknown flag '1f1'; did you mean '1f1b'?"),
+    ("pp2+gpip", "'gpip'", "did you mean 'gpipe'?"),
+    ("pp2+gpipe+zb_h1", "'pp2+gpipe+zb_h1'", "a schedule is given twice"),
+    ("pp2+1f1b+1f1b", "'pp2+1f1b+1f1b'", "a schedule is given twice"),
+    ("pp2+gpipe(2)", "'gpipe(2)'", "only interleaved_1f1b(2) has several stages per rank"),
+    ("pp2+interleaved_1f1b(1)", "'interleaved_1f1b(1)'", "needs 2 or more stages per rank; else write 1f1b"),
+    ("pp2+interleaved_1f1b(0)", "'interleaved_1f1b(0)'", "needs 2 or more stages per rank"),
+    ("pp2+interleaved_1f1b()", "'interleaved_1f1b()'", "did you mean 'interleaved_1f1b'?"),
+    ("tp2+gpipe", "'gpipe'", "it needs a pp axis, such as pp2"),
+    ("pp1+interleaved_1f1b", "'interleaved_1f1b(2)'", "it needs a pp axis, such as pp2"),
+    ("dp2+cut(a)", "'cut(a)'", "it needs a pp axis, such as pp2"),
+    ("pp3+cut(a)", "'cut(a)'", "3 stages have 2 cuts, not 1"),
+    ("pp2+cut(a|b)", "'cut(a|b)'", "2 stages have 1 cuts, not 2"),
+    ("pp2+interleaved_1f1b+cut(a)", "'cut(a)'", "4 stages have 3 cuts, not 1"),
+    ("pp2+cut()", "'cut()'", "'' is no module; write cut(layers.3|layers.6)"),
+    ("pp2+cut(a.*)", "'cut(a.*)'", "'a.*' is no module"),
+    ("pp2+cut(a)+cut(b)", "'pp2+cut(a)+cut(b)'", "flag 'cut' is given twice"),
+    ("pp2+cut", "'cut'", "Flags are"),
+]
+
+
+@pytest.mark.parametrize(("text", "part", "why"), SYNTAX, ids=[text or "empty" for text, _, _ in SYNTAX])
+def test_syntax_errors(text, part, why):
+    with pytest.raises(StrategySyntaxError) as caught:
+        Strategy.parse(text)
+    message = str(caught.value)
+    assert repr(text) in message
+    assert f"(at {part})" in message
+    assert why in message
+    assert "for example 'dp2.tp4+sp+zero1'" in message
+
+
+@given(st.text(string.ascii_lowercase + string.digits + ".+ _-@()|", max_size=12))
+def test_any_text_parses_or_says_why(text):
+    try:
+        strategy = Strategy.parse(text)
+    except FxparError:
+        return
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_messages_read_as_sentences():
+    """No nearest name: the list of names still starts after a full stop."""
+    with pytest.raises(StrategySyntaxError, match=r"unknown axis 'xyz'\. Axes are"):
+        Strategy.parse("xyz2")
+    with pytest.raises(StrategySyntaxError, match=r"unknown flag 'fast'\. Flags are"):
+        Strategy.parse("tp2+fast")
+
+
+def test_world_error_names_both_numbers():
+    with pytest.raises(WorldSizeError, match=r"'dp2.tp4' needs 8 ranks .* but the world has 6"):
+        Strategy.parse("dp2.tp4", world=6)
+    assert Strategy.parse("dp2.tp4", world=8).world == 8
+
+
+def test_overrides_are_parsed():
+    assert parse_override("*", "S(0)@tp") == Shard(0)
+    assert parse_override("*", " S(12) @ tp ") == Shard(12)
+    assert parse_override("*", "R@tp") == R
+    assert parse_override("*", "R") == R
+
+
+WRONG_PLACEMENTS = ["", "S", "S()", "S(-1)", "S(0)@dp", "S(0)@", "Shard(0)", "P", "r", "S(0),S(1)", "S(0)tp"]
+
+
+@pytest.mark.parametrize("text", WRONG_PLACEMENTS)
+def test_override_errors(text):
+    with pytest.raises(OverrideError, match=r"override 'layers\.\*': .* is no placement\. Write 'S\(0\)@tp'"):
+        Strategy.parse("tp2", overrides={"layers.*": text})
+
+
+def test_order_of_overrides_is_kept():
+    overrides = {"b.*": "R", "a.*": "S(1)"}
+    strategy = Strategy.parse("tp2", overrides=overrides)
+    assert [pattern for pattern, _ in strategy.overrides] == ["b.*", "a.*"]
+    again = Strategy.from_json(json.dumps(strategy.to_json()))
+    assert [pattern for pattern, _ in again.overrides] == ["b.*", "a.*"]

@@ -1,0 +1,114 @@
+"""`lower`: the ladder as one list, and what comes out of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpar.errors import GivenPassesError, NotYetError, OverrideError, StrategySyntaxError
+from fxpar.ir.exec_graph import ExecGraph, compile_graph
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import default_passes, lower
+from fxpar.passes.bucket_collectives import BucketCollectives
+from fxpar.passes.casts import Casts
+from tests.captured import llama
+
+LADDER = [
+    "insert_reshards",
+    "zero_shard",
+    "casts",
+    "reduce_gradients",
+    "reshard_to_collectives",
+    "mask_padding",
+    "cleanup",
+    "global_to_local",
+    "lower_collectives",
+    "rematerialize",
+    "bucket_collectives",
+]
+
+
+def test_ladder():
+    assert [step.name for step in default_passes()][: len(LADDER)] == LADDER
+    (casts,) = [step for step in default_passes(torch.float32) if isinstance(step, Casts)]
+    assert casts.storage == torch.float32
+
+
+def test_strategy_as_text_or_value():
+    assert lower(llama().graph, "tp2").fingerprint() == lower(llama().graph, Strategy.parse("tp2")).fingerprint()
+
+
+def test_lowering_is_deterministic():
+    texts = [lower(llama().graph, "cp2.tp2+sp").fingerprint() for _ in range(3)]
+    assert len(set(texts)) == 1
+
+
+def test_lowering_leaves_the_logical_graph_alone():
+    graph = llama().graph
+    before = str(graph.gm.graph)
+    lower(graph, "dp2.cp2.tp2+sp+zero3")
+    assert str(graph.gm.graph) == before
+
+
+def test_stages_are_another_kind_of_program():
+    assert isinstance(lower(llama(layers=2).graph, "dp2.pp2"), PipelineGraph)
+    assert isinstance(lower(llama().graph, "dp2.pp1"), ExecGraph)
+
+
+def test_other_passes():
+    without = [step for step in default_passes() if step.name != "bucket_collectives"]
+    plain, bucketed = lower(llama(layers=2).graph, "dp2", passes=without), lower(llama(layers=2).graph, "dp2")
+    assert plain.collectives() == {"all_reduce": 22}
+    assert bucketed.collectives() == {"all_reduce": 1}
+    tiny = [BucketCollectives(0.01) if step.name == "bucket_collectives" else step for step in default_passes()]
+    assert 1 < lower(llama().graph, "dp2", passes=tiny).collectives()["all_reduce"] < 22
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"storage": torch.float32},
+        {"for_store": True},
+        {"sizes": {"T": 8}},
+        {"accumulate": torch.float64},
+        {"reduce": torch.bfloat16},
+    ],
+    ids=lambda option: next(iter(option)),
+)  # fmt: skip
+def test_passes_have_their_options_already(option):
+    with pytest.raises(GivenPassesError, match=rf"cannot follow {next(iter(option))}= which"):
+        lower(llama().graph, "dp2", passes=default_passes(), **option)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"), [("tp", StrategySyntaxError), ("dp2.ep2", NotYetError), ("pp2.ep2", NotYetError)]
+)
+def test_errors(strategy, error):
+    with pytest.raises(error):
+        lower(llama(layers=2).graph, strategy)
+    with pytest.raises(OverrideError):
+        lower(llama().graph, Strategy.parse("tp2", overrides={"nothing": "R"}))
+
+
+def test_a_single_rank_has_no_collectives():
+    program = lower(llama().graph, "dp1.tp1.cp1+sp+zero3")
+    assert program.collectives() == {}
+    assert program.axes() == ()
+    assert program.collective_bytes() == 0
+
+
+def test_body_runs_as_a_plain_module():
+    """For one rank the body is the captured graph."""
+    captured = llama()
+    program = lower(captured.graph, "dp1")
+    tables = {"param": captured.params, "buffer": captured.buffers, "batch": captured.batches[1]}
+    tables["constant"] = captured.graph.constants
+    numbers = {"scale": torch.tensor(0.5, dtype=torch.float64), "seed": torch.tensor(0)}
+    values = [numbers[i.kind] if i.kind in numbers else tables[i.kind][i.fqn] for i in program.inputs]
+    with torch.no_grad():
+        whole = captured.graph.gm(*values)
+        body = compile_graph(program.body.graph)(*(values[i] for _, i in program.body.sources))
+    order = {id(node): i for i, node in enumerate(program.body.results)}
+    assert len(order) == len(body)
+    assert any(torch.equal(body[0], value) for value in whole)
