@@ -12,6 +12,7 @@ import os
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,29 @@ def test_imports_of_the_library():
         for problem in problems(path.relative_to(ROOT).as_posix(), path.read_text())
     ]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_no_circles_between_files():
+    """Imports inside of functions and for type checkers count as well."""
+    paths = {}
+    for path in source_files("fxpar", "passes", "recipes"):
+        where = path.relative_to(ROOT)
+        paths[f"{package_of(where.parent.as_posix())}.{where.stem}".removesuffix(".__init__")] = path
+    below: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        scan = Scan(package_of(path.parent.relative_to(ROOT).as_posix()))
+        scan.visit(ast.parse(path.read_text()))
+        found = {i.dotted if i.dotted in paths else i.module or i.dotted for i in scan.imports}
+        below[name] = found & paths.keys() - {name}
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        pytest.fail(f"imports go round in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_few_modules_stand_alone():
+    loose = [path.name for path in (ROOT / "fxpar").glob("*.py")]
+    assert len(loose) <= 8, f"each belongs in a room: {sorted(loose)}"
 
 
 def test_package_list_matches_the_tree():

@@ -12,6 +12,7 @@ import numpy as np
 
 from fxpar.switch.bound import lower_bounds
 from fxpar.switch.predict import Planned
+from fxpar.switch.verify import verify
 
 Box = tuple[tuple[int, int], ...]
 
@@ -88,9 +89,7 @@ class SwitchPlan(Planned):
 
     def verify(self) -> None:
         """Raise SwitchPlanError unless each needed element is written exactly once, from a rank that has it."""
-        from fxpar.switch.verify import verify
-
-        verify(self)
+        verify(self.problem, self.transfers)
 
     def to_json(self) -> dict[str, Any]:
         """Numbers, not the transfers; bytes are whole, times in seconds."""

@@ -6,20 +6,16 @@ slices is a grid without gaps by its construction in `boxes`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from fxpar.errors import SwitchPlanError
 from fxpar.switch.problem import SwitchProblem
 
-if TYPE_CHECKING:
-    from fxpar.switch.plan import SwitchPlan
 
-
-def verify(plan: SwitchPlan) -> None:
-    """Raise SwitchPlanError for the first thing that is wrong; the message names tensor, box and rank."""
-    problem, table = plan.problem, plan.transfers
+def verify(problem: SwitchProblem, table: np.ndarray) -> None:
+    """Raise SwitchPlanError for the first thing that is wrong with these transfers; it names tensor, box and rank."""
     _check_numbers(problem, table)
     slices = 1 + max((len(cls.nbytes) for cls in problem.classes), default=0)
     place = (table["tensor"].astype(np.int64) * slices + table["slice"]) * problem.world
