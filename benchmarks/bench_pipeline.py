@@ -45,9 +45,9 @@ from fxpar.models.batches import document_lengths
 from fxpar.models.llama import Attention, LlamaOptions, rotate
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun
 from fxpar.tracer import capture
+from fxpar.transport.groups import ProcessGroups
 
 STAGES, MICRO_BATCHES = 4, 8
 LONG_TAIL = (64, 128, 256, 384, 512, 768, 960, 1024)  # tokens of the micro-batches

@@ -35,10 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.runtime import ProcessGroups, bind
+from fxpar.runtime import bind
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.micro import local_batch
 from fxpar.tracer import capture
+from fxpar.transport import ProcessGroups
 
 WORLD = 4
 # fxpar strategy -> (baseline, the most it may cost as a share of the baseline's CPU time)

@@ -28,10 +28,10 @@ from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.runtime.bound import Backend
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.plain import PlainRunner
 from fxpar.tracer import capture_forward
 from fxpar.tracer.dynamic import BATCH, TOKENS
+from fxpar.transport.groups import ProcessGroups
 
 OPTIONS = ("strategy", "overrides", "seed", "compile")
 _BACKENDS = ("eager", "inductor")

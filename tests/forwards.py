@@ -16,10 +16,10 @@ from fxpar.ir.graph import ForwardGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.models import load
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.plain import PlainRunner
 from fxpar.torch_api.threaded import run_threads
 from fxpar.tracer import capture_forward
+from fxpar.transport.groups import ProcessGroups
 
 Tensors = Mapping[str, Tensor]
 Loss = Callable[[Any, Tensors], Tensor]

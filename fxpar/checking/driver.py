@@ -33,10 +33,10 @@ from fxpar.runtime.binding import bind_here
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun, as_one_sequence, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.torch_api.threaded import run_threads
+from fxpar.transport.groups import ProcessGroups
 
 Batch = Mapping[str, Tensor]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}

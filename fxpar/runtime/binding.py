@@ -8,8 +8,8 @@ import torch.distributed as dist
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.runtime.bound import Backend, BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.pipeline import BoundPipeline
+from fxpar.transport.groups import ProcessGroups
 
 Bound = BoundGraph | BoundPipeline
 

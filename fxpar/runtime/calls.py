@@ -23,7 +23,6 @@ from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import gradient_placements
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.switching import Switching
 from fxpar.switch import ParamLayout, SwitchPlan, layout_of, plan_switch
@@ -31,6 +30,7 @@ from fxpar.switch.reduction import plan_reduction
 from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward
 from fxpar.transport import Holding, Reduction, Switch
+from fxpar.transport.groups import ProcessGroups
 
 
 @dataclass

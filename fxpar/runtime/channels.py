@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import TransferError
-from fxpar.runtime.groups import ProcessGroups
+from fxpar.transport.groups import ProcessGroups
 
 
 class Work(Protocol):

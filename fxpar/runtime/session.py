@@ -29,7 +29,6 @@ from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.gradients import Gradients
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import (
@@ -59,7 +58,8 @@ from fxpar.store import (
 )
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.switch import layout_of
-from fxpar.transport import Staging, SubGroups
+from fxpar.transport import Staging
+from fxpar.transport.groups import ProcessGroups
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _open(
     world_group = process_groups.world()
     check_same_programs(programs, world_group)
     store, schedule, memory = _storage(module, programs, rank, world, device, cluster, options)
-    transport = _transport(options, world_group, device)
+    transport = _transport(options, process_groups, device)
     engine = Engine(
         groups=groups,
         names=names,
@@ -266,15 +266,15 @@ def _scaler(store: WeightStore, options: Options) -> LossScaler | None:
     return LossScaler() if options.loss_scale is None else LossScaler(options.loss_scale)
 
 
-def _transport(options: Options, world_group: Any, device: torch.device) -> TransportOptions:
+def _transport(options: Options, process_groups: ProcessGroups, device: torch.device) -> TransportOptions:
     return TransportOptions(
         options.execution,
         options.staging_bytes,
         options.checked,
-        world_group,
+        process_groups.world(),
         options.timeout_s,
         Staging(device),
-        SubGroups(world_group),
+        process_groups,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpar.store import SwitchSchedule, WeightStore
-from fxpar.transport import Holding, Staging, SubGroups, Switch
+from fxpar.transport import Holding, ProcessGroups, Staging, Switch
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TransportOptions:
     group: Any = None
     timeout_s: float | None = None
     staging: Staging | None = None
-    subgroups: SubGroups | None = None
+    process_groups: ProcessGroups | None = None
 
     def shared(self) -> dict[str, Any]:
         """Keyword arguments that a Switch and a Reduction have in common."""
@@ -29,7 +29,7 @@ class TransportOptions:
 
     def of_switch(self) -> dict[str, Any]:
         """Keyword arguments of a Switch."""
-        return {**self.shared(), "execution": self.execution, "subgroups": self.subgroups}
+        return {**self.shared(), "execution": self.execution, "process_groups": self.process_groups}
 
 
 @dataclass

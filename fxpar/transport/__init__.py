@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fxpar.transport.executions import SubGroups
+from fxpar.transport.groups import ProcessGroups
 from fxpar.transport.holding import Holding
 from fxpar.transport.reduction import Reduction
 from fxpar.transport.staging import Staging
 from fxpar.transport.switch import Switch, SwitchReport
 
-__all__ = ["Holding", "Reduction", "Staging", "SubGroups", "Switch", "SwitchReport"]
+__all__ = ["Holding", "ProcessGroups", "Reduction", "Staging", "Switch", "SwitchReport"]

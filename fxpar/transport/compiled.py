@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fxpar.switch.problem import SwitchProblem
 from fxpar.transport.checksum import Where, compare_copy
-from fxpar.transport.executions import SubGroups, choose
+from fxpar.transport.executions import choose
+from fxpar.transport.groups import ProcessGroups
 from fxpar.transport.holding import Located
 from fxpar.transport.messages import messages
 from fxpar.transport.options import ALONE_BYTES, Counts, Options, Traffic
@@ -64,7 +65,7 @@ class Compiler:
         self.dtypes = [params[fqn].dtype for fqn in problem.tensors]
         self.counts = Counts()
 
-    def compile(self, wire: Wire, groups: SubGroups, staging: Staging) -> Compiled:
+    def compile(self, wire: Wire, groups: ProcessGroups, staging: Staging) -> Compiled:
         """All that a run needs. Raises HoldingError, ExecutionError."""
         locals_ = self._locals(groups)
         copied = list(self.reader.copies(self.dtypes))
@@ -87,14 +88,14 @@ class Compiler:
             phases.append((blocking, onto))
         return Compiled(snapshots, phases, self._copies(copied), self.counts)
 
-    def _locals(self, groups: SubGroups) -> list[Local]:
+    def _locals(self, groups: ProcessGroups) -> list[Local]:
         found = []
         for tag, phase in enumerate(cut_phases(self.problem, self.table, self.options.staging_bytes)):
             execution, collectives = choose(self.problem, self.table, phase, self.options.execution)
             traffic = []
             if execution == "all_gather":
                 for one in collectives:
-                    groups.get(one.ranks)
+                    groups.of_places(one.ranks)
                     if self.rank in one.ranks:
                         rows = phase.rows[one.transfers]
                         part = Phase(phase.step, phase.bucket, rows, phase.part, phase.parts)
@@ -139,7 +140,9 @@ class Compiler:
             return all_to_all_bytes(s.nbytes for part in sealed for s in (*part.sends, *part.receives))
         return sum(aligned(t.room) + aligned(t.room * len(t.ranks)) for t in local.traffic)
 
-    def _on_wire(self, local: Local, sealed: list[Sealed], arena: Arena, wire: Wire, groups: SubGroups) -> PhaseOnWire:
+    def _on_wire(
+        self, local: Local, sealed: list[Sealed], arena: Arena, wire: Wire, groups: ProcessGroups
+    ) -> PhaseOnWire:
         if local.execution == "p2p":
             return self._point_to_point(local, sealed[0], arena, wire)
         if local.execution == "a2a":
@@ -153,7 +156,7 @@ class Compiler:
             rows = received.view(len(traffic.ranks), traffic.room)
             unpack = [task for s in part.receives for task in s.unpack(rows[traffic.ranks.index(s.peer)])]
             pack = part.sends[0].pack(packed) if part.sends else []
-            parts.append(Gathered(groups.get(traffic.ranks), list(traffic.ranks), packed, received, pack, unpack))
+            parts.append(Gathered(groups.of_places(traffic.ranks), list(traffic.ranks), packed, received, pack, unpack))
         return AllGather(wire, parts)
 
     def _point_to_point(self, local: Local, sealed: Sealed, arena: Arena, wire: Wire) -> PointToPoint:

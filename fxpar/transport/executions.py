@@ -46,21 +46,3 @@ def choose(problem: SwitchProblem, table: np.ndarray, phase: Phase, execution: s
             execution, f"step {phase.step} of the plan is no set of all-gathers with equal parts; use 'auto' or 'p2p'"
         )
     return "p2p", []
-
-
-class SubGroups:
-    """Process groups of sets of ranks, made once. All ranks must ask for the same sets in the same order."""
-
-    def __init__(self, group: Any = None) -> None:
-        self.group = group
-        self._made: dict[tuple[int, ...], Any] = {}
-
-    def get(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of `ranks` (ranks within `group`)."""
-        if len(ranks) == dist.get_world_size(self.group):
-            return self.group
-        if ranks not in self._made:
-            members = dist.get_process_group_ranks(self.group) if self.group is not None else None
-            world_ranks = [members[rank] for rank in ranks] if members is not None else list(ranks)
-            self._made[ranks] = dist.new_group(world_ranks)
-        return self._made[ranks]

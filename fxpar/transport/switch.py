@@ -16,8 +16,9 @@ import torch.distributed as dist
 from fxpar.errors import ExecutionError
 from fxpar.switch.plan import SwitchPlan
 from fxpar.transport.compiled import Compiled, Compiler, Counts, Options
-from fxpar.transport.executions import SubGroups, resolve
+from fxpar.transport.executions import resolve
 from fxpar.transport.fingerprint import compare_fingerprints
+from fxpar.transport.groups import ProcessGroups
 from fxpar.transport.holding import Holding, Located
 from fxpar.transport.staging import Staging, staging_on
 from fxpar.transport.wire import Wire, run_pipeline
@@ -48,7 +49,7 @@ class Switch:
         and target is left as it is. Not for relayed plans.
     merge: one copy for equal slices of tensors at equal distances.
     staging: memory shared with other switches that never run at the same time.
-    subgroups: process groups shared with other switches.
+    process_groups: shared with other switches, within `group`.
     timeout_s: how long to wait for a transfer (None: as the process group does); on a GPU the host then waits, too.
     device: where the tensors lie; needed on GPUs if some ranks hold nothing.
     name: how errors call it; else "switch A -> B".
@@ -72,7 +73,7 @@ class Switch:
         merge: bool = True,
         timeout_s: float | None = None,
         staging: Staging | None = None,
-        subgroups: SubGroups | None = None,
+        process_groups: ProcessGroups | None = None,
         device: torch.device | str | None = None,
         name: str = "",
     ) -> None:
@@ -92,7 +93,8 @@ class Switch:
         located = [Located(holding, rank) for holding in sources]
         compiler = Compiler(plan.problem, plan.transfers, located, Located(target, rank), options, self.name)
         staging = staging_on(device, staging)
-        self.compiled: Compiled = compiler.compile(self._wire, subgroups or SubGroups(group), staging)
+        groups = process_groups or ProcessGroups(timeout_s, within=group)
+        self.compiled: Compiled = compiler.compile(self._wire, groups, staging)
         self._stream = SideStream(device)
         dtypes = [param.dtype for param in target.layout.params.values()]  # the plan knows their sizes only
         self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {options} {dtypes}".encode()).digest()[:8]

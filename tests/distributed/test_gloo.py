@@ -12,10 +12,11 @@ from torch import nn
 from fxpar import losses
 from fxpar.checking.eager import relative_error
 from fxpar.lowering import lower
-from fxpar.runtime import ProcessGroups, bind, pad
+from fxpar.runtime import bind, pad
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.micro import local_batch
 from fxpar.tracer import capture
+from fxpar.transport import ProcessGroups
 
 
 class Block(nn.Module):

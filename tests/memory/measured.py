@@ -15,10 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.models import load
-from fxpar.runtime import ProcessGroups, bind
+from fxpar.runtime import bind
 from fxpar.runtime.micro import as_one_sequence, local_batch
 from fxpar.runtime.padding import pad
 from fxpar.tracer import capture
+from fxpar.transport import ProcessGroups
 from tests.captured import Captured
 
 

@@ -13,10 +13,10 @@ from fxpar.checking import local_params
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import Work
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun, as_one_sequence
 from fxpar.runtime.padding import pad
 from fxpar.runtime.pipeline import BoundPipeline
+from fxpar.transport.groups import ProcessGroups
 from tests.captured import Captured
 from tests.memory.measured import peak_bytes
 

@@ -293,8 +293,9 @@ def test_views_are_not_overwritten(target, args):
 
 def test_inputs_survive_a_step():
     """Whatever is reduced in place, parameters, buffers and batches of a rank are what they were."""
-    from fxpar.runtime import ProcessGroups, bind
+    from fxpar.runtime import bind
     from fxpar.torch_api.threaded import run_threads
+    from fxpar.transport import ProcessGroups
 
     captured = llama(layers=1)
     program = lower(captured.graph, "dp2.tp2+sp")

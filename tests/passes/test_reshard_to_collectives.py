@@ -27,8 +27,9 @@ from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives, steps
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
-from fxpar.runtime import ProcessGroups, bind
+from fxpar.runtime import bind
 from fxpar.torch_api.threaded import run_threads
+from fxpar.transport import ProcessGroups
 from tests.placements import configs
 from tests.repeat import examples
 

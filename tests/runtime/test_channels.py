@@ -15,7 +15,7 @@ from fxpar.errors import RankError, TransferError
 from fxpar.runtime.binding import _neighbours
 from fxpar.runtime.channels import ProcessGroupChannels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.groups import ProcessGroups
+from fxpar.transport.groups import ProcessGroups
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 0, 70_000, 1, 5)  # of an empty tensor, and of one that gloo does not send in one piece

@@ -21,12 +21,12 @@ from fxpar.ir.strategy import SCHEDULES, Strategy
 from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import ThreadChannels, ThreadWorld
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.padding import pad
 from fxpar.runtime.pipeline import forward_only, plan_pipeline
 from fxpar.schedule import simulate
 from fxpar.torch_api.threaded import run_threads
+from fxpar.transport.groups import ProcessGroups
 from tests.captured import Captured, gpt, llama, squared, take, vectors
 from tests.captured import odd as small
 from tests.repeat import crossed, examples, thinned

@@ -17,10 +17,10 @@ from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import ThreadChannels, ThreadWorld
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.stage import BoundStage
 from fxpar.torch_api.threaded import run_threads
+from fxpar.transport.groups import ProcessGroups
 from tests.captured import llama
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import plan_switch
 from fxpar.switch.planners import PLANNERS
-from fxpar.transport import Holding, SubGroups, Switch
+from fxpar.transport import Holding, ProcessGroups, Switch
 from fxpar.transport.holding import local_runs
 from tests.repeat import examples
 from tests.transport.cases import WORLD, Case, cases, drawn, local_tensors, whole_tensors
@@ -51,7 +51,7 @@ def test_random_switches_move_bit_exactly():
         planned.append((case, plan))
 
     def work(rank: int) -> list[int]:
-        subgroups = SubGroups()
+        process_groups = ProcessGroups()
         totals = [0] * 3
         for number, (case, plan) in enumerate(planned):
             sources, target, expected = holdings(case, rank)
@@ -64,7 +64,7 @@ def test_random_switches_move_bit_exactly():
                 staging_bytes=(64 << 20, 256, 2000)[number % 7 % 3],
                 checked=number % 4 == 0,
                 merge=number % 5 != 0,
-                subgroups=subgroups,
+                process_groups=process_groups,
             )
             for _ in range(2):
                 for tensor in target.tensors.values():

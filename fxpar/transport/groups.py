@@ -1,9 +1,10 @@
-"""Process groups of a mesh, made once and kept: one per set of ranks."""
+"""Process groups, made once and kept: one per set of ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,25 +13,29 @@ import torch.distributed as dist
 from fxpar.ir.mesh import Mesh
 from fxpar.torch_api.groups import group_of_members, members_suffice
 
-# How many there are by default process group, for the names of groups: a rank may be a thread with a world of its own.
+# How many there are within each process group, for the names of groups: a rank may be a thread with a world of its own.
 _MADE: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class ProcessGroups:
     """The process groups that this rank needs: each is made by its members only, where the backend allows it.
 
-    All ranks ask for the same meshes and axes in the same order, and make their ProcessGroups in the same order.
-    `timeout_s` bounds every wait in them; None leaves torch's default (30 minutes with gloo).
+    All ranks of `within` (None: the default process group) ask for the same meshes and axes in the same order, and make
+    their ProcessGroups in the same order. `timeout_s` bounds every wait in them; None leaves torch's default (30
+    minutes with gloo).
     """
 
-    def __init__(self, timeout_s: float | None = None) -> None:
+    def __init__(self, timeout_s: float | None = None, within: dist.ProcessGroup | None = None) -> None:
+        parent: Any = within if within is not None else dist.group.WORLD
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._number = _MADE[dist.group.WORLD] = _MADE.get(dist.group.WORLD, 0) + 1
+        self._ranks = tuple(dist.get_process_group_ranks(parent))
+        number = _MADE[parent] = _MADE.get(parent, 0) + 1
+        self._name = f"fxpar {parent.group_name} {number}"
 
     def world(self) -> dist.ProcessGroup:
         """A group of all ranks with this timeout."""
-        return self.of(tuple(range(dist.get_world_size())))
+        return self.of(self._ranks)
 
     def names(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, str]:
         """Group name of this rank for each entry of `axes` (an entry may join several axes by '.'); none outside of the
@@ -57,11 +62,15 @@ class ProcessGroups:
             self._groups[key] = self._make(*key)
         return self._groups[key]
 
+    def of_places(self, places: Sequence[int]) -> Any:
+        """The group of these ranks as `within` counts them, for all-gathers of a switch."""
+        return self.of(tuple(self._ranks[place] for place in places), "switch")
+
     def _make(self, ranks: tuple[int, ...], purpose: str) -> Any:
         if members_suffice():
             if dist.get_rank() not in ranks:
                 return None
             members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-            return group_of_members(ranks, f"fxpar {self._number} {members} {purpose}", self._timeout)
+            return group_of_members(ranks, f"{self._name} {members} {purpose}", self._timeout)
         group = dist.new_group(list(ranks), timeout=self._timeout)
         return group if dist.get_rank() in ranks else None

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: TID251 - registers the backend "fake"
 
-import fxpar.runtime.groups as groups
+import fxpar.transport.groups as groups
 from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.groups import ProcessGroups
 from fxpar.torch_api.threaded import run_threads
+from fxpar.transport.groups import ProcessGroups
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 
@@ -50,11 +50,20 @@ def lonely_pairs(rank: int) -> float:
     return found
 
 
-def test_each_rank_makes_its_own():
-    def both(rank: int) -> tuple[int, float]:
-        return check_of_four(rank), lonely_pairs(rank)
+def within_a_part(rank: int) -> tuple[float, float]:
+    """Groups within a part of the ranks, which the others do not count; then one of all."""
+    part, found = dist.new_group([1, 3]), 0.0
+    if rank in (1, 3):
+        found = total(ProcessGroups(within=part).of_places((0, 1)))
+    return found, total(ProcessGroups(timeout_s=10).world())
 
-    assert run_forked(4, both, timeout_s=60) == [(3, 3.0), (3, 4.0), (3, 5.0), (3, 0.0)]
+
+def test_each_rank_makes_its_own():
+    def all_three(rank: int) -> tuple[int, float, tuple[float, float]]:
+        return check_of_four(rank), lonely_pairs(rank), within_a_part(rank)
+
+    found = run_forked(4, all_three, timeout_s=60)
+    assert found == [(3, 3.0, (0.0, 6.0)), (3, 4.0, (4.0, 6.0)), (3, 5.0, (0.0, 6.0)), (3, 0.0, (4.0, 6.0))]
 
 
 def test_ranks_that_are_threads():
