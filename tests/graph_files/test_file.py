@@ -17,7 +17,8 @@ from torch import fx
 
 from fxpar.annotate import annotate
 from fxpar.errors import GraphFileError, GraphFormatError, OutputError
-from fxpar.graph_files import (
+from fxpar.graph_files.codec import Decoder, Encoder
+from fxpar.graph_files.file import (
     Origin,
     kind_of,
     load_graph,
@@ -27,7 +28,6 @@ from fxpar.graph_files import (
     save_graph,
     save_value,
 )
-from fxpar.graph_files.codec import Decoder, Encoder
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh

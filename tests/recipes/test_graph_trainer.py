@@ -38,7 +38,7 @@ def test_registering(registry):
     with pytest.raises(PipelineNameError, match=r"'mine' already \(fxpar passes sink_waits, bucket_collectives\)"):
         recipes.register_pipeline("mine", ("sink_waits",))
     registry["theirs"] = default_passes
-    with pytest.raises(PipelineNameError, match=r"fxpar\.ladder\.default_passes"):
+    with pytest.raises(PipelineNameError, match=r"fxpar\.lowering\.ladder\.default_passes"):
         recipes.register_pipeline("theirs")
     with pytest.raises(PipelineNameError, match="torchtitan's own"):
         recipes.register_pipeline("default")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fxpar.checking as checking
+import fxpar.checking.driver as checking
 from fxpar.ir.strategy import SCHEDULES
 from fxpar.lowering import lower
 from fxpar.runtime.channels import ThreadChannels, ThreadWorld, Work
