@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -31,7 +30,7 @@ from fxpar.runtime.bound import Backend
 from fxpar.runtime.plain import PlainRunner
 from fxpar.tracer import capture_forward
 from fxpar.tracer.dynamic import BATCH, TOKENS
-from fxpar.transport.groups import ProcessGroups
+from fxpar.transport.groups import shared_groups
 
 OPTIONS = ("strategy", "overrides", "seed", "compile")
 _BACKENDS = ("eager", "inductor")
@@ -285,14 +284,9 @@ def _make(scopes: dict[str, nn.Module], fqn: str) -> nn.Module:
 
 
 # ------------------------------------------------------------------------------------------------------- running it
-_GROUPS: weakref.WeakKeyDictionary[Any, ProcessGroups] = weakref.WeakKeyDictionary()  # by default process group
-
-
 def _groups(strategy: Strategy, axes: tuple[str, ...]) -> dict[str, str]:
-    """Process groups are made once for each default group, whatever the number of graphs."""
-    if not axes:
-        return {}
-    return _GROUPS.setdefault(dist.group.WORLD, ProcessGroups()).names(strategy.mesh, axes)
+    """Names of the process groups that a graph needs."""
+    return shared_groups().names(strategy.mesh, axes) if axes else {}
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -46,7 +47,7 @@ def counted_from_front(placements: Sequence[Placement], ndim: int) -> tuple[Plac
 def config_of(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DistConfig:
     """How a DTensor of global `shape` with these placements lies.
 
-    Raises PlacementError for what a DistConfig cannot say: a dim that is cut twice and does not divide (DTensor spreads
+    Raises PlacementError for what a DistConfig cannot say: unequal pieces of a dim that are cut again (DTensor spreads
     the rest in another way), an order of cuts that no nesting gives, a dim that the tensor does not have.
     """
     mesh = mesh_of(device_mesh)
@@ -69,9 +70,12 @@ def config_of(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: S
             raise PlacementError(f"{placement} is no placement that fxpar knows")
     dims = tuple(tuple(AxisShard(mesh.names[axis]) for axis in axes) for axes in order)
     config = DistConfig(mesh, dims, tuple(reversed(partial)))
-    nested = {d for d, axes in enumerate(order) if sum(mesh.shape[axis] > 1 for axis in axes) > 1}
-    for d in sorted(nested & set(config.padded_dims(shape))):
-        raise PlacementError(f"{tuple(placements)} cut dim {d} of size {shape[d]} twice, and it does not divide")
+    for d, axes in enumerate(order):
+        outer = math.prod([mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1][:-1])
+        if shape[d] % outer:
+            raise PlacementError(
+                f"{tuple(placements)} cut dim {d} of size {shape[d]} into {outer} pieces, which differ, and these again"
+            )
     return config
 
 

@@ -74,3 +74,16 @@ class ProcessGroups:
             return group_of_members(ranks, f"{self._name} {members} {purpose}", self._timeout)
         group = dist.new_group(list(ranks), timeout=self._timeout)
         return group if dist.get_rank() in ranks else None
+
+
+_SHARED: weakref.WeakKeyDictionary[Any, ProcessGroups] = weakref.WeakKeyDictionary()
+
+
+def shared_groups() -> ProcessGroups:
+    """The groups of what has no session, made once within the default process group: messages that the user sends there
+    are left alone. All ranks ask for them.
+    """
+    default = dist.group.WORLD
+    if default not in _SHARED:
+        _SHARED[default] = ProcessGroups()
+    return _SHARED[default]

@@ -16,10 +16,10 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.torch_api.dtensors import config_of, counted_from_front, is_nested_by_hand, local_of, sibling
 from fxpar.transport.bundles import bundles_of, layout_of_bundles
+from fxpar.transport.groups import shared_groups
 from fxpar.transport.holding import Holding
 from fxpar.transport.switch import Switch
 
-_NAME = "redistribute"  # as errors of the transport call it
 Layout = tuple[DeviceMesh, Sequence[Placement]] | DTensor
 
 
@@ -59,8 +59,17 @@ def redistribute(
     sent = {b.name: b.stacked(read) for b in bundles if rank in before.params[b.name].copies[0].mesh}
     received = {b.name: b.room(written) for b in bundles if rank in after.params[b.name].copies[0].mesh}
     device = next(iter(given.values())).device_mesh.device_type if given else None
+    groups = shared_groups()
     Switch(
-        plan, rank, [Holding(before, sent)], Holding(after, received), timeout_s=timeout_s, device=device, name=_NAME
+        plan,
+        rank,
+        [Holding(before, sent)],
+        Holding(after, received),
+        group=groups.world(),
+        process_groups=groups,
+        timeout_s=timeout_s,
+        device=device,
+        name="redistribute",
     ).run()
     for bundle in bundles:
         if bundle.name in received:
@@ -84,7 +93,11 @@ def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layou
             kinds.add(to.device_mesh.device_type)
             if to.shape != tensor.shape:
                 raise RedistributeError(name, f"is {list(tensor.shape)}, what it is to be written to {list(to.shape)}")
-        elif isinstance(to, tuple) and len(to) == 2 and isinstance(to[0], DeviceMesh):
+            if any(
+                step == 0 and size > 1 for step, size in zip(local_of(to).stride(), local_of(to).shape, strict=True)
+            ):
+                raise RedistributeError(name, "is to be written to an expanded tensor; clone that one")
+        elif isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], DeviceMesh):
             kinds.add(to[0].device_type)
         else:
             raise RedistributeError(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,9 +49,8 @@ def drawn_case(rng: random.Random) -> Case:
         cut: dict[int, int] = {}
         for size in sizes:
             d = rng.randrange(-1, len(shape))
-            pieces = cut.get(d, 1) * size
-            if d >= 0 and (cut.get(d, 1) == 1 or size == 1 or shape[d] % pieces == 0):
-                cut[d] = pieces
+            if d >= 0 and (size == 1 or shape[d] % cut.get(d, 1) == 0):
+                cut[d] = cut.get(d, 1) * size
                 placements.append(Shard(d - rng.choice((0, len(shape)))))
             else:
                 placements.append(Replicate())
@@ -251,6 +251,7 @@ def refusals(rank: int) -> dict[str, str]:
         "negative": ({"a": x}, (row, [Shard(-2)])),
         "to terms": ({"a": x}, (row, [Partial()])),
         "twice": ({"a": uneven}, (grid, [Shard(0), Shard(0)])),
+        "expanded": ({"a": x}, {"a": DTensor.from_local(torch.zeros(1).expand(16), row, [Replicate()])}),
         "unequal steps": ({"a": x}, (holes, [Replicate()])),
         "backwards": ({"a": x}, (back, [Replicate()])),
         "turned": ({"a": turned}, (row, [Replicate()])),
@@ -284,7 +285,8 @@ def test_nothing_moves_before_all_is_understood():
         "no such dim": "names a dim that a tensor of shape [16] does not have",
         "negative": "names a dim that a tensor of shape [16] does not have",
         "to terms": "a value is not taken apart into terms",
-        "twice": "cut dim 0 of size 5 twice, and it does not divide",
+        "twice": "cut dim 0 of size 5 into 2 pieces, which differ, and these again",
+        "expanded": "is to be written to an expanded tensor; clone that one",
         "unequal steps": "[0, 1, 3] does not lead from rank to rank in equal, growing steps",
         "backwards": "[3, 2, 1, 0] does not lead from rank to rank in equal, growing steps",
         "turned": "cut in an order that its placements (Shard(dim=0), Shard(dim=0)) do not show",
@@ -293,6 +295,41 @@ def test_nothing_moves_before_all_is_understood():
     }
     for case, part in expected.items():
         assert part in said[0][case], (case, said[0][case])
+
+
+@WORLD.case
+def among_messages(rank: int) -> None:
+    """The user waits for a message on the default process group while tensors move."""
+    x, peer, received = laid(torch.arange(16.0), meshes()[0], [Shard(0)]), rank ^ 1, torch.zeros(4)
+    waiting = dist.irecv(received, peer, tag=0)
+    found = fxpar.redistribute({"x": x}, [meshes()[1], [Replicate(), Replicate()]])["x"]
+    assert torch.equal(found.to_local(), torch.arange(16.0))
+    sending = dist.isend(torch.full((4,), 42.0 + rank), peer, tag=0)
+    for work in (waiting, sending):
+        assert work is not None
+        work.wait()
+    assert received.tolist() == [42.0 + peer] * 4
+
+
+def test_messages_of_the_user_are_left_alone():
+    among_messages()
+
+
+@WORLD.case
+def uneven_fsdp_on_tp(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 7))
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, grid["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=grid["dp"])
+    found = fxpar.redistribute(dict(model.named_parameters()), (meshes()[0], [Replicate()]))
+    for name, value in values.items():
+        assert torch.equal(found[name].to_local(), value), name
+
+
+def test_rows_that_do_not_divide_under_fsdp_and_tensor_parallelism():
+    uneven_fsdp_on_tp()
 
 
 @WORLD.case
