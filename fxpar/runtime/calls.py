@@ -26,10 +26,10 @@ from fxpar.runtime.gradients import gradient_placements
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.switching import Switching
 from fxpar.switch import ParamLayout, SwitchPlan, layout_of, plan_switch
-from fxpar.switch.reduction import plan_reduction
+from fxpar.switch.node_first import cheapest_reduction
 from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward
-from fxpar.transport import Holding, Reduction, Switch
+from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 from fxpar.transport.groups import ProcessGroups
 
 
@@ -40,7 +40,7 @@ class _Ready:
     runner: PlainRunner
     weights: dict[str, Tensor]
     switch: Switch | None
-    reduction: Reduction | None
+    reduction: Reduction | NodeFirstReduction | None
 
 
 @dataclass
@@ -155,10 +155,10 @@ class PlainCalls:
         placements = gradient_placements(program)
         if placements:
             home = ParamLayout("home", store.home.world, {fqn: store.home.params[fqn] for fqn in placements})
-            plan = plan_reduction(placements, home, self.cluster, name=f"plain {self.strategy}")
+            plan = cheapest_reduction(placements, home, self.cluster, f"plain {self.strategy}", options.staging_bytes)
             plan.verify()
             target = store.home_gradients(placements)
-            reduction = Reduction(plan, store.rank, Holding(home, target), **options.shared())
+            reduction = reduction_on(plan, store.rank, Holding(home, target), **options.shared())
         return _Ready(runner, weights, switch, reduction)
 
     def _weights(self, layout: ParamLayout) -> tuple[dict[str, Tensor], Switch | None]:

@@ -1,6 +1,7 @@
 """Gradients of a group, from the placements of its graph into the home layout.
 
-home    every term goes straight to its home shard and is added there, in the order of ranks
+home    every term goes to its home shard and is added there, in the order of ranks: straight, or as the sum of its
+        node, whichever is predicted to be faster on the cluster
 chain   (the paper's way) terms are reduced within the replicas of their graph; the sum so far travels from graph to
         graph, is added to, and goes home after the last one
 """
@@ -21,8 +22,9 @@ from fxpar.runtime.loss_scaler import overflows_anywhere
 from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
+from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
 from fxpar.switch.reduction import GradientPlacement, ReductionPlan, plan_reduction
-from fxpar.transport import Holding, Reduction, Switch
+from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 
 Mode = Literal["home", "chain"]
 
@@ -49,8 +51,8 @@ class Gradients:
     cluster: ClusterSpec
     mode: Mode = "home"
     options: TransportOptions = field(default_factory=TransportOptions)
-    _plans: dict[str, ReductionPlan] = field(default_factory=dict)
-    _reductions: dict[str, Reduction] = field(default_factory=dict)
+    _plans: dict[str, ReductionPlan | NodeFirstPlan] = field(default_factory=dict)
+    _reductions: dict[str, Reduction | NodeFirstReduction] = field(default_factory=dict)
     _chain: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     _hops: dict[tuple[str, str], tuple[SwitchPlan, Switch]] = field(default_factory=dict)
     _last: str | None = None
@@ -98,11 +100,15 @@ class Gradients:
         """Predicted seconds of the reduction after a group."""
         return self.plan(name).predicted_s
 
-    def plan(self, name: str) -> ReductionPlan:
+    def plan(self, name: str) -> ReductionPlan | NodeFirstPlan:
         """The verified plan of a group's reduction."""
         if name not in self._plans:
-            target = self._target() if self.mode == "home" else self._scattered(name)
-            plan = plan_reduction(gradient_placements(self.programs[name]), target, self.cluster, name=name)
+            terms = gradient_placements(self.programs[name])
+            plan = (
+                cheapest_reduction(terms, self._target(), self.cluster, name, self.options.staging_bytes)
+                if self.mode == "home"
+                else plan_reduction(terms, self._scattered(name), self.cluster, name)
+            )
             plan.verify()
             self._plans[name] = plan
         return self._plans[name]
@@ -119,10 +125,10 @@ class Gradients:
         params = {f: p for f, p in layout.params.items() if f in self.store.trained}
         return _with_dtypes(ParamLayout(layout.name, layout.world, params), self.store.home)
 
-    def _reduction(self, name: str, target: Mapping[str, Tensor]) -> Reduction:
+    def _reduction(self, name: str, target: Mapping[str, Tensor]) -> Reduction | NodeFirstReduction:
         if name not in self._reductions:
             layout = self._target() if self.mode == "home" else self._scattered(name)
-            self._reductions[name] = Reduction(
+            self._reductions[name] = reduction_on(
                 self.plan(name),
                 self.store.rank,
                 Holding(layout, target),

@@ -58,6 +58,7 @@ from fxpar.store import (
 )
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.switch import layout_of
+from fxpar.switch.node_first import room_for_sums
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
 
@@ -327,6 +328,8 @@ def _storage(
 
     # Messages of a switch, both ways, are no larger than what they fill.
     staging = min(options.staging_bytes, 2 * max(layout.max_bytes() for layout in layouts.values()))
+    if options.gradients == "home":
+        staging += room_for_sums(home, cluster, options.staging_bytes)
 
     def report(kept: tuple[str, ...]) -> MemoryReport:
         mine = memory_report(programs, home, [rank], kept, staging)

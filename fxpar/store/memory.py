@@ -20,7 +20,8 @@ class MemoryReport:
     """Bytes on the fullest rank. `strategies`: name -> (bytes of its pieces alone, stays resident).
 
     `gradient_bytes` are the accumulators of the graph that runs (the largest), `staging_bytes` the bound of the
-    transport. Activations and the optimizer's states are not among them.
+    transport, with the sums of a node where gradients may go through them. Activations and the optimizer's states are
+    not among them.
     """
 
     home_bytes: int
@@ -49,7 +50,7 @@ class MemoryReport:
         rows.append(["resident weights", _mb(self.resident_bytes), "kept for the whole mini-batch"])
         rows.append(["arena", _mb(self.arena_bytes), "strategies that take turns"])
         rows.append(["graph gradients", _mb(self.gradient_bytes), "of the largest graph"])
-        rows.append(["staging", _mb(self.staging_bytes), "of a switch, at most"])
+        rows.append(["staging", _mb(self.staging_bytes), "messages, and sums of a node; at most"])
         rows.append(["total", _mb(self.total_bytes), f"{_mb(self.shared_bytes)} MB saved by sharing"])
         for name, (size, kept) in self.strategies.items():
             rows.append([f"  {name} alone", _mb(size), "resident" if kept else "in the arena"])

@@ -80,6 +80,13 @@ class Grid:
             result = (result[:, :, None] & mask[cutting.of_rank][:, None, :]).reshape(len(result), -1)
         return result
 
+    def holders(self, copies: Sequence[DistConfig], world: int) -> np.ndarray:
+        """[slices, ranks]: which ranks hold each slice in any of these copies."""
+        table = np.zeros((world, len(self.boxes)), bool)
+        for dist in copies:
+            table[np.array(dist.mesh.ranks)] |= self.held(dist)
+        return np.ascontiguousarray(table.T)
+
 
 def refine(shape: tuple[int, ...], copies: Sequence[DistConfig]) -> Grid:
     """The common refinement of all copies of a tensor of `shape`."""

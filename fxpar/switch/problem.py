@@ -111,13 +111,8 @@ def _tensor_class(
     world: int,
 ) -> TensorClass:
     grid = refine(shape, (*before, *after))
-    owners = []
-    for copies in (before, after):
-        table = np.zeros((world, len(grid.boxes)), bool)
-        for dist in copies:
-            table[np.array(dist.mesh.ranks)] |= grid.held(dist)
-        owners.append(np.ascontiguousarray(table.T))
-    return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, owners[0], owners[1])
+    held, needed = grid.holders(before, world), grid.holders(after, world)
+    return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, held, needed)
 
 
 def _check_same_model(layout: ParamLayout, target: ParamLayout) -> None:

@@ -22,7 +22,7 @@ import torch
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ReductionError, SwitchPlanError, nearest
 from fxpar.ir.dist_config import DistConfig
-from fxpar.switch.boxes import refine
+from fxpar.switch.boxes import Grid, refine
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.planners.groups import local_groups, remote_groups
 from fxpar.switch.predict import Planned
@@ -31,6 +31,7 @@ from fxpar.switch.transfers import TRANSFER, joined, rows
 from fxpar.switch.waterfill import pick
 
 TERM_TRANSFER = np.dtype([*TRANSFER.descr, ("term", "<i4")])
+NOWHERE, EVERYWHERE = -1, -2  # instead of a node
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,33 @@ Placements = Mapping[str, GradientPlacement | Sequence[GradientPlacement]]
 
 @dataclass(frozen=True, eq=False)
 class TermClass:
-    """The terms of a class of tensors: `held` [slices, ranks] (of any term), and the term of each rank (-1: none)."""
+    """The terms of a class of tensors: `held` [slices, ranks] (of any term), and the term of each rank (-1: none).
+
+    `to` [slices, terms] says which ranks that need a slice get a term of it: those of a node, those EVERYWHERE, or
+    NOWHERE any; None is everywhere for all. `node_of` [ranks] is the node of each rank.
+    """
 
     cls: TensorClass
     term_of: np.ndarray
     count: int
+    to: np.ndarray | None = None
+    node_of: np.ndarray | None = None
 
     def term(self, number: int) -> TensorClass:
-        """The class with only the holders of one term."""
-        return replace(self.cls, held=self.cls.held & (self.term_of == number))
+        """The class with only the holders of one term, and who gets it."""
+        held, needed = self.cls.held & (self.term_of == number), self.cls.needed
+        if self.to is not None:
+            there = self.to[:, number, None]
+            needed = needed & ((there == EVERYWHERE) | (there == self.node_of))
+        return replace(self.cls, held=held, needed=needed)
+
+    def adds_own(self, piece: int, rank: int) -> bool:
+        """Whether a rank that needs a slice adds the term of it that it has itself."""
+        if not self.cls.held[piece, rank]:
+            return False
+        if self.to is None or self.node_of is None:
+            return True
+        return int(self.to[piece, self.term_of[rank]]) in (EVERYWHERE, int(self.node_of[rank]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +91,8 @@ class ReductionPlan(Planned):
         digest = hashlib.sha256("\0".join(self.problem.tensors).encode())
         for terms in self.terms:
             digest.update(repr((terms.cls.boxes.shape, terms.cls.itemsize, terms.count)).encode())
-            for array in (terms.cls.members, terms.cls.boxes, terms.term_of):
-                digest.update(np.ascontiguousarray(array, "<i8").tobytes())
+            for array in (terms.cls.members, terms.cls.boxes, terms.term_of, terms.to):
+                digest.update(b"" if array is None else np.ascontiguousarray(array, "<i8").tobytes())
         digest.update(np.ascontiguousarray(self.transfers).tobytes())
         return digest.hexdigest()[:16]
 
@@ -108,6 +127,44 @@ def plan_reduction(
     Raises ReductionError (a gradient without target or the other way round, other shapes, partial axes that do not
     sum), LayoutError, ClusterError.
     """
+    gradients = matched(sources, target, cluster, name)
+    terms = tuple(_term_class(one, gradients.world) for one in gradients.alike)
+    return reduction_of(gradients.layout, target, cluster, terms)
+
+
+def reduction_of(
+    sources: ParamLayout, target: ParamLayout, cluster: ClusterSpec, terms: tuple[TermClass, ...]
+) -> ReductionPlan:
+    """The plan that brings these terms to who needs them."""
+    world = max(sources.world, target.world)
+    classes = tuple(one.cls for one in terms)
+    problem = SwitchProblem(cluster, sources.name, target.name, world, tuple(sources.params), classes)
+    return ReductionPlan(terms, sources, target, problem=problem, transfers=_transfers(problem, terms))
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Tensors (by number) whose gradients and targets lie alike."""
+
+    members: tuple[int, ...]
+    before: tuple[GradientPlacement, ...]
+    after: tuple[DistConfig, ...]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Gradients, checked against their target. `layout` is that of the gradients, partial axes left out."""
+
+    layout: ParamLayout
+    alike: tuple[Alike, ...]
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+
+def matched(sources: Placements, target: ParamLayout, cluster: ClusterSpec, name: str) -> Matched:
+    """Raises what `plan_reduction` raises."""
     placements = {fqn: _as_tuple(sources, fqn, target) for fqn in target.params if _known(fqn, sources)}
     for fqn in sources:
         if fqn not in target.params:
@@ -115,14 +172,12 @@ def plan_reduction(
     plain = {fqn: _without_partial(placed) for fqn, placed in placements.items()}
     world = max([target.world, *(max(dist.mesh.ranks) + 1 for p in plain.values() for dist in p.copies)])
     cluster.require(world)
-    layout = ParamLayout(name, world, plain)
     alike: dict[tuple, list[int]] = {}
     for number, (fqn, placed) in enumerate(placements.items()):
         key = (placed, target.params[fqn].copies)
         alike.setdefault(key, []).append(number)
-    terms = tuple(_term_class(members, placed, after, world) for (placed, after), members in alike.items())
-    problem = SwitchProblem(cluster, name, target.name, world, tuple(placements), tuple(t.cls for t in terms))
-    return ReductionPlan(terms, layout, target, problem=problem, transfers=_transfers(problem, terms))
+    kinds = tuple(Alike(tuple(members), before, after) for (before, after), members in alike.items())
+    return Matched(ParamLayout(name, world, plain), kinds)
 
 
 def _known(fqn: str, sources: Placements) -> bool:
@@ -150,35 +205,32 @@ def _without_partial(placed: tuple[GradientPlacement, ...]) -> PlacedParam:
     return PlacedParam(placed[0].shape, placed[0].dtype, tuple(replace(one.dist, partial=()) for one in placed))
 
 
-def _term_class(
-    members: list[int], placed: tuple[GradientPlacement, ...], after: tuple[DistConfig, ...], world: int
-) -> TermClass:
-    shape, itemsize = placed[0].shape, placed[0].dtype.itemsize
-    before = _without_partial(placed).copies
-    grid = refine(shape, (*before, *after))
-    held, needed = np.zeros((world, len(grid.boxes)), bool), np.zeros((world, len(grid.boxes)), bool)
+def _term_class(alike: Alike, world: int) -> TermClass:
+    plain = _without_partial(alike.before)
+    grid = refine(plain.shape, (*plain.copies, *alike.after))
+    held, term_of, count = terms_held(alike.before, grid, world)
+    needed = grid.holders(alike.after, world)
+    return TermClass(tensor_class(alike, grid, held, needed), term_of, count)
+
+
+def terms_held(before: tuple[GradientPlacement, ...], grid: Grid, world: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Which slices each rank has a term of ([slices, ranks]), the term of each rank ([ranks]), how many there are."""
     term_of, count = np.full(world, -1), 0
-    for one, dist in zip(placed, before, strict=True):
-        mesh = dist.mesh
+    for one in before:
+        mesh = one.dist.mesh
         ranks = np.array(mesh.ranks)
         if (term_of[ranks] >= 0).any():
-            raise ReductionError(f"tensors of shape {list(shape)}", "two stages share a rank")
-        held[ranks] |= grid.held(dist)
+            raise ReductionError(f"tensors of shape {list(one.shape)}", "two stages share a rank")
         axes = ".".join(axis for axis, _ in one.dist.partial)
         term_of[ranks] = count + np.array([mesh.index(rank, axes) if axes else 0 for rank in mesh.ranks])
         count += mesh.degree(axes) if axes else 1
-    for dist in after:
-        needed[np.array(dist.mesh.ranks)] |= grid.held(dist)
-    cls = TensorClass(
-        np.array(members),
-        shape,
-        itemsize,
-        grid.boxes,
-        grid.numel * itemsize,
-        np.ascontiguousarray(held.T),
-        np.ascontiguousarray(needed.T),
-    )
-    return TermClass(cls, term_of, count)
+    return grid.holders(_without_partial(before).copies, world), term_of, count
+
+
+def tensor_class(alike: Alike, grid: Grid, held: np.ndarray, needed: np.ndarray) -> TensorClass:
+    """The class of these tensors, cut by `grid`."""
+    itemsize = alike.before[0].dtype.itemsize
+    return TensorClass(np.array(alike.members), grid.shape, itemsize, grid.boxes, grid.numel * itemsize, held, needed)
 
 
 def _transfers(problem: SwitchProblem, classes: Sequence[TermClass]) -> np.ndarray:

@@ -158,7 +158,7 @@ class Reduction:
         for number in np.unique(classes).tolist():
             terms = self.plan.terms[number]
             for piece in np.unique(slices[classes == number]).tolist():
-                if not terms.cls.held[piece, self.rank]:
+                if not terms.adds_own(piece, self.rank):
                     continue
                 members = tensors[(classes == number) & (slices == piece)].tolist()
                 fqns = tuple(problem.tensors[tensor] for tensor in members)

@@ -12,7 +12,7 @@ from fxpar.memory.state import home_bytes
 from fxpar.runtime.gradients import gradient_placements
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
-from fxpar.switch.reduction import plan_reduction
+from fxpar.switch.node_first import cheapest_reduction
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
 from fxpar.viz.viewed import GPU, Viewed
@@ -94,7 +94,7 @@ def predicted_step(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, 
         switch = schedule.plan(view.strategy, visited)
         placements = gradient_placements(program)
         trained = ParamLayout("home", world, {fqn: home.params[fqn] for fqn in placements})
-        reduction = plan_reduction(placements, trained, rates.cluster, name=view.strategy)
+        reduction = cheapest_reduction(placements, trained, rates.cluster, name=view.strategy)
         group = StepGroup(
             "",
             view.strategy,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxpar.runtime.forked import run_forked
 from fxpar.torch_api.fork import forget_parent_threads
 
 pytestmark = pytest.mark.benchmarks
@@ -50,6 +51,16 @@ def test_runs(script, capfd, tmp_path, name):
 def test_pieces_for_a_gpu_run(script, capfd, piece):
     run(script("gpu_single").main, piece, "--device", "cpu", "--tiny")
     assert capfd.readouterr().out.strip()
+
+
+def test_the_exchanges_of_two_nodes(script, capsys):
+    """Without a slow network: what they carry and print, not how long they take."""
+    module = script("two_nodes")
+    found = run_forked(module.WORLD, lambda rank: module.measure(rank, 1, 1))[0]
+    module.show(found, 1)
+    assert "node first" in capsys.readouterr().out
+    assert found["reduction"]["node first"]["inter_node_bytes"] * 2 == found["reduction"]["direct"]["inter_node_bytes"]
+    assert found["switch"]["relay"]["inter_node_bytes"] * 2 == found["switch"]["hotspa"]["inter_node_bytes"]
 
 
 def test_make_bench_runs_the_commands_of_the_page(script):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxpar
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import (
     BatchMismatchError,
     MemoryBudgetError,
@@ -24,6 +25,7 @@ from fxpar.errors import (
     TokenIdError,
 )
 from fxpar.runtime.forked import run_forked
+from fxpar.switch.node_first import NodeFirstPlan
 from tests.repeat import thinned
 from tests.runtime.hot import (
     STRATEGIES,
@@ -97,6 +99,7 @@ def test_every_order_gives_the_same_gradients():
         assert largest_error(grads, want["grads"]) <= 1e-12
 
 
+SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
 BATCHES = [sequences(seed) for seed in (3, 4)]
 OPTIONS = {
     "chain, home rules": {"gradients": "chain", "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"}},
@@ -107,6 +110,8 @@ OPTIONS = {
     "chain with zero": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"}, "gradients": "chain"},
     "one strategy twice": {"strategies": {16: "dp4", 64: "dp4", 512: "tp4"}, "gradients": "chain"},
     "static": {"strategies": {512: "dp2.cp2"}},
+    "sums of nodes first": {"cluster": SLOW_NETWORK, "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"}},
+    "sums of nodes first, one tensor at a time": {"cluster": SLOW_NETWORK, "staging_bytes": 1 << 12},
 }
 FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
@@ -127,6 +132,28 @@ def test_neither_options_nor_few_sequences_change_a_result(trained, name):
     assert sum(group.sequences for group in have["reports"][0].groups) == len(case.batches[0])
     assert loss_error(have["losses"], want["losses"]) <= 1e-12
     assert largest_error(have["params"], want["params"]) <= 1e-9
+
+
+@WORLD.case
+def through_nodes(rank):
+    model = parallel(shallow, cluster=SLOW_NETWORK)
+    gradients = model._session().engine.gradients
+    report = model.train_step(sequences(5))
+    plain = parallel(shallow)
+    plans = [gradients.plan(name) for name in STRATEGIES.values()]
+    return plans, report, [group.reduce_bytes for group in report.groups], model.memory, plain.memory
+
+
+def test_gradients_go_through_the_nodes_where_the_network_is_slow():
+    for plans, report, sent, memory, plain in through_nodes():
+        assert all(isinstance(plan, NodeFirstPlan) for plan in plans)
+        by_name = dict(zip(STRATEGIES.values(), plans, strict=True))
+        assert sent == [
+            by_name[group.strategy].intra_node_bytes + by_name[group.strategy].inter_node_bytes
+            for group in report.groups
+        ]
+        # Nothing is lost between the report of the memory and what the sums take.
+        assert memory.staging_bytes - plain.staging_bytes >= max(plan.sums_bytes for plan in plans)
 
 
 @WORLD.case

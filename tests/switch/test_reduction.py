@@ -25,6 +25,23 @@ Placements = dict[str, tuple[GradientPlacement, ...]]
 
 
 @st.composite
+def gradients(draw, world: int, shape: tuple[int, ...]) -> tuple[GradientPlacement, ...]:
+    """On one mesh, or on two beside each other."""
+    placed, first = [], 0
+    for _ in range(draw(st.integers(1, 2))):
+        mesh = replace(draw(meshes(largest=max(1, min(6, world - first)))), offset=first)
+        if first + mesh.size > world:
+            break
+        free = list(draw(st.permutations(mesh.names)))
+        dims = draw(nestings(mesh, shape, free))
+        chosen = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+        partial = tuple((name, "sum") for name in mesh.names if name in chosen)
+        placed.append(GradientPlacement(shape, DistConfig(mesh, dims, partial), torch.float64))
+        first += mesh.size
+    return tuple(placed)
+
+
+@st.composite
 def reductions(draw) -> tuple[Placements, ParamLayout, ClusterSpec]:
     """Gradients on one mesh or on two (tied over stages), and a target that may hold elements on many ranks."""
     world = draw(st.integers(8, 13))
@@ -32,20 +49,10 @@ def reductions(draw) -> tuple[Placements, ParamLayout, ClusterSpec]:
     kinds = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=3))
     repeats = draw(st.integers(1, 3))
     for kind, shape in enumerate(kinds):
-        placed, first = [], 0
-        for _ in range(draw(st.integers(1, 2))):
-            mesh = replace(draw(meshes(largest=max(1, min(6, world - first)))), offset=first)
-            if first + mesh.size > world:
-                break
-            free = list(draw(st.permutations(mesh.names)))
-            dims = draw(nestings(mesh, shape, free))
-            chosen = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
-            partial = tuple((name, "sum") for name in mesh.names if name in chosen)
-            placed.append(GradientPlacement(shape, DistConfig(mesh, dims, partial), torch.float64))
-            first += mesh.size
+        placed = draw(gradients(world, shape))
         target = PlacedParam(shape, torch.float64, draw(copies_of(world, shape)))
         for layer in range(repeats):
-            sources[f"{layer}.{kind}"], params[f"{layer}.{kind}"] = tuple(placed), target
+            sources[f"{layer}.{kind}"], params[f"{layer}.{kind}"] = placed, target
     devices = draw(st.sampled_from((1, 2, 3, 4, 16)))
     return sources, ParamLayout("home", world, params), ClusterSpec(-(-world // devices), devices, 200, 25, 10)
 
