@@ -61,7 +61,7 @@ class Clock:
 
 def run(model: torch.nn.Module, batches: list[list[torch.Tensor]], compiled) -> dict[str, float]:
     """Of one rank, per step after two that compile switches and reductions."""
-    model = fxpar.parallelize(model, strategies=STRATEGIES, compiled=compiled, merge=False)
+    model = fxpar.parallelize(model, strategies=STRATEGIES, compiled=compiled, merge=False, overlap=False)
     steps = len(batches) - 2
     for batch in batches[:2]:
         model.train_step(batch)

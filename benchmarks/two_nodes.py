@@ -2,6 +2,7 @@
 of gradients through the sums of each node against a direct one.
 
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py [--mib 32] [--runs 3] [--json OUT]
+    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 [--paced] [--steps 8]
 
 Two network namespaces are joined by a pair of virtual links, each held to 200 Mbit/s by `tc tbf`; two gloo ranks run
 in each. The switch spreads weights that all four ranks share (tp4) to every rank (dp4); the reduction adds up the
@@ -14,18 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from emulated import NODES, RANKS_PER_NODE, WORLD, emulated_nodes, run_ranks, why_not
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,80 +31,12 @@ if TYPE_CHECKING:
     from fxpar.switch import ParamLayout
 
 MBIT = 200
-NODES = ("fxpar-node0", "fxpar-node1")
-LINKS = ("fxpar-veth0", "fxpar-veth1")
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
-RANKS_PER_NODE = 2
-WORLD = RANKS_PER_NODE * len(NODES)
-PORT = 29611
 INTRA_GB_PER_S = 1.0  # gloo over the loopback device, roughly
 TENSORS = 32
 TARGET_ERROR = 0.25
 PLANNERS = ("hotspa", "relay")
 COMPARED = {"switch": ("relay", "hotspa", 0.6), "reduction": ("node first", "direct", 0.6)}
 Found = dict[str, dict[str, dict[str, float]]]  # kind -> way -> figure
-
-
-def shell(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, check=check, capture_output=True, text=True)
-
-
-def why_not() -> str | None:
-    """Why this machine cannot emulate nodes."""
-    if os.geteuid() != 0:
-        return "it needs root to make network namespaces"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        return f"it needs {' and '.join(missing)} (package iproute2)"
-    return None
-
-
-@contextmanager
-def emulated_nodes() -> Iterator[None]:
-    """Namespaces joined by a slow link; removed afterwards."""
-    remove_nodes()
-    try:
-        for node in NODES:
-            shell("ip", "netns", "add", node)
-        shell("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
-        for node, link, address in zip(NODES, LINKS, ADDRESSES, strict=True):
-            inside = ("ip", "netns", "exec", node)
-            shell("ip", "link", "set", link, "netns", node)
-            shell(*inside, "ip", "addr", "add", f"{address}/24", "dev", link)
-            shell(*inside, "ip", "link", "set", "lo", "up")
-            shell(*inside, "ip", "link", "set", link, "up")
-            limit = ("rate", f"{MBIT}mbit", "burst", "256kb", "latency", "50ms")
-            shell(*inside, "tc", "qdisc", "add", "dev", link, "root", "tbf", *limit)
-        yield
-    finally:
-        remove_nodes()
-
-
-def remove_nodes() -> None:
-    """Deleting a namespace deletes the link in it, and with it the other end."""
-    for node in NODES:
-        shell("ip", "netns", "del", node, check=False)
-    shell("ip", "link", "del", LINKS[0], check=False)
-
-
-def start_ranks(options: argparse.Namespace) -> list[subprocess.Popen[str]]:
-    ranks = []
-    for rank in range(WORLD):
-        node = rank // RANKS_PER_NODE
-        env = {
-            **os.environ,
-            "MASTER_ADDR": ADDRESSES[0],
-            "MASTER_PORT": str(PORT),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(WORLD),
-            "GLOO_SOCKET_IFNAME": LINKS[node],
-            "OMP_NUM_THREADS": "1",
-        }
-        words = ["ip", "netns", "exec", NODES[node], sys.executable, __file__, "--rank", str(rank)]
-        words += ["--mib", str(options.mib), "--runs", str(options.runs)]
-        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        ranks.append(subprocess.Popen(words, env=env, stdout=out, text=True))
-    return ranks
 
 
 def measure_rank(rank: int, mib: int, runs: int) -> Found:
@@ -249,15 +178,57 @@ def show(found: Found, mib: int) -> bool:
     return good
 
 
+def step_of_rank(options: argparse.Namespace) -> dict[str, float]:
+    """The probe, or the steps of `--comm-share`; the same figures on every rank."""
+    import borders
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = borders.probe() if options.mbit is None else borders.measure(options.mbit, options.steps, options.paced)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def measure_borders(share: float, words: list[str]) -> Found:
+    """Steps on a network on which tp4+sp over both nodes spends `share` of its time in communication."""
+    with emulated_nodes(None):
+        fast = json.loads(run_ranks(__file__, ["--comm-share", str(share)]).strip().splitlines()[-1])
+    mbit = fast["bytes"] * 8e-6 / (fast["wall_s"] * share / (1 - share))
+    with emulated_nodes(mbit):
+        output = run_ranks(__file__, ["--comm-share", str(share), "--mbit", f"{mbit:.0f}", *words])
+    return {"step": {"mbit": mbit, **json.loads(output.strip().splitlines()[-1])}}
+
+
+def show_borders(found: Mapping[str, float]) -> bool:
+    """Print what a step waits for; is the target met?"""
+    ratio, error = found["exposed"] / found["moving"], found["simulated"] / found["overlapped"] - 1
+    print(f"three strategies in every step, 2 nodes x 2 gloo ranks, {found['mbit']:.0f} Mbit/s between the nodes")
+    print(
+        f"borders block   {found['blocking']:7.3f} s a step, {found['moving']:6.3f} s of it for switches and reductions"
+    )
+    print(f"groups overlap  {found['overlapped']:7.3f} s a step, {found['exposed']:6.3f} s of it waiting for them")
+    print(f"simulated       {found['simulated']:7.3f} s a step, {error:+.1%} (target within 15 %)")
+    print(f"exposed: {ratio:.2f} of blocking (target <= 0.35)")
+    return ratio <= 0.35 and abs(error) <= 0.15
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=32, help="weights, and gradients, fp32")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--comm-share", type=float, help="time whole steps instead, on a network this slow for tp4+sp")
+    parser.add_argument("--paced", action="store_true", help="groups wait for their priced time instead of computing")
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--mbit", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        found = measure_rank(options.rank, options.mib, options.runs)
+        exchanges = options.comm_share is None
+        found = measure_rank(options.rank, options.mib, options.runs) if exchanges else step_of_rank(options)
         if options.rank == 0:
             print(json.dumps(found))
         return
@@ -265,21 +236,14 @@ def main() -> None:
     if reason:
         print(f"two_nodes.py is left out: {reason}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
-    with emulated_nodes():
-        ranks = start_ranks(options)
-        try:
-            output, _ = ranks[0].communicate(timeout=600)
-            for process in ranks[1:]:
-                process.wait(60)
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-    if ranks[0].returncode:
-        raise SystemExit("rank 0 failed; see its error above")
-    found = json.loads(output.strip().splitlines()[-1])
-    good = show(found, options.mib)
+    if options.comm_share is not None:
+        found = measure_borders(options.comm_share, ["--steps", str(options.steps), *["--paced"] * options.paced])
+        good = show_borders(found["step"])
+    else:
+        with emulated_nodes(MBIT):
+            output = run_ranks(__file__, ["--mib", str(options.mib), "--runs", str(options.runs)])
+        found = json.loads(output.strip().splitlines()[-1])
+        good = show(found, options.mib)
     if options.json:
         options.json.write_text(json.dumps({**found, "targets_met": good}, indent=1))
 

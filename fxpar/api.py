@@ -47,6 +47,7 @@ def parallelize(
     resident: Sequence[str] | None = None,
     memory_budget_bytes: int | None = None,
     gradients: Literal["home", "chain"] = "home",
+    overlap: bool = True,
     cluster: ClusterSpec | None = None,
     device_tflops: float | None = None,
     planner: str = "auto",
@@ -85,6 +86,8 @@ def parallelize(
     - `memory_budget_bytes`: per rank, for weights, gradients and staging; layouts that do not fit take turns.
       `resident` names the strategies that stay in memory instead.
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
+    - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs: on ranks of CPUs
+      with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
     - `cluster`, `device_tflops`: what costs are predicted with. `planner`, `execution`, `staging_bytes`, `checked`:
       see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
     - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by

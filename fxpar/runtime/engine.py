@@ -5,6 +5,8 @@
     run       the group's micro-batches: gradients add up in fp32, as the graph lays them out
     reduce    all terms of a gradient go to their home shard and are added there, once per group
 
+The next group's switch and the last group's reduction may run beside a group (fxpar.schedule.mini_batch).
+
 Every valid token has weight 1 / (valid tokens of the mini-batch), so no plan changes the gradient.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -35,8 +37,9 @@ from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
-from fxpar.runtime.report import GroupReport, StepReport
-from fxpar.runtime.spans import NO_SPANS, GroupRun, Recorder, Spans, StepTrace
+from fxpar.runtime.mini_batch import GroupWork, MiniBatch, fastest_order
+from fxpar.runtime.report import StepReport
+from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
 from fxpar.runtime.switching import Switching
 
 Sequence_ = Tensor | Mapping[str, Tensor]
@@ -53,7 +56,8 @@ class Watcher(Protocol):
 @dataclass(frozen=True)
 class EngineOptions:
     """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next;
-    `split` runs the documents of a sequence as sequences of their own.
+    `split` runs the documents of a sequence as sequences of their own; `overlap` moves weights and gradients beside the
+    groups.
     """
 
     packed: bool = True
@@ -65,6 +69,7 @@ class EngineOptions:
     seed: int = 0
     check_batches: bool = True
     deterministic: bool = False
+    overlap: bool = False
 
 
 @dataclass
@@ -119,6 +124,16 @@ class Engine:
             self._switch_s[groups] = switches + sum(self.gradients.predicted_s(name) for name in order)
         return self._switch_s[groups]
 
+    def _in_order(self, groups: Sequence[GroupPlan]) -> list[GroupPlan]:
+        """The groups in the order of running, those of one strategy together."""
+        order = self._order_of_strategies([g.group for g in groups])
+        if self.options.overlap and self.options.order is None and len(order) > 1:
+            run_s: dict[str, float] = defaultdict(float)
+            for group in groups:
+                run_s[self.names[group.group]] += group.predicted_s
+            order = fastest_order(order, run_s, self.switching, self.gradients)
+        return sorted(groups, key=lambda g: (order.index(self.names[g.group]), g.group))
+
     def _order_of_strategies(self, groups: Sequence[int]) -> tuple[str, ...]:
         wanted = {self.names[g] for g in groups}
         if self.options.order is not None:
@@ -146,14 +161,10 @@ class Engine:
         planned = time.perf_counter()
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
-        order = self._order_of_strategies([g.group for g in plan.groups])
-        by_strategy = sorted(plan.groups, key=lambda g: (order.index(self.names[g.group]), g.group))
-        reports, losses, visited = [], [], []
-        for group in by_strategy:
-            report, loss = self._run_group(group, sequences, factor / valid, buffers, visited)
-            visited.append(self.names[group.group])
-            reports.append(report)
-            losses.append(loss / factor)
+        by_strategy = self._in_order(plan.groups)
+        batch = self._mini_batch(by_strategy, sequences, factor / valid, buffers)
+        reports = batch.run(self.options.overlap)
+        losses = [loss / factor for loss in batch.losses]
         self.gradients.end()
         skipped = self._check_overflow(factor) or self._check_losses(losses, by_strategy)
         self.steps += 1
@@ -191,55 +202,16 @@ class Engine:
             raise problem
         return plan, valid, parts
 
-    def _run_group(
-        self,
-        group: GroupPlan,
-        sequences: Sequence[Sequence_],
-        scale: float,
-        buffers: dict[str, Tensor],
-        visited: Sequence[str],
-    ) -> tuple[GroupReport, float]:
-        spec, name = self.groups[group.group], self.names[group.group]
-        if self.recorder is not None:
-            self.recorder.enter(len(visited))
-        spans: Spans = NO_SPANS if self.recorder is None else self.recorder
-        begun = time.perf_counter()
-        with self._phase(f"switch to {name}"), spans.span("switch"):
-            switched_bytes = self.switching.to(name, visited)
-        switched = time.perf_counter()
-        bound = self.bound[name]
-        with self._phase(f"run {name}"):
-            with spans.span("prologue"):
-                bound.prepare(self.switching.store.compute(name), buffers)
-            bound.run_all(self._micro_batches(bound, group, sequences, scale), spans)
-            with spans.span("epilogue"):
-                result = bound.finish()
-                loss = float(result["loss"])
-        buffers.update(result["buffers"])
-        ran = time.perf_counter()
-        with self._phase(f"reduce gradients of {name}"), spans.span("reduce"):
-            reduced_bytes = self.gradients.add(name, result["grads"])
-        done = time.perf_counter()
-        mine = group.sequences
-        lengths = [sequence_length(sequences[i]) for i in mine]
-        report = GroupReport(
-            limit=spec.limit,
-            strategy=name,
-            sequences=len(mine),
-            tokens=sum(lengths),
-            longest=max(lengths),
-            micro_batches=group.slots,
-            wall_s=done - begun,
-            switch_s=switched - begun,
-            switch_bytes=switched_bytes,
-            reduce_s=done - ran,
-            reduce_bytes=reduced_bytes,
-            predicted_s=group.predicted_s,
-            predicted_switch_s=self.switching.predicted_s(name, visited),
-            predicted_reduce_s=self.gradients.predicted_s(name),
-            lengths=length_counts(lengths),
-        )
-        return report, loss
+    def _mini_batch(
+        self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_], scale: float, buffers: dict[str, Tensor]
+    ) -> MiniBatch:
+        works = []
+        for group in groups:
+            name = self.names[group.group]
+            lengths = tuple(sequence_length(sequences[i]) for i in group.sequences)
+            made = partial(self._micro_batches, self.bound[name], group, sequences, scale)
+            works.append(GroupWork(self.groups[group.group], name, group, lengths, made))
+        return MiniBatch(works, self.bound, self.switching, self.gradients, buffers, self._phase, self.recorder)
 
     def _trace(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_]) -> StepTrace | None:
         """What was recorded of the mini-batch; None if nobody asked."""
@@ -307,8 +279,3 @@ class Engine:
 
     def _phase(self, text: str) -> AbstractContextManager[object]:
         return nullcontext() if self.watcher is None else self.watcher.phase(f"step {self.steps + 1}, {text}")
-
-
-def length_counts(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(2**k, number of lengths in (2**(k-1), 2**k]), ascending."""
-    return tuple(sorted(Counter(1 << (length - 1).bit_length() for length in lengths).items()))

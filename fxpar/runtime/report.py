@@ -12,6 +12,9 @@ from fxpar.runtime.spans import StepTrace
 class GroupReport:
     """One length group of a mini-batch. Times are this rank's wall seconds; bytes are those of all ranks together.
 
+    `switch_s` and `reduce_s` are what the rank spent on the switch and the reduction or waited for them: a part of what
+    they took where they run beside other groups.
+
     `micro_batches` is the largest number on a replica; `tokens` are without padding. The three predictions are those
     that the mini-batch was planned with: of the micro-batches, the switch and the reduction. `lengths` counts the
     sequences of 2**(k-1) < tokens <= 2**k as (2**k, sequences).

@@ -57,6 +57,7 @@ from fxpar.store import (
     wire_layout,
 )
 from fxpar.store.materialize import is_on_meta, materialize
+from fxpar.store.memory import overlapped_gradient_bytes
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import room_for_sums
 from fxpar.transport import Staging
@@ -176,6 +177,7 @@ def _open(
     world_group = process_groups.world()
     check_same_programs(programs, world_group)
     store, schedule, memory = _storage(module, programs, rank, world, device, cluster, options)
+    memory, overlap = _overlapped(memory, [programs[name] for name in names], device, world_group, options)
     transport = _transport(options, process_groups, device)
     engine = Engine(
         groups=groups,
@@ -195,6 +197,7 @@ def _open(
             nan=options.nan,
             seed=options.seed,
             deterministic=options.deterministic,
+            overlap=overlap,
         ),
         scaler=_scaler(store, options),
         recorder=Recorder(device) if options.record else None,
@@ -272,7 +275,7 @@ def _transport(options: Options, process_groups: ProcessGroups, device: torch.de
         options.execution,
         options.staging_bytes,
         options.checked,
-        process_groups.world(),
+        process_groups.world("transfers"),  # used beside those of the graphs
         options.timeout_s,
         Staging(device),
         process_groups,
@@ -360,6 +363,17 @@ def _storage(
     if on_meta:
         materialize(module, store, names, options.initializer)
     return store, schedule_of(kept), memory
+
+
+def _overlapped(
+    memory: MemoryReport, programs: Sequence[TrainGraph], device: torch.device, group: Any, options: Options
+) -> tuple[MemoryReport, bool]:
+    """Whether groups overlap, and the memory then. Where nobody has tried two threads on the network, they do not."""
+    if not options.overlap or len(programs) == 1 or device.type != "cpu" or dist.get_backend(group) != "gloo":
+        return memory, False
+    both = replace(memory, gradient_bytes=overlapped_gradient_bytes(programs))
+    fits = options.memory_budget_bytes is None or both.total_bytes <= options.memory_budget_bytes
+    return (both, True) if fits else (memory, False)
 
 
 def _device(module: nn.Module) -> torch.device:

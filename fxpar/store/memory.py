@@ -19,9 +19,9 @@ from fxpar.switch.layout import ParamLayout
 class MemoryReport:
     """Bytes on the fullest rank. `strategies`: name -> (bytes of its pieces alone, stays resident).
 
-    `gradient_bytes` are the accumulators of the graph that runs (the largest), `staging_bytes` the bound of the
-    transport, with the sums of a node where gradients may go through them. Activations and the optimizer's states are
-    not among them.
+    `gradient_bytes` are the accumulators of the graph that runs (the largest; of two where groups overlap),
+    `staging_bytes` the bound of the transport, with the sums of a node where gradients may go through them. Activations
+    and the optimizer's states are not among them.
     """
 
     home_bytes: int
@@ -49,7 +49,7 @@ class MemoryReport:
         rows.append(["home gradients", _mb(self.home_gradient_bytes), ""])
         rows.append(["resident weights", _mb(self.resident_bytes), "kept for the whole mini-batch"])
         rows.append(["arena", _mb(self.arena_bytes), "strategies that take turns"])
-        rows.append(["graph gradients", _mb(self.gradient_bytes), "of the largest graph"])
+        rows.append(["graph gradients", _mb(self.gradient_bytes), "of the graphs at work, at most"])
         rows.append(["staging", _mb(self.staging_bytes), "messages, and sums of a node; at most"])
         rows.append(["total", _mb(self.total_bytes), f"{_mb(self.shared_bytes)} MB saved by sharing"])
         for name, (size, kept) in self.strategies.items():
@@ -81,6 +81,11 @@ def memory_report(
         staging_bytes=staging_bytes,
         strategies={name: (worst.strategy_bytes(name), name in worst.resident) for name in programs},
     )
+
+
+def overlapped_gradient_bytes(programs: Sequence[Program]) -> int:
+    """Accumulators where one group's gradients leave while the next group runs: those of the two largest graphs."""
+    return sum(sorted(map(_gradient_bytes, programs))[-2:])
 
 
 def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:

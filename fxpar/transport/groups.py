@@ -33,9 +33,9 @@ class ProcessGroups:
         number = _MADE[parent] = _MADE.get(parent, 0) + 1
         self._name = f"fxpar {parent.group_name} {number}"
 
-    def world(self) -> dist.ProcessGroup:
-        """A group of all ranks with this timeout."""
-        return self.of(self._ranks)
+    def world(self, purpose: str = "") -> dist.ProcessGroup:
+        """A group of all ranks with this timeout; another one for each `purpose`."""
+        return self.of(self._ranks, purpose)
 
     def names(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, str]:
         """Group name of this rank for each entry of `axes` (an entry may join several axes by '.'); none outside of the

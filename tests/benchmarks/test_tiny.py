@@ -63,6 +63,16 @@ def test_the_exchanges_of_two_nodes(script, capsys):
     assert found["switch"]["relay"]["inter_node_bytes"] * 2 == found["switch"]["hotspa"]["inter_node_bytes"]
 
 
+@pytest.mark.parametrize("paced", [False, True])
+def test_the_borders_of_steps_on_two_nodes(script, capsys, paced):
+    borders = script("borders")
+    borders.compiled(tuple(borders.STRATEGIES.items()), True)  # once, before ranks are forked
+    found = run_forked(4, lambda _: borders.measure(1e4, 1, paced, tiny=True))[0]
+    script("two_nodes").show_borders({"mbit": 1e4, **found})
+    assert "exposed" in capsys.readouterr().out
+    assert 0 < found["exposed"] < found["overlapped"]
+
+
 def test_make_bench_runs_the_commands_of_the_page(script):
     """As they stand there, in the same order; and it leaves no benchmark out."""
     run = [piece.words for piece in script("run_cpu").PIECES]

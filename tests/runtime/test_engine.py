@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from fxpar.errors import (
 )
 from fxpar.runtime.forked import run_forked
 from fxpar.switch.node_first import NodeFirstPlan
-from tests.repeat import thinned
+from tests.repeat import examples, thinned
 from tests.runtime.hot import (
     STRATEGIES,
     Case,
@@ -63,7 +65,7 @@ def test_many_steps_of_three_strategies_equal_one_device(make, steps, limit):
     optimizer = {"fused": True, "lr": 3e-5 if make is make_float else 3e-4}
     case = Case([sequences(seed, (5, 60, 33, 17, 130, 8)) for seed in range(steps)], make=make, optimizer=optimizer)
     have, want = hot({"": case})[""], case.one_device()
-    assert [group.strategy for group in have["reports"][0].groups] == ["dp4", "dp2.tp2+sp", "cp2.tp2"]
+    assert {group.strategy for group in have["reports"][0].groups} == {"dp4", "dp2.tp2+sp", "cp2.tp2"}
     assert loss_error(have["losses"], want["losses"]) <= limit
     assert largest_error(have["params"], want["params"]) <= limit
 
@@ -156,11 +158,67 @@ def test_gradients_go_through_the_nodes_where_the_network_is_slow():
         assert memory.staging_bytes - plain.staging_bytes >= max(plan.sums_bytes for plan in plans)
 
 
+OVERLAPPED = {
+    "home": {},
+    "chain": {"gradients": "chain"},
+    "one resident": {"resident": ["dp2.tp2+sp"]},
+    "taking turns": {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
+    "through nodes": {"cluster": SLOW_NETWORK},
+}
+
+
+def delayed(owner, name, delays):
+    method = getattr(owner, name)
+
+    def slow(*args, **kwargs):
+        time.sleep(delays.choice((0, 0, 0.002, 0.02)))
+        return method(*args, **kwargs)
+
+    setattr(owner, name, slow)
+
+
+@WORLD.case
+def overlaps(rank):
+    order, found = ["dp2.tp2+sp", "dp4", "cp2.tp2"], {}
+    for name, options in OVERLAPPED.items():
+        grads = {}
+        for overlap in (False, True):
+            model = parallel(shallow, **{"order": order, "overlap": overlap, **options})
+            engine, delays = model._session().engine, random.Random(rank)
+            assert engine.options.overlap == overlap
+            if overlap:  # ranks and their streams drift apart
+                delayed(engine.switching, "to", delays)
+                delayed(engine.gradients, "add", delays)
+                for bound in engine.bound.values():
+                    delayed(bound, "run_all", delays)
+            rounds = []
+            for seed in range(examples(3)):
+                report = model.train_step(sequences(seed))
+                rounds.append((report.loss, {n: p.grad.to_local().clone() for n, p in model.named_parameters()}))
+                model.zero_grad()
+            grads[overlap] = rounds
+        found[name] = grads
+    return found
+
+
+def test_overlapped_groups_give_the_same_bits():
+    for found in overlaps():
+        for name, grads in found.items():
+            for (loss, one), (other_loss, other) in zip(grads[False], grads[True], strict=True):
+                assert loss == other_loss
+                assert all(torch.equal(one[fqn], other[fqn]) for fqn in one), name
+
+
 @WORLD.case
 def budgets(rank):
-    free = parallel(shallow, strategies=TAKING_TURNS).memory
+    free = parallel(shallow, strategies=TAKING_TURNS, overlap=False).memory
     model = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes - 1)
     report = model.train_step(sequences(5))
+    both = parallel(shallow, strategies=TAKING_TURNS)
+    enough = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes)
+    less = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes - 1)
+    assert [m._session().engine.options.overlap for m in (both, enough, less, model)] == [True, True, False, False]
+    assert less.memory == free
     with pytest.raises(MemoryBudgetError, match="home weights") as caught:
         parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=100_000)
     return free, model.memory, report.loss, str(caught.value)

@@ -1,0 +1,165 @@
+"""One mini-batch on this rank: what its actions do, and what they leave for the report."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fxpar.batching import GroupPlan, LengthGroup
+from fxpar.runtime.binding import Bound
+from fxpar.runtime.gradients import Gradients
+from fxpar.runtime.micro import MicroRun
+from fxpar.runtime.report import GroupReport
+from fxpar.runtime.spans import NO_SPANS, Recorder, Spans
+from fxpar.runtime.streams import carry_out
+from fxpar.runtime.switching import Switching
+from fxpar.schedule.mini_batch import (
+    GroupAction,
+    MiniBatchSchedule,
+    blocking,
+    overlapped,
+    simulate_mini_batch,
+)
+
+EXHAUSTIVE = 4  # strategies; 24 orders, simulated in every mini-batch
+Phase = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """A length group that runs under strategy `name`: its plan, the `lengths` of its sequences, and what makes its
+    micro-batches.
+    """
+
+    spec: LengthGroup
+    name: str
+    plan: GroupPlan
+    lengths: tuple[int, ...]
+    micro_batches: Callable[[], list[MicroRun]]
+
+
+@dataclass
+class MiniBatch:
+    """Groups in the order of running. `buffers` (by FQN) are replaced by their new values."""
+
+    groups: Sequence[GroupWork]
+    bound: Mapping[str, Bound]
+    switching: Switching
+    gradients: Gradients
+    buffers: dict[str, Tensor]
+    phase: Phase
+    recorder: Recorder | None = None
+    losses: list[float] = field(default_factory=list)
+    _grads: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    _moved: dict[GroupAction, int] = field(default_factory=dict)
+
+    def run(self, overlap: bool) -> list[GroupReport]:
+        """All groups; `overlap`: switches and reductions run beside the groups, in a thread of their own."""
+        plan = schedule_of([one.name for one in self.groups], self.switching.schedule.resident, overlap)
+        spent = carry_out(plan, self._do, self._shown)
+        return [self._report(number, spent) for number in range(len(self.groups))]
+
+    def _do(self, action: GroupAction) -> None:
+        number, name = action.group, self.groups[action.group].name
+        if action.kind == "switch":
+            self._moved[action] = self.switching.to(name, self._visited(number))
+        elif action.kind == "run":
+            self._compute(number)
+        else:
+            self._moved[action] = self.gradients.add(name, self._grads.pop(number))
+
+    def _visited(self, number: int) -> list[str]:
+        return [one.name for one in self.groups[:number]]
+
+    def _compute(self, number: int) -> None:
+        one, spans = self.groups[number], self._spans
+        bound = self.bound[one.name]
+        with spans.span("prologue"):
+            bound.prepare(self.switching.store.compute(one.name), self.buffers)
+        bound.run_all(one.micro_batches(), spans)
+        with spans.span("epilogue"):
+            result: Mapping[str, Any] = bound.finish()
+            self.losses.append(float(result["loss"]))
+        self.buffers.update(result["buffers"])
+        self._grads[number] = result["grads"]
+
+    @property
+    def _spans(self) -> Spans:
+        return NO_SPANS if self.recorder is None else self.recorder
+
+    @contextmanager
+    def _shown(self, action: GroupAction) -> Iterator[None]:
+        """While this thread does an action or waits for it."""
+        name = self.groups[action.group].name
+        if self.recorder is not None:
+            self.recorder.enter(action.group)
+        if action.kind == "run":
+            with self.phase(f"run {name}"):
+                yield
+        else:
+            text = f"switch to {name}" if action.kind == "switch" else f"reduce gradients of {name}"
+            with self.phase(text), self._spans.span(action.kind):
+                yield
+
+    def _report(self, number: int, spent: Mapping[GroupAction, float]) -> GroupReport:
+        one = self.groups[number]
+        switch, run, reduce = (GroupAction(kind, number) for kind in ("switch", "run", "reduce"))
+        return GroupReport(
+            limit=one.spec.limit,
+            strategy=one.name,
+            sequences=len(one.lengths),
+            tokens=sum(one.lengths),
+            longest=max(one.lengths),
+            micro_batches=one.plan.slots,
+            wall_s=spent[switch] + spent[run] + spent[reduce],
+            switch_s=spent[switch],
+            switch_bytes=self._moved[switch],
+            reduce_s=spent[reduce],
+            reduce_bytes=self._moved[reduce],
+            predicted_s=one.plan.predicted_s,
+            predicted_switch_s=self.switching.predicted_s(one.name, self._visited(number)),
+            predicted_reduce_s=self.gradients.predicted_s(one.name),
+            lengths=length_counts(one.lengths),
+        )
+
+
+def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) -> MiniBatchSchedule:
+    """The actions of groups that run under these strategies, in this order."""
+    if not overlap or len(names) == 1:
+        return blocking(len(names))
+    # Only what is resident stays where it is: a switch among such layouts writes nothing that one before it holds.
+    stays = [name in resident for name in names]
+    return overlapped([not all(stays[: number + 1]) for number in range(len(stays))])
+
+
+def fastest_order(
+    names: Sequence[str], run_s: Mapping[str, float], switching: Switching, gradients: Gradients
+) -> tuple[str, ...]:
+    """The order of strategies whose overlapped mini-batch is predicted to end first; `names` if no other is better.
+
+    `run_s`: predicted seconds of all groups of a strategy. All orders are tried up to 4 strategies.
+    """
+    if len(names) > EXHAUSTIVE:
+        return tuple(names)
+
+    def seconds(order: tuple[str, ...]) -> float:
+        took: dict[GroupAction, float] = {}
+        for number, name in enumerate(order):
+            took[GroupAction("switch", number)] = switching.predicted_s(name, order[:number])
+            took[GroupAction("run", number)] = run_s[name]
+            took[GroupAction("reduce", number)] = gradients.predicted_s(name)
+        plan = schedule_of(order, switching.schedule.resident, overlap=True)
+        return round(simulate_mini_batch(plan, took).makespan_s, 9)
+
+    return min(itertools.permutations(names), key=seconds)  # the first one is `names`
+
+
+def length_counts(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(2**k, number of lengths in (2**(k-1), 2**k]), ascending."""
+    return tuple(sorted(Counter(1 << (length - 1).bit_length() for length in lengths).items()))

@@ -1,0 +1,100 @@
+"""A mini-batch as actions of every rank on two streams: one computes, the other moves weights and gradients meanwhile.
+
+    compute     |          run 0            |        run 1          |  run 2  |
+    transfer    | switch 0 | switch 1 |     | reduce 0 | switch 2 | | reduce 1 | reduce 2 |
+
+All ranks have the same actions in the same order, so a stream of one rank waits for the same stream of others only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fxpar.errors import ScheduleDeadlockError
+
+Kind = Literal["switch", "run", "reduce"]
+
+
+@dataclass(frozen=True, order=True)
+class GroupAction:
+    """What is done for one length group; `group` counts in the order of running."""
+
+    kind: Kind
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.group}"
+
+
+@dataclass(frozen=True)
+class MiniBatchSchedule:
+    """Both streams, each in its order, and what an action needs to have ended before it begins."""
+
+    compute: tuple[GroupAction, ...]
+    transfer: tuple[GroupAction, ...]
+    needs: Mapping[GroupAction, tuple[GroupAction, ...]]
+
+    @property
+    def actions(self) -> tuple[GroupAction, ...]:
+        return (*self.compute, *self.transfer)
+
+
+def blocking(groups: int) -> MiniBatchSchedule:
+    """One after the other: nothing runs beside anything else."""
+    order = [GroupAction(kind, group) for group in range(groups) for kind in ("switch", "run", "reduce")]
+    return MiniBatchSchedule(tuple(order), (), {})
+
+
+def overlapped(overwrites: Sequence[bool]) -> MiniBatchSchedule:
+    """The next group's weights come while a group runs, and its gradients leave while the next one runs.
+
+    `overwrites[i]`: the switch of group i writes where an earlier group of the mini-batch may still have weights, so it
+    waits for the reduction before it (what leaves a graph may be a view of its weights). Gradients of at most two
+    groups are alive at a time.
+    """
+    groups = range(len(overwrites))
+    switch, run, reduce = ([GroupAction(kind, group) for group in groups] for kind in ("switch", "run", "reduce"))
+    transfer, needs = switch[:1], {}
+    for group in groups:
+        needs[run[group]] = (switch[group],)  # which comes after the reduction of the group before the last one
+        needs[reduce[group]] = (run[group],)
+        following = switch[group + 1 : group + 2]
+        late = bool(following) and overwrites[group + 1]
+        transfer += [reduce[group], *following] if late else [*following, reduce[group]]
+    return MiniBatchSchedule(tuple(run), tuple(transfer), needs)
+
+
+@dataclass(frozen=True)
+class SimulatedMiniBatch:
+    """Start and end of each action in seconds; `exposed_s` is what the step takes beyond its runs."""
+
+    spans: Mapping[GroupAction, tuple[float, float]]
+    makespan_s: float
+    exposed_s: float
+
+
+def simulate_mini_batch(plan: MiniBatchSchedule, seconds: Mapping[GroupAction, float]) -> SimulatedMiniBatch:
+    """Each action begins as soon as its stream is free and what it needs has ended.
+
+    Raises ScheduleDeadlockError if the streams wait for each other.
+    """
+    spans: dict[GroupAction, tuple[float, float]] = {}
+    streams, free = {"compute": list(plan.compute), "transfer": list(plan.transfer)}, {"compute": 0.0, "transfer": 0.0}
+    progress = True
+    while progress:
+        progress = False
+        for name, left in streams.items():
+            while left and all(need in spans for need in plan.needs.get(left[0], ())):
+                action = left.pop(0)
+                start = max([free[name], *(spans[need][1] for need in plan.needs.get(action, ()))])
+                spans[action] = (start, start + seconds[action])
+                free[name] = spans[action][1]
+                progress = True
+    stuck = [f"{name} waits at {left[0]}" for name, left in streams.items() if left]
+    if stuck:
+        raise ScheduleDeadlockError("a mini-batch", "deadlock: " + "; ".join(stuck))
+    makespan = max(free.values())
+    runs = sum(seconds[action] for action in plan.actions if action.kind == "run")
+    return SimulatedMiniBatch(spans, makespan, makespan - runs)

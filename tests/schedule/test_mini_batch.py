@@ -1,0 +1,64 @@
+"""Both streams of a mini-batch: what must come before what, and how much of the moving is exposed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.errors import ScheduleDeadlockError
+from fxpar.schedule.mini_batch import GroupAction, blocking, overlapped, simulate_mini_batch
+
+overwriting = st.lists(st.booleans(), min_size=1, max_size=6)
+
+
+def of(kind, group):
+    return GroupAction(kind, group)
+
+
+@given(overwriting, st.data())
+def test_any_durations_keep_the_order(overwrites, data):
+    plan = overlapped(overwrites)
+    groups = range(len(overwrites))
+    assert sorted(plan.actions) == sorted(blocking(len(overwrites)).actions)
+    seconds = {action: data.draw(st.floats(0, 9)) for action in plan.actions}
+    found = simulate_mini_batch(plan, seconds)
+    start = {action: span[0] for action, span in found.spans.items()}
+    end = {action: span[1] for action, span in found.spans.items()}
+    for group in groups:
+        assert start[of("run", group)] >= end[of("switch", group)]
+        assert start[of("reduce", group)] >= end[of("run", group)]
+        if group:
+            assert start[of("run", group)] >= end[of("run", group - 1)]
+            # Sums do not depend on timing: gradients are added in the order of the groups.
+            assert start[of("reduce", group)] >= end[of("reduce", group - 1)]
+        if group >= 2:
+            assert start[of("run", group)] >= end[of("reduce", group - 2)]
+        if group and overwrites[group]:
+            assert start[of("switch", group)] >= end[of("reduce", group - 1)]
+    moving = sum(seconds[action] for action in plan.actions if action.kind != "run")
+    assert found.makespan_s <= simulate_mini_batch(blocking(len(overwrites)), seconds).makespan_s + 1e-9
+    assert -1e-9 <= found.exposed_s <= moving + 1e-9
+
+
+def test_what_is_exposed():
+    """Long runs hide all but the first switch and the last reduction; blocking hides nothing."""
+    seconds = {of(kind, g): {"run": 10.0}.get(kind, 1.0) for g in range(3) for kind in ("switch", "run", "reduce")}
+    found = simulate_mini_batch(overlapped([False] * 3), seconds)
+    assert (found.makespan_s, found.exposed_s) == (32.0, 2.0)
+    assert found.spans[of("switch", 1)] == (1.0, 2.0)
+    assert found.spans[of("reduce", 0)] == (11.0, 12.0)
+    assert simulate_mini_batch(blocking(3), seconds).exposed_s == 6.0
+    late = simulate_mini_batch(overlapped([False, True, False]), seconds)
+    assert late.spans[of("switch", 1)] == (12.0, 13.0)
+    assert late.exposed_s == 4.0
+
+
+def test_streams_that_wait_for_each_other_are_found():
+    plan = overlapped([False, False])
+    circle = {**plan.needs, of("switch", 0): (of("run", 1),)}
+    broken = replace(plan, needs=circle)
+    with pytest.raises(ScheduleDeadlockError, match="compute waits at run 0; transfer waits at switch 0"):
+        simulate_mini_batch(broken, dict.fromkeys(plan.actions, 1.0))
