@@ -112,8 +112,11 @@ OPTIONS = {
     "chain with zero": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"}, "gradients": "chain"},
     "one strategy twice": {"strategies": {16: "dp4", 64: "dp4", 512: "tp4"}, "gradients": "chain"},
     "static": {"strategies": {512: "dp2.cp2"}},
-    "sums of nodes first": {"cluster": SLOW_NETWORK, "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"}},
-    "sums of nodes first, one tensor at a time": {"cluster": SLOW_NETWORK, "staging_bytes": 1 << 12},
+    "sums of nodes first": {
+        "cluster": SLOW_NETWORK,
+        "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"},
+        "staging_bytes": 1 << 12,  # one tensor at a time
+    },
 }
 FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
@@ -141,27 +144,24 @@ def through_nodes(rank):
     model = parallel(shallow, cluster=SLOW_NETWORK)
     gradients = model._session().engine.gradients
     report = model.train_step(sequences(5))
-    plain = parallel(shallow)
     plans = [gradients.plan(name) for name in STRATEGIES.values()]
-    return plans, report, [group.reduce_bytes for group in report.groups], model.memory, plain.memory
+    return plans, report, [group.reduce_bytes for group in report.groups], model.memory
 
 
 def test_gradients_go_through_the_nodes_where_the_network_is_slow():
-    for plans, report, sent, memory, plain in through_nodes():
+    for plans, report, sent, memory in through_nodes():
         assert all(isinstance(plan, NodeFirstPlan) for plan in plans)
         by_name = dict(zip(STRATEGIES.values(), plans, strict=True))
         assert sent == [
             by_name[group.strategy].intra_node_bytes + by_name[group.strategy].inter_node_bytes
             for group in report.groups
         ]
-        # Nothing is lost between the report of the memory and what the sums take.
-        assert memory.staging_bytes - plain.staging_bytes >= max(plan.sums_bytes for plan in plans)
+        layouts = max(size for size, _ in memory.strategies.values())  # messages take twice as much, at most
+        assert memory.staging_bytes - 2 * layouts >= max(plan.sums_bytes for plan in plans)
 
 
 OVERLAPPED = {
-    "home": {},
     "chain": {"gradients": "chain"},
-    "one resident": {"resident": ["dp2.tp2+sp"]},
     "taking turns": {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
     "through nodes": {"cluster": SLOW_NETWORK},
 }
@@ -192,7 +192,7 @@ def overlaps(rank):
                 for bound in engine.bound.values():
                     delayed(bound, "run_all", delays)
             rounds = []
-            for seed in range(examples(3)):
+            for seed in range(examples(2)):
                 report = model.train_step(sequences(seed))
                 rounds.append((report.loss, {n: p.grad.to_local().clone() for n, p in model.named_parameters()}))
                 model.zero_grad()
