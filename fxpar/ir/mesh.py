@@ -51,8 +51,16 @@ class Mesh:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks in the order of their coordinates, the last axis fastest."""
-        return tuple(
-            self.rank(dict(zip(self.names, at, strict=True))) for at in itertools.product(*map(range, self.shape))
+        ranks = [self.offset]
+        for (_, size), stride in zip(self.axes, self._steps.values(), strict=True):
+            ranks = [rank + place * stride for rank in ranks for place in range(size)]
+        return tuple(ranks)
+
+    @cached_property
+    def last(self) -> int:
+        """The highest rank."""
+        return self.offset + sum(
+            (size - 1) * stride for (_, size), stride in zip(self.axes, self._steps.values(), strict=True)
         )
 
     def __contains__(self, rank: int) -> bool:

@@ -26,7 +26,12 @@ def test_slices_tile_and_ranks_hold_whole_ones(data):
         assert grid.cuts[d][-1] == size
         assert (grid.cuts[d][1:] > grid.cuts[d][:-1]).all()
     for dist in copies:
-        for rank, row in zip(dist.mesh.ranks, grid.held(dist), strict=True):
+        holders = grid.holders((dist,), dist.mesh.last + 1)
+        assert holders.table.sum() == sum(holders.of(rank).sum() for rank in dist.mesh.ranks) == holders.counts.sum()
+        assert max(grid.numel[holders.of(rank)].sum() for rank in dist.mesh.ranks) == holders.most(grid.numel)
+        for rank in dist.mesh.ranks:
+            row = holders.of(rank)
+            assert (row == holders.table[:, rank]).all()
             owned = [set(held(dist, rank, d, size)) - {-1} for d, size in enumerate(shape)]
             for box, inside in zip(grid.boxes.tolist(), row, strict=True):
                 parts = [set(range(*ends)) for ends in box]
