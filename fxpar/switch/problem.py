@@ -145,8 +145,8 @@ def class_of_tensors(
 ) -> TensorClass:
     """The class of tensors that lie like `before` and are to lie like `after`."""
     grid = refine(shape, (*before, *after))
-    holders = [grid.holders(copies, world) for copies in (before, after)]
-    return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, *holders)
+    holders, needers = grid.holders(before, world), grid.holders(after, world)
+    return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, holders, needers)
 
 
 def _check_same_model(layout: ParamLayout, target: ParamLayout) -> None:
