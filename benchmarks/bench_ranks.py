@@ -42,6 +42,7 @@ class Sizes:
     world: int
     layers: int
     widths: dict[str, int]
+    planner: str = "auto"
     rank: int = 0
 
     def strategies(self) -> dict[int, str]:
@@ -103,6 +104,7 @@ def measure(sizes: Sizes, parts: Parts, compile_switches: bool) -> dict[str, obj
             initializer=initialize,
             staging_bytes=1 << 30,
             merge=False,
+            planner=sizes.planner,
         )
     session = model.fxpar_session
     lengths = [limit // 2 + 1 for limit in strategies for _ in range(sizes.world // 8)]
@@ -112,6 +114,8 @@ def measure(sizes: Sizes, parts: Parts, compile_switches: bool) -> dict[str, obj
     names = [engine.names[group.group] for group in plan.groups]
     order = [name for name in engine.switching.schedule.order(names) if name in names]
     moved = {name: engine.switching.schedule.plan(name, order[:i]).total_bytes for i, name in enumerate(order)}
+    first = engine.switching.schedule.plan(order[0], ())
+    by_turns = sum(len(cls.members) * leg.transfers for cls, leg in first.classes)
     if compile_switches:
         for i, name in enumerate(order):
             with parts.part(f"prepare the messages of the switch to {name}"):
@@ -119,6 +123,7 @@ def measure(sizes: Sizes, parts: Parts, compile_switches: bool) -> dict[str, obj
     home = sum(tensor.nbytes for tensor in session.store.home_tensors.values())
     return {
         "order": order,
+        "transfers_of_all_ranks": by_turns,
         "moved_gb": {name: round(size / 1e9, 1) for name, size in moved.items()},
         "process_groups": engine.switching.options.process_groups.count,
         "peak_gb": round(peak_gb(), 2),
@@ -136,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="64 ranks, four narrow layers, to see that it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    sizes = Sizes(64, 4, TINY) if args.tiny else Sizes(args.world, args.layers, WIDTHS)
+    sizes = Sizes(64, 4, TINY, "turns") if args.tiny else Sizes(args.world, args.layers, WIDTHS)
     parts = Parts()
     profile = cProfile.Profile()
     if args.profile:

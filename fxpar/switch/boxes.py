@@ -76,10 +76,6 @@ class Holders:
         """[slices]: does `rank` have it."""
         return (self.piece == self.has[:, rank, None]).any(0)
 
-    def only(self, chosen: np.ndarray) -> Holders:
-        """Of the holders those of the `chosen` ranks ([world], bool)."""
-        return Holders(self.piece, np.where(chosen, self.has, -1))
-
     @cached_property
     def table(self) -> np.ndarray:
         """[slices, world]: does a rank have a slice. For worlds that can afford it."""

@@ -62,7 +62,7 @@ def sampled(world: int) -> list[int]:
     return sorted({index * (world - 1) // (SAMPLE - 1) for index in range(SAMPLE)})
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def leg(
     shape: tuple[int, ...],
     itemsize: int,

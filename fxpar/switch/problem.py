@@ -24,6 +24,7 @@ class TensorClass:
     """`members` are tensor numbers; `boxes` is [slices, ndim, 2]; who has the slices, `before` and `after`.
 
     `held`, `needed` and `missing` are [slices, ranks], made when a planner asks for them: thousands of ranks cannot.
+    `giving` and `getting` have that shape, or [ranks].
     """
 
     members: np.ndarray
@@ -33,11 +34,12 @@ class TensorClass:
     nbytes: np.ndarray  # [slices], of one tensor
     before: Holders
     after: Holders
-    getting: np.ndarray | None = None  # [slices, ranks]: of those that need a slice, who is to get it; None: all
+    giving: np.ndarray | None = None  # of those that have or need a slice, who counts; None: all
+    getting: np.ndarray | None = None
 
-    @property
+    @cached_property
     def held(self) -> np.ndarray:
-        return self.before.table
+        return self.before.table if self.giving is None else self.before.table & self.giving
 
     @cached_property
     def needed(self) -> np.ndarray:

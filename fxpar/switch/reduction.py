@@ -64,7 +64,7 @@ class TermClass:
 
     def term(self, number: int) -> TensorClass:
         """The class with only the holders of one term, and who gets it."""
-        one = replace(self.cls, before=self.cls.before.only(self.term_of == number))
+        one = replace(self.cls, giving=self.term_of == number)
         if self.to is None:
             return one
         there = self.to[:, number, None]
