@@ -1,6 +1,6 @@
 """Who sends what to whom by a rule instead of a table: every rank works out its own transfers, and no rank all of them.
 
-A table of all transfers has a row per tensor, slice and receiver: 1.5 billion from the home layout of a 70B model to
+A table of all transfers has a row per tensor, slice and receiver: 6 billion from the home layout of a 70B model to
 tp8 on 4,096 ranks. The rule:
 
     a receiver with holders of the slice on its node asks one of them
