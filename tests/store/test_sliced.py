@@ -91,6 +91,15 @@ def test_draws_differ():
     assert not torch.equal(once, filled(everything, nn.init.normal_, seed=2).value)
 
 
+def test_what_was_done_to_a_slice_is_done_to_the_whole():
+    """An op that needs the whole meets the values that the slices have."""
+    want = filled(everything, nn.init.normal_, nn.init.normal_).value.clone()
+    want[2] = 0
+    part = filled(((1, 4), (2, 8)), nn.init.normal_, nn.init.normal_, WHOLE["one row"])
+    assert part.whole is not None
+    assert torch.equal(part.value, want[1:4, 2:8])
+
+
 def test_nothing_whole_is_made(monkeypatch):
     made = []
     zeros = torch.zeros
