@@ -225,8 +225,16 @@ class Rule:
         sent, got = self.cls.before.most(self.cls.nbytes), self.cls.after.most(self.cls.nbytes)
         if not self.received.any():
             return np.zeros(2)
-        later = 0 if self.term_of is not None or self.node_of[-1] == 0 else 2 * got
-        return np.array([sent + got * self.terms, later])
+        return np.array([sent + got * self.terms, 2 * got if self._may_relay else 0])
+
+    @property
+    def _may_relay(self) -> bool:
+        """Whether several ranks of a node may need a slice that no rank there has."""
+        nodes = int(self.node_of[-1]) + 1
+        if self.term_of is not None or nodes == 1:
+            return False
+        alike = [int(_by_node(has, self.node_of, nodes, False)[1].max(initial=0)) for has in self.cls.after.has]
+        return sum(alike) > 1
 
 
 Counted = tuple[np.ndarray, np.ndarray]  # ascending piece * nodes + node, and how many there are
