@@ -32,8 +32,8 @@ def pieces(mesh: Mesh, entries: tuple[AxisShard, ...], size: int) -> Pieces:
     coordinates = dict(zip(mesh.names, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
     index = np.zeros(mesh.size, np.int64)
     for entry in entries:
-        for axis in entry.axis.split("."):
-            index = index * mesh.degree(axis) + coordinates[axis]
+        for part in map(mesh.part, entry.axis.split(".")):
+            index = index * part.degree + coordinates[part.axis] // part.step % part.degree
     _, first, of_rank = np.unique(index, return_index=True, return_inverse=True)
     dist = DistConfig(mesh, (entries,))
     return Pieces(tuple(_runs(dist.intervals(mesh.ranks[place], 0, size)) for place in first), of_rank)
