@@ -40,11 +40,11 @@ class Pieces:
 
 
 def places(mesh: Mesh, axes: Sequence[str]) -> np.ndarray:
-    """[ranks of the mesh]: the position of each on these axes, the last one fastest."""
+    """[ranks of the mesh]: the position of each on these axes or sub-axes, the last one fastest."""
     coordinates = dict(zip(mesh.names, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
     index = np.zeros(mesh.size, np.int64)
-    for axis in axes:
-        index = index * mesh.degree(axis) + coordinates[axis]
+    for part in map(mesh.part, axes):
+        index = index * part.degree + coordinates[part.axis] // part.step % part.degree
     return index
 
 

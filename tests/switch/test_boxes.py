@@ -46,6 +46,13 @@ def test_uneven_strided_and_empty_pieces():
     assert pieces(Mesh((("dp", 1),)), (AxisShard("dp", (1, 1)),), 4).runs == (((0, 4),),)  # touching runs are one
 
 
+def test_ranks_of_an_inner_sub_axis_hold_the_same_piece():
+    mesh = Mesh((("dp", 2), ("tp", 4)))
+    assert pieces(mesh, (AxisShard("tp:(1)2"),), 6).of_rank.tolist() == [0, 0, 1, 1] * 2
+    assert pieces(mesh, (AxisShard("tp:(2)2"),), 6).of_rank.tolist() == [0, 1, 0, 1] * 2
+    assert pieces(mesh, (AxisShard("tp:(1)2"), AxisShard("dp")), 8).of_rank.tolist() == [0, 0, 2, 2, 1, 1, 3, 3]
+
+
 def test_common_refinement_of_two_and_three():
     two, three = (DistConfig(Mesh((("tp", n),)), ((AxisShard("tp"),),)) for n in (2, 3))
     assert refine((12,), [two, three]).cuts[0].tolist() == [0, 4, 6, 8, 12]
