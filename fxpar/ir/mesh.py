@@ -113,7 +113,8 @@ class Mesh:
     def overlap(self, one: str, other: str) -> bool:
         """Whether two axes or sub-axes, of which neither is joined, share a part of an axis."""
         a, b = self.part(one), self.part(other)
-        apart = a.step * a.degree <= b.step or b.step * b.degree <= a.step
+        # Neither cuts through the other: coordinates on one say nothing of those on the other.
+        apart = b.step % (a.step * a.degree) == 0 or a.step % (b.step * b.degree) == 0
         return one == other or (a.axis == b.axis and not apart)
 
     def place(self, name: str) -> tuple[int, int]:

@@ -161,7 +161,9 @@ def single_steps(draw):
     mesh = draw(meshes())
     config = draw(configs(mesh, (24, 12)))
     axis = draw(st.sampled_from(mesh.names))
-    joined = any(axis in e.axis.split(".") and e.axis != axis for entries in config.dims for e in entries)
+    cuts = [e.axis.split(".") for entries in config.dims for e in entries]
+    together = [{config.mesh.part(name).axis for name in cut} for cut in cuts]
+    joined = any(axis in axes and len(axes) > 1 for axes in together)
     placement = draw(st.sampled_from([R, P, Partial("max"), Shard(0), Shard(1, (1, 1))]))
     return config, axis, placement, joined
 

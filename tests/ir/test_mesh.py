@@ -135,6 +135,9 @@ def test_which_sub_axes_overlap():
     assert not mesh.overlap("tp:(1)2", "tp:(2)4")
     assert not mesh.overlap("tp:(4)2", "tp:(2)2")
     assert not mesh.overlap("dp", "tp:(1)2")
+    six = Mesh((("tp", 6),))  # of neighbours 2 and 3 the outer half changes with the innermost pair
+    assert six.overlap("tp:(1)2", "tp:(3)2")
+    assert not six.overlap("tp:(1)2", "tp:(2)3")
 
 
 @pytest.mark.parametrize("name", ["tp:(1)3", "tp:(3)2", "tp:(2)8", "tp:(0)2", "tp:(1)0"])
