@@ -32,6 +32,7 @@ PIECES = (
     _piece("commands", "Looking at a model", "commands.py"),
     _piece("memory", "Peak memory of a step", "memory.py"),
     _piece("switch-plan", "Planning a switch", "switch_plan.py"),
+    _piece("ranks", "One rank of 4,096", "ranks.py --switches"),
     _piece("switch", "Carrying out a switch, 4 gloo ranks", "switch.py"),
     _piece("engine", "What the engine adds", "engine.py"),
     _piece("hotspa", "HotSPa's 32B layouts", "hotspa_32b.py"),

@@ -101,7 +101,8 @@ def parallelize(
     - `compiled`: what `fxpar.compile_strategies` returned for the same model, loss and strategies (made before forking
       ranks, or loaded), instead of compiling again.
     - `initializer(module)`: for a model on the meta device, fills what one module has itself; by default the module's
-      `reset_parameters`. It is called on whole tensors of one module at a time, children first, on every rank alike.
+      `reset_parameters`. It is called on one module at a time, children first, on every rank alike. Parameters show
+      their whole shape, but only this rank's slices are filled, by element number: values are the same for any world.
 
     Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
     """

@@ -117,13 +117,11 @@ def _move(current: DistConfig, target: DistConfig) -> Step | None:
 
 def _slice(current: DistConfig, target: DistConfig) -> Step | None:
     """A cut that is wanted on an axis that replicates now."""
-    used = {name for entries in current.dims for e in entries for name in e.axis.split(".")}
-    used |= {axis for axis, _ in current.partial}
     for d, wanted in enumerate(target.dims):
         have = current.dims[d]
         if len(wanted) > len(have) and wanted[: len(have)] == have:
             entry = wanted[len(have)]
-            if not used & set(entry.axis.split(".")):
+            if not _uses(current, entry.axis):
                 dims = (*current.dims[:d], (*have, entry), *current.dims[d + 1 :])
                 return c.shard, (entry.axis, d, entry.sections), replace(current, dims=dims)
     return None
@@ -141,11 +139,17 @@ def _gather(current: DistConfig, target: DistConfig) -> Step | None:
 
 def _partial(current: DistConfig, target: DistConfig) -> Step | None:
     """A replicated value becomes one term of a sum, to be added to partial sums before these are reduced."""
-    used = {name for entries in current.dims for e in entries for name in e.axis.split(".")}
     for axis, op in target.partial:
-        if (axis, op) not in current.partial and axis not in used and op == "sum":
+        if (axis, op) not in current.partial and not _uses(current, axis) and op == "sum":
             return c.partial, (axis,), current.with_placement(axis, Partial(op))
     return None
+
+
+def _uses(current: DistConfig, axis: str) -> bool:
+    """Whether a tensor is cut or partial over part of these joined axes."""
+    used = [name for entries in current.dims for e in entries for name in e.axis.split(".")]
+    used += [name for name, _ in current.partial]
+    return any(current.mesh.overlap(one, other) for one in used for other in axis.split("."))
 
 
 _WAYS = (_reduce, _move, _slice, _gather, _partial)  # in order of preference

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from fxpar.ir.dist_config import AxisShard, DistConfig, chunk
-from fxpar.ir.mesh import Mesh
+from fxpar.ir.mesh import Mesh, sub_axis
 
 NAMES = ("dp", "cp", "tp")
 SECTIONS = ((), (), (1, 1), (1, 1, 1), (2, 1), (1, 2, 1))
@@ -23,6 +23,17 @@ def meshes(draw, axes: tuple[int, int] = (1, 3), largest: int = 12) -> Mesh:
     for _ in names:
         degrees.append(draw(st.integers(1, min(4, largest // math.prod(degrees)))))
     return Mesh(tuple(zip(names, degrees, strict=True)))
+
+
+@st.composite
+def parts(draw, mesh: Mesh) -> list[str]:
+    """The axes of a mesh, some of them as their two sub-axes."""
+    names: list[str] = []
+    for name, degree in mesh.axes:
+        outer = draw(st.sampled_from([d for d in range(1, degree + 1) if degree % d == 0]))
+        halves = [sub_axis(name, 1, outer), sub_axis(name, outer, degree // outer)]
+        names += halves if 1 < outer < degree else [name]
+    return names
 
 
 @st.composite
@@ -65,12 +76,13 @@ def nestings(draw, mesh: Mesh, shape: tuple[int, ...], free: list[str]) -> tuple
 
 @st.composite
 def configs(draw, mesh: Mesh, shape: tuple[int, ...], partial: bool = True) -> DistConfig:
-    free = list(draw(st.permutations(mesh.names)))
+    names = draw(parts(mesh))
+    free = list(draw(st.permutations(names)))
     dims = draw(nestings(mesh, shape, free))
     terms = []
     if partial:
         chosen = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
-        terms = [(name, draw(st.sampled_from(OPS))) for name in mesh.names if name in chosen]
+        terms = [(name, draw(st.sampled_from(OPS))) for name in names if name in chosen]
     return DistConfig(mesh, dims, tuple(terms))
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor, Shard
@@ -252,25 +253,50 @@ class Meta(nn.Module):
         return self.head(hidden * self.scale if hasattr(self, "scale") else hidden)
 
 
-def test_a_model_on_the_meta_device_gets_the_weights_of_a_real_one():
+def opened_on_meta(world, strategies, seed=11, home=None, make=Meta, initializer=None):
+    """Whole values of a model on the meta device after `parallelize`, from every rank of `world`."""
+
     def work(rank):
         with torch.device("meta"):
-            model, own = Meta(), Meta(own=True)
-        torch.manual_seed(11)
-        fxpar.parallelize(model, strategies={64: "tp2"}, monitor=False)
-        with pytest.warns(FxparWarning, match="no reset_parameters fills scale"):
-            fxpar.parallelize(own, strategies={64: "tp2"}, monitor=False)
+            model = make()
+        torch.manual_seed(seed + 100 * rank)  # rank 0's counts
+        fxpar.parallelize(model, strategies=strategies, monitor=False, home=home, initializer=initializer)
         model.train_step([torch.arange(30)])
         return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
-    found = run_forked(2, work)[0]
-    torch.manual_seed(11)
-    want = dict(Meta().named_parameters())
-    assert all(torch.equal(found[name], value) for name, value in want.items())
+    return run_forked(world, work)
+
+
+def test_a_model_on_the_meta_device_has_the_same_weights_in_every_world():
+    """Whatever ranks, strategies and home layout; another seed gives others. Their distributions are torch's."""
+    want, others = opened_on_meta(1, {64: "dp1"})[0], opened_on_meta(3, {16: "dp3", 64: "tp3"})
+    others += opened_on_meta(2, {64: "tp2"}, home={"head.*": "R", "embed.weight": "S(1)"})
+    for found in others:
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], value) for name, value in want.items())
+    assert not torch.equal(opened_on_meta(1, {64: "dp1"}, seed=12)[0]["embed.weight"], want["embed.weight"])
+    assert stats.kstest(want["embed.weight"].flatten().numpy(), "norm").pvalue > 1e-3
+    assert stats.kstest(want["head.weight"].flatten().numpy(), stats.uniform(-0.25, 0.5).cdf).pvalue > 1e-3
+    assert want["head.bias"].abs().max() <= 0.25
+    assert (want["norm.weight"] == 1).all()
+    assert (want["norm.bias"] == 0).all()
+
+
+def test_what_nothing_fills_on_the_meta_device_is_named():
+    def work(rank):
+        with torch.device("meta"):
+            own = Meta(own=True)
+        with pytest.warns(FxparWarning, match="no reset_parameters fills scale"):
+            fxpar.parallelize(own, strategies={64: "tp2"}, monitor=False)
+        return own.scale.full_tensor().abs().max().item()
+
+    assert run_forked(2, work) == [0, 0]
 
 
 def test_an_initializer_fills_a_tied_model_on_the_meta_device():
-    """A shared weight has the values of the last module that fills it, as on one device; `to_empty` keeps them."""
+    """A shared weight has the values of the last module that fills it; `to_empty` keeps them. What needs whole tensors,
+    or puts others in their place, has the same values everywhere too.
+    """
 
     def make():
         model = Meta()
@@ -278,31 +304,34 @@ def test_an_initializer_fills_a_tied_model_on_the_meta_device():
         return model
 
     def fill(module):
-        for parameter in module.parameters(recurse=False):
-            torch.nn.init.normal_(parameter, std=0.3)
-
-    def on_one_device():
-        torch.manual_seed(7)
-        model = make()
-        for module in (model.embed, model.norm, model.head, model):
-            with torch.no_grad():
-                fill(module)
-        return dict(model.named_parameters())
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Embedding):
+                parameter.fill_(7.0)
+            elif name == "bias" and isinstance(module, nn.Linear):
+                module.bias = nn.Parameter(torch.randn(len(parameter)))
+            elif parameter.dim() == 1:
+                parameter[::2].normal_()
+            else:
+                nn.init.orthogonal_(parameter)
 
     def work(rank):
         with torch.device("meta"):
             model = make()
-        # What is drawn before does not matter: one device draws its first values in its constructor.
         torch.manual_seed(7)
-        make()
         fxpar.parallelize(model, strategies={64: "tp2"}, monitor=False, initializer=fill)
         assert model.to_empty(device="cpu") is model
         assert model.head.weight is model.embed.weight
         return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
-    found, want = run_forked(2, work)[0], on_one_device()
-    assert found.keys() == want.keys()
-    assert all(torch.equal(found[name], value) for name, value in want.items())
+    found = run_forked(2, work)
+    assert len(found[0]) == 4
+    alone = opened_on_meta(1, {64: "dp1"}, 7, make=make, initializer=fill)
+    for other in (*found, *alone):
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+    weight = found[0]["embed.weight"]
+    assert torch.allclose(weight.T @ weight, torch.eye(16), atol=1e-5)
+    assert (found[0]["norm.weight"] == 0).sum() == 8
+    assert stats.kstest(found[0]["head.bias"].numpy(), "norm").pvalue > 1e-3
 
 
 @PAIR.case

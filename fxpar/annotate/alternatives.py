@@ -22,9 +22,9 @@ from fxpar.annotate.cost import Cost
 from fxpar.annotate.policy import ContextAxis, TensorAxis
 from fxpar.annotate.problem import OpClass
 from fxpar.annotate.solve import AxisSearch, Demand, Solution
-from fxpar.ir.dist_config import Placement, R, Shard
-from fxpar.rules.option import Option, OpView, Seed, replicated
-from fxpar.rules.table import OpRule, options, rule_of
+from fxpar.ir.dist_config import OuterShard, Placement, R, Shard
+from fxpar.rules.option import Cut, Option, OpView, Seed, replicated
+from fxpar.rules.table import OpRule, options, passing, rule_of
 
 WHOLE = "the option that is always legal"
 PASSES_ON = "partial sums pass through"
@@ -120,7 +120,7 @@ def _offered_by(entry: OpClass, option: Option) -> str:
     rule = rule_of(entry.view.target)
     if rule is None or option == replicated(entry.view):
         return WHOLE
-    if rule.partials is not None and entry.view.inputs and option in rule.partials(entry.view):
+    if option in passing(entry.view):
         return PASSES_ON
     return rule.name
 
@@ -166,7 +166,7 @@ def _why_whole(found: AxisSearch, entry: OpClass, dim: int, size: int, fixed: Pl
 def _refused_op(found: AxisSearch, entry: OpClass, rule: OpRule) -> Iterator[Refused]:
     view, problem = entry.view, found.problem
     seeds = _all_seeds(entry)
-    legal = [*options(view, problem.degree, seeds), *found.policy.extra(view)]
+    legal = [*options(view, problem.degree, seeds), *found.policy.extra(problem, entry)]
     wide = options(view, 1, seeds)  # every size divides by one
     for option in dict.fromkeys([*legal, *wide]):
         if option in entry.options:
@@ -183,12 +183,17 @@ def _refused_op(found: AxisSearch, entry: OpClass, rule: OpRule) -> Iterator[Ref
                 yield Refused(f"-> {Shard(dim)}{which}", f"{rule.name} knows no cut of it")
 
 
-def _all_seeds(entry: OpClass) -> list[tuple[Seed, Shard]]:
+def _all_seeds(entry: OpClass) -> list[tuple[Seed, Cut]]:
     """Every dim of every operand and result, and the strided cuts that somebody could use."""
-    seeds: list[tuple[Seed, Shard]] = []
+    seeds: list[tuple[Seed, Cut]] = []
     for made, shapes in ((False, entry.view.inputs), (True, entry.view.outputs)):
         seeds += [((made, i), Shard(d)) for i, shape in enumerate(shapes) for d, size in enumerate(shape) if size > 1]
-    strided = [((True, j), s) for j, known in enumerate(entry.candidates) for s in known if s.sections]
+    strided = [
+        ((True, j), s)
+        for j, known in enumerate(entry.candidates)
+        for s in known
+        if isinstance(s, OuterShard) or s.sections
+    ]
     return seeds + sorted(strided, key=str)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fxpar.ir.dist_config import Partial, Placement, Replicate, Shard
+from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 
 LAUNCH_BYTES = 16 * 1024  # what one more collective is worth; breaks ties between equal volumes
 COPY_FRACTION = 1e-3  # a local slice costs next to nothing, but not nothing
@@ -36,6 +36,8 @@ def reshard_bytes(nbytes: int, source: Placement, target: Placement, degree: int
     """
     if source == target:
         return 0.0
+    if isinstance(source, OuterShard) or isinstance(target, OuterShard):
+        return _on_sub_axes_bytes(nbytes, source, target, degree)
     ring = nbytes * (degree - 1) / degree
     match source, target:
         case Partial(op), Replicate():
@@ -54,3 +56,21 @@ def reshard_bytes(nbytes: int, source: Placement, target: Placement, degree: int
             return COPY_FRACTION * nbytes
         case _:
             return math.inf
+
+
+def _on_sub_axes_bytes(nbytes: int, source: Placement, target: Placement, degree: int) -> float:
+    """Inner sub-axis, then outer one: from one cut to the same, or to the whole and on from there."""
+    if isinstance(source, OuterShard) and isinstance(target, OuterShard) and _cut(source) == _cut(target):
+        return reshard_bytes(nbytes // source.degree, source.inner, target.inner, degree // source.degree)
+    if isinstance(source, OuterShard):
+        settled = reshard_bytes(nbytes // source.degree, source.inner, R, degree // source.degree)
+        gathered = reshard_bytes(nbytes, Shard(source.dim), R, source.degree)
+        return settled + gathered + reshard_bytes(nbytes, R, target, degree)
+    assert isinstance(target, OuterShard)
+    cut = COPY_FRACTION * nbytes / target.degree
+    terms = reshard_bytes(nbytes // target.degree, R, target.inner, degree // target.degree)
+    return reshard_bytes(nbytes, source, R, degree) + cut + terms
+
+
+def _cut(placement: OuterShard) -> tuple[int, int]:
+    return placement.dim, placement.degree

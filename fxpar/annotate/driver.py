@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import sympy
 from torch import fx
@@ -20,7 +21,7 @@ from fxpar.annotate.problem import AxisProblem, build, normalize_fqn
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
-from fxpar.ir.dist_config import DistConfig, P, Partial, Placement, R, Shard
+from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.pass_base import block_of, tensor_operands
 from fxpar.ir.strategy import Strategy
@@ -133,15 +134,13 @@ def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | 
             lies = [o.outputs[0] for o in problem.classes[param].options]
             nbytes = problem.sizes.nbytes(tensor_metas(source)[index])  # type: ignore[arg-type]
             later = grad_cost(nbytes, P, problem.degree) if tensor_axis else 0.0
-            shards = [p for p in lies if isinstance(p, Shard)]
-            whole = (R, P) if R in lies else ()
-            demand = Demand(
-                value,
-                (*whole, *shards),
-                (*((0.0, later) if whole else ()), *(0.0 for _ in shards)),
-                param,
-                (*((R, R) if whole else ()), *shards),
-            )
+            if param in problem.narrow:
+                later = 0.0  # heads, not bytes, decide how these lie
+            whole = [(R, 0.0, R), (P, later, R)] if R in lies else []  # the gradient's, its cost, the parameter's
+            cut = [(p, 0.0, p) for p in lies if p != R]
+            terms = [(replace(p, inner=P), later, p) for p in lies if isinstance(p, OuterShard)]
+            placements, costs, ties = zip(*whole, *cut, *terms, strict=True)
+            demand = Demand(value, placements, costs, param, ties)
         demands[(demand.value, demand.options, demand.tie)] = demand
     return list(demands.values())
 
@@ -204,9 +203,9 @@ def _result_config(
         on_cp = boundary_placement(meta, token, strategy.degree("cp") > 1)
         return combine(target, meta, on_tp, on_cp, token)
     if kind in ("loss", "grad"):
-        for axis in graph.strategy.mesh.names:
-            if isinstance(made.placement(axis), Partial) and target.placement(axis) == R:
-                target = target.with_placement(axis, made.placement(axis))
+        for axis, op in made.partial:
+            if target.placement(axis) == R:
+                target = target.with_placement(axis, Partial(op))
     return target
 
 

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import sympy
 
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
+from fxpar.annotate.narrow import narrow_classes
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
 from fxpar.cost.ops import PRODUCTS
 from fxpar.errors import OverrideError, nearest
-from fxpar.ir.dist_config import Partial, Placement, R, Replicate, Shard
+from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 from fxpar.ir.graph import Input, LogicalGraph, TensorMeta
 from fxpar.ir.strategy import Strategy, parse_override
-from fxpar.rules.option import Option, OpView
-from fxpar.rules.own_ops import attention_options
-from fxpar.rules.table import aten, own
+from fxpar.rules.option import Option
+from fxpar.rules.own_ops import attention_options, narrow_attention
+from fxpar.rules.table import aten, own, passing
 from fxpar.rules.view import tensor_metas
 
 ATTENTION = (own.attention.default, own.attention_backward.default)
@@ -42,15 +43,17 @@ WHOLE_WORK = 64
 # Under sequence parallelism an activation that every rank keeps whole costs memory.
 WHOLE_ACTIVATION = 0.5
 
+_CUTS = (Shard, OuterShard)
+
 
 def cut_kinds(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool | None]:
     """Kind (token, static, neither) of every dim that an option cuts."""
     kinds = []
     for result, placement in enumerate(option.outputs):
-        if isinstance(placement, Shard):
+        if isinstance(placement, _CUTS):
             kinds.append(entry.token[result][placement.dim])
     for producers, placement in zip(entry.operands, option.inputs, strict=True):
-        if isinstance(placement, Shard):
+        if isinstance(placement, _CUTS):
             producer, result = min(producers)
             kinds.append(problem.classes[producer].token[result][placement.dim])
     return kinds
@@ -94,7 +97,12 @@ def _weight_bytes(problem: AxisProblem, entry: OpClass) -> float:
 
 
 def _is_cut(option: Option) -> bool:
-    return any(isinstance(p, Shard) for p in (*option.inputs, *option.outputs))
+    return any(isinstance(p, _CUTS) for p in (*option.inputs, *option.outputs))
+
+
+def _is_term(placement: Placement) -> bool:
+    """Whether an input cannot lie so: nobody hands out terms of a sum."""
+    return isinstance(placement, OuterShard) and placement.inner != R
 
 
 @dataclass(frozen=True)
@@ -115,29 +123,40 @@ class TensorAxis:
         node = entry.nodes[0]
         if node.meta.get("kind") in RECEIVED:
             return [Option((), (boundary_placement(node.meta["tensor"], self.token, self.sp),))]
+        shards = sorted((s for s in entry.candidates[0] if not _is_term(s)), key=str)
         if node.meta.get("kind") == "tangent":
-            return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
+            return [Option((), (R,)), *(Option((), (s,)) for s in shards)]
         if node.meta.get("kind") != "param":
             return [Option((), (R,))]
-        shards = sorted(entry.candidates[0], key=str)
         override = self.overrides.get(node.name)
         if isinstance(override, Replicate):
             return [Option((), (R,))]
         if isinstance(override, Shard):
-            same_dim = [s for s in shards if s.dim == override.dim] or [override]
+            same_dim = [s for s in shards if isinstance(s, Shard) and s.dim == override.dim] or [override]
             return [Option((), (s,)) for s in same_dim]
         return [Option((), (R,)), *(Option((), (s,)) for s in shards)]
 
-    def extra(self, op: OpView) -> list[Option]:
-        return attention_options(op, self.degree) if op.target in ATTENTION else []
+    def narrow(self, problem: AxisProblem) -> dict[int, int]:
+        return narrow_classes(problem)
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
+        if entry.view.target in ATTENTION:
+            narrow = narrow_attention(entry.view, self.degree)
+            return [*attention_options(entry.view, self.degree), *([narrow] if narrow else [])]
+        # One head lies whole on all ranks, a term of its gradient on each.
+        return passing(entry.view) if problem.narrow.get(entry.index) == 1 else []
 
     def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
+        outer = any(isinstance(p, OuterShard) for p in (*option.inputs, *option.outputs))
+        if outer and entry.index not in problem.narrow and entry.view.target not in ATTENTION:
+            return "it cuts in fewer pieces than there are ranks, as tp does for few key-value heads only"
         kinds = cut_kinds(problem, entry, option)
         if None in kinds:
             return "it cuts a dynamic dim that is not the tokens"
         return "it cuts tokens, which tp does under +sp only" if True in kinds and not self.sp else ""
 
     def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
+        one_head = problem.narrow.get(entry.index) == 1
         if entry.view.target == "input":
             if not is_weight(entry):
                 return 0.0
@@ -145,11 +164,12 @@ class TensorAxis:
             by_width = isinstance(option.outputs[0], Shard) and option.outputs[0].dim > 0
             if table and by_width and entry.nodes[0].name not in self.overrides:
                 return 2 * WHOLE_WORK * _weight_bytes(problem, entry)  # tables are cut by rows, as a tied head needs
-            return 0.0 if _is_cut(option) else WHOLE_WORK * _weight_bytes(problem, entry)
+            whole = not _is_cut(option) and not one_head
+            return WHOLE_WORK * _weight_bytes(problem, entry) if whole else 0.0
         cost = 0.0
-        if not _is_cut(option):
+        if not _is_cut(option) and not one_head:
             cost = WHOLE_WORK * _work_bytes(problem, entry)
-        if self.sp and entry.weighted and entry.view.target not in VIEWS:
+        if self.sp and entry.weighted and entry.view.target not in VIEWS and not one_head:
             for placement, kinds, meta in zip(option.outputs, entry.token, tensor_metas(entry.nodes[0]), strict=True):
                 if meta is not None and any(kinds) and placement == R:
                     cost += WHOLE_ACTIVATION * problem.sizes.nbytes(meta)
@@ -174,8 +194,11 @@ class ContextAxis:
             return [Option((), (R,))]
         return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
 
-    def extra(self, op: OpView) -> list[Option]:
-        return attention_options(op, self.degree) if op.target in ATTENTION else []
+    def narrow(self, problem: AxisProblem) -> dict[int, int]:
+        return {}
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
+        return attention_options(entry.view, self.degree) if entry.view.target in ATTENTION else []
 
     def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
         if entry.view.target in ATTENTION or all(kind is True for kind in cut_kinds(problem, entry, option)):

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import sympy
 from torch import fx
 
-from fxpar.ir.dist_config import Placement, Shard
+from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.graph import Size
-from fxpar.rules.option import Option, OpView, Seed, divides
+from fxpar.rules.option import Cut, Option, OpView, Seed, divides
 from fxpar.rules.table import options
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
 
@@ -40,7 +40,7 @@ class OpClass:
     operands: list[set[tuple[int, int]]] = field(default_factory=list)
     users: set[tuple[int, int]] = field(default_factory=set)  # (class, operand position) fed by any result
     options: list[Option] = field(default_factory=list)
-    candidates: list[set[Shard]] = field(default_factory=list)  # per result
+    candidates: list[set[Cut]] = field(default_factory=list)  # per result
     weighted: bool = False  # computed from parameters (a rotary table is not)
 
 
@@ -55,7 +55,11 @@ class AxisPolicy(Protocol):
         """Options of a placeholder."""
         ...
 
-    def extra(self, op: OpView) -> list[Option]:
+    def narrow(self, problem: AxisProblem) -> dict[int, int]:
+        """See `AxisProblem`."""
+        ...
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
         """Options that no cut of an operand or result asks for."""
         ...
 
@@ -66,12 +70,16 @@ class AxisPolicy(Protocol):
 
 @dataclass
 class AxisProblem:
-    """All classes of a graph for one mesh axis of `degree`."""
+    """All classes of a graph for one mesh axis of `degree`.
+
+    `narrow` are classes that cannot be cut in as many pieces, for lack of heads; to each the number of its heads.
+    """
 
     degree: int
     sizes: Sizes
     classes: list[OpClass]
     class_of: dict[fx.Node, int]
+    narrow: dict[int, int] = field(default_factory=dict)
 
 
 def build(
@@ -117,6 +125,7 @@ def build(
             entry.operands[position].add((producer, result))
             entry.weighted |= problem.classes[producer].weighted
             problem.classes[producer].users.add((index, position))
+    problem.narrow = policy.narrow(problem)
     _enumerate(problem, policy)
     return problem
 
@@ -150,14 +159,14 @@ def _enumerate(problem: AxisProblem, policy: AxisPolicy) -> None:
         entry = problem.classes[index]
         if entry.view.target == "input":
             continue
-        seeds: list[tuple[Seed, Shard]] = []
+        seeds: list[tuple[Seed, Cut]] = []
         for position, producers in enumerate(entry.operands):
             shards = {s for producer, result in producers for s in problem.classes[producer].candidates[result]}
             seeds += [((False, position), s) for s in sorted(shards, key=str)]
         for result, shards in enumerate(entry.candidates):
             seeds += [((True, result), s) for s in sorted(shards, key=str)]
         found = options(entry.view, problem.degree, seeds)
-        found += [o for o in policy.extra(entry.view) if o not in found]
+        found += [o for o in policy.extra(problem, entry) if o not in found]
         entry.options = [o for o in found if not policy.refusal(problem, entry, o)]
         changed = set()
         for option in entry.options:
@@ -178,8 +187,8 @@ def _enumerate(problem: AxisProblem, policy: AxisPolicy) -> None:
 
 
 def _learn(entry: OpClass, result: int, placement: Placement) -> bool:
-    """Note a shard that somebody could use."""
-    if not isinstance(placement, Shard):
+    """Note a cut that somebody could use."""
+    if not isinstance(placement, Shard | OuterShard):
         return False
     known = entry.candidates[result]
     if placement in known:

@@ -18,7 +18,7 @@ from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost, reshard_bytes
 from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass
 from fxpar.errors import PlacementError
-from fxpar.ir.dist_config import Placement, Shard
+from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.rules.option import Option
 from fxpar.rules.view import tensor_metas
 
@@ -237,7 +237,7 @@ class Search:
             if not np.isfinite(price):
                 continue
             penalty = 0.0
-            if entry.view.target == "input" and not isinstance(placement, Shard):
+            if entry.view.target == "input" and not isinstance(placement, Shard | OuterShard):
                 # Gathering an input again is for overrides only, where one cuts a weight as no op can work with it.
                 penalty = (FORCED - 1) * price
             elif is_weight(entry):

@@ -14,6 +14,7 @@ from fxpar.annotate.problem import normalize_fqn
 from fxpar.cli.explain_exec import Traffic
 from fxpar.cli.explain_moves import Move
 from fxpar.cli.explain_subject import Placed, Subject, alike
+from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import Dim, Input
 from fxpar.ir.pipeline_graph import PipelineGraph
@@ -309,7 +310,7 @@ def _params(program: Program, found: Sequence[Traffic]) -> list[Document]:
                 "name": key[0],
                 "count": 0,
                 "stored": text,
-                "cut_by": sorted({a for axis in stored.dist.shard_axes for a in axis.split(".")}),
+                "cut_by": sorted(_axes(stored.dist)),
                 "local_bytes": 0,
                 "wire_bytes": 0.0,
                 "override": decided.get("glob"),
@@ -321,6 +322,11 @@ def _params(program: Program, found: Sequence[Traffic]) -> list[Document]:
     for row in rows.values():
         row["wire_bytes"] = round(row["wire_bytes"])
     return list(rows.values())
+
+
+def _axes(dist: DistConfig) -> set[str]:
+    """The axes of the mesh that cut a tensor; of a sub-axis, the axis."""
+    return {dist.mesh.part(name).axis for axis in dist.shard_axes for name in axis.split(".")}
 
 
 def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import sympy
 from torch import fx
 
-from fxpar.errors import GraphFormatError
+from fxpar.errors import GraphFormatError, PlacementError
 from fxpar.graph_files.vocabulary import shown
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, collective_kind
@@ -242,10 +242,18 @@ def _check_part(part: Part, values: Mapping[str, list[Any]], mesh: Mesh) -> None
     for node in part.graph.nodes:
         axes = [text[1:] for text in node.args if isinstance(text, str) and text[:1] in ("@", "#")]
         for axis in (*axes, *node.meta.get("comm", ())[:1]):
-            if set(axis.split(".")) - set(mesh.names):
+            if not _has_axes(mesh, axis):
                 raise GraphFormatError(f"%{node.name} speaks of {axis!r}, which is no axis of {mesh.names}")
         if collective_kind(node) is not None and "comm" not in node.meta:
             raise GraphFormatError(f"%{node.name} is a collective that does not say on which axis it sends what")
+
+
+def _has_axes(mesh: Mesh, axis: str) -> bool:
+    """Whether these joined axes and sub-axes are of the mesh."""
+    try:
+        return all(mesh.part(name).axis in mesh.names for name in axis.split("."))
+    except PlacementError:
+        return False
 
 
 def _check_writes(graph: fx.Graph, given: set[fx.Node]) -> None:

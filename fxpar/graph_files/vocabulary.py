@@ -116,7 +116,8 @@ _TEXTS: dict[str, tuple[str, ...]] = {
 
 _OP = re.compile(r"([A-Za-z_]\w{0,99})\.([A-Za-z_]\w{0,199})\.([A-Za-z_]\w{0,99})", re.ASCII)
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w{0,999}", re.ASCII)
-_AXIS = re.compile(r"[@#]?[a-z]{1,20}(\.[a-z]{1,20}){0,7}", re.ASCII)
+_PART = r"[a-z]{1,20}(:\(\d{1,9}\)\d{1,9})?"  # an axis or a sub-axis
+_AXIS = re.compile(rf"[@#]?{_PART}(\.{_PART}){{0,7}}", re.ASCII)
 # What generated code calls by name: a placeholder of that name would take its place.
 _TAKEN = {"self", "torch", "fxpar", "operator", "math", "inf", "nan", "NoneType", "device", "fx_pytree", "pytree"}
 _NUMBERS = (bool, int, float)

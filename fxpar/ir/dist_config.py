@@ -9,11 +9,15 @@ projection is sharded that way, so that splitting the sharded activation into q,
 function does not depend on the degree (hazard H2 of the HotSPa artifact). It also describes a sharded token dim after
 `[B, T] -> [B*T]`: B equal parts.
 
+Where the ranks of an axis are more than the pieces that a dim has (key and value heads), the dim is cut over an outer
+sub-axis (`tp:(1)2`, see `fxpar.ir.mesh`), and the ranks of the inner one hold the same, or one term of a sum each.
+
 A dim that does not divide is padded at its end to a multiple of the degree (only unstrided shards may be padded).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +27,8 @@ from typing import Any
 import torch
 
 from fxpar.errors import PlacementError
-from fxpar.ir.mesh import Mesh
+from fxpar.ir.mesh import Mesh, sub_axis
+from fxpar.ir.runs import cut, put
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,25 @@ class Partial:
         return "P" if self.op == "sum" else f"P({self.op})"
 
 
-Placement = Replicate | Shard | Partial
 R = Replicate()
 P = Partial()
+
+
+@dataclass(frozen=True)
+class OuterShard:
+    """Dim `dim` is cut over an outer sub-axis of `degree`; `inner` is the placement on the rest of the axis: `R`, or
+    `P` for one term of a sum each.
+    """
+
+    dim: int
+    degree: int
+    inner: Replicate | Partial = R
+
+    def __str__(self) -> str:
+        return f"S({self.dim}/{self.degree})" + ("" if self.inner == R else str(self.inner))
+
+
+Placement = Replicate | Shard | Partial | OuterShard
 
 
 def normalize_sections(sections: Sequence[int]) -> tuple[int, ...]:
@@ -88,16 +109,6 @@ def chunk(size: Any, degree: int, sections: tuple[int, ...] = ()) -> Any:
     if any((s * unit) % degree for s in sections):
         return None
     return size // degree
-
-
-def section_sizes(size: int, sections: tuple[int, ...]) -> tuple[int, ...]:
-    """Absolute sizes of the sections of a dim of `size`."""
-    if not sections:
-        return (size,)
-    unit, rest = divmod(size, sum(sections))
-    if rest:
-        raise PlacementError(f"a dim of size {size} is no concatenation of parts in proportion {sections}")
-    return tuple(s * unit for s in sections)
 
 
 @dataclass(frozen=True)
@@ -127,10 +138,10 @@ class DistConfig:
     def __post_init__(self) -> None:
         used = [name for dim in self.dims for s in dim for name in s.axis.split(".")]
         used += [axis for axis, _ in self.partial]
-        if len(used) != len(set(used)):
+        if len(used) != len(set(used)) or any(self.mesh.overlap(*two) for two in _with_sub_axes(used)):
             raise PlacementError(f"{self}: a mesh axis is used twice")
         for axis in used:
-            if axis not in self.mesh.names:
+            if axis not in self.mesh.names and self.mesh.part(axis).axis not in self.mesh.names:
                 raise PlacementError(f"axis {axis!r} is not an axis of mesh {self.mesh}")
         for axis in self.shard_axes:
             parts = axis.split(".")
@@ -147,7 +158,7 @@ class DistConfig:
         return len(self.dims)
 
     def placement(self, axis: str) -> Placement:
-        """Placement on one axis, without the nesting order."""
+        """Placement on one axis, without the nesting order. Raises PlacementError where sub-axes lie as none says."""
         for d, entries in enumerate(self.dims):
             for entry in entries:
                 if entry.axis == axis:
@@ -155,18 +166,35 @@ class DistConfig:
         for name, op in self.partial:
             if name == axis:
                 return Partial(op)
-        return R
+        return self._on_sub_axes(axis)
+
+    def _on_sub_axes(self, axis: str) -> Placement:
+        cuts = [(d, e) for d, entries in enumerate(self.dims) for e in entries if _is_part(e.axis, axis)]
+        terms = [(name, op) for name, op in self.partial if _is_part(name, axis)]
+        if not cuts and not terms:
+            return R
+        found = OuterShard(cuts[0][0], self.mesh.degree(cuts[0][1].axis), P if terms else R) if cuts else R
+        same = DistConfig.replicated(self.mesh, self.ndim).with_placement(axis, found)
+        if list(same.partial) != terms or [e for entries in same.dims for e in entries] != [e for _, e in cuts]:
+            raise PlacementError(f"{self} lies on parts of axis {axis!r} in a way that no placement says")
+        return found
 
     def with_placement(self, axis: str, placement: Placement) -> DistConfig:
         """This config with `axis` placed anew; a new shard becomes the innermost cut of its dim."""
-        dims = [tuple(e for e in entries if e.axis != axis) for entries in self.dims]
-        partial = tuple((a, op) for a, op in self.partial if a != axis)
-        if isinstance(placement, Shard):
-            dims[placement.dim] += (AxisShard(axis, placement.sections),)
-        elif isinstance(placement, Partial):
-            order = {name: i for i, name in enumerate(self.mesh.names)}
-            partial = tuple(sorted((*partial, (axis, placement.op)), key=lambda entry: order[entry[0]]))
-        return replace(self, dims=tuple(dims), partial=partial)
+        dims = [tuple(e for e in entries if not _is_part(e.axis, axis)) for entries in self.dims]
+        partial = [(a, op) for a, op in self.partial if not _is_part(a, axis)]
+        match placement:
+            case Shard(dim, sections):
+                dims[dim] += (AxisShard(axis, sections),)
+            case OuterShard(dim, degree, inner):
+                dims[dim] += (AxisShard(sub_axis(axis, 1, degree)),)
+                if isinstance(inner, Partial):
+                    rest = sub_axis(axis, degree, self.mesh.degree(axis) // degree)
+                    partial.append((rest, inner.op))
+            case Partial(op):
+                partial.append((axis, op))
+        partial.sort(key=lambda entry: self.mesh.place(entry[0]))
+        return replace(self, dims=tuple(dims), partial=tuple(partial))
 
     @property
     def is_partial(self) -> bool:
@@ -197,7 +225,7 @@ class DistConfig:
         local_size = size
         for entry in self.dims[dim]:
             degree, index = self.mesh.degree(entry.axis), self.mesh.index(rank, entry.axis)
-            runs, local_size = _cut(runs, local_size, degree, index, entry.sections)
+            runs, local_size = cut(runs, local_size, degree, index, entry.sections)
         return runs
 
     def real_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -228,7 +256,7 @@ class DistConfig:
     def put(self, whole: torch.Tensor, local: torch.Tensor, rank: int) -> None:
         """Write the local tensor of `rank` (padding dropped) to its place in `whole`."""
         runs = [self.intervals(rank, d, size) for d, size in enumerate(whole.shape)]
-        _put(whole, local, runs)
+        put(whole, local, runs)
 
     def degrees(self, dim: int) -> int:
         """Number of pieces that dim `dim` is cut in."""
@@ -282,6 +310,16 @@ class DistConfig:
         return self.describe()
 
 
+def _is_part(name: str, axis: str) -> bool:
+    """Whether `name` is the axis or one of its sub-axes."""
+    return name == axis or name.startswith(f"{axis}:")
+
+
+def _with_sub_axes(names: list[str]) -> Iterable[tuple[str, str]]:
+    """Pairs of names that may overlap without being equal: none without sub-axes."""
+    return itertools.combinations(names, 2) if any(":" in name for name in names) else ()
+
+
 _SHORT = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -308,52 +346,3 @@ def short_dtype(dtype: torch.dtype | None) -> str:
     if dtype is None:
         return ""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _cut(
-    runs: list[tuple[int, int, int]], size: int, degree: int, index: int, sections: tuple[int, ...]
-) -> tuple[list[tuple[int, int, int]], int]:
-    """Apply one shard to the runs of a local piece of `size`; returns the new runs and the new local size."""
-    new, offset, local = [], 0, 0
-    for part in section_sizes(size, sections):
-        width = -(-part // degree)
-        low, high = offset + index * width, min(offset + (index + 1) * width, offset + part)
-        for start, origin, length in runs:
-            a, b = max(start, low), min(start + length, high)
-            if a < b:
-                new.append((local + a - low, origin + a - start, b - a))
-        offset += part
-        local += width
-    return _merge(new), local
-
-
-def _merge(runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Join runs that touch both locally and globally."""
-    merged: list[tuple[int, int, int]] = []
-    for run in runs:
-        if merged:
-            start, origin, length = merged[-1]
-            if start + length == run[0] and origin + length == run[1]:
-                merged[-1] = (start, origin, length + run[2])
-                continue
-        merged.append(run)
-    return merged
-
-
-def _put(whole: torch.Tensor, local: torch.Tensor, runs: list[list[tuple[int, int, int]]]) -> None:
-    if whole.dim() == 0:
-        whole.copy_(local)
-        return
-    index: list[tuple[slice, slice]] = []
-
-    def walk(d: int) -> None:
-        if d == whole.dim():
-            to, here = zip(*index, strict=True)
-            whole[to] = local[here]
-            return
-        for start, origin, length in runs[d]:
-            index.append((slice(origin, origin + length), slice(start, start + length)))
-            walk(d + 1)
-            index.pop()
-
-    walk(0)

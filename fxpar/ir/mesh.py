@@ -3,18 +3,46 @@
 The rank at a coordinate is `offset` plus, for each axis, the coordinate times the axis' stride. By default the last
 axis is the fastest, so with axes `dp=2, tp=4` the four ranks of one tp group are neighbours, as in Megatron. What lies
 at one coordinate of an axis is a mesh again (`at`): a pipeline stage is `mesh.at("pp", 1)`.
+
+An axis splits into sub-axes, written as in Shardy: `tp:(1)2` is the sub-axis of 2 with 1 in front of it, `tp:(2)2` the
+one of 2 behind. On `tp4` these are the outer and the inner half of 4 = 2 x 2: rank 3 is at 1 on both. What takes an
+axis takes a sub-axis, and several joined by '.', the last of them varying fastest.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpar.errors import PlacementError
+
+_SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
+
+
+class Part(NamedTuple):
+    """All or part of an axis: of coordinate i on `axis`, the part has `i // step % degree`."""
+
+    axis: str
+    degree: int
+    step: int = 1
+
+
+def sub_axis(axis: str, front: int, degree: int) -> str:
+    """The name of the sub-axis of `degree` that has `front` coordinates in front of it."""
+    return f"{axis}:({front}){degree}"
+
+
+@functools.lru_cache
+def _split_name(name: str) -> tuple[str, int, int] | None:
+    """(axis, in front, degree) of the name of a sub-axis; None for another name."""
+    match = _SUB_AXIS.fullmatch(name)
+    return (match[1], int(match[2]), int(match[3])) if match else None
 
 
 @dataclass(frozen=True)
@@ -51,8 +79,16 @@ class Mesh:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks in the order of their coordinates, the last axis fastest."""
-        return tuple(
-            self.rank(dict(zip(self.names, at, strict=True))) for at in itertools.product(*map(range, self.shape))
+        ranks = [self.offset]
+        for (_, size), stride in zip(self.axes, self._steps.values(), strict=True):
+            ranks = [rank + place * stride for rank in ranks for place in range(size)]
+        return tuple(ranks)
+
+    @cached_property
+    def last(self) -> int:
+        """The highest rank."""
+        return self.offset + sum(
+            (size - 1) * stride for (_, size), stride in zip(self.axes, self._steps.values(), strict=True)
         )
 
     def __contains__(self, rank: int) -> bool:
@@ -60,16 +96,40 @@ class Mesh:
             return self.offset <= rank < self.offset + self.size
         return self.rank(self._place(rank)) == rank
 
+    def part(self, name: str) -> Part:
+        """The axis or sub-axis of this name; of degree 1 if the mesh does not have the axis.
+
+        Raises PlacementError for a sub-axis that does not divide its axis.
+        """
+        split = _split_name(name)
+        if split is None:
+            return Part(name, self._degrees.get(name, 1))
+        axis, front, degree = split
+        whole = self._degrees.get(axis, 1)
+        if min(front, degree) < 1 or whole % (front * degree):
+            raise PlacementError(f"{name!r} is no sub-axis of {axis}{whole}")
+        return Part(axis, degree, whole // (front * degree))
+
+    def overlap(self, one: str, other: str) -> bool:
+        """Whether two axes or sub-axes, of which neither is joined, share a part of an axis."""
+        a, b = self.part(one), self.part(other)
+        apart = a.step * a.degree <= b.step or b.step * b.degree <= a.step
+        return one == other or (a.axis == b.axis and not apart)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """For sorting axes and sub-axes as the mesh has them, outermost first."""
+        part = self.part(name)
+        return self.names.index(part.axis), -part.step
+
     def degree(self, axis: str) -> int:
         """Degree of `axis`, or of several joined by '.' (`dp.cp`); 1 for an axis that the mesh does not have."""
-        degrees = dict(self.axes)
-        return math.prod(degrees.get(name, 1) for name in axis.split("."))
+        return math.prod(self.part(name).degree for name in axis.split("."))
 
     def index(self, rank: int, axis: str) -> int:
         """Position of `rank` on `axis`, or on several joined by '.' (the last varies fastest)."""
         coordinate, index = self.coordinate(rank), 0
-        for name in axis.split("."):
-            index = index * self.degree(name) + coordinate.get(name, 0)
+        for part in map(self.part, axis.split(".")):
+            index = index * part.degree + coordinate.get(part.axis, 0) // part.step % part.degree
         return index
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -88,6 +148,10 @@ class Mesh:
         return place
 
     @cached_property
+    def _degrees(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @cached_property
     def _steps(self) -> dict[str, int]:
         return dict(zip(self.names, self.strides or _compact(self.shape), strict=True))
 
@@ -98,7 +162,8 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """Distance in ranks of neighbours on `axis`."""
-        return self._steps[axis]
+        part = self.part(axis)
+        return self._steps[part.axis] * part.step
 
     def rank(self, coordinate: dict[str, int]) -> int:
         """Inverse of `coordinate`; axes that are left out are 0."""
@@ -111,20 +176,28 @@ class Mesh:
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Ranks that differ only on `axes`: one tuple per group, in the order of the mixed radix of `axes`."""
-        fixed = [range(size) if name not in axes else range(1) for name, size in self.axes]
-        varied = [range(self.degree(name)) for name in axes]
-        groups = []
-        for base in itertools.product(*fixed):
-            coordinate = dict(zip(self.names, base, strict=True))
-            members = itertools.product(*varied)
-            groups.append(tuple(self.rank({**coordinate, **dict(zip(axes, m, strict=True))}) for m in members))
-        return groups
+        parts = [self.part(name) for name in axes]
+        fixed = [
+            [i for i in range(size) if not any(p.axis == name and i // p.step % p.degree for p in parts)]
+            for name, size in self.axes
+        ]
+        firsts = [self.rank(dict(zip(self.names, place, strict=True))) for place in itertools.product(*fixed)]
+        return [tuple(first + distance for distance in self._distances(parts)) for first in firsts]
 
     def group_of(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The group over `axes` that contains `rank`."""
-        here = self.coordinate(rank)
-        members = itertools.product(*(range(self.degree(name)) for name in axes))
-        return tuple(self.rank({**here, **dict(zip(axes, m, strict=True))}) for m in members)
+        here, parts = self.coordinate(rank), [self.part(name) for name in axes]
+        first = rank - sum(here.get(p.axis, 0) // p.step % p.degree * self._step(p) for p in parts)
+        return tuple(first + distance for distance in self._distances(parts))
+
+    def _distances(self, parts: list[Part]) -> list[int]:
+        """How far the ranks of a group over `parts` are from its first."""
+        steps = [range(0, p.degree * self._step(p), self._step(p)) for p in parts]
+        return [sum(distances) for distances in itertools.product(*steps)]
+
+    def _step(self, part: Part) -> int:
+        """Distance of neighbours in ranks; any for an axis that the mesh does not have."""
+        return self._steps.get(part.axis, 1) * part.step
 
     def to_json(self) -> dict[str, Any]:
         """{"mesh": [[axis, degree], ...]}, with "offset" and "strides" where they are not the default."""

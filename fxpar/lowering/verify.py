@@ -12,13 +12,13 @@ from torch import fx
 
 from fxpar.errors import VerifyError
 from fxpar.ir.collectives import reshard
-from fxpar.ir.dist_config import DistConfig, R, Shard
+from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import tensor_operands
-from fxpar.rules.option import Option, Seed, replicated
-from fxpar.rules.own_ops import attention_options
-from fxpar.rules.table import options, own
+from fxpar.rules.option import Cut, Option, Seed, replicated
+from fxpar.rules.own_ops import attention_options, narrow_attention
+from fxpar.rules.table import options, own, passing
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
 
 _ATTENTION = (own.attention.default, own.attention_backward.default)
@@ -96,12 +96,13 @@ def legal(view: Any, option: Option, degree: int) -> bool:
     """Whether the op's rule has this option."""
     if option == replicated(view):
         return True
-    seeds: list[tuple[Seed, Shard]] = []
+    seeds: list[tuple[Seed, Cut]] = []
     for is_result, placements in ((False, option.inputs), (True, option.outputs)):
-        seeds += [((is_result, i), p) for i, p in enumerate(placements) if isinstance(p, Shard)]
-    found = options(view, degree, seeds)
+        seeds += [((is_result, i), p) for i, p in enumerate(placements) if isinstance(p, Shard | OuterShard)]
+    found = [*options(view, degree, seeds), *passing(view)]
     if view.target in _ATTENTION:
-        found += attention_options(view, degree)
+        narrow = narrow_attention(view, degree)
+        found += [*attention_options(view, degree), *([narrow] if narrow else [])]
     return option in found
 
 

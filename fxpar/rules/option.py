@@ -11,10 +11,10 @@ Running the op on the local operands, with sizes in its arguments made local, gi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fxpar.ir.dist_config import Partial, Placement, R, Shard, chunk
+from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Shard, chunk
 
 Shape = tuple[int, ...]
 ABSENT = "absent"  # a result that a call's output mask leaves out
@@ -49,6 +49,12 @@ class OpView:
             return self.args[position]
         return dict(self.kwargs).get(name, default)
 
+    def local(self, option: Option, degree: int) -> OpView:
+        """This call on a rank's own operands and results; its arguments are left alone."""
+        inputs = tuple(localize(s, p, degree) for s, p in zip(self.inputs, option.inputs, strict=True))
+        outputs = tuple(localize(s, p, degree) for s, p in zip(self.outputs, option.outputs, strict=True))
+        return replace(self, inputs=inputs, outputs=outputs)
+
     def dim(self, value: int, rank: int | None = None) -> int:
         """A dim argument made non-negative (against the rank of operand 0 by default)."""
         rank = len(self.inputs[0]) if rank is None else rank
@@ -61,6 +67,11 @@ class Option:
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
+
+    def at(self, seed: Seed) -> Placement:
+        """Placement of one tensor."""
+        made, index = seed
+        return (self.outputs if made else self.inputs)[index]
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ def divides(size: int, degree: int, sections: tuple[int, ...], pad: bool) -> boo
     return size % degree == 0 or size >= 2 * degree
 
 
+Cut = Shard | OuterShard
 Seed = tuple[bool, int]  # (is a result, index): which tensor of the op a placement is about
 Rule = Callable[[OpView, int, Seed, Shard], list[Option]]
 
@@ -119,6 +131,19 @@ def from_factors(factors: list[Factor], op: OpView, degree: int, seed: Seed, sha
             if option is not None:
                 options.append(option)
     return options
+
+
+def localize(shape: Shape, placement: Placement, degree: int) -> Shape:
+    """Local shape of a tensor on one axis."""
+    match placement:
+        case Shard(dim, sections):
+            local = chunk(shape[dim], degree, sections)
+        case OuterShard(dim, outer):
+            local = chunk(shape[dim], outer)
+        case _:
+            return shape
+    assert local is not None
+    return (*shape[:dim], local, *shape[dim + 1 :])
 
 
 def linear(op: OpView, *positions: int) -> Option:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxpar.ir.dist_config import P, R, Shard
 from fxpar.rules.option import Factor, Option, OpView, Seed, TensorRef, from_factors
+from fxpar.rules.sub_axes import nest
 
 
 def attention(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
@@ -25,9 +26,21 @@ def attention_options(op: OpView, degree: int) -> list[Option]:
     return [o for o in (_by_heads(op, degree), _by_group(op, degree)) if o is not None]
 
 
+def narrow_attention(op: OpView, degree: int) -> Option | None:
+    """The option for fewer key and value heads than ranks, as in Megatron-LM (`num_query_groups`): query heads are cut
+    over all ranks, those of keys and values over an outer sub-axis with one each; all ranks of the inner one have the
+    same, and a term of its gradient each. None where heads do not divide so, or need not.
+    """
+    _, kv_heads = _heads(op)
+    if kv_heads >= degree or degree % kv_heads:
+        return None
+    outer = _place(op, Shard(1), Shard(1), 1)
+    inner = _by_group(op.local(outer, kv_heads), degree // kv_heads)
+    return nest(outer, inner, kv_heads) if inner else None
+
+
 def _touches(option: Option, seed: Seed, shard: Shard) -> bool:
-    is_result, index = seed
-    return (option.outputs if is_result else option.inputs)[index] == shard
+    return option.at(seed) == shard
 
 
 def _backward(op: OpView) -> bool:

@@ -74,6 +74,11 @@ def pointwise_partials(op: OpView) -> list[Option]:
     return []
 
 
+def pointwise_terms(op: OpView) -> list[Option]:
+    """Products are linear in each factor, of whatever size the others are."""
+    return [linear(op, i) for i in range(len(op.inputs))] if op.target in _MULTIPLIES else []
+
+
 def _rounds(op: OpView) -> bool:
     """Whether the op is a cast to integers; a cast to fewer bits of a float is as good before a sum as after it."""
     dtype = dict(op.kwargs).get("dtype")

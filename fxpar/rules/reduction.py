@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fxpar.ir.dist_config import P, R
 from fxpar.rules.option import ABSENT, Factor, Option, OpView, linear
 
 aten = torch.ops.aten
@@ -161,3 +162,9 @@ def rms_norm_backward_factors(op: OpView) -> list[Factor]:
         made = tuple(o if keep else ABSENT for o, keep in zip((d, "sum"), mask, strict=True))
         factors.append(Factor((d, d, d, *affine), made))
     return factors
+
+
+def norm_backward_terms(op: OpView) -> list[Option]:
+    """The backward of a norm is linear in `grad`; results that the call leaves out are no terms."""
+    made = tuple(P if shape else R for shape in op.outputs)
+    return [Option((P, *(R,) * (len(op.inputs) - 1)), made)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from fxpar.errors import PlacementError
-from fxpar.ir.dist_config import Shard, normalize_sections, section_sizes
+from fxpar.ir.dist_config import Shard, normalize_sections
+from fxpar.ir.runs import section_sizes
 from fxpar.rules.option import Factor, Option, OpView, Seed, divides, from_factors
 
 aten = torch.ops.aten

@@ -10,9 +10,10 @@ import torch
 
 import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
 from fxpar.errors import RuleExistsError
-from fxpar.ir.dist_config import Shard
+from fxpar.ir.dist_config import OuterShard, P, R, Shard
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
-from fxpar.rules.option import Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
+from fxpar.rules.option import Cut, Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
+from fxpar.rules.sub_axes import nest_all
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -24,12 +25,14 @@ Partials = Callable[[OpView], list[Option]]
 class OpRule:
     """How an op may be cut: by a sharded operand or result (`cuts`), and by partial operands (`partials`).
 
-    `factors` are the loops that `cuts` speaks of, where it is made of loops.
+    `factors` are the loops that `cuts` speaks of, where it is made of loops. `terms` are partial operands that could
+    pass through as well, but are better summed up before: they count where the axis asks for them.
     """
 
     cuts: Rule
     partials: Partials | None = None
     factors: Factors | None = None
+    terms: Partials | None = None
 
     @property
     def name(self) -> str:
@@ -38,11 +41,11 @@ class OpRule:
         return f"{written.__module__.removeprefix('fxpar.')}.{written.__name__}"
 
 
-def _by(factors: Factors, partials: Partials | None = None) -> OpRule:
+def _by(factors: Factors, partials: Partials | None = None, terms: Partials | None = None) -> OpRule:
     def cuts(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
         return from_factors(factors(op), op, degree, seed, shard)
 
-    return OpRule(cuts, partials, factors)
+    return OpRule(cuts, partials, factors, terms)
 
 
 def _pass_through(op: OpView) -> list[Option]:
@@ -53,14 +56,18 @@ def _first(op: OpView) -> list[Option]:
     return [linear(op, 0)]
 
 
-POINTWISE = _by(pointwise.pointwise_factors, pointwise.pointwise_partials)
+def _each(op: OpView) -> list[Option]:
+    return [linear(op, position) for position in range(len(op.inputs))]
+
+
+POINTWISE = _by(pointwise.pointwise_factors, pointwise.pointwise_partials, pointwise.pointwise_terms)
 _VIEW = OpRule(reshape.view, _first)
 _REDUCTION = _by(reduction.reduction_factors, reduction.reduction_partials)
 _FACTORY = _by(reshape.factory_factors)
 
 TABLE: dict[Any, OpRule] = {
-    aten.mm.default: _by(matmul.mm_factors),
-    aten.bmm.default: _by(matmul.bmm_factors),
+    aten.mm.default: _by(matmul.mm_factors, terms=_each),
+    aten.bmm.default: _by(matmul.bmm_factors, terms=_each),
     aten.mv.default: _by(matmul.mv_factors),
     aten.dot.default: _by(matmul.dot_factors),
     aten.convolution.default: _by(matmul.convolution_factors),
@@ -77,8 +84,8 @@ TABLE: dict[Any, OpRule] = {
     aten.squeeze.dims: _by(reshape.squeeze_factors, _first),
     aten.expand.default: _by(reshape.expand_factors, _first),
     aten.repeat.default: _by(reshape.repeat_factors, _first),
-    aten.view_as_complex.default: _by(reshape.complex_factors),
-    aten.view_as_real.default: _by(reshape.complex_factors),
+    aten.view_as_complex.default: _by(reshape.complex_factors, terms=_first),
+    aten.view_as_real.default: _by(reshape.complex_factors, terms=_first),
     aten.full.default: _FACTORY,
     aten.zeros.default: _FACTORY,
     aten.ones.default: _FACTORY,
@@ -120,9 +127,13 @@ TABLE: dict[Any, OpRule] = {
     aten._softmax_backward_data.default: _by(reduction.softmax_factors),
     aten._log_softmax_backward_data.default: _by(reduction.softmax_factors),
     aten.native_layer_norm.default: _by(reduction.layer_norm_factors),
-    aten.native_layer_norm_backward.default: _by(reduction.layer_norm_backward_factors),
+    aten.native_layer_norm_backward.default: _by(
+        reduction.layer_norm_backward_factors, terms=reduction.norm_backward_terms
+    ),
     aten._fused_rms_norm.default: _by(reduction.rms_norm_factors),
-    aten._fused_rms_norm_backward.default: _by(reduction.rms_norm_backward_factors),
+    aten._fused_rms_norm_backward.default: _by(
+        reduction.rms_norm_backward_factors, terms=reduction.norm_backward_terms
+    ),
     own.attention.default: OpRule(own_ops.attention),
     own.attention_backward.default: OpRule(own_ops.attention),
     own.cross_entropy.default: OpRule(own_ops.cross_entropy),
@@ -168,17 +179,30 @@ def rule_of(target: Any) -> OpRule | None:
     return None
 
 
-def options(op: OpView, degree: int, seeds: list[tuple[Seed, Shard]]) -> list[Option]:
+def options(op: OpView, degree: int, seeds: list[tuple[Seed, Cut]]) -> list[Option]:
     """All legal options of `op` that cut one of the seeds, partial pass-throughs, and the replicated one."""
     rule = rule_of(op.target)
     found = [replicated(op)]
     if rule is None:
         return found
-    for seed, shard in seeds:
-        found += rule.cuts(op, degree, seed, shard)
+    for seed, cut in seeds:
+        if isinstance(cut, OuterShard):
+            outer = rule.cuts(op, cut.degree, seed, Shard(cut.dim))
+            inner = [replicated(op)] if cut.inner == R else passing(op, seed)
+            found += nest_all(outer, inner, cut.degree)
+        else:
+            found += rule.cuts(op, degree, seed, cut)
     if rule.partials is not None and op.inputs:
         found += rule.partials(op)
     return [option for option in dict.fromkeys(found) if _is_for_all_batches(op, option)]
+
+
+def passing(op: OpView, seed: Seed | None = None) -> list[Option]:
+    """How partial sums can pass through `op`, `terms` included; with `seed`, those on this tensor."""
+    rule = rule_of(op.target)
+    ways = (rule.partials, rule.terms) if rule is not None and op.inputs else ()
+    found = dict.fromkeys(option for way in ways if way is not None for option in way(op))
+    return [option for option in found if seed is None or option.at(seed) == P]
 
 
 def _is_for_all_batches(op: OpView, option: Option) -> bool:
@@ -189,4 +213,4 @@ def _is_for_all_batches(op: OpView, option: Option) -> bool:
     return not any(isinstance(p, Shard) and p.dim in dims and len(set(p.sections)) > 1 for p, dims in cuts)
 
 
-__all__ = ["REPLICATED_ON_PURPOSE", "TABLE", "OpRule", "options", "rule_of"]
+__all__ = ["REPLICATED_ON_PURPOSE", "TABLE", "OpRule", "options", "passing", "rule_of"]

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.ir.dist_config import DistConfig, Partial, Placement, Shard, chunk, normalize_sections
+from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard, chunk, normalize_sections
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.pass_registry import get
 from fxpar.ir.strategy import Strategy
-from fxpar.rules.option import Option, OpView, Seed, TensorRef, divides, replicated
-from fxpar.rules.table import options
+from fxpar.rules.option import Cut, Option, OpView, Seed, TensorRef, divides, replicated
+from fxpar.rules.table import options, passing
 
 AXIS = "tp"
 # Ratios in which a dim is tried as a concatenation of parts; those that do not divide are left out.
@@ -65,21 +65,28 @@ def trials(
     *,
     sections: Sequence[tuple[int, ...]] = SECTIONS,
     tolerance: float = 1e-12,
+    also: Sequence[Option] = (),
 ) -> list[Trial]:
-    """Every option but the replicated one that the rule offers for any cut of any operand or result, tried out."""
+    """Every option but the replicated one that the rule offers for any cut of any operand or result, tried out; and
+    those of `also`.
+    """
     call = _Call(target, tuple(args), dict(kwargs or {}), degree)
-    found = options(call.view, degree, _seeds(call.view, degree, sections))
+    found = [*options(call.view, degree, _seeds(call.view, degree, sections)), *passing(call.view), *also]
+    found = list(dict.fromkeys(found))
     return [Trial(o, degree, call.error(o, tolerance)) for o in found if o != replicated(call.view) and call.can_try(o)]
 
 
-def _seeds(op: OpView, degree: int, sections: Sequence[tuple[int, ...]]) -> list[tuple[Seed, Shard]]:
-    seeds: list[tuple[Seed, Shard]] = []
+def _seeds(op: OpView, degree: int, sections: Sequence[tuple[int, ...]]) -> list[tuple[Seed, Cut]]:
+    seeds: list[tuple[Seed, Cut]] = []
+    outers = [d for d in range(2, degree) if degree % d == 0]
     for is_result, shapes in ((False, op.inputs), (True, op.outputs)):
         for index, shape in enumerate(shapes):
             for d, size in enumerate(shape):
                 cuts = [(), *(normalize_sections(s) for s in sections)]
                 legal = [s for s in cuts if (chunk(size, degree, s) if s else divides(size, degree, (), True))]
                 seeds += [((is_result, index), Shard(d, s)) for s in dict.fromkeys(legal)]
+                outer = [OuterShard(d, o, inner) for o in outers if size % o == 0 for inner in (R, P)]
+                seeds += [((is_result, index), cut) for cut in outer]
     return seeds
 
 
@@ -110,7 +117,7 @@ class _Call:
     def can_try(self, option: Option) -> bool:
         """Whether the operands can be had as the option wants them: booleans are no sum of terms."""
         placed = zip(self.operands, option.inputs, strict=True)
-        return not any(isinstance(p, Partial) and x.dtype == torch.bool for x, p in placed)
+        return not any(_has_terms(p) and x.dtype == torch.bool for x, p in placed)
 
     def error(self, option: Option, tolerance: float) -> str:
         """What is wrong with the results under an option; "" if nothing is."""
@@ -189,7 +196,10 @@ class _Call:
         config = self._config(whole, placement)
         if str(self.target).startswith(_UNINITIALISED):
             return ""
-        if isinstance(placement, Shard):
+        for axes, op in [((axis,), op) for axis, op in config.partial]:
+            groups = [config.mesh.group_of(rank, axes) for rank in range(self.degree)]
+            local = [_reduce(torch.stack([local[member] for member in group]), op) for group in groups]
+        if isinstance(placement, Shard | OuterShard):
             joined = torch.zeros_like(whole)
             for rank, piece in enumerate(local):
                 config.put(joined, piece, rank)
@@ -197,8 +207,6 @@ class _Call:
                 if piece[padding].count_nonzero():
                     return "padding of a result of the graph is not zero"
             return _gap(joined, whole, tolerance)
-        if isinstance(placement, Partial):
-            return _gap(_reduce(torch.stack(local), placement.op), whole, tolerance)
         return next((gap for piece in local if (gap := _gap(piece, whole, tolerance))), "")
 
 
@@ -236,10 +244,11 @@ def _like(node: fx.Node, other: fx.Node) -> fx.Node:
 def _split(x: Tensor, config: DistConfig, degree: int, *, padding: float) -> list[Tensor]:
     """The pieces of one operand by rank: a cut, terms of a sum, or copies. Padding of integers is always 0."""
     if config.partial:
-        terms = [
-            torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, -9, 9) for _ in range(degree - 1)
-        ]
-        return [*terms, x - sum(terms, torch.zeros_like(x))]
+        ((axis, _),), mesh = config.partial, config.mesh
+        others = range(mesh.degree(axis) - 1)
+        terms = [torch.randint_like(x, -9, 9) if _counts(x) else torch.randn_like(x) for _ in others]
+        terms.append(x - sum(terms, torch.zeros_like(x)))
+        return [config.take(terms[mesh.index(rank, axis)], rank) for rank in range(degree)]
     pieces = [config.take(x, rank) for rank in range(degree)]
     if x.is_floating_point():
         real = torch.ones_like(x, dtype=torch.bool)
@@ -255,11 +264,22 @@ def _reduce(stack: Tensor, op: str) -> Tensor:
     return stack.mean(0) if op == "avg" else stack.sum(0)
 
 
+def _has_terms(placement: Placement) -> bool:
+    return isinstance(placement.inner if isinstance(placement, OuterShard) else placement, Partial)
+
+
+def _counts(x: Tensor) -> bool:
+    """Whether the elements are integers or booleans."""
+    return not x.is_floating_point() and not x.is_complex()
+
+
 def _gap(value: Tensor, whole: Tensor, tolerance: float) -> str:
     """ "" if equal up to `tolerance` of the largest element; NaN and infinities must stand in the same places."""
     if value.shape != whole.shape:
         return f"shape {tuple(value.shape)} instead of {tuple(whole.shape)}"
-    if not whole.is_floating_point():
+    if whole.is_complex():
+        value, whole = (torch.view_as_real(v.resolve_conj()) for v in (value, whole))
+    if _counts(whole):
         return "" if torch.equal(value.to(whole.dtype), whole) else "other integers"
     odd = ~torch.isfinite(whole)
     if not torch.equal(torch.nan_to_num(value[odd], 2.0), torch.nan_to_num(whole[odd], 2.0)):

@@ -10,9 +10,9 @@ import sympy
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxpar.ir.dist_config import Placement, R, Shard, chunk
+from fxpar.ir.dist_config import R
 from fxpar.ir.graph import Size, TensorMeta
-from fxpar.rules.option import Option, OpView, TensorRef
+from fxpar.rules.option import Option, OpView, TensorRef, localize
 
 Value = tuple[fx.Node, int]  # result `int` of a node
 
@@ -133,15 +133,6 @@ def _is_dynamic(size: Size) -> bool:
 
 def _dynamic_dims(meta: TensorMeta) -> tuple[int, ...]:
     return tuple(d for d, size in enumerate(meta.shape) if _is_dynamic(size))
-
-
-def localize(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
-    """Local shape of a tensor on one axis."""
-    if not isinstance(placement, Shard):
-        return shape
-    local = chunk(shape[placement.dim], degree, placement.sections)
-    assert local is not None
-    return (*shape[: placement.dim], local, *shape[placement.dim + 1 :])
 
 
 def _freeze(value: Any) -> Any:

@@ -30,7 +30,7 @@ def bind_here(
     if not isinstance(program, PipelineGraph):
         return bind(program, rank, process_groups.names(program.mesh, program.axes()), compile=compile)
     names = {stage.index: process_groups.names(stage.mesh, stage.axes()) for stage in program.stages}
-    columns = program.mesh.groups(("pp",))
+    columns = process_groups.to_make(program.mesh, ("pp",))
     made = {column: process_groups.of(column) for column in columns}
     mine = made[program.mesh.group_of(rank, ("pp",))]
     if channels is None:

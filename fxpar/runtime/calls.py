@@ -25,7 +25,7 @@ from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import gradient_placements
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.switching import Switching
-from fxpar.switch import ParamLayout, SwitchPlan, layout_of, plan_switch
+from fxpar.switch import ParamLayout, layout_of, plan_large_switch
 from fxpar.switch.node_first import cheapest_reduction
 from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward
@@ -155,7 +155,8 @@ class PlainCalls:
         placements = gradient_placements(program)
         if placements:
             home = ParamLayout("home", store.home.world, {fqn: store.home.params[fqn] for fqn in placements})
-            plan = cheapest_reduction(placements, home, self.cluster, f"plain {self.strategy}", options.staging_bytes)
+            name, planner = f"plain {self.strategy}", self.switching.schedule.planner
+            plan = cheapest_reduction(placements, home, self.cluster, name, options.staging_bytes, planner)
             plan.verify()
             target = store.home_gradients(placements)
             reduction = reduction_on(plan, store.rank, Holding(home, target), **options.shared())
@@ -179,7 +180,7 @@ class PlainCalls:
 
     def _add_switch(self, layout: ParamLayout, tensors: dict[str, Tensor]) -> Switch:
         store, options = self.switching.store, self.switching.options
-        plan: SwitchPlan = plan_switch(store.wire, layout, self.cluster, self.switching.schedule.planner)
+        plan = plan_large_switch(store.wire, layout, self.cluster, self.switching.schedule.planner)
         plan.verify()
         sources = [Holding(store.wire, store.home_tensors)]
         switch = Switch(plan, store.rank, sources, Holding(layout, tensors), **options.of_switch())

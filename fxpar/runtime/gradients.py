@@ -23,7 +23,7 @@ from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
-from fxpar.switch.reduction import GradientPlacement, ReductionPlan, plan_reduction
+from fxpar.switch.reduction import AnyReductionPlan, GradientPlacement, plan_large_reduction
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 
 Mode = Literal["home", "chain"]
@@ -51,7 +51,8 @@ class Gradients:
     cluster: ClusterSpec
     mode: Mode = "home"
     options: TransportOptions = field(default_factory=TransportOptions)
-    _plans: dict[str, ReductionPlan | NodeFirstPlan] = field(default_factory=dict)
+    planner: str = "auto"
+    _plans: dict[str, AnyReductionPlan | NodeFirstPlan] = field(default_factory=dict)
     _reductions: dict[str, Reduction | NodeFirstReduction] = field(default_factory=dict)
     _chain: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     _hops: dict[tuple[str, str], tuple[SwitchPlan, Switch]] = field(default_factory=dict)
@@ -100,14 +101,14 @@ class Gradients:
         """Predicted seconds of the reduction after a group."""
         return self.plan(name).predicted_s
 
-    def plan(self, name: str) -> ReductionPlan | NodeFirstPlan:
+    def plan(self, name: str) -> AnyReductionPlan | NodeFirstPlan:
         """The verified plan of a group's reduction."""
         if name not in self._plans:
             terms = gradient_placements(self.programs[name])
             plan = (
-                cheapest_reduction(terms, self._target(), self.cluster, name, self.options.staging_bytes)
+                cheapest_reduction(terms, self._target(), self.cluster, name, self.options.staging_bytes, self.planner)
                 if self.mode == "home"
-                else plan_reduction(terms, self._scattered(name), self.cluster, name)
+                else plan_large_reduction(terms, self._scattered(name), self.cluster, name, self.planner)
             )
             plan.verify()
             self._plans[name] = plan

@@ -185,7 +185,7 @@ def _open(
         bound=_bind_all(programs, process_groups, device, options),
         costs=_costs([programs[name] for name in names], cluster, device, options),
         switching=Switching(store, schedule, transport),
-        gradients=Gradients(store, programs, cluster, options.gradients, transport),
+        gradients=Gradients(store, programs, cluster, options.gradients, transport, options.planner),
         cluster=cluster,
         device=device,
         options=EngineOptions(

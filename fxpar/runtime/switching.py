@@ -49,21 +49,25 @@ class Switching:
         """Fill the layout of `name`; `visited` have run before in this mini-batch. Returns bytes moved by all ranks."""
         if self.is_filled(name, visited):
             return 0
-        key = (name, self.schedule.sources(visited))
         plan = self.schedule.plan(name, visited)
+        self.compiled(name, visited).run()
+        return plan.intra_node_bytes + plan.inter_node_bytes
+
+    def compiled(self, name: str, visited: Sequence[str]) -> Switch:
+        """The switch to `name`, with this rank's messages prepared; all ranks ask for the same ones in one order."""
+        key = (name, self.schedule.sources(visited))
         if key not in self._compiled:
             layouts = self.schedule.layouts
             sources = [Holding(layouts[other], self.store.compute(other)) for other in layouts if other in key[1]]
             self._compiled[key] = Switch(
-                plan,
+                self.schedule.plan(name, visited),
                 self.store.rank,
                 # A layout that has been filled comes first: its pieces need no cast, and may be the target's memory.
                 [*sources, Holding(self.store.wire, self.store.home_tensors)],
                 Holding(layouts[name], self.store.compute(name)),
                 **self.options.of_switch(),
             )
-        self._compiled[key].run()
-        return plan.intra_node_bytes + plan.inter_node_bytes
+        return self._compiled[key]
 
     def is_filled(self, name: str, visited: Sequence[str]) -> bool:
         """Whether the layout of `name` has its weights already: it is resident, or the arena still holds it."""

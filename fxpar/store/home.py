@@ -50,11 +50,18 @@ def home_layout(params: Iterable[ParamSpec], world: int, rules: HomeRules | None
     for pattern in given:
         if not any(fnmatch.fnmatchcase(spec.fqn, pattern) for spec in specs):
             raise HomeLayoutError(pattern, "matches no parameter")
-    placed = {}
+    placed, known = {}, {}
     for spec in specs:
         pattern = next((p for p in given if fnmatch.fnmatchcase(spec.fqn, p)), None)
-        chosen = _default(spec, world) if pattern is None else _rule(spec, world, pattern, given[pattern])
-        placed[spec.fqn] = PlacedParam(spec.shape, spec.master, (chosen,))
+        key = (
+            spec.shape,
+            spec.dtype,
+            pattern,
+        )  # what lies alike shares its description, which knows thousands of ranks
+        if key not in known:
+            chosen = _default(spec, world) if pattern is None else _rule(spec, world, pattern, given[pattern])
+            known[key] = PlacedParam(spec.shape, spec.master, (chosen,))
+        placed[spec.fqn] = known[key]
     return ParamLayout("home", world, placed)
 
 

@@ -1,15 +1,22 @@
-"""Initial values for a model that was built on the meta device: one module at a time, so whole weights never add up."""
+"""Initial values for a model that was built on the meta device: module by module, and of each weight this rank's slice.
+
+No rank makes a whole weight, unless its initializer does something that needs it (see `sliced`). The values depend on
+the seed, the parameter's name and the number of the element in it, not on ranks, strategies or the home layout.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpar.errors import MetaBufferError, warn
+from fxpar.store.sliced import Slice, Sliced, sliced_init
 from fxpar.store.weights import WeightStore
 
 Initializer = Callable[[nn.Module], object]
@@ -22,19 +29,15 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 @dataclass
-class _Shared:
-    """A parameter that several modules use: kept whole until the last of them has been filled."""
-
-    left: int
-    whole: Tensor | None = None
-
-
-@dataclass
 class _Filling:
+    """`first` maps every FQN to the parameter's first one; `slices` are kept until `uses` modules have filled them."""
+
     store: WeightStore
     first: Mapping[str, str]
     initializer: Initializer | None
-    shared: dict[str, _Shared] = field(default_factory=dict)
+    seed: int
+    uses: dict[str, int]
+    slices: dict[str, Slice] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
 
@@ -47,15 +50,15 @@ def materialize(
 ) -> None:
     """Fill every module that has meta tensors of its own, children before their parents, and keep this rank's pieces.
 
-    `initializer` is called with a stand-in of each such module whose parameters are whole and on the device; by default
-    it is the module's `reset_parameters`. Every rank draws the same values if its random generator is in the same
-    state: those that one device would draw. `names` maps the first FQN of each parameter to all of them; a shared one
-    is filled by each of its modules in turn. Parameters that nothing fills stay zero, with a warning that names them.
-    Raises MetaBufferError for a buffer that nothing would fill.
+    `initializer` is called with a stand-in of each such module whose parameters show their whole shape, on the device;
+    by default it is the module's `reset_parameters`. The seed is the next number of rank 0's random generator. `names`
+    maps the first FQN of each parameter to all of them; a shared one is filled by each of its modules in turn.
+    Parameters that nothing fills stay zero, with a warning that names them. Raises MetaBufferError for a buffer that
+    nothing would fill. All ranks call it.
     """
     first = {alias: fqn for fqn, aliases in names.items() for alias in aliases}
-    work = _Filling(store, first, initializer)
-    work.shared = {fqn: _Shared(len(aliases)) for fqn, aliases in names.items() if len(aliases) > 1}
+    uses = {fqn: len(aliases) for fqn, aliases in names.items()}
+    work = _Filling(store, first, initializer, _shared_seed(store.device), uses)
     for prefix, owner in _children_first(module, ""):
         _fill_module(prefix, owner, work)
     missing = [fqn for fqn in work.left if fqn not in work.filled]
@@ -65,6 +68,12 @@ def materialize(
             f"no reset_parameters fills {', '.join(missing[:3])}{more}: they are zeros now; load a checkpoint, or set "
             "them from whole tensors"
         )
+
+
+def _shared_seed(device: torch.device) -> int:
+    seed = torch.randint(2**62, (), dtype=torch.int64).to(device)
+    dist.broadcast(seed, 0)
+    return int(seed)
 
 
 def _children_first(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -82,49 +91,69 @@ def _children_first(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 def _fill_module(prefix: str, owner: nn.Module, work: _Filling) -> None:
     own = [name for name, _ in owner.named_parameters(recurse=False)]
-    fqns = {name: work.first[f"{prefix}.{name}" if prefix else name] for name in own}
+    fqns = {name: work.first[_join(prefix, name)] for name in own}
     empty = [name for name, b in owner.named_buffers(recurse=False) if b.device.type == "meta"]
     if not own and not empty:
         return
     run = work.initializer or getattr(type(owner), "reset_parameters", None)
-    if run is None:
-        if empty:
-            raise MetaBufferError(f"{prefix}.{empty[0]}" if prefix else empty[0])
-        work.left += fqns.values()
-    filled = _stand_in(owner, fqns, empty, work)
     if run is not None:
-        with torch.no_grad():
-            run(filled)
-    for name, fqn in fqns.items():
-        value = getattr(filled, name).detach()
-        shared = work.shared.get(fqn)
-        if shared is not None:
-            shared.left -= 1
-            shared.whole = value if shared.left else None
-        if run is not None:
-            work.filled.add(fqn)
-        if fqn in work.filled and (shared is None or not shared.left):
-            work.store.fill(fqn, value)
-    for name in empty:
-        value = getattr(filled, name)
-        if value.device.type == "meta":
-            raise MetaBufferError(f"{prefix}.{name}" if prefix else name)
-        owner.register_buffer(name, value, name not in owner._non_persistent_buffers_set)
+        filled = _initialized(run, prefix, owner, fqns, empty, work)
+        for name, fqn in fqns.items():
+            _take(getattr(filled, name).detach(), fqn, work)
+        for name in empty:
+            value = getattr(filled, name)
+            if value.device.type == "meta":
+                raise MetaBufferError(_join(prefix, name))
+            owner.register_buffer(name, value, name not in owner._non_persistent_buffers_set)
+    elif empty:
+        raise MetaBufferError(_join(prefix, empty[0]))
+    else:
+        work.left += fqns.values()
+    for fqn in fqns.values():
+        work.uses[fqn] -= 1
+        if not work.uses[fqn] and fqn in work.slices:
+            work.store.fill_slice(fqn, work.slices.pop(fqn).value)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _initialized(
+    run: Initializer, prefix: str, owner: nn.Module, fqns: Mapping[str, str], buffers: list[str], work: _Filling
+) -> nn.Module:
+    """A stand-in of the module after its initializer. What that draws by torch's own generator (in whole tensors and
+    buffers) follows from the seed too.
+    """
+    device = work.store.device
+    digest = hashlib.sha256(f"{work.seed} {prefix}".encode()).digest()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), sliced_init():
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        filled = _stand_in(owner, fqns, buffers, work)
+        run(filled)
+    return filled
+
+
+def _take(value: Tensor, fqn: str, work: _Filling) -> None:
+    """Note what an initializer has made of a parameter: its slice, or a tensor that was put in its place."""
+    if not isinstance(value, Sliced):
+        work.slices[fqn].whole = value
+    work.filled.add(fqn)
 
 
 def _stand_in(owner: nn.Module, fqns: Mapping[str, str], buffers: list[str], work: _Filling) -> nn.Module:
-    """The module with whole tensors of its own, which shares nothing else with it."""
+    """The module with tensors of its own, which shares nothing else with it."""
     made = copy.copy(owner)
     for table in ("_parameters", "_buffers"):
         made.__dict__[table] = dict(owner.__dict__[table])
     device = work.store.device
     for name, fqn in fqns.items():
         like = getattr(owner, name)
-        shared = work.shared.get(fqn)
-        whole = shared.whole if shared is not None else None
-        if whole is None:
-            whole = torch.zeros(tuple(like.shape), dtype=like.dtype, device=device)
-        made.__dict__["_parameters"][name] = nn.Parameter(whole, requires_grad=like.requires_grad)
+        if fqn not in work.slices:
+            box = work.store.home_box(fqn)
+            work.slices[fqn] = Slice(fqn, tuple(like.shape), box, like.dtype, device, work.seed)
+        shown = Sliced(work.slices[fqn])
+        made.__dict__["_parameters"][name] = nn.Parameter(shown, requires_grad=like.requires_grad)
     for name in buffers:
         like = getattr(owner, name)
         made.__dict__["_buffers"][name] = torch.empty(tuple(like.shape), dtype=like.dtype, device=device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
-from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
+from fxpar.switch import AnySwitchPlan, ParamLayout, plan_large_switch
 
 EXHAUSTIVE = 6  # graphs; 720 orders
 
@@ -29,15 +29,15 @@ class SwitchSchedule:
     resident: Collection[str]
     cluster: ClusterSpec
     planner: str = "auto"
-    _plans: dict[tuple[str, frozenset[str]], SwitchPlan] = field(default_factory=dict)
+    _plans: dict[tuple[str, frozenset[str]], AnySwitchPlan] = field(default_factory=dict)
     _orders: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
 
-    def plan(self, target: str, visited: Iterable[str]) -> SwitchPlan:
+    def plan(self, target: str, visited: Iterable[str]) -> AnySwitchPlan:
         """The verified plan that fills the layout of `target` when the graphs `visited` have run before."""
         key = (target, self.sources(visited))
         if key not in self._plans:
             holders = [self.layouts[name] for name in self.layouts if name in key[1]]
-            plan = plan_switch(self.home, self.layouts[target], self.cluster, self.planner, holders)
+            plan = plan_large_switch(self.home, self.layouts[target], self.cluster, self.planner, holders)
             plan.verify()
             self._plans[key] = plan
         return self._plans[key]
@@ -46,7 +46,7 @@ class SwitchSchedule:
         """Those of the visited layouts that still hold their weights."""
         return frozenset(name for name in visited if name in self.resident)
 
-    def hops(self, order: Sequence[str]) -> list[SwitchPlan]:
+    def hops(self, order: Sequence[str]) -> list[AnySwitchPlan]:
         """The plans of a mini-batch that runs `order`."""
         return [self.plan(target, order[:i]) for i, target in enumerate(order)]
 

@@ -21,7 +21,8 @@ from fxpar.errors import ParallelizeError
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
-from fxpar.switch.layout import ParamLayout, layout_of
+from fxpar.store.pages import lazy_zeros
+from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
 
 
 def param_specs(program: Program) -> list[ParamSpec]:
@@ -35,7 +36,11 @@ def param_specs(program: Program) -> list[ParamSpec]:
 def wire_layout(home: ParamLayout, specs: Iterable[ParamSpec]) -> ParamLayout:
     """The home layout in the dtypes that the graphs compute with: casting is the sender's part."""
     dtypes = {spec.fqn: spec.dtype for spec in specs}
-    params = {fqn: replace(param, dtype=dtypes[fqn]) for fqn, param in home.params.items()}
+    known: dict[tuple[int, torch.dtype], PlacedParam] = {}  # what lies alike shares its description here too
+    params = {}
+    for fqn, param in home.params.items():
+        key = (id(param), dtypes[fqn])
+        params[fqn] = known.setdefault(key, replace(param, dtype=dtypes[fqn]))
     return replace(home, params=params)
 
 
@@ -61,7 +66,7 @@ class WeightStore:
         self._grad_flat: list[Tensor] = []
         self.home_grads: dict[str, Tensor] = {}
         self.home_gradients(f for f in home.params if f in self.trained)
-        flat = {key: torch.zeros(count, dtype=key[1], device=device) for key, count in storage.numel.items()}
+        flat = {key: lazy_zeros(count, key[1], device) for key, count in storage.numel.items()}
         # Zeros once: padding is never written again, and a graph may count on it.
         self._views_of = {
             name: {fqn: view.of(flat) for fqn, view in views.items()} for name, views in storage.views.items()
@@ -81,7 +86,7 @@ class WeightStore:
             unit = ALIGN_BYTES // param.dtype.itemsize
             sizes[param.dtype] = offset + -(-torch.Size(shape).numel() // unit) * unit
             place[fqn] = (param.dtype, offset, shape)
-        flat = {dtype: torch.zeros(count, dtype=dtype, device=self.device) for dtype, count in sizes.items()}
+        flat = {dtype: lazy_zeros(count, dtype, self.device) for dtype, count in sizes.items()}
         views = {}
         for fqn, (dtype, offset, shape) in place.items():
             piece = flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape)
@@ -113,21 +118,22 @@ class WeightStore:
                     setattr(module.get_submodule(owner), attribute, shown)
             broadcast_replicated(self.home_tensors[f] for f in names if self._is_replicated(f))
 
-    def fill(self, fqn: str, whole: Tensor) -> None:
-        """Set a parameter from its whole value (this rank keeps its piece)."""
+    def fill_slice(self, fqn: str, value: Tensor) -> None:
+        """Set this rank's piece of a parameter: `home_box` of it."""
         with torch.no_grad():
-            self._take_home(fqn, whole)
+            self.home_tensors[fqn].copy_(value)
+
+    def home_box(self, fqn: str) -> tuple[tuple[int, int], ...]:
+        """(start, stop) per dim of what this rank has of a parameter at home; empty where it has nothing."""
+        param = self.home.params[fqn]
+        runs = [param.copies[0].intervals(self.rank, d, size) for d, size in enumerate(param.shape)]
+        return tuple((run[0][1], run[0][1] + run[0][2]) if run else (0, 0) for run in runs)
 
     def _take_home(self, fqn: str, whole: Tensor) -> None:
         if whole.device.type == "meta":
             return
-        config = self.home.params[fqn].copies[0]
-        piece = whole.detach()
-        for d, size in enumerate(whole.shape):
-            runs = config.intervals(self.rank, d, size)
-            start, length = (runs[0][1], runs[0][2]) if runs else (0, 0)
-            piece = piece.narrow(d, start, length)
-        self.home_tensors[fqn].copy_(piece)
+        box = tuple(slice(start, stop) for start, stop in self.home_box(fqn))
+        self.home_tensors[fqn].copy_(whole.detach()[box])
 
     def _is_replicated(self, fqn: str) -> bool:
         return not self.home.params[fqn].copies[0].shard_axes

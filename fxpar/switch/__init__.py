@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from fxpar.switch.api import plan_switch
+from fxpar.switch.api import AnySwitchPlan, plan_large_switch, plan_switch
 from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
 from fxpar.switch.plan import Move, SwitchPlan
 
-__all__ = ["Move", "ParamLayout", "PlacedParam", "SwitchPlan", "layout_of", "plan_switch"]
+__all__ = [
+    "AnySwitchPlan",
+    "Move",
+    "ParamLayout",
+    "PlacedParam",
+    "SwitchPlan",
+    "layout_of",
+    "plan_large_switch",
+    "plan_switch",
+]

@@ -1,4 +1,4 @@
-"""`plan_switch`: from two layouts and a cluster to a SwitchPlan."""
+"""`plan_switch`: from two layouts and a cluster to a plan."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import time
 from collections.abc import Sequence
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.switch.by_turns import LISTED, TURNS, SwitchByTurns, switch_by_turns, transfers_at_most
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan
 from fxpar.switch.planners import run_planner
-from fxpar.switch.problem import switch_problem
+from fxpar.switch.problem import alike_tensors, problem_of
+
+AnySwitchPlan = SwitchPlan | SwitchByTurns
 
 
 def plan_switch(
@@ -25,6 +28,30 @@ def plan_switch(
     Raises LayoutError, NoOwnerError, ClusterError, PlannerError.
     """
     begun = time.process_time()
-    problem = switch_problem(source, target, cluster, extra_holders)
+    world, alike = alike_tensors(source, target, cluster, extra_holders)
+    problem = problem_of(alike, target, source.name, world, cluster)
     chosen, transfers = run_planner(problem, planner)
     return SwitchPlan(planner, time.process_time() - begun, chosen, problem=problem, transfers=transfers)
+
+
+def plan_large_switch(
+    source: ParamLayout,
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    planner: str = "auto",
+    extra_holders: Sequence[ParamLayout] = (),
+    listed: int = LISTED,
+) -> AnySwitchPlan:
+    """`plan_switch`; but with planner "turns", or "auto" and more than `listed` transfers, nobody gets the whole plan.
+
+    Every rank then works out its own part of it, see `by_turns`.
+    """
+    begun = time.process_time()
+    if planner in ("auto", TURNS):
+        world, alike = alike_tensors(source, target, cluster, extra_holders)
+        if planner == TURNS or transfers_at_most(alike, world, cluster) > listed:
+            problem, legs = switch_by_turns(alike, tuple(target.params), (source.name, target.name), world, cluster)
+            if all(leg.has_owners for leg in legs):
+                return SwitchByTurns(problem, legs, planner, time.process_time() - begun)
+            planner = "auto"  # only several sources together have all slices, or nobody has
+    return plan_switch(source, target, cluster, planner, extra_holders)

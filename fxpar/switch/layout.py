@@ -44,8 +44,8 @@ class ParamLayout:
             for dist in param.copies:
                 if dist.is_partial:
                     raise LayoutError(self.name, f"{fqn} is a partial sum, {dist}; reduce it before a switch")
-                if max(dist.mesh.ranks) >= self.world:
-                    raise LayoutError(self.name, f"{fqn} lies on ranks up to {max(dist.mesh.ranks)} of {self.world}")
+                if dist.mesh.last >= self.world:
+                    raise LayoutError(self.name, f"{fqn} lies on ranks up to {dist.mesh.last} of {self.world}")
                 dist.local_shape(param.shape)  # raises PlacementError where a strided shard does not divide
 
     def with_dtype(self, dtype: torch.dtype) -> ParamLayout:

@@ -23,12 +23,14 @@ from fxpar.switch.reduction import (
     EVERYWHERE,
     NOWHERE,
     Alike,
+    AnyReductionPlan,
     Matched,
     Placements,
+    ReductionByTurns,
     ReductionPlan,
     TermClass,
     matched,
-    plan_reduction,
+    plan_large_reduction,
     reduction_of,
     tensor_class,
     terms_held,
@@ -86,14 +88,21 @@ class NodeFirstPlan:
 
 
 def cheapest_reduction(
-    sources: Placements, target: ParamLayout, cluster: ClusterSpec, name: str = "gradients", sums_bytes: int = 64 << 20
-) -> ReductionPlan | NodeFirstPlan:
+    sources: Placements,
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    name: str = "gradients",
+    sums_bytes: int = 64 << 20,
+    planner: str = "auto",
+) -> AnyReductionPlan | NodeFirstPlan:
     """The faster of the direct reduction and the one through the nodes, by predicted time; the first if equal.
+
+    With planner "turns", or so many transfers that the direct one is by turns, it is taken as it is.
 
     `sums_bytes` bounds the memory of a round per rank (one tensor may need more). Raises what `plan_reduction` raises.
     """
-    direct = plan_reduction(sources, target, cluster, name)
-    if not direct.inter_node_bytes:
+    direct = plan_large_reduction(sources, target, cluster, name, planner)
+    if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes:
         return direct
     through = plan_node_first(sources, target, cluster, name, sums_bytes)
     return direct if through is None or direct.predicted_s <= through.predicted_s else through
@@ -187,7 +196,7 @@ def _term_classes(alike: Alike, sums: PlacedParam, world: int, cluster: ClusterS
     held, term_of, count = terms_held(alike.before, grid, world)
     collected, needed = grid.holders(sums.copies, world), grid.holders(alike.after, world)
     node_of = np.arange(world) // cluster.devices_per_node
-    to = _nodes_of_terms(held, term_of, count, needed, cluster.devices_per_node)
+    to = _nodes_of_terms(held.table, term_of, count, needed.table, cluster.devices_per_node)
     inside = TermClass(tensor_class(alike, grid, held, collected), term_of, count, to, node_of)
     nodes = world // cluster.devices_per_node
     summed = np.stack([(to == node).any(1) for node in range(nodes)], 1)  # [slices, nodes]

@@ -40,6 +40,12 @@ class SwitchPlan(Planned):
     plan_cpu_s: float = 0.0
     chosen: str = ""  # what `auto` took; else like `planner`
 
+    most = None  # what a rank sends is in the table
+
+    def rows_of(self, rank: int) -> np.ndarray:
+        """The transfers that `rank` sends or receives, and maybe others."""
+        return self.transfers
+
     @cached_property
     def lower_bounds(self) -> tuple[float, float]:
         """Bounds inside and between nodes; see `bound`."""
@@ -79,7 +85,7 @@ class SwitchPlan(Planned):
         """The slices that `rank` holds before and needs after, in the order of tensors."""
         for tensor, index in enumerate(self.problem.class_of.tolist()):
             cls = self.problem.classes[index]
-            for piece in np.flatnonzero(cls.held[:, rank] & cls.needed[:, rank]).tolist():
+            for piece in np.flatnonzero(cls.stays(rank)).tolist():
                 yield Move(self.problem.tensors[tensor], self.box(tensor, piece), rank, rank, int(cls.nbytes[piece]))
 
     def box(self, tensor: int, piece: int) -> Box:

@@ -6,7 +6,7 @@ same slices, holders and needers, so these are worked out once per *tensor class
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,26 +15,44 @@ import numpy as np
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import LayoutError, NoOwnerError, nearest
 from fxpar.ir.dist_config import DistConfig
-from fxpar.switch.boxes import refine
+from fxpar.switch.boxes import Holders, refine
 from fxpar.switch.layout import ParamLayout
 
 
 @dataclass(frozen=True, eq=False)
 class TensorClass:
-    """`members` are tensor numbers. `held`, `needed` are [slices, ranks]; `boxes` is [slices, ndim, 2]."""
+    """`members` are tensor numbers; `boxes` is [slices, ndim, 2]; who has the slices, `before` and `after`.
+
+    `held`, `needed` and `missing` are [slices, ranks], made when a planner asks for them: thousands of ranks cannot.
+    `giving` and `getting` have that shape, or [ranks].
+    """
 
     members: np.ndarray
     shape: tuple[int, ...]
     itemsize: int
     boxes: np.ndarray
     nbytes: np.ndarray  # [slices], of one tensor
-    held: np.ndarray
-    needed: np.ndarray
+    before: Holders
+    after: Holders
+    giving: np.ndarray | None = None  # of those that have or need a slice, who counts; None: all
+    getting: np.ndarray | None = None
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        return self.before.table if self.giving is None else self.before.table & self.giving
+
+    @cached_property
+    def needed(self) -> np.ndarray:
+        return self.after.table if self.getting is None else self.after.table & self.getting
 
     @cached_property
     def missing(self) -> np.ndarray:
-        """[slices, ranks]: what must travel; a rank that holds what it needs copies it at home."""
+        """What must travel; a rank that holds what it needs copies it at home."""
         return self.needed & ~self.held
+
+    def stays(self, rank: int) -> np.ndarray:
+        """[slices]: what `rank` holds and needs."""
+        return self.before.of(rank) & self.after.of(rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +102,17 @@ def switch_problem(
 
     Raises LayoutError (layouts of different models), NoOwnerError, ClusterError (too few devices).
     """
+    world, alike = alike_tensors(source, target, cluster, holders)
+    return problem_of(alike, target, source.name, world, cluster)
+
+
+Alike = Mapping[tuple, list[int]]  # (shape, item size, copies per source, copies in the target) -> tensor numbers
+
+
+def alike_tensors(
+    source: ParamLayout, target: ParamLayout, cluster: ClusterSpec, holders: Sequence[ParamLayout] = ()
+) -> tuple[int, Alike]:
+    """The number of ranks, and the tensors that lie alike in all of these layouts, together."""
     sources = (source, *holders)
     world = max(layout.world for layout in (*sources, target))
     cluster.require(world)
@@ -91,28 +120,35 @@ def switch_problem(
         _check_same_model(layout, target)
     alike: dict[tuple, list[int]] = {}
     for number, (fqn, param) in enumerate(target.params.items()):
-        before = tuple(dist for layout in sources for dist in layout.params[fqn].copies)
+        before = tuple(layout.params[fqn].copies for layout in sources)
         alike.setdefault((param.shape, param.dtype.itemsize, before, param.copies), []).append(number)
+    return world, alike
+
+
+def problem_of(alike: Alike, target: ParamLayout, source: str, world: int, cluster: ClusterSpec) -> SwitchProblem:
+    """The problem of these tensors; all sources count as holders. Raises NoOwnerError."""
     tensors = tuple(target.params)
     classes = []
-    for (shape, itemsize, before, after), members in alike.items():
-        cls = _tensor_class(members, shape, itemsize, before, after, world)
+    for (shape, itemsize, sources, after), members in alike.items():
+        before = tuple(dist for copies in sources for dist in copies)
+        cls = class_of_tensors(members, shape, itemsize, before, after, world)
         _check_owners(cls, tensors[members[0]])
         classes.append(cls)
-    return SwitchProblem(cluster, source.name, target.name, world, tensors, tuple(classes))
+    return SwitchProblem(cluster, source, target.name, world, tensors, tuple(classes))
 
 
-def _tensor_class(
-    members: list[int],
+def class_of_tensors(
+    members: Sequence[int],
     shape: tuple[int, ...],
     itemsize: int,
-    before: tuple[DistConfig, ...],
-    after: tuple[DistConfig, ...],
+    before: Sequence[DistConfig],
+    after: Sequence[DistConfig],
     world: int,
 ) -> TensorClass:
+    """The class of tensors that lie like `before` and are to lie like `after`."""
     grid = refine(shape, (*before, *after))
-    held, needed = grid.holders(before, world), grid.holders(after, world)
-    return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, held, needed)
+    holders, needers = grid.holders(before, world), grid.holders(after, world)
+    return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, holders, needers)
 
 
 def _check_same_model(layout: ParamLayout, target: ParamLayout) -> None:
@@ -128,7 +164,7 @@ def _check_same_model(layout: ParamLayout, target: ParamLayout) -> None:
 
 
 def _check_owners(cls: TensorClass, fqn: str) -> None:
-    lost = cls.needed.any(1) & ~cls.held.any(1)
+    lost = (cls.after.counts > 0) & (cls.before.counts == 0)
     if lost.any():
         first = int(np.argmax(lost))
         box = "[" + ", ".join(f"{start}:{stop}" for start, stop in cls.boxes[first]) + "]"

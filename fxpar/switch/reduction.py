@@ -11,6 +11,7 @@ bit.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,15 +23,16 @@ import torch
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ReductionError, SwitchPlanError, nearest
 from fxpar.ir.dist_config import DistConfig
-from fxpar.switch.boxes import Grid, refine
+from fxpar.switch.boxes import Grid, Holders, places, refine
+from fxpar.switch.by_turns import LISTED, TURNS, ByTurns, Leg
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.planners.groups import local_groups, remote_groups
 from fxpar.switch.predict import Planned
 from fxpar.switch.problem import SwitchProblem, TensorClass
-from fxpar.switch.transfers import TRANSFER, joined, rows
+from fxpar.switch.transfers import TERM_TRANSFER, TRANSFER, joined, rows
+from fxpar.switch.turns import Rule
 from fxpar.switch.waterfill import pick
 
-TERM_TRANSFER = np.dtype([*TRANSFER.descr, ("term", "<i4")])
 NOWHERE, EVERYWHERE = -1, -2  # instead of a node
 
 
@@ -62,19 +64,19 @@ class TermClass:
 
     def term(self, number: int) -> TensorClass:
         """The class with only the holders of one term, and who gets it."""
-        held, needed = self.cls.held & (self.term_of == number), self.cls.needed
-        if self.to is not None:
-            there = self.to[:, number, None]
-            needed = needed & ((there == EVERYWHERE) | (there == self.node_of))
-        return replace(self.cls, held=held, needed=needed)
+        one = replace(self.cls, giving=self.term_of == number)
+        if self.to is None:
+            return one
+        there = self.to[:, number, None]
+        return replace(one, getting=(there == EVERYWHERE) | (there == self.node_of))
 
-    def adds_own(self, piece: int, rank: int) -> bool:
-        """Whether a rank that needs a slice adds the term of it that it has itself."""
-        if not self.cls.held[piece, rank]:
-            return False
+    def own(self, rank: int) -> np.ndarray:
+        """[slices]: whether a rank that needs a slice adds the term of it that it has itself."""
+        held = self.cls.before.of(rank)
         if self.to is None or self.node_of is None:
-            return True
-        return int(self.to[piece, self.term_of[rank]]) in (EVERYWHERE, int(self.node_of[rank]))
+            return held
+        there = self.to[:, self.term_of[rank]]
+        return held & ((there == EVERYWHERE) | (there == self.node_of[rank]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,7 @@ class ReductionPlan(Planned):
     terms: tuple[TermClass, ...]
     sources: ParamLayout  # partial axes left out
     target: ParamLayout
+    most = None  # what a rank sends is in the table
 
     @cached_property
     def fingerprint(self) -> str:
@@ -95,6 +98,10 @@ class ReductionPlan(Planned):
                 digest.update(b"" if array is None else np.ascontiguousarray(array, "<i8").tobytes())
         digest.update(np.ascontiguousarray(self.transfers).tobytes())
         return digest.hexdigest()[:16]
+
+    def rows_of(self, rank: int) -> np.ndarray:
+        """The transfers that `rank` sends or receives, and maybe others."""
+        return self.transfers
 
     def verify(self) -> None:
         """Raise SwitchPlanError unless each element gets each term exactly once, from a rank that has it."""
@@ -119,6 +126,18 @@ class ReductionPlan(Planned):
         }
 
 
+@dataclass(frozen=True, eq=False)
+class ReductionByTurns(ByTurns):
+    """A reduction of which no rank has all transfers; as a `ReductionPlan` for the ranks that carry it out."""
+
+    terms: tuple[TermClass, ...]
+    sources: ParamLayout
+    target: ParamLayout
+
+
+AnyReductionPlan = ReductionPlan | ReductionByTurns
+
+
 def plan_reduction(
     sources: Placements, target: ParamLayout, cluster: ClusterSpec, name: str = "gradients"
 ) -> ReductionPlan:
@@ -132,14 +151,42 @@ def plan_reduction(
     return reduction_of(gradients.layout, target, cluster, terms)
 
 
+def plan_large_reduction(
+    sources: Placements,
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    name: str = "gradients",
+    planner: str = "auto",
+    listed: int = LISTED,
+) -> AnyReductionPlan:
+    """`plan_reduction`; but with planner "turns", or more than `listed` transfers, nobody gets the whole plan.
+
+    Every rank then works out its own part of it, see `by_turns`.
+    """
+    gradients = matched(sources, target, cluster, name)
+    terms = tuple(_term_class(one, gradients.world) for one in gradients.alike)
+    problem = _problem(gradients.layout, target, cluster, terms)
+    legs = tuple(Leg(Rule(one.cls, problem.node_of, one.term_of, one.count)) for one in terms)
+    transfers = sum(len(one.rule.cls.members) * one.transfers for one in legs)
+    if planner == TURNS or transfers > listed:
+        return ReductionByTurns(problem, legs, terms, gradients.layout, target)
+    return reduction_of(gradients.layout, target, cluster, terms)
+
+
 def reduction_of(
     sources: ParamLayout, target: ParamLayout, cluster: ClusterSpec, terms: tuple[TermClass, ...]
 ) -> ReductionPlan:
     """The plan that brings these terms to who needs them."""
-    world = max(sources.world, target.world)
-    classes = tuple(one.cls for one in terms)
-    problem = SwitchProblem(cluster, sources.name, target.name, world, tuple(sources.params), classes)
+    problem = _problem(sources, target, cluster, terms)
     return ReductionPlan(terms, sources, target, problem=problem, transfers=_transfers(problem, terms))
+
+
+def _problem(
+    sources: ParamLayout, target: ParamLayout, cluster: ClusterSpec, terms: tuple[TermClass, ...]
+) -> SwitchProblem:
+    classes = tuple(one.cls for one in terms)
+    world = max(sources.world, target.world)
+    return SwitchProblem(cluster, sources.name, target.name, world, tuple(sources.params), classes)
 
 
 @dataclass(frozen=True)
@@ -170,7 +217,7 @@ def matched(sources: Placements, target: ParamLayout, cluster: ClusterSpec, name
         if fqn not in target.params:
             raise ReductionError(fqn, f"layout {target.name!r} has no such parameter{nearest(fqn, target.params)}")
     plain = {fqn: _without_partial(placed) for fqn, placed in placements.items()}
-    world = max([target.world, *(max(dist.mesh.ranks) + 1 for p in plain.values() for dist in p.copies)])
+    world = max([target.world, *(dist.mesh.last + 1 for p in plain.values() for dist in p.copies)])
     cluster.require(world)
     alike: dict[tuple, list[int]] = {}
     for number, (fqn, placed) in enumerate(placements.items()):
@@ -213,21 +260,21 @@ def _term_class(alike: Alike, world: int) -> TermClass:
     return TermClass(tensor_class(alike, grid, held, needed), term_of, count)
 
 
-def terms_held(before: tuple[GradientPlacement, ...], grid: Grid, world: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Which slices each rank has a term of ([slices, ranks]), the term of each rank ([ranks]), how many there are."""
+def terms_held(before: tuple[GradientPlacement, ...], grid: Grid, world: int) -> tuple[Holders, np.ndarray, int]:
+    """Which slices each rank has a term of, the term of each rank ([ranks]), how many there are."""
     term_of, count = np.full(world, -1), 0
     for one in before:
         mesh = one.dist.mesh
         ranks = np.array(mesh.ranks)
         if (term_of[ranks] >= 0).any():
             raise ReductionError(f"tensors of shape {list(one.shape)}", "two stages share a rank")
-        axes = ".".join(axis for axis, _ in one.dist.partial)
-        term_of[ranks] = count + np.array([mesh.index(rank, axes) if axes else 0 for rank in mesh.ranks])
-        count += mesh.degree(axes) if axes else 1
+        axes = [name for axis, _ in one.dist.partial for name in axis.split(".")]
+        term_of[ranks] = count + places(mesh, axes)
+        count += math.prod(mesh.degree(axis) for axis in axes)
     return grid.holders(_without_partial(before).copies, world), term_of, count
 
 
-def tensor_class(alike: Alike, grid: Grid, held: np.ndarray, needed: np.ndarray) -> TensorClass:
+def tensor_class(alike: Alike, grid: Grid, held: Holders, needed: Holders) -> TensorClass:
     """The class of these tensors, cut by `grid`."""
     itemsize = alike.before[0].dtype.itemsize
     return TensorClass(np.array(alike.members), grid.shape, itemsize, grid.boxes, grid.numel * itemsize, held, needed)

@@ -11,6 +11,7 @@ from fxpar.switch.problem import TensorClass
 TRANSFER = np.dtype(
     [("tensor", "<i4"), ("slice", "<i4"), ("src", "<i4"), ("dst", "<i4"), ("nbytes", "<i8"), ("step", "<i4")]
 )
+TERM_TRANSFER = np.dtype([*TRANSFER.descr, ("term", "<i4")])  # of a sum
 
 
 def rows(cls: TensorClass, slices: np.ndarray, src: np.ndarray, dst: np.ndarray, step: int) -> np.ndarray:

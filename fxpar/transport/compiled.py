@@ -10,7 +10,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from fxpar.switch.problem import SwitchProblem
+from fxpar.errors import ExecutionError
+from fxpar.switch import AnySwitchPlan
+from fxpar.switch.collectives import Collective
 from fxpar.transport.checksum import Where, compare_copy
 from fxpar.transport.executions import choose
 from fxpar.transport.groups import ProcessGroups
@@ -50,16 +52,16 @@ class Compiler:
 
     def __init__(
         self,
-        problem: SwitchProblem,
-        table: np.ndarray,
+        plan: AnySwitchPlan,
         sources: Sequence[Located],
         target: Located,
         options: Options,
         name: str,
     ) -> None:
-        self.problem, self.table, self.options = problem, table, options
-        self.name = name
+        self.problem = problem = plan.problem
         self.target, self.rank = target, target.rank
+        self.table, self.most = plan.rows_of(self.rank), plan.most
+        self.options, self.name = options, name
         self.reader = Reader(problem, sources, target)
         params = target.layout.params
         self.dtypes = [params[fqn].dtype for fqn in problem.tensors]
@@ -90,8 +92,8 @@ class Compiler:
 
     def _locals(self, groups: ProcessGroups) -> list[Local]:
         found = []
-        for tag, phase in enumerate(cut_phases(self.problem, self.table, self.options.staging_bytes)):
-            execution, collectives = choose(self.problem, self.table, phase, self.options.execution)
+        for tag, phase in enumerate(self._phases()):
+            execution, collectives = self._choose(phase)
             traffic = []
             if execution == "all_gather":
                 for one in collectives:
@@ -106,6 +108,18 @@ class Compiler:
                 found.append(Local(phase, execution, tag, traffic))
                 self.counts.executions.append(execution)
         return found
+
+    def _phases(self) -> list[Phase]:
+        return cut_phases(self.problem, self.table, self.options.staging_bytes, self.most)
+
+    def _choose(self, phase: Phase) -> tuple[str, list[Collective]]:
+        """How a phase runs. All-gathers are found in plans that are whole."""
+        way = self.options.execution
+        if self.most is None:
+            return choose(self.problem, self.table, phase, way)
+        if way == "all_gather":
+            raise ExecutionError(way, "no rank has the whole plan, as it is by turns; use 'auto' or 'p2p'")
+        return ("p2p" if way == "gather" else way), []
 
     def _traffic(self, phase: Phase, ranks: tuple[int, ...] = (), alone_bytes: int | None = None) -> Traffic:
         sent, received = messages(self.problem, self.table, phase, self.rank, self.dtypes, alone_bytes)

@@ -37,19 +37,25 @@ class ProcessGroups:
         """A group of all ranks with this timeout; another one for each `purpose`."""
         return self.of(self._ranks, purpose)
 
+    @property
+    def count(self) -> int:
+        """How many groups this rank is in."""
+        return sum(group is not None for group in self._groups.values())
+
     def names(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, str]:
         """Group name of this rank for each entry of `axes` (an entry may join several axes by '.'); none outside of the
         mesh.
         """
         names: dict[str, str] = {}
         for axis in axes:
-            for ranks in self._to_make(mesh, tuple(axis.split("."))):
+            for ranks in self.to_make(mesh, tuple(axis.split("."))):
                 group = self.of(ranks)
                 if group is not None:
                     names[axis] = str(group.group_name)
         return names
 
-    def _to_make(self, mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    def to_make(self, mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """The ranks of the groups along `axes` that this rank has to make: its own, or all where all ranks must."""
         rank = dist.get_rank()
         if not members_suffice():
             return mesh.groups(axes)

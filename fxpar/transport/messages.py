@@ -8,8 +8,10 @@ strided copy if the tensors stand at equal distances in its memory.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -31,13 +33,13 @@ class Piece:
     slice: int
     term: int = 0  # of a sum
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.box)
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        return len(self.fqns) * int(np.prod(self.shape, dtype=np.int64))
+        return len(self.fqns) * math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.node_first import NodeFirstPlan
-from fxpar.switch.reduction import ReductionPlan
+from fxpar.switch.reduction import AnyReductionPlan
 from fxpar.transport.holding import Holding
 from fxpar.transport.reduction import Reduction
 from fxpar.transport.staging import Arena, Staging, aligned, staging_on
@@ -62,10 +62,10 @@ class NodeFirstReduction:
 
 
 def reduction_on(
-    plan: ReductionPlan | NodeFirstPlan, rank: int, target: Holding, **options: Any
+    plan: AnyReductionPlan | NodeFirstPlan, rank: int, target: Holding, **options: Any
 ) -> Reduction | NodeFirstReduction:
     """What carries out `plan`; see Reduction for the options."""
-    made = Reduction if isinstance(plan, ReductionPlan) else NodeFirstReduction
+    made = NodeFirstReduction if isinstance(plan, NodeFirstPlan) else Reduction
     return made(plan, rank, target, **options)  # type: ignore[arg-type]
 
 

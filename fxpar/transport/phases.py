@@ -32,20 +32,26 @@ class Phase:
     parts: int = 1
 
 
-def cut_phases(problem: SwitchProblem, table: np.ndarray, staging_bytes: int) -> list[Phase]:
+def cut_phases(
+    problem: SwitchProblem, table: np.ndarray, staging_bytes: int, most: np.ndarray | None = None
+) -> list[Phase]:
     """The phases in the order in which all ranks go through them.
+
+    `most` [tensors, steps] are the bytes that no rank exceeds, for a `table` of one rank's transfers; without, the
+    table has those of all ranks.
 
     Phase n+1 is posted before phase n is complete; what a phase sends on, arrived at least two phases before, or in
     the one before if there is only one bucket.
     """
-    if not len(table):
+    tensors, loads = _of_table(problem, table) if most is None else _of_bound(most)
+    if not len(tensors):
         return []
-    limit = _limit(problem, table, staging_bytes)
-    buckets = list(_buckets(problem, table, limit))
+    limit = _limit(loads.sum(0), staging_bytes)
     phases = []
-    for number, (rows, part, parts) in enumerate(buckets):
-        for step in np.unique(table["step"][rows]).tolist():
-            phases.append(Phase(step, number, rows[table["step"][rows] == step], part, parts))
+    for number, bucket in enumerate(_buckets(problem, table, tensors, loads, limit, exact=most is None)):
+        for step in bucket.steps:
+            rows = bucket.rows[table["step"][bucket.rows] == step]
+            phases.append(Phase(step, number, rows, bucket.part, bucket.parts))
     return sorted(phases, key=lambda phase: (2 * phase.bucket + 3 * phase.step, phase.step))
 
 
@@ -68,40 +74,71 @@ def _loads(table: np.ndarray, keys: np.ndarray, count: int, world: int) -> np.nd
     return total.reshape(count, steps, world)
 
 
-def _limit(problem: SwitchProblem, table: np.ndarray, staging_bytes: int) -> int:
-    """Bytes that a rank may send and receive in one phase."""
-    whole = _loads(table, np.zeros(len(table), np.int64), 1, problem.world)
+def _of_table(problem: SwitchProblem, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tensors that travel, and what each of them makes ranks send and receive: [tensors, steps, ranks]."""
+    tensors, which = np.unique(table["tensor"], return_inverse=True)
+    return tensors, _loads(table, which, len(tensors), problem.world) if len(table) else np.zeros((0, 1, 1))
+
+
+def _of_bound(most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same, where one number stands for all ranks."""
+    tensors = np.flatnonzero(most.any(1))
+    return tensors, most[tensors, :, None]
+
+
+def _limit(whole: np.ndarray, staging_bytes: int) -> int:
+    """Bytes that a rank may send and receive in one phase; `whole` [steps, ranks] is all that there is."""
     largest = int(whole.max())
-    if whole.shape[1] == 1:
+    if whole.shape[0] == 1:
         return staging_bytes if largest <= staging_bytes else staging_bytes // 2
     return min(staging_bytes // 2, max(largest // RELAY_BUCKETS, RELAY_BUCKET_BYTES))
 
 
-def _buckets(problem: SwitchProblem, table: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, int, int]]:
-    """(rows, part, parts): tensors in order as long as they fit; one that does not fit comes in parts.
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    rows: np.ndarray
+    steps: list[int]
+    part: int = 0
+    parts: int = 1
+
+
+def _buckets(
+    problem: SwitchProblem, table: np.ndarray, tensors: np.ndarray, loads: np.ndarray, limit: int, exact: bool
+) -> Iterator[_Bucket]:
+    """Tensors in order as long as they fit; one that does not fit comes in parts.
 
     A part has a piece of every slice, so that all senders stay busy; slice after slice they would wait in turn.
     """
-    tensors = np.unique(table["tensor"])
     which = np.searchsorted(tensors, table["tensor"])
-    loads = _loads(table, which, len(tensors), problem.world)
     by_tensor = which.argsort(kind="stable")
     ends = np.searchsorted(which[by_tensor], np.arange(len(tensors) + 1))
+
+    def bucket(first: int, stop: int, part: int = 0, parts: int = 1) -> _Bucket:
+        steps = np.flatnonzero(loads[first:stop].any((0, 2))).tolist()
+        return _Bucket(np.sort(by_tensor[ends[first] : ends[stop]]), steps, part, parts)
+
     first, total = 0, np.zeros(loads.shape[1:])
     for number, load in enumerate(loads):
         alone = load.max() > limit
         if first < number and (alone or (total + load).max() > limit):
-            yield np.sort(by_tensor[ends[first] : ends[number]]), 0, 1
+            yield bucket(first, number)
             first, total = number, np.zeros(loads.shape[1:])
         if alone:
-            rows = np.sort(by_tensor[ends[number] : ends[number + 1]])
-            parts = _parts(problem, table[rows], limit)
-            yield from ((rows, part, parts) for part in range(parts))
+            rows = table[by_tensor[ends[number] : ends[number + 1]]]
+            count = _parts(problem, rows, limit) if exact else _parts_at_most(problem, tensors[number], load, limit)
+            yield from (bucket(number, number + 1, part, count) for part in range(count))
             first = number + 1
         else:
             total = total + load
     if first < len(tensors):
-        yield np.sort(by_tensor[ends[first] :]), 0, 1
+        yield bucket(first, len(tensors))
+
+
+def _parts_at_most(problem: SwitchProblem, tensor: int, load: np.ndarray, limit: int) -> int:
+    """`_parts` where only a bound on the load is known."""
+    ends = problem.classes[problem.class_of[tensor]].boxes
+    longest = int((ends[:, :, 1] - ends[:, :, 0]).max(initial=1))
+    return min(-(-int(load.max()) // max(limit, 1)), longest)
 
 
 def _parts(problem: SwitchProblem, rows: np.ndarray, limit: int) -> int:

@@ -85,7 +85,7 @@ class Reader:
         for number, cls in enumerate(problem.classes):
             fqns = tuple(problem.tensors[tensor] for tensor in cls.members.tolist())
             dtype = dtypes[int(cls.members[0])]
-            for index in np.flatnonzero(cls.held[:, rank] & cls.needed[:, rank]).tolist():
+            for index in np.flatnonzero(cls.stays(rank)).tolist():
                 box = tuple((start, stop) for start, stop in cls.boxes[index].tolist())
                 piece = Piece(fqns, box, dtype, 0, number, index)
                 yield piece, self._copied(piece)
@@ -136,7 +136,7 @@ class Reader:
         """Is all that the source holds of a tensor part of the target, each element at its address there?"""
         cls = self.problem.classes[self.problem.class_of[self._numbers[fqn]]]
         found = False
-        for box, needed in zip(cls.boxes.tolist(), cls.needed[:, self.target.rank].tolist(), strict=True):
+        for box, needed in zip(cls.boxes.tolist(), cls.after.of(self.target.rank).tolist(), strict=True):
             start = holding.start(fqn, box)
             if start is None:
                 continue

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import ReductionError
-from fxpar.switch.reduction import ReductionPlan
+from fxpar.switch.reduction import AnyReductionPlan
 from fxpar.transport.executions import resolve
 from fxpar.transport.fingerprint import compare_fingerprints
 from fxpar.transport.holding import Holding, Located
@@ -55,7 +55,7 @@ class Reduction:
 
     def __init__(
         self,
-        plan: ReductionPlan,
+        plan: AnyReductionPlan,
         rank: int,
         target: Holding,
         *,
@@ -69,6 +69,7 @@ class Reduction:
         name: str = "",
     ) -> None:
         self.plan, self.rank = plan, rank
+        self._table = plan.rows_of(rank)
         device = torch.device(device) if device is not None else device_of((target,))
         way = resolve("p2p" if device.type != "cpu" else "auto", device, group)
         self.options = Options(way, staging_bytes, checked, add=True, merge=merge)
@@ -120,9 +121,9 @@ class Reduction:
             self._sources.tensor(fqn)  # checks the shape, before anything is sent
 
     def _cut(self) -> Iterator[_Phase]:
-        problem, table = self.plan.problem, self.plan.transfers
+        problem, table = self.plan.problem, self._table
         self._tags = []
-        for tag, phase in enumerate(cut_phases(problem, table, self.options.staging_bytes)):
+        for tag, phase in enumerate(cut_phases(problem, table, self.options.staging_bytes, self.plan.most)):
             together = self.options.execution == "a2a"  # all ranks take part in all phases, with a message per peer
             alone_bytes = None if together else ALONE_BYTES
             sent, received = messages(problem, table, phase, self.rank, self._dtypes, alone_bytes)
@@ -157,8 +158,9 @@ class Reduction:
         classes = problem.class_of[tensors]
         for number in np.unique(classes).tolist():
             terms = self.plan.terms[number]
+            own = terms.own(self.rank)
             for piece in np.unique(slices[classes == number]).tolist():
-                if not terms.adds_own(piece, self.rank):
+                if not own[piece]:
                     continue
                 members = tensors[(classes == number) & (slices == piece)].tolist()
                 fqns = tuple(problem.tensors[tensor] for tensor in members)
@@ -172,11 +174,11 @@ class Reduction:
 
     def _without_messages(self) -> Iterator[tuple[Piece, tuple[int, ...]]]:
         """Own terms of slices that no other rank has a term of (or none that is not held here)."""
-        table = self.plan.transfers
+        table = self._table
         rows = table[table["dst"] == self.rank]
         for number, terms in enumerate(self.plan.terms):
             mine = rows[self.plan.problem.class_of[rows["tensor"]] == number]
-            needed = np.broadcast_to(terms.cls.needed[:, self.rank], (len(terms.cls.members), len(terms.cls.nbytes)))
+            needed = np.broadcast_to(terms.cls.after.of(self.rank), (len(terms.cls.members), len(terms.cls.nbytes)))
             arriving = np.zeros_like(needed)
             arriving[np.searchsorted(terms.cls.members, mine["tensor"]), mine["slice"]] = True
             member, piece = np.nonzero(needed & ~arriving)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import ExecutionError
-from fxpar.switch.plan import SwitchPlan
+from fxpar.switch import AnySwitchPlan
 from fxpar.transport.compiled import Compiled, Compiler, Counts, Options
 from fxpar.transport.executions import resolve
 from fxpar.transport.fingerprint import compare_fingerprints
@@ -60,7 +60,7 @@ class Switch:
 
     def __init__(
         self,
-        plan: SwitchPlan,
+        plan: AnySwitchPlan,
         rank: int,
         sources: Sequence[Holding],
         target: Holding,
@@ -91,7 +91,7 @@ class Switch:
         timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
         self._wire = Wire(self.name, world, group, timeout, grouped=device.type == "cuda")
         located = [Located(holding, rank) for holding in sources]
-        compiler = Compiler(plan.problem, plan.transfers, located, Located(target, rank), options, self.name)
+        compiler = Compiler(plan, located, Located(target, rank), options, self.name)
         staging = staging_on(device, staging)
         groups = process_groups or ProcessGroups(timeout_s, within=group)
         self.compiled: Compiled = compiler.compile(self._wire, groups, staging)

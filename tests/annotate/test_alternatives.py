@@ -124,10 +124,10 @@ def test_heads_that_do_not_divide():
 
 
 def test_key_value_heads_that_do_not_divide():
-    """Four query heads divide, two key and value heads do not; the group of each is cut instead."""
+    """Eight query heads divide, two key and value heads do not: these are cut in two."""
     choice = attention(llama(heads=8, kv_heads=2, dim=64).graph, "tp4")
     assert refused(choice)["(S(1), S(1), S(1)) -> (S(1), S(1))"] == "2 (dim 1 of operand 1) does not divide by tp=4"
-    assert describe_option(choice.chosen) == "(S(1*2), R, R) -> (S(1*2), S(1*2))"
+    assert describe_option(choice.chosen) == "(S(1), S(1/2), S(1/2)) -> (S(1), S(1))"
 
 
 def test_tokens_are_not_cut_without_sp():

@@ -106,8 +106,9 @@ def test_parts(program):
 def test_axes(program):
     nodes = (node for part in program.parts.values() for node in part.graph.nodes)
     node = next(node for node in nodes if any(str(a).startswith("@") for a in node.args))
-    node.args = tuple("@cp" if str(a).startswith("@") else a for a in node.args)
-    refused(program, "speaks of 'cp', which is no axis of ('dp',)")
+    for axis in ("cp", "dp:(1)7", "cp:(1)1", "dp.cp"):
+        node.args = tuple(f"@{axis}" if str(a).startswith("@") else a for a in node.args)
+        refused(program, f"speaks of '{axis}', which is no axis of ('dp',)")
 
 
 def test_a_collective_says_what_it_sends(program):

@@ -16,16 +16,17 @@ from fxpar.errors import PlacementError
 from fxpar.ir.dist_config import (
     AxisShard,
     DistConfig,
+    OuterShard,
     P,
     Partial,
     R,
     Shard,
     chunk,
     normalize_sections,
-    section_sizes,
     short_dtype,
 )
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.runs import section_sizes
 from tests.placements import configs, held, meshes, placed, placed_mesh
 
 MESH = Mesh((("dp", 2), ("cp", 3), ("tp", 4)))
@@ -176,9 +177,7 @@ def test_with_placement(example):
     changed = config.with_placement(axis, placement)
     assert changed.placement(axis) == placement
     assert changed.with_placement(axis, placement) == changed
-    for other in config.mesh.names:
-        if other != axis:
-            assert changed.placement(other) == config.placement(other)
+    assert changed.with_placement(axis, R) == config.with_placement(axis, R), "other axes stay"
     if isinstance(placement, Shard):
         assert changed.dims[placement.dim][-1].axis == axis  # the innermost cut
 
@@ -331,3 +330,47 @@ def test_sections_that_do_not_divide():
 def test_wrong_number_of_dims():
     with pytest.raises(ValueError, match="zip"):
         on_dim_0(AxisShard("tp")).local_shape((4, 4))
+
+
+# --------------------------------------------------------------------------------------------------- on sub-axes
+OUTER = DistConfig.replicated(MESH, 2)
+
+
+@pytest.mark.parametrize("inner", [R, P])
+def test_a_cut_over_an_outer_sub_axis(inner):
+    placement = OuterShard(1, 2, inner)
+    config = OUTER.with_placement("tp", placement)
+    assert config.placement("tp") == placement
+    assert config.placement("cp") == R
+    assert config.local_shape((6, 8)) == (6, 4)
+    pieces = [config.take(numbered((6, 8)), MESH.rank({"tp": i})) for i in range(4)]
+    assert torch.equal(pieces[0], pieces[1])
+    assert torch.equal(torch.cat([pieces[0], pieces[2]], 1), numbered((6, 8)))
+    assert config.with_placement("tp", R) == OUTER
+    assert DistConfig.from_json(json.dumps(config.to_json())) == config
+
+
+def test_text_of_sub_axes():
+    config = OUTER.with_placement("tp", OuterShard(0, 2, P)).with_placement("dp", Shard(0))
+    assert str(config) == "[_@tp:(1)2@dp, _] P(tp:(2)2)"
+    assert [str(OuterShard(1, 2)), str(OuterShard(1, 2, P))] == ["S(1/2)", "S(1/2)P"]
+
+
+def test_sub_axes_that_overlap_are_used_twice():
+    for other in ("tp", "tp:(1)4", "tp:(1)2"):
+        with pytest.raises(PlacementError, match="a mesh axis is used twice"):
+            DistConfig(MESH, ((AxisShard("tp:(1)2"),), (AxisShard(other),)))
+    DistConfig(MESH, ((AxisShard("tp:(1)2"),), (AxisShard("tp:(2)2"),)))
+
+
+def test_a_sub_axis_of_no_axis():
+    with pytest.raises(PlacementError, match=r"'ep:\(1\)1' is not an axis of mesh"):
+        on_dim_0(AxisShard("ep:(1)1"))
+    with pytest.raises(PlacementError, match=r"'tp:\(1\)3' is no sub-axis of tp4"):
+        on_dim_0(AxisShard("tp:(1)3"))
+
+
+def test_not_all_that_sub_axes_can_do_is_a_placement():
+    for config in (on_dim_0(AxisShard("tp:(2)2")), on_dim_0(AxisShard("tp:(1)2", (1, 1)))):
+        with pytest.raises(PlacementError, match="in a way that no placement says"):
+            config.placement("tp")

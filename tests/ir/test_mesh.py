@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpar.errors import PlacementError
 from fxpar.ir.mesh import Mesh
-from tests.placements import placed_mesh
+from tests.placements import parts, placed_mesh
 
 NAMES = ("dp", "pp", "cp", "tp", "ep")
 
@@ -30,7 +31,7 @@ def meshes(draw) -> Mesh:
 @st.composite
 def meshes_and_axes(draw) -> tuple[Mesh, tuple[str, ...]]:
     mesh = draw(meshes())
-    axes = draw(st.lists(st.sampled_from(mesh.names), unique=True)) if mesh.names else []
+    axes = draw(st.lists(st.sampled_from(draw(parts(mesh))), unique=True)) if mesh.names else []
     return mesh, tuple(axes)
 
 
@@ -99,8 +100,47 @@ def test_groups_partition_the_ranks(given_mesh):
 def test_members_of_a_group_differ_on_its_axes_only(given_mesh):
     mesh, axes = given_mesh
     for group in mesh.groups(axes):
-        rest = {tuple(v for k, v in mesh.coordinate(rank).items() if k not in axes) for rank in group}
+        named = {mesh.part(name).axis for name in axes}
+        rest = {tuple(v for k, v in mesh.coordinate(rank).items() if k not in named) for rank in group}
         assert len(rest) == 1
+
+
+@given(meshes(), st.data())
+def test_sub_axes_are_digits_of_a_coordinate(mesh, data):
+    """The first varies slowest: joined they are the axis."""
+    whole = data.draw(parts(mesh))
+    for axis, degree in mesh.axes:
+        digits = [name for name in whole if mesh.part(name).axis == axis]
+        assert math.prod(mesh.degree(name) for name in digits) == degree
+        assert all(mesh.index(rank, ".".join(digits)) == mesh.index(rank, axis) for rank in mesh.ranks)
+        assert mesh.groups((axis,)) == mesh.groups(tuple(digits))
+        assert mesh.stride(digits[-1]) == mesh.stride(axis)
+    assert sorted(reversed(whole), key=mesh.place) == whole
+
+
+def test_sub_axes_of_four_and_eight():
+    mesh = Mesh((("dp", 2), ("tp", 4)))
+    assert mesh.groups(("tp:(1)2",)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.groups(("tp:(2)2",)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert mesh.group_of(7, ("dp", "tp:(2)2")) == (2, 3, 6, 7)
+    eight = Mesh((("tp", 8),))
+    assert [eight.index(rank, "tp:(2)2") for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_which_sub_axes_overlap():
+    mesh = Mesh((("dp", 2), ("tp", 8)))
+    assert mesh.overlap("tp", "tp:(1)2")
+    assert mesh.overlap("tp:(1)4", "tp:(2)2")
+    assert mesh.overlap("tp:(2)2", "tp:(2)2")
+    assert not mesh.overlap("tp:(1)2", "tp:(2)4")
+    assert not mesh.overlap("tp:(4)2", "tp:(2)2")
+    assert not mesh.overlap("dp", "tp:(1)2")
+
+
+@pytest.mark.parametrize("name", ["tp:(1)3", "tp:(3)2", "tp:(2)8", "tp:(0)2", "tp:(1)0"])
+def test_a_sub_axis_divides_its_axis(name):
+    with pytest.raises(PlacementError, match="is no sub-axis of tp8"):
+        Mesh((("tp", 8),)).degree(name)
 
 
 @given(meshes_and_axes())

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from fxpar.errors import RuleExistsError
-from fxpar.ir.dist_config import P, Placement, Shard
+from fxpar.ir.dist_config import OuterShard, P, Placement, R, Shard
 from fxpar.ir.pass_registry import get
-from fxpar.rules.option import Factor, Option, OpView, from_factors
+from fxpar.rules.option import Factor, Option, OpView, TensorRef, from_factors
+from fxpar.rules.own_ops import narrow_attention
 from fxpar.rules.table import TABLE, OpRule, options, register_rule, rule_of
 from fxpar.rules.validate import trials, validate_op
 from tests.rules import cases, cases_own
@@ -57,6 +59,24 @@ def test_options_are_exact(case, degree):
     assert len(plain) >= case.at_least[degree - 2], [str(trial) for trial in found]
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_options_on_sub_axes_are_exact(case):
+    """Four ranks as 2 x 2: cut in two pieces, and on the inner sub-axis the same or terms of a sum."""
+    torch.manual_seed(0)
+    found = trials(case.target, case.args(), case.kwargs, 4, sections=(), tolerance=case.tolerance)
+    wrong = [str(trial) for trial in found if trial.error]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_products_pass_terms_on_an_inner_sub_axis():
+    """What the gradients of few key and value heads need: of a projection's input, and of its weight."""
+    found = trials(aten.mm.default, (x(8, 12), x(12, 8)), None, 4, sections=())
+    options = {trial.option for trial in found if not trial.error}
+    assert Option((OuterShard(1, 2, P), OuterShard(0, 2)), (P,)) in options
+    assert Option((OuterShard(0, 2, P), R), (OuterShard(0, 2, P),)) in options
+    assert Option((OuterShard(0, 2), R), (OuterShard(0, 2),)) in options
+
+
 def _plain(option: Option) -> Option:
     """The option without sections: cases count each loop once."""
 
@@ -82,7 +102,48 @@ def test_attention_on_four_ranks(note):
         torch.manual_seed(0)
         found = trials(target, make(B, H, Hkv, extras.get(note, lambda: (None, None))(), False), None, 4)
         assert [str(t) for t in found if t.error] == []
+        found = [t for t in found if not _on_sub_axes(t.option)]
         assert len(found) == (1 if B == 1 else 2), [str(t) for t in found]
+
+
+def _on_sub_axes(option: Option) -> bool:
+    return any(isinstance(p, OuterShard) for p in (*option.inputs, *option.outputs))
+
+
+NARROW = [(4, 8, 2, None), (6, 12, 2, None), (6, 6, 3, None), (8, 8, 4, None), (4, 8, 2, "mask"), (6, 12, 3, "bias")]
+
+
+@pytest.mark.parametrize(("degree", "heads", "kv_heads", "extra"), NARROW, ids=str)
+def test_attention_with_fewer_key_value_heads_than_ranks(degree, heads, kv_heads, extra):
+    """Each rank has its query heads and the one key-value head of theirs."""
+    extras = {None: (None, None), "mask": cases_own.mask(2, heads), "bias": cases_own.bias(2, heads)}[extra]
+    key = OuterShard(1, kv_heads)
+    for target, make, keys in (
+        (own.attention.default, cases_own.forward, (1, 2)),
+        (own.attention_backward.default, cases_own.backward, (2, 3)),
+    ):
+        torch.manual_seed(0)
+        args = make(2, heads, kv_heads, extras, False)
+        option = narrow_attention(view_of(target, args), degree)
+        assert option is not None
+        assert [i for i, p in enumerate(option.inputs) if p == key] == list(keys)
+        (trial,) = [t for t in trials(target, args, None, degree, also=[option]) if t.option == option]
+        assert not trial.error, str(trial)
+    assert option.outputs[1:] == (OuterShard(1, kv_heads, P),) * 2
+
+
+@pytest.mark.parametrize(("degree", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 4), (4, 6, 2), (4, 12, 3), (3, 6, 2)])
+def test_other_heads_need_no_sub_axes(degree, heads, kv_heads):
+    """Or cannot have them: 6 query heads on 4 ranks, 3 key-value heads on 4, 2 on 3."""
+    assert narrow_attention(view_of(own.attention.default, cases_own.forward(2, heads, kv_heads)), degree) is None
+
+
+def view_of(target: Any, args: tuple[Any, ...]) -> OpView:
+    """A call of attention on these tensors."""
+    count = iter(range(len(args)))
+    numbered = tuple(TensorRef(next(count)) if isinstance(a, torch.Tensor) else a for a in args)
+    operands = tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
+    return OpView(target, numbered, (), operands, tuple(tuple(result.shape) for result in target(*args)))
 
 
 def test_every_rule_has_a_case():
@@ -139,7 +200,7 @@ def test_validator_finds_a_false_claim_of_zero_padding(monkeypatch):
 
 def test_trial_prints():
     found = trials(aten.mm.default, (x(6, 12), x(12, 6)), None, 3, sections=())
-    (trial,) = [t for t in found if t.option.outputs == (P,)]
+    (trial,) = [t for t in found if t.option.inputs == (Shard(1), Shard(0))]
     assert str(trial) == "(S(1), S(0)) -> (P) on 3 ranks: equal"
 
 

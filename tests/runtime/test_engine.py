@@ -117,6 +117,15 @@ OPTIONS = {
         "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"},
         "staging_bytes": 1 << 12,  # one tensor at a time
     },
+    "by turns through doors, checked, tiny staging": {
+        "strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"},
+        **{"planner": "turns", "cluster": SLOW_NETWORK, "checked": True, "staging_bytes": 1 << 12, "resident": []},
+    },
+    "by turns, chain, home rules": {
+        "planner": "turns",
+        "gradients": "chain",
+        "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"},
+    },
 }
 FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {

@@ -77,7 +77,7 @@ def carried_out(plan: ReductionPlan, held: list[dict[str, Tensor]]) -> list[dict
                 box = tuple(slice(*ends) for ends in terms.cls.boxes[piece].tolist())
                 arrived = rows[(rows["dst"] == rank) & (rows["slice"] == piece)]
                 parts = [held[src][fqn][box] for src in arrived["src"].tolist()]
-                if terms.adds_own(piece, rank):
+                if terms.own(rank)[piece]:
                     parts.append(held[rank][fqn][box])
                 if parts:
                     out[box] = torch.stack(parts).sum(0)

@@ -37,7 +37,7 @@ def check_of_four(rank: int) -> int:
     again = ProcessGroups()  # groups of its own, of the same ranks
     assert again.names(MESH, ("tp",)).items().isdisjoint(made.names(MESH, ("tp",)).items())
     assert sums(again, MESH, ("tp",)) == {"tp": tp}
-    return len([group for group in made._groups.values() if group is not None])
+    return made.count
 
 
 def lonely_pairs(rank: int) -> float:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.runtime.forked import run_forked
-from fxpar.switch import plan_switch
+from fxpar.switch import plan_large_switch, plan_switch
 from fxpar.switch.planners import PLANNERS
 from fxpar.transport import Holding, ProcessGroups, Switch
 from fxpar.transport.holding import local_runs
@@ -45,8 +45,8 @@ def test_random_switches_move_bit_exactly():
     chosen = drawn(cases(), examples(40))
     planned = []
     for number, case in enumerate(chosen):
-        planner = ("auto", *PLANNERS)[number % 5]
-        plan = plan_switch(case.sources[0], case.target, case.cluster, planner, case.sources[1:])
+        planner = ("auto", *PLANNERS, "turns")[number % 6]
+        plan = plan_large_switch(case.sources[0], case.target, case.cluster, planner, case.sources[1:])
         plan.verify()
         planned.append((case, plan))
 
@@ -60,8 +60,8 @@ def test_random_switches_move_bit_exactly():
                 rank,
                 sources,
                 target,
-                execution=EXECUTIONS[number % 3],
-                staging_bytes=(64 << 20, 256, 2000)[number % 7 % 3],
+                execution=EXECUTIONS[number // 2 % 3],
+                staging_bytes=(64 << 20, 256, 2000)[number // 6 % 3],
                 checked=number % 4 == 0,
                 merge=number % 5 != 0,
                 process_groups=process_groups,
@@ -78,7 +78,7 @@ def test_random_switches_move_bit_exactly():
         return totals
 
     results = run_forked(WORLD, work)
-    sent = sum(int(plan.transfers["nbytes"].sum()) for _, plan in planned)
+    sent = sum(plan.intra_node_bytes + plan.inter_node_bytes for _, plan in planned)
     assert sum(result[0] for result in results) == sent
     for kind in range(3):
         assert sum(result[kind] for result in results) > 0, kind

@@ -1,0 +1,71 @@
+"""Key and value heads that are fewer than the ranks of an axis: where a model computes them.
+
+A rank of the tensor axis has one of the heads, and t/K ranks have the same one (see `narrow_attention`). So what makes
+keys and values may be cut in K pieces instead of t, without being blamed for it: the projections, their weights, the
+ops between them and attention, and the backward of all that. What queries need too (a fused projection) is not part
+of it: it would be cut less for the sake of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxpar.annotate.problem import AxisProblem, OpClass
+from fxpar.cost.ops import PRODUCTS
+from fxpar.rules.own_ops import narrow_attention
+from fxpar.rules.table import own
+
+# Of the forward and the backward: operands that are queries, keys and values; results that are gradients of queries,
+# keys and values.
+_QUERIES = {own.attention.default: ((0,), ()), own.attention_backward.default: ((1,), (0,))}
+_KEYS_VALUES = {own.attention.default: ((1, 2), ()), own.attention_backward.default: ((2, 3), (1, 2))}
+
+
+def narrow_classes(problem: AxisProblem) -> dict[int, int]:
+    """Classes that compute with fewer key and value heads than the axis has ranks; to each the number of its heads."""
+    found: dict[int, int] = {}
+    queries: set[int] = set()
+    for entry in problem.classes:
+        if entry.view.target not in _QUERIES or narrow_attention(entry.view, problem.degree) is None:
+            continue
+        operands, _ = _KEYS_VALUES[entry.view.target]
+        heads = entry.view.inputs[operands[0]][1]
+        found.update(dict.fromkeys(_around(problem, entry, *_KEYS_VALUES[entry.view.target]), heads))
+        queries |= _around(problem, entry, *_QUERIES[entry.view.target])
+    return {index: heads for index, heads in found.items() if index not in queries}
+
+
+def _around(problem: AxisProblem, entry: OpClass, operands: Iterable[int], results: Iterable[int]) -> set[int]:
+    """Classes between these operands and the products that they come from, between these results and the products
+    that they go to, and the products with their weights.
+    """
+    found: set[int] = set()
+    todo = [producer for position in operands for producer, _ in entry.operands[position]]
+    while todo:
+        index = todo.pop()
+        if index not in found:
+            found.add(index)
+            made = problem.classes[index]
+            is_product = made.view.target in PRODUCTS
+            todo += _weights(problem, made) if is_product else [p for each in made.operands for p, _ in each]
+    values = {(entry.index, result) for result in results}
+    todo = [user for user, position in entry.users if problem.classes[user].operands[position] & values]
+    while todo:
+        index = todo.pop()
+        if index not in found:
+            found.add(index)
+            reader = problem.classes[index]
+            todo += [] if reader.view.target in PRODUCTS else [user for user, _ in reader.users]
+    return found
+
+
+def _weights(problem: AxisProblem, product: OpClass) -> list[int]:
+    """Classes between a product and its weights, these included."""
+    found: list[int] = []
+    for producers in product.operands:
+        way = [min(producers)[0]]
+        while len(problem.classes[way[-1]].operands) == 1:
+            way.append(min(problem.classes[way[-1]].operands[0])[0])
+        if problem.classes[way[-1]].nodes[0].meta.get("kind") == "param":
+            found += way
+    return found
