@@ -16,7 +16,7 @@ from fxpar.dynamo.inputs import Slot, has_tokens, slots_of
 from fxpar.dynamo.options import Options
 from fxpar.errors import BackendOptionError, SpecializedShapeError, warn
 from fxpar.ir.exec_graph import PlainGraph
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import ForwardGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.runtime.plain import PlainRunner
@@ -104,7 +104,7 @@ class _Compiled:
     gm: fx.GraphModule
     slots: tuple[Slot, ...]
     options: Options
-    graphs: dict[Hashable, LogicalGraph] = field(default_factory=dict)
+    graphs: dict[Hashable, ForwardGraph] = field(default_factory=dict)
     programs: dict[Hashable, PlainGraph] = field(default_factory=dict)
     runners: dict[Hashable, PlainRunner] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)  # by rank
@@ -184,7 +184,7 @@ class _Compiled:
             self.programs[key] = lower_forward(graph, strategy, whole=True)
         return self.programs[key]
 
-    def _graph(self, values: Sequence[Any], batch: Mapping[str, Tensor]) -> LogicalGraph:
+    def _graph(self, values: Sequence[Any], batch: Mapping[str, Tensor]) -> ForwardGraph:
         """What is captured serves all strategies."""
         dims = {s.name: dict(s.dims) for s in self.slots if s.kind == "batch" and s.dims}
         if dims and not self.fixed and self._key(values) not in self.graphs:
@@ -198,7 +198,7 @@ class _Compiled:
             self.graphs[key] = self._capture(values, batch, None)
         return self.graphs[key]
 
-    def _capture(self, values: Sequence[Any], batch: Mapping[str, Tensor], dims: Any) -> LogicalGraph:
+    def _capture(self, values: Sequence[Any], batch: Mapping[str, Tensor], dims: Any) -> ForwardGraph:
         model = GraphModel(self.gm, self.slots, values)
         return capture_forward(model, (), dict(batch), dynamic=dims, gradients=torch.is_grad_enabled(), name="graph")
 
