@@ -111,6 +111,48 @@ def test_training_loop(strategy):
             assert float((end - weights[name]).abs().max() / weights[name].abs().max()) <= 1e-10
 
 
+SEVERAL = {11: "dp2", 40: "tp2"}
+
+
+def train_several(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Steps of up to 11 tokens feed a batch per rank, longer ones the same batch."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    parallel = torch.compile(model, backend=backend, options={"strategies": SEVERAL}, dynamic=True)
+    losses = []
+    for one in (batch(0, rank), batch(3, 0), batch(2, 0), batch(3, 0)):
+        loss = loss_of(parallel, one)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    with pytest.raises(Exception, match="none takes 41 tokens; the last limit is 40"):
+        loss_of(parallel, batch(10, 2))
+    with pytest.raises(Exception, match=r"ranks come to different strategies by their tokens \(0: dp2, 1: tp2\)"):
+        loss_of(parallel, batch(1, rank))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_each_call_runs_under_the_strategy_for_its_length():
+    """dp2 for the first step, tp2 for the others: weights are those of one device, with the mean over replicas."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    wanted = []
+    for batches in ([batch(0, 0), batch(0, 1)], [batch(3, 0)], [batch(2, 0)], [batch(3, 0)]):
+        found = [loss_of(model, one) for one in batches]
+        (sum(found) / len(found)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append([float(loss.detach()) for loss in found] * (2 // len(found)))
+    for rank, (losses, ends) in enumerate(run_forked(2, train_several)):
+        for have, want in zip(losses, wanted, strict=True):
+            assert abs(have - want[rank]) <= 1e-10 * want[rank]
+        for name, p in model.named_parameters():
+            weight = p.detach()
+            assert float((ends[name] - weight).abs().max() / weight.abs().max()) <= 1e-10
+
+
 # ----------------------------------------------------------------------------------- what Dynamo makes of a program
 def same_as_eager(model: nn.Module, program: Any, *inputs: Tensor, strategy: str = "dp1") -> None:
     """Output and gradients of `program` compiled equal those of itself on a copy of the model."""
@@ -264,10 +306,17 @@ def test_overrides_by_name():
     ("options", "error", "words"),
     [
         (None, BackendOptionError, "'strategy': it is missing"),
-        ({"strategie": "dp2"}, BackendOptionError, "did you mean 'strategy'"),
+        ({"strateg": "dp2"}, BackendOptionError, "did you mean 'strategy'"),
         ({"strategy": 2}, BackendOptionError, "is a int"),
         ({"strategy": "dp2.xp2"}, StrategySyntaxError, "xp2"),
         ({"strategy": "dp2+zero3"}, BackendOptionError, "nothing for ZeRO"),
+        ({"strategy": "dp1", "strategies": {8: "dp1"}}, BackendOptionError, "'strategies': strategy is given as well"),
+        ({"strategies": "dp1"}, BackendOptionError, "not a mapping from tokens"),
+        ({"strategies": {}}, BackendOptionError, "not a mapping from tokens"),
+        ({"strategies": {"8": "dp1"}}, BackendOptionError, "'8' is no number of tokens"),
+        ({"strategies": {0: "dp1"}}, BackendOptionError, "0 is no number of tokens"),
+        ({"strategies": {8: 3}}, BackendOptionError, "'strategies': it is a int, not a text"),
+        ({"strategies": {8: "dp1", 16: "dp2+zero2"}}, BackendOptionError, "'strategies': .*nothing for ZeRO"),
         ({"strategy": "dp1", "seed": "a"}, BackendOptionError, "not an integer"),
         ({"strategy": "dp1", "compile": "fast"}, BackendOptionError, "'fast', not one of eager, inductor"),
     ],
@@ -275,6 +324,17 @@ def test_overrides_by_name():
 def test_options(options, error, words):
     with pytest.raises(error, match=words):
         Options.parse(options)
+
+
+@pytest.mark.parametrize(("tokens", "number"), [(1, 0), (8, 0), (9, 1), (16, 1)])
+def test_the_first_strategy_that_takes_the_tokens(tokens, number):
+    assert Options.parse({"strategies": {16: "tp2", 8: "dp2"}}).number_for(tokens) == number
+
+
+def test_rows_without_tokens_are_no_reason_to_choose():
+    parallel = torch.compile(Net(), backend=backend, options={"strategies": {8: "dp1", 16: "dp1"}}, dynamic=True)
+    with pytest.raises(Exception, match="has no dim of tokens to choose by"):
+        parallel(torch.randn(4, 6))
 
 
 def test_no_process_group():
