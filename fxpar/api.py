@@ -65,6 +65,7 @@ def parallelize(
     plain: str | None = None,
     compiled: Compiled | None = None,
     initializer: Callable[[nn.Module], object] | None = None,
+    meta_init: Literal["slice", "whole"] = "slice",
     seed: int = 0,
 ) -> Any:
     """Make `target` (a module, or as a decorator a module class) train under `strategies`.
@@ -103,6 +104,7 @@ def parallelize(
     - `initializer(module)`: for a model on the meta device, fills what one module has itself; by default the module's
       `reset_parameters`. It is called on one module at a time, children first, on every rank alike. Parameters show
       their whole shape, but only this rank's slices are filled, by element number: values are the same for any world.
+      `meta_init="whole"`: whole parameters by torch's generator instead, the values that one device draws.
 
     Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
     """

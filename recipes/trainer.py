@@ -124,6 +124,7 @@ class FxparTrainer(Trainer):
             # With `warn_only` the setting that torchtitan has made stays in force.
             deterministic=self.config.debug.deterministic and not self.config.debug.deterministic_warn_only,
             initializer=_fill_own,
+            meta_init="whole",  # the weights of stock torchtitan on one rank
             seed=seed,
             timeout_s=float(self.config.comm.init_timeout_seconds),
         )

@@ -282,6 +282,23 @@ def test_a_model_on_the_meta_device_has_the_same_weights_in_every_world():
     assert (want["norm.bias"] == 0).all()
 
 
+def test_whole_weights_on_the_meta_device_are_those_of_one_device():
+    torch.manual_seed(11)
+    want = Meta().state_dict()
+
+    def work(rank):
+        with torch.device("meta"):
+            model = Meta()
+        torch.manual_seed(11)
+        fxpar.parallelize(model, strategies={64: "tp2"}, monitor=False, meta_init="whole")
+        return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+    for found in run_forked(2, work):
+        assert all(torch.equal(found[name], value) for name, value in want.items())
+    with pytest.raises(ParallelizeError, match="meta_init='hole' is none of slice, whole; did you mean 'whole'"):
+        fxpar.parallelize(Meta(), strategies={64: "dp1"}, meta_init="hole")
+
+
 def test_what_nothing_fills_on_the_meta_device_is_named():
     def work(rank):
         with torch.device("meta"):

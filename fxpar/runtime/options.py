@@ -94,10 +94,16 @@ class Options:
     plain: str | None = None
     compiled: Compiled | None = None
     initializer: Callable[[nn.Module], object] | None = None
+    meta_init: Literal["slice", "whole"] = "slice"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("gradients", get_args(Mode)), ("nan", ("error", "skip")), ("compile", get_args(Backend))):
+        for name, known in (
+            ("gradients", get_args(Mode)),
+            ("nan", ("error", "skip")),
+            ("meta_init", ("slice", "whole")),
+            ("compile", get_args(Backend)),
+        ):
             value = getattr(self, name)
             if value not in known:
                 raise ParallelizeError(f"{name}={value!r} is none of {', '.join(known)}{nearest(str(value), known)}")

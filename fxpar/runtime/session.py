@@ -361,7 +361,7 @@ def _storage(
     on_meta = is_on_meta(module)
     store.adopt(module, names)
     if on_meta:
-        materialize(module, store, names, options.initializer)
+        materialize(module, store, names, options.initializer, options.meta_init == "whole")
     return store, schedule_of(kept), memory
 
 

@@ -30,12 +30,14 @@ def is_on_meta(module: nn.Module) -> bool:
 
 @dataclass
 class _Filling:
-    """`first` maps every FQN to the parameter's first one; `slices` are kept until `uses` modules have filled them."""
+    """`first` maps every FQN to the parameter's first one; `slices` are kept until `uses` modules have filled them.
+    Without a `seed` initializers get whole tensors.
+    """
 
     store: WeightStore
     first: Mapping[str, str]
     initializer: Initializer | None
-    seed: int
+    seed: int | None
     uses: dict[str, int]
     slices: dict[str, Slice] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
@@ -47,6 +49,7 @@ def materialize(
     store: WeightStore,
     names: Mapping[str, tuple[str, ...]],
     initializer: Initializer | None = None,
+    whole: bool = False,
 ) -> None:
     """Fill every module that has meta tensors of its own, children before their parents, and keep this rank's pieces.
 
@@ -55,10 +58,14 @@ def materialize(
     maps the first FQN of each parameter to all of them; a shared one is filled by each of its modules in turn.
     Parameters that nothing fills stay zero, with a warning that names them. Raises MetaBufferError for a buffer that
     nothing would fill. All ranks call it.
+
+    `whole`: parameters are whole one module at a time, and torch's generator draws them: the values of one device, if
+    all ranks' generators are in the same state.
     """
     first = {alias: fqn for fqn, aliases in names.items() for alias in aliases}
     uses = {fqn: len(aliases) for fqn, aliases in names.items()}
-    work = _Filling(store, first, initializer, _shared_seed(store.device), uses)
+    seed = None if whole else _shared_seed(store.device)
+    work = _Filling(store, first, initializer, seed, uses)
     for prefix, owner in _children_first(module, ""):
         _fill_module(prefix, owner, work)
     missing = [fqn for fqn in work.left if fqn not in work.filled]
@@ -126,6 +133,11 @@ def _initialized(
     buffers) follows from the seed too.
     """
     device = work.store.device
+    if work.seed is None:
+        filled = _stand_in(owner, fqns, buffers, work)
+        with torch.no_grad():
+            run(filled)
+        return filled
     digest = hashlib.sha256(f"{work.seed} {prefix}".encode()).digest()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), sliced_init():
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -151,8 +163,9 @@ def _stand_in(owner: nn.Module, fqns: Mapping[str, str], buffers: list[str], wor
         like = getattr(owner, name)
         if fqn not in work.slices:
             box = work.store.home_box(fqn)
-            work.slices[fqn] = Slice(fqn, tuple(like.shape), box, like.dtype, device, work.seed)
-        shown = Sliced(work.slices[fqn])
+            work.slices[fqn] = Slice(fqn, tuple(like.shape), box, like.dtype, device, work.seed or 0)
+        part = work.slices[fqn]
+        shown = part.make_whole() if work.seed is None else Sliced(part)
         made.__dict__["_parameters"][name] = nn.Parameter(shown, requires_grad=like.requires_grad)
     for name in buffers:
         like = getattr(owner, name)
