@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy import stats
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor, Shard
@@ -237,8 +236,6 @@ def test_held_out_loss_is_that_of_one_device_under_any_strategies():
         total += packed_lm_loss(model, row).item() if len(ids) > 1 else 0.0
     for found in held_out_losses():
         assert all(abs(value - total / count) < 1e-12 * total / count for value in found)
-
-    assert stats.kstest(found[0]["head.bias"].numpy(), "norm").pvalue > 1e-3
 
 
 @PAIR.case

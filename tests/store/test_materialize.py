@@ -121,3 +121,4 @@ def test_an_initializer_fills_a_tied_model_on_the_meta_device():
     weight = found[0]["embed.weight"]
     assert torch.allclose(weight.T @ weight, torch.eye(16), atol=1e-5)
     assert (found[0]["norm.weight"] == 0).sum() == 8
+    assert stats.kstest(found[0]["head.bias"].numpy(), "norm").pvalue > 1e-3
