@@ -13,17 +13,19 @@ from fxpar.schedule.mini_batch import GroupAction, MiniBatchSchedule
 
 Do = Callable[[GroupAction], object]
 Shown = Callable[[GroupAction], AbstractContextManager[object]]
+INTERRUPTED_S = 2.0  # that a transfer under way has to end in when the user interrupts
 
 
 def carry_out(plan: MiniBatchSchedule, do: Do, shown: Shown) -> Mapping[GroupAction, float]:
     """`do` every action; returns the seconds that this thread spent on each, or in waiting for it.
 
-    `shown(action)` is a context for what this thread is at. The first error of either thread is raised here: what the
-    other stream has not begun is left out. If this thread fails first, a transfer that is under way is left to itself,
-    as its end may depend on ranks that are gone.
+    `shown(action)` is a context for what this thread is at. The first error of either thread is raised here, once
+    nothing is under way any more. If it is of this thread, the transfers that need nothing more from it still run:
+    where all ranks raise the same error they have done the same, and the next mini-batch finds them alike.
     """
     transfers = _Transfers(plan, do)
     spent: dict[GroupAction, float] = defaultdict(float)
+    coming = list(plan.transfer)
 
     def timed(action: GroupAction, work: Do) -> None:
         begun = time.perf_counter()
@@ -31,19 +33,32 @@ def carry_out(plan: MiniBatchSchedule, do: Do, shown: Shown) -> Mapping[GroupAct
             work(action)
         spent[action] += time.perf_counter() - begun
 
+    def wait_for(last: GroupAction) -> None:
+        """One transfer after the other, so that what is shown is what is under way."""
+        while last in coming:
+            timed(coming[0], transfers.wait)
+            del coming[0]
+
     try:
         transfers.start()
         for action in plan.compute:
             for need in plan.needs.get(action, ()):
-                if need in transfers.ended:
-                    timed(need, transfers.wait)
+                wait_for(need)
             timed(action, do)
             transfers.has_run(action)
-        for action in plan.transfer:
-            timed(action, transfers.wait)
-    finally:
-        transfers.stopped = True
-        transfers.wake()
+        for action in plan.transfer[-1:]:
+            wait_for(action)
+    except Exception:
+        transfers.stop()
+        for action in coming:
+            with shown(action):
+                transfers.ended[action].wait()
+        raise
+    except BaseException:
+        transfers.stop()
+        transfers.join(INTERRUPTED_S)
+        raise
+    transfers.join()
     return spent
 
 
@@ -53,30 +68,36 @@ class _Transfers:
 
     plan: MiniBatchSchedule
     do: Do
-    stopped: bool = False
     error: BaseException | None = None
     ended: dict[GroupAction, threading.Event] = field(init=False)
+    _done: set[GroupAction] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ended = {action: threading.Event() for action in self.plan.transfer}
         self._computed = {action: threading.Event() for action in self.plan.compute}
+        self._thread = threading.Thread(target=self._main, daemon=True, name="fxpar transfers")
 
     def start(self) -> None:
         if self.plan.transfer:
-            threading.Thread(target=self._main, daemon=True, name="fxpar transfers").start()
+            self._thread.start()
 
     def has_run(self, action: GroupAction) -> None:
+        self._done.add(action)
         self._computed[action].set()
 
-    def wake(self) -> None:
-        """Let the thread see that it is to stop."""
+    def stop(self) -> None:
+        """Nothing more will have run: let the thread end where it would wait for it."""
         for event in self._computed.values():
             event.set()
 
+    def join(self, seconds: float | None = None) -> None:
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
     def wait(self, action: GroupAction) -> None:
-        """Until the action has ended; raises the error of the thread."""
+        """Until the action has ended; raises the error that ended it."""
         self.ended[action].wait()
-        if self.error is not None:
+        if self.error is not None and action not in self._done:
             raise self.error
 
     def _main(self) -> None:
@@ -85,9 +106,10 @@ class _Transfers:
                 for need in self.plan.needs.get(action, ()):
                     if need in self._computed:
                         self._computed[need].wait()
-                if self.stopped:
-                    return
+                        if need not in self._done:
+                            return
                 self.do(action)
+                self._done.add(action)
                 self.ended[action].set()
         except BaseException as error:
             self.error = error

@@ -81,24 +81,69 @@ def test_waiting_counts_as_time_of_what_is_waited_for():
     assert shown[:3] == ["switch 0", "run 0", "switch 1"]
 
 
-@pytest.mark.parametrize(
-    "failing", [GroupAction("switch", 1), GroupAction("reduce", 0), GroupAction("run", 1)], ids=str
-)
-def test_the_error_of_either_thread_is_raised_and_ends_the_other(failing):
-    plan, done, threads = overlapped([False] * 3), [], threading.active_count()
+AFTER = {"switch 1": {"switch 0", "run 0"}, "run 1": {"switch 0", "run 0", "switch 1", "reduce 0", "switch 2"}}
+
+
+@pytest.mark.parametrize("failing", ["switch 1", "reduce 0", "run 1"])
+def test_the_error_of_either_thread_is_raised_when_nothing_is_under_way(failing):
+    """Where the compute thread fails, the transfers that need nothing more from it are done: the same on all ranks."""
+    plan, done, shown, threads = overlapped([False] * 3), [], [], threading.active_count()
 
     def do(action):
-        if action == failing:
+        time.sleep(0.01)
+        if str(action) == failing:
             raise ValueError(f"{action} failed")
-        done.append(action)
+        done.append(str(action))
+
+    @contextmanager
+    def showing(action):
+        shown.append(str(action))
+        try:
+            yield
+        except ValueError:
+            shown.append("error")
+            raise
 
     with pytest.raises(ValueError, match=f"{failing} failed"):
-        carry_out(plan, do, lambda _: nullcontext())
-    for _ in range(200):
-        if threading.active_count() == threads:
-            break
-        time.sleep(0.01)
-    else:
-        raise AssertionError("the thread of the transfers has not ended")
-    assert GroupAction("run", 2) not in done
-    assert GroupAction("reduce", 1) not in done
+        carry_out(plan, do, showing)
+    assert threading.active_count() == threads
+    assert shown[shown.index("error") - 1] == failing
+    assert set(done) == AFTER.get(failing, set(done) - {"reduce 0", "switch 2", "run 2"})
+    if failing == "run 1":
+        assert shown[shown.index("error") + 1 :] == ["reduce 0", "switch 2", "reduce 1", "reduce 2"]
+
+
+def test_what_the_compute_thread_waits_for_may_have_ended_before_the_error():
+    """`reduce 0` fails while run 1 is under way, and only run 2 asks for what comes after it."""
+    shown = []
+
+    @contextmanager
+    def showing(action):
+        shown.append(str(action))
+        yield
+
+    def do(action):
+        time.sleep({"run 1": 0.05}.get(str(action), 0))
+        if str(action) == "reduce 0":
+            raise ValueError("reduce 0 failed")
+
+    with pytest.raises(ValueError, match="reduce 0 failed"):
+        carry_out(overlapped([False] * 3), do, showing)
+    assert shown[:5] == ["switch 0", "run 0", "switch 1", "run 1", "reduce 0"]
+
+
+def test_an_interrupt_waits_for_a_transfer_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr("fxpar.runtime.streams.INTERRUPTED_S", 0.1)
+    hangs = threading.Event()
+
+    def do(action):
+        if str(action) == "switch 1":
+            hangs.wait()
+        if str(action) == "run 0":
+            raise KeyboardInterrupt
+
+    begun = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(overlapped([False] * 2), do, lambda _: nullcontext())
+    assert time.perf_counter() - begun < 5
+    hangs.set()

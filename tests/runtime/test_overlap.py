@@ -1,0 +1,174 @@
+"""Weights and gradients travel beside the groups: the same bits as one after the other, whatever comes in between."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.models import load
+from tests.repeat import examples
+from tests.runtime.hot import STRATEGIES, World, parallel, precompile, sequences, shallow
+
+ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
+# On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
+TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
+DENSE = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
+SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
+
+
+def dropping() -> nn.Module:
+    return load("gpt", dtype=torch.float64, seed=1, options={"layers": "1", "dropout": "0.1", "positions": "512"}).model
+
+
+class Normed(nn.Module):
+    """A token model with buffers that a training step replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.norm, self.head = nn.Embedding(131, 16), nn.BatchNorm1d(16), nn.Linear(16, 131)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2))
+
+
+def normed() -> nn.Module:
+    return Normed().double()
+
+
+CASES = {
+    "chain": (shallow, {"gradients": "chain"}),
+    "taking turns": (
+        shallow,
+        {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
+    ),
+    "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
+    "dropout, arena": (dropping, {"resident": []}),
+    "buffers": (normed, {"strategies": DENSE, "order": list(DENSE.values())}),
+}
+
+
+def prepare() -> None:
+    for make, strategies in ((shallow, None), (dropping, None), (normed, DENSE), (shallow, TAKING_TURNS)):
+        precompile(make, strategies)
+
+
+WORLD = World(4, prepare)
+
+
+def delayed(owner, name, delays):
+    method = getattr(owner, name)
+
+    def slow(*args, **kwargs):
+        time.sleep(delays.choice((0, 0, 0.002, 0.02)))
+        return method(*args, **kwargs)
+
+    setattr(owner, name, slow)
+
+
+def opened(make, overlap, rank, **options):
+    """A session whose ranks and streams drift apart."""
+    model = parallel(make, **{"order": ORDER, "overlap": overlap, **options})
+    engine, delays = model._session().engine, random.Random(rank)
+    assert engine.options.overlap == overlap
+    if overlap:
+        delayed(engine.switching, "to", delays)
+        delayed(engine.gradients, "add", delays)
+        for bound in engine.bound.values():
+            delayed(bound, "run_all", delays)
+    return model
+
+
+def left(model):
+    """What a step leaves on this rank."""
+    grads = {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return grads, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@WORLD.case
+def rounds(rank):
+    found = {}
+    for name, (make, options) in CASES.items():
+        for overlap in (False, True):
+            model, seen = opened(make, overlap, rank, **options), []
+            for seed in range(examples(2)):
+                seen.append((model.train_step(sequences(seed)).loss, *left(model)))
+                # Users of the weights between two steps.
+                held_out = model.evaluate(sequences(seed + 5))
+                logits = model(torch.arange(12)[None], torch.arange(12)[None])
+                logits.square().mean().backward()
+                seen.append((held_out, *left(model)))
+                model.zero_grad()
+            found[name, overlap] = seen
+    return found
+
+
+def assert_same_bits(found, want):
+    assert len(found) == len(want)
+    for (loss, *tensors), (other_loss, *others) in zip(found, want, strict=True):
+        assert loss == other_loss
+        for one, other in zip(tensors, others, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits(name):
+    for found in rounds():
+        assert_same_bits(found[name, True], found[name, False])
+
+
+class Fault(Exception):
+    pass
+
+
+def failing_once(owner, name, turn):
+    """Call number `turn` of a method raises."""
+    method, calls = getattr(owner, name), []
+
+    def fails(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == turn:
+            raise Fault(f"{name} {turn}")
+        return method(*args, **kwargs)
+
+    setattr(owner, name, fails)
+
+
+@WORLD.case
+def faults(rank):
+    """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
+    found, names = {}, list(STRATEGIES.values())
+    for turn in (1, 2):
+        for where in ("none", "to", "add", *names):
+            model = opened(shallow, True, rank)
+            engine, seen = model._session().engine, []
+            if where in names:
+                failing_once(engine.bound[where], "run_all", turn)
+            elif where != "none":
+                owner = engine.switching if where == "to" else engine.gradients
+                failing_once(owner, where, 3 * turn - 1)  # of three in a step: the second one
+            for seed in range(2):
+                try:
+                    report = model.train_step(sequences(seed))
+                except Fault:
+                    assert seed == turn - 1
+                    assert not [t for t in threading.enumerate() if t.name == "fxpar transfers"]
+                    model.zero_grad(set_to_none=False)
+                    report = model.train_step(sequences(seed))
+                seen.append((report.loss, *left(model)))
+                model.zero_grad(set_to_none=False)
+            found[where, turn] = seen
+    return found
+
+
+def test_a_step_after_an_error_of_all_ranks_is_like_any_other():
+    for found in faults():
+        for seen in found.values():
+            assert_same_bits(seen, found["none", 1])
