@@ -97,9 +97,7 @@ def measure(mbit: float, steps: int, paced: bool, tiny: bool = False) -> dict[st
 
 def _order(mbit: float, tiny: bool) -> list[str]:
     """What the engine chooses for groups that overlap."""
-    report = parallel(STRATEGIES, mbit, tiny, overlap=True).train_step(
-        mini_batch(0, TINY_TOKENS if tiny else TOKENS, _vocab(tiny))
-    )
+    report = parallel(STRATEGIES, mbit, tiny).train_step(mini_batch(0, TINY_TOKENS if tiny else TOKENS, _vocab(tiny)))
     return [group.strategy for group in report.groups]
 
 

@@ -47,7 +47,7 @@ def parallelize(
     resident: Sequence[str] | None = None,
     memory_budget_bytes: int | None = None,
     gradients: Literal["home", "chain"] = "home",
-    overlap: bool = False,
+    overlap: bool = True,
     cluster: ClusterSpec | None = None,
     device_tflops: float | None = None,
     planner: str = "auto",
@@ -88,8 +88,7 @@ def parallelize(
       `resident` names the strategies that stay in memory instead.
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
     - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs: on ranks of CPUs
-      with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit; do
-      not go on after an error that ended a step.
+      with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
     - `cluster`, `device_tflops`: what costs are predicted with. `planner`, `execution`, `staging_bytes`, `checked`:
       see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
     - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by

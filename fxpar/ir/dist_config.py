@@ -181,7 +181,7 @@ class DistConfig:
 
     def with_placement(self, axis: str, placement: Placement) -> DistConfig:
         """This config with `axis` placed anew; a new shard becomes the innermost cut of its dim."""
-        dims = [tuple(e for e in entries if not _is_part(e.axis, axis)) for entries in self.dims]
+        dims = [tuple(e for e in entries if not _is_within(e, axis)) for entries in self.dims]
         partial = [(a, op) for a, op in self.partial if not _is_part(a, axis)]
         match placement:
             case Shard(dim, sections):
@@ -313,6 +313,11 @@ class DistConfig:
 def _is_part(name: str, axis: str) -> bool:
     """Whether `name` is the axis or one of its sub-axes."""
     return name == axis or name.startswith(f"{axis}:")
+
+
+def _is_within(cut: AxisShard, axis: str) -> bool:
+    """Whether nothing but the axis, whole or in parts, makes the cut."""
+    return all(_is_part(name, axis) for name in cut.axis.split("."))
 
 
 def _with_sub_axes(names: list[str]) -> Iterable[tuple[str, str]]:

@@ -76,7 +76,7 @@ class Options:
     resident: Sequence[str] | None = None
     memory_budget_bytes: int | None = None
     gradients: Mode = "home"
-    overlap: bool = False
+    overlap: bool = True
     cluster: ClusterSpec | None = None
     device_tflops: float | None = None
     planner: str = "auto"

@@ -185,6 +185,12 @@ def test_with_placement(example):
 
 
 # ---------------------------------------------------------------------------------------------------- examples
+def test_a_joint_cut_that_begins_with_a_sub_axis_is_not_dropped():
+    config = DistConfig(Mesh((("dp", 4), ("cp", 2))), ((AxisShard("dp:(1)2.cp"),), ()))
+    with pytest.raises(PlacementError, match="used twice"):
+        config.with_placement("dp", P)
+
+
 def test_fused_projection_in_sections():
     """q, k, v of 8, 4, 4 rows on 4 ranks: each rank has a quarter of each."""
     config = on_dim_0(AxisShard("tp", (2, 1, 1)))

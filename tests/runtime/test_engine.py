@@ -172,10 +172,9 @@ def budgets(rank):
     free = parallel(shallow, strategies=TAKING_TURNS, overlap=False).memory
     model = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes - 1)
     report = model.train_step(sequences(5))
-    turns = {"strategies": TAKING_TURNS, "overlap": True}
-    both = parallel(shallow, **turns)
-    enough = parallel(shallow, **turns, memory_budget_bytes=both.memory.total_bytes)
-    less = parallel(shallow, **turns, memory_budget_bytes=both.memory.total_bytes - 1)
+    both = parallel(shallow, strategies=TAKING_TURNS)
+    enough = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes)
+    less = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes - 1)
     assert [m._session().engine.options.overlap for m in (both, enough, less, model)] == [True, True, False, False]
     assert less.memory == free
     with pytest.raises(MemoryBudgetError, match="home weights") as caught:
