@@ -53,6 +53,7 @@ def carry_out(plan: MiniBatchSchedule, do: Do, shown: Shown) -> Mapping[GroupAct
         for action in coming:
             with shown(action):
                 transfers.ended[action].wait()
+        transfers.join()
         raise
     except BaseException:
         transfers.stop()

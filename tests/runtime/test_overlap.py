@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
@@ -13,7 +12,7 @@ from torch import nn
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.models import load
-from tests.repeat import examples
+from fxpar.runtime.forked import run_forked
 from tests.runtime.hot import World, parallel, precompile, sequences, shallow
 
 ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
@@ -44,17 +43,17 @@ def normed() -> nn.Module:
 
 
 CASES = {
-    "chain": (shallow, {"gradients": "chain"}),
     "taking turns": (
         shallow,
         {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
     ),
-    "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
-    "dropout, arena": (dropping, {"resident": []}),
     "buffers": (normed, {"strategies": DENSE, "order": list(DENSE.values())}),
 }
-
-
+NIGHTLY = {
+    "chain": (shallow, {"gradients": "chain"}),
+    "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
+    "dropout, arena": (dropping, {"resident": []}),
+}
 LENGTHS = (5, 60, 130, 8, 33)  # a single token has no variance
 
 
@@ -95,22 +94,27 @@ def left(model):
     return grads, {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-@WORLD.case
-def rounds(rank):
-    found = {}
-    for name, (make, options) in CASES.items():
-        for overlap in (False, True):
-            model, seen = opened(make, overlap, rank, **options), []
-            for seed in range(examples(2)):
-                seen.append((model.train_step(sequences(seed, LENGTHS)).loss, *left(model)))
-                # Users of the weights between two steps.
+def trained(rank, name, between=False):
+    """Blocking, and overlapped. `between`: others use the weights after each step."""
+    make, options = {**CASES, **NIGHTLY}[name]
+    found = []
+    for overlap in (False, True):
+        model, seen = opened(make, overlap, rank, **options), []
+        for seed in range(2):
+            seen.append((model.train_step(sequences(seed, LENGTHS)).loss, *left(model)))
+            if between:
                 held_out = model.evaluate(sequences(seed + 5, LENGTHS))
                 logits = model(torch.arange(12)[None], torch.arange(12)[None])
                 logits.square().mean().backward()
                 seen.append((held_out, *left(model)))
-                model.zero_grad()
-            found[name, overlap] = seen
+            model.zero_grad()
+        found.append(seen)
     return found
+
+
+@WORLD.case
+def every_run(rank):
+    return {name: trained(rank, name) for name in CASES}
 
 
 def assert_same_bits(found, want):
@@ -122,10 +126,21 @@ def assert_same_bits(found, want):
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_bits(name):
-    for found in rounds():
-        assert_same_bits(found[name, True], found[name, False])
+def test_the_same_bits():
+    for found in every_run():
+        for blocking, overlapping in found.values():
+            assert_same_bits(overlapping, blocking)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*CASES, *NIGHTLY])
+def test_the_same_bits_with_plain_calls_and_evaluation_between_the_steps(name):
+    prepare()
+    for blocking, overlapping in run_forked(4, lambda rank: trained(rank, name, between=True), timeout_s=300):
+        assert_same_bits(overlapping, blocking)
+
+
+FAULTS = [("none", 1), ("to", 2), ("add", 1), ("run_all", 2)]
 
 
 class Fault(Exception):
@@ -149,7 +164,7 @@ def failing_once(owner, name, turn):
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
     found, last = {}, ORDER[-1]
-    for where, turn in [("none", 1), *itertools.product(("to", "add", "run_all"), (1, 2))]:
+    for where, turn in FAULTS:
         model = opened(shallow, True, rank)
         engine, seen = model._session().engine, []
         if where == "run_all":
