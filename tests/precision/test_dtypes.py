@@ -27,7 +27,7 @@ from tests.precision.runs import (
     param_dtypes,
     run,
 )
-from tests.repeat import thinned
+from tests.repeat import crossed, thinned
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 
@@ -51,8 +51,13 @@ def test_every_node_has_the_dtype_that_it_says(spec, precision):
         assert node.meta["tensor"] == info.meta
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp32", "bf16+low(norms|softmax|loss)"])
-@pytest.mark.parametrize("name", ["norms", "counter", "shared", "sizes", "adapted", "experts"])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    crossed(
+        ["bf16", "fp32", "bf16+low(norms|softmax|loss)"],
+        ["norms", "counter", "shared", "sizes", "adapted", "experts"],
+    ),
+)
 def test_odd_models_captured_in_float64(name, text):
     found = captured.odd(name)
     precision = Precision.parse(text)
@@ -97,7 +102,7 @@ NORMS = {
 MOVES = {aten.view.default, aten.t.default, aten.expand.default}
 
 
-@pytest.mark.parametrize("spec", NORMS)
+@pytest.mark.parametrize("spec", thinned(NORMS, ["gpt", "hf:gemma2"]))
 def test_norms_are_islands_forward_and_backward(spec):
     graph = case(spec).bf16
     seen = Counter()
@@ -110,14 +115,14 @@ def test_norms_are_islands_forward_and_backward(spec):
     assert all(seen[name, True] for name in NORMS[spec])
 
 
-@pytest.mark.parametrize("spec", ["llama", "gpt", "hf:gpt2", "hf:qwen2"])
+@pytest.mark.parametrize("spec", thinned(["llama", "gpt", "hf:gpt2", "hf:qwen2", "hf:gemma2"], ["gpt", "hf:gemma2"]))
 def test_norm_parameters_stay_wide_and_all_others_are_low(spec):
     for fqn, dtype in param_dtypes(case(spec).bf16).items():
         owner = fqn.rpartition(".")[0].rpartition(".")[2]
         assert dtype == (WIDE if "norm" in owner or owner.startswith("ln_") else LOW), fqn
 
 
-@pytest.mark.parametrize("spec", ["llama", "gpt", "hf:gpt2", "hf:qwen2"])
+@pytest.mark.parametrize("spec", thinned(["llama", "gpt", "hf:gpt2", "hf:qwen2", "hf:gemma2"], ["gpt", "hf:gemma2"]))
 def test_products_are_low(spec):
     products = calls(case(spec).bf16, aten.mm.default, aten.bmm.default)
     assert len(products) > 20

@@ -315,6 +315,7 @@ def test_autocast_is_part_of_the_graph():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_inductor():
     model = Several().double()
     x = torch.randn(5, 6, dtype=torch.float64)
