@@ -253,7 +253,7 @@ class VerifyError(FxparError):
     """A graph breaks an invariant; raised by the verifier between passes, always a bug of the pass it names."""
 
 
-# ----------------------------------------------------------------------------------------- pass registry
+# --------------------------------------------------------------------------- passes, and other things with names
 class UnknownPassError(FxparError):
     """No pass of this name is built in or installed."""
 
@@ -267,22 +267,22 @@ class UnknownPassError(FxparError):
         )
 
 
-class DuplicatePassError(FxparError):
-    """Two packages, or a package and fxpar itself, give different passes the same name."""
+class DuplicateNameError(FxparError):
+    """Two packages, or a package and fxpar itself, give different things of one kind the same name."""
 
-    def __init__(self, name: str, first: str, second: str) -> None:
+    def __init__(self, noun: str, name: str, first: str, second: str) -> None:
         super().__init__(
-            f"the pass name {name!r} is taken twice: by {first} and by {second}. "
+            f"the {noun} name {name!r} is taken twice: by {first} and by {second}. "
             "Rename the entry point of one of them, or uninstall that package."
         )
 
 
-class PassLoadError(FxparError):
-    """A pass is registered, but the place that its entry names cannot be imported."""
+class EntryLoadError(FxparError):
+    """Something is known by name, but the place that its entry names cannot be imported."""
 
-    def __init__(self, name: str, value: str, owner: str, cause: Exception) -> None:
+    def __init__(self, noun: str, name: str, value: str, owner: str, cause: Exception) -> None:
         super().__init__(
-            f"the pass {name!r} of {owner} cannot be loaded from {value!r}: "
+            f"the {noun} {name!r} of {owner} cannot be loaded from {value!r}: "
             f"{type(cause).__name__}: {cause}. An entry is written 'module:attribute'; fix it or "
             f"install what it imports."
         )
