@@ -221,6 +221,31 @@ class RuleExistsError(FxparError):
         super().__init__(f"op {op} has the sharding rule {rule}. Pass replace=True to put another in its place.")
 
 
+class NotAnOpError(FxparError):
+    """A sharding rule is registered for something that stands in no graph."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(f"{given!r} is no overload of an op. Write the whole name, such as torch.ops.mine.gate.default.")
+
+
+class UnknownRoleError(FxparError):
+    """A strategy names a role that is neither built in nor installed."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(
+            f"there is no role {name!r}{nearest(name, names) or '.'} Roles are {', '.join(names)}; another package adds "
+            "one through the entry-point group 'fxpar.roles'."
+        )
+
+
+class RoleContractError(FxparError):
+    """A role of another package is not what a role is."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"role {name!r}: {why}.")
+
+
 class UnknownRankError(FxparError):
     """A rank that the strategy does not have."""
 
@@ -336,7 +361,7 @@ class UnknownModelError(FxparError):
     def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
         super().__init__(
             f"there is no built-in model {spec!r}{hint or '.'} Built in are {', '.join(examples)}; other models are "
-            "written hf:TYPE, pkg.module:function or file.py:function"
+            "written hf:TYPE, pkg.module:function or file.py:function, or with the prefix of an installed package"
         )
 
 
@@ -450,6 +475,16 @@ class PlannerError(FxparError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = list(known)
         super().__init__(f"there is no planner {name!r}{nearest(name, names) or '.'} Planners are {', '.join(names)}")
+
+
+class PlannerContractError(FxparError):
+    """A planner of another package returned no table of transfers."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"planner {name!r} returned {what}. A planner takes a SwitchProblem and returns a numpy array of dtype "
+            "fxpar.switch.transfers.TRANSFER; `rows` and `joined` there make one"
+        )
 
 
 class SwitchPlanError(FxparError):
@@ -662,6 +697,16 @@ class CostModelError(FxparError):
 
     def __init__(self, name: str, value: float) -> None:
         super().__init__(f"{name} = {value!r} must be finite and >= 0, a rate > 0; measure it on one device")
+
+
+class CostContractError(FxparError):
+    """A cost model returned no cost."""
+
+    def __init__(self, strategy: str, found: object) -> None:
+        super().__init__(
+            f"the cost model returned {type(found).__name__} for '{strategy}'. It takes (program, cluster) and returns a "
+            "fxpar.batching.GroupCost"
+        )
 
 
 class EmptyMiniBatchError(FxparError):
