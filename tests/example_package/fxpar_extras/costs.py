@@ -8,8 +8,8 @@ from fxpar.ir.pipeline_graph import TrainGraph
 
 # Seconds of one micro-batch, fitted to runs on one's own machines: fixed + per token + per token squared.
 MEASURED = {
-    "dp2": GroupCost(fixed_s=5e-1, per_token_s=2e-5, per_square_s=1e-9),
-    "tp2": GroupCost(fixed_s=4e-3, per_token_s=1e-5, per_square_s=5e-10),
+    "dp2": GroupCost(fixed_s=1e-3, per_token_s=2e-5, per_square_s=1e-9),
+    "tp2": GroupCost(fixed_s=4e-3, per_token_s=1e-3, per_square_s=5e-10),
 }
 
 
