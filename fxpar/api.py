@@ -92,8 +92,9 @@ def parallelize(
       with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit; do
       not go on after an error that ended a step.
     - `cluster`, `device_tflops`: what costs are predicted with. `cost(program, cluster)` returns the `GroupCost` of a
-      micro-batch instead; it is called on every rank, and what rank 0 returns counts on all. `planner`, `execution`, `staging_bytes`, `checked`:
-      see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
+      micro-batch instead; every rank calls it, and what rank 0 returns counts on all.
+    - `planner`, `execution`, `staging_bytes`, `checked`: see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that
+      is no number does.
     - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by
       default as the model is. Masters stay fp32. With fp16 the loss is scaled, at first by `loss_scale` (2**16): an
       overflow on any rank, in any group, leaves the mini-batch out everywhere and halves the factor.

@@ -225,7 +225,9 @@ class NotAnOpError(FxparError):
     """A sharding rule is registered for something that stands in no graph."""
 
     def __init__(self, given: object) -> None:
-        super().__init__(f"{given!r} is no overload of an op. Write the whole name, such as torch.ops.mine.gate.default.")
+        super().__init__(
+            f"{given!r} is no overload of an op. Write the whole name, such as torch.ops.mine.gate.default."
+        )
 
 
 class UnknownRoleError(FxparError):
@@ -234,8 +236,8 @@ class UnknownRoleError(FxparError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = list(known)
         super().__init__(
-            f"there is no role {name!r}{nearest(name, names) or '.'} Roles are {', '.join(names)}; another package adds "
-            "one through the entry-point group 'fxpar.roles'."
+            f"there is no role {name!r}{nearest(name, names) or '.'} Roles are {', '.join(names)}; another package "
+            "adds one through the entry-point group 'fxpar.roles'."
         )
 
 
@@ -704,8 +706,8 @@ class CostContractError(FxparError):
 
     def __init__(self, strategy: str, found: object) -> None:
         super().__init__(
-            f"the cost model returned {type(found).__name__} for '{strategy}'. It takes (program, cluster) and returns a "
-            "fxpar.batching.GroupCost"
+            f"the cost model returned {type(found).__name__} for '{strategy}'. It takes (program, cluster) and returns "
+            "a fxpar.batching.GroupCost"
         )
 
 

@@ -232,9 +232,7 @@ def _with_values(source: Source) -> LoadedModel:
     return load_model(source.model, source.options, source.dtype, source.tokens, device="cpu")
 
 
-def from_cache(
-    source: Source, what: Mapping[str, Any], build: Callable[[], T], strategy: Strategy | None = None
-) -> T:
+def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T], strategy: Strategy | None = None) -> T:
     """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values.
 
     A build that captures has to call `note_files` (`read_logical` does), else it is made again each time. What is made
@@ -293,7 +291,7 @@ def _import_model(source: Source) -> None:
 
 
 def _prefix(model: str) -> str | None:
-    """The prefix of a MODEL that a loader takes. The loaders are imported only for one that may be another package's."""
+    """The prefix of a MODEL that a loader takes; loaders are imported only for one that may be another package's."""
     if ":" not in model:
         return None
     if model.startswith("hf:"):

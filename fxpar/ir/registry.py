@@ -23,13 +23,15 @@ class Registry:
     """All things of one kind.
 
     `noun` is the kind in error messages, `group` the entry-point group of other packages, `builtin` are names and
-    places of fxpar's own, `unknown(name, known names)` makes the error for a name that nobody has.
+    places of fxpar's own, `unknown(name, known names)` makes the error for a name that nobody has. With `modules` an
+    entry names a module, which is imported for what it registers, and else an attribute of one.
     """
 
     noun: str
     group: str
     builtin: Mapping[str, str]
     unknown: Callable[[str, Iterable[str]], FxparError]
+    modules: bool = False
 
     def available(self) -> tuple[str, ...]:
         """All names, sorted. Imports nothing. Raises DuplicateNameError when two packages use one name."""
@@ -49,7 +51,7 @@ class Registry:
             raise self.unknown(name, sorted(table))
         entry = table[name]
         try:
-            if not entry.attr:
+            if not entry.attr and not self.modules:
                 raise ValueError("the entry names a module and no attribute in it")
             return entry.load()
         except Exception as cause:

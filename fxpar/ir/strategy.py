@@ -100,8 +100,8 @@ class Strategy:
 
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
-    search would choose. `roles` are axes with the names of their roles, for axes that are used in another way than fxpar
-    uses them.
+    search would choose. `roles` are axes with the names of their roles, where another package says what an axis
+    is used for.
     """
 
     axes: tuple[tuple[str, int], ...]

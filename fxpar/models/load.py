@@ -30,9 +30,10 @@ def load(
 
     `spec` is `hf:TYPE` (a tiny random decoder of transformers), `hf:TYPE@SIZE` (a published configuration, see
     `presets`, or `@default`), `pkg.module:function`, `file.py:function`, a built-in example (`llama`, `gpt`, `vit`,
-    `mlp`), or `PREFIX:NAME` with a prefix of another package (entry-point group `fxpar.models`). `options` are texts by name. On device "meta" no weight is allocated. `tokens` are the lengths of the
-    micro-batches (row counts for models without tokens); a user's function brings its own. `noise` makes errors of a
-    check show (see `perturb`); a model that is to be trained wants none.
+    `mlp`), or `PREFIX:NAME` with a prefix of another package (entry-point group `fxpar.models`). `options` are texts by
+    name. On device "meta" no weight is allocated. `tokens` are the lengths of the micro-batches (row counts for models
+    without tokens); a user's function brings its own. `noise` makes errors of a check show (see `perturb`); a model
+    that is to be trained wants none.
 
     Raises UnknownModelError, DtypeError and what the loaders raise.
     """

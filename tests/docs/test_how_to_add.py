@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +18,7 @@ import torch
 
 import fxpar
 from fxpar.annotate import annotate
+from fxpar.annotate.driver import annotate_and_search
 from fxpar.annotate.roles import ROLES
 from fxpar.batching import GroupCost
 from fxpar.batching.work import body_work
@@ -34,6 +39,7 @@ from fxpar.errors import (
     SwitchPlanError,
     UnknownModelError,
     UnknownRoleError,
+    VocabularyError,
 )
 from fxpar.graph_files import load_graph
 from fxpar.ir import pass_registry
@@ -42,18 +48,24 @@ from fxpar.losses import causal_lm
 from fxpar.lowering import default_passes
 from fxpar.models import LoadedModel, load
 from fxpar.models.loaders import LOADERS
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.rules.installed import OPS
+from fxpar.rules.option import replicated
 from fxpar.rules.table import TABLE, register_rule
 from fxpar.rules.validate import trials, validate_op
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import layout_of, plan_switch
 from fxpar.switch.planners import REGISTRY, planner_names
 from fxpar.switch.transfers import TRANSFER
+from fxpar.train.config import parse_config
+from fxpar.train.model import build_model
 from tests.cli.helpers import fxpar as command
 from tests.docs.blocks import find_blocks
 from tests.docs.extras import PACKAGE, install
 from tests.runtime.hot import largest_error, one_device, sequences
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to-add.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "how-to-add.md"
 CLUSTER = fxpar.ClusterSpec(2, 2, 200.0, 25.0, 10.0)
 ROLE = "tp2+role(tp=small_whole)"
 
@@ -106,6 +118,7 @@ def test_the_package_is_known_by_its_names():
     assert ROLES.installed() == ("small_whole",)
     assert REGISTRY.installed() == ("nearest",)
     assert LOADERS.installed() == ("extras",)
+    assert OPS.installed() == ("extras",)
 
 
 @pytest.mark.parametrize("registry", [ROLES, REGISTRY, LOADERS], ids=lambda registry: registry.group)
@@ -143,10 +156,41 @@ def test_the_op_is_cut_and_agrees_with_one_device(logical, small):
 
 
 def test_operations_are_those_that_the_rule_counts(logical):
-    """Products of the whole model, forward and backward: 6 per weight and token of down and head, and of up 2 + 3 * 2."""
+    """Products, forward and backward: 6 per token and weight of down and head, and of up 2 + 3 * 2."""
     work = body_work(fxpar.lower(logical, "dp1")).product_flops
     assert work.c1 == 6 * (96 * 24 + 24 * 131) + (2 + 6) * 24 * 96
     assert body_work(fxpar.lower(logical, "tp2")).product_flops.c1 == pytest.approx(float(work.c1) / 2, rel=0.02)
+
+
+def test_an_op_with_operations_is_worth_cutting(logical):
+    """A whole product costs tp more than its communication; an op that memory limits does not."""
+    _, (search,) = annotate_and_search(logical, fxpar.Strategy.parse("tp2"))
+    (entry,) = (c for c in search.problem.classes if c.view.target is torch.ops.extras.relu2.default)
+    assert search.policy.node_cost(search.problem, entry, replicated(entry.view)) > 0
+
+
+def test_graph_files_find_the_op(tmp_path, monkeypatch):
+    """In a process that has imported nothing of the package; without its declaration the file is refused."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "small.fxpar"
+    assert command("dump", "extras:small", "-s", "tp2", "-o", file)[0] == 0
+    code = f"""
+        import sys
+        from fxpar.errors import FxparError
+        from fxpar.graph_files import load_graph
+        try:
+            load_graph({str(file)!r})
+        except FxparError as error:
+            print(error)
+        sys.path += {[place for place in sys.path if place]!r}
+        print(type(load_graph({str(file)!r})).__name__)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120, check=True)
+    refused, read = done.stdout.splitlines()
+    assert "op 'extras.relu2.default' is not available here" in refused
+    assert read == "ExecGraph"
 
 
 def test_rules_that_are_refused(monkeypatch, logical):
@@ -325,6 +369,15 @@ def test_the_front_end_on_the_command_line(tmp_path, monkeypatch):
     assert command(*words) == first
 
 
+def test_training_takes_the_front_end(tmp_path):
+    model, data = '[model]\nname = "extras:small"', '[data]\nsource = "python-stdlib"\nbatch_tokens = 64'
+    text = f'{model}\n{data}\n[strategies]\n64 = "dp1"\n[run]\nsteps = 1\n'
+    config = parse_config(text, "run.toml", str(tmp_path))
+    assert build_model(config, 100, "bytes").name == "extras:small"
+    with pytest.raises(VocabularyError):
+        build_model(config, 132, "bytes")
+
+
 def test_a_change_of_the_package_is_no_hit_of_the_cache(small):
     files = {path.name for path in model_files(small, "extras:small") if path.is_relative_to(PACKAGE)}
     assert {"models.py", "ops.py"} <= files
@@ -348,6 +401,11 @@ def _train(rank: int) -> dict:
     model = load("extras:small", dtype="float64", noise=False, seed=3).model
     settings = {"strategies": STRATEGIES, "loss": causal_lm, "monitor": False, "planner": "nearest"}
     compiled = fxpar.compile_strategies(model, STRATEGIES, causal_lm)
+    rows, _ = packed_if_proved(compiled.logical)
+    ladder = [*default_passes(for_store=True), module("passes").SquareByMul()]
+    programs = {name: fxpar.lower(rows, name, passes=ladder) for name in compiled.programs}
+    powers = [_squares(program) for program in (*compiled.programs.values(), *programs.values())]
+    compiled = replace(compiled, programs=programs)
     model = fxpar.parallelize(model, compiled=compiled, merge=False, **settings)
     report = model.train_step(sequences(0))
     grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
@@ -364,7 +422,7 @@ def _train(rank: int) -> dict:
         fxpar.parallelize(again, compiled=compiled, cost=lambda program, cluster: 1.0, **settings)
     except CostContractError as error:
         said = str(error)
-    return {"loss": report.loss, "grads": grads, "taken": taken, "orders": orders, "said": said}
+    return {"loss": report.loss, "grads": grads, "taken": taken, "orders": orders, "said": said, "powers": powers}
 
 
 def _other(cost: GroupCost, rank: int) -> GroupCost:
@@ -383,6 +441,7 @@ def test_a_step_agrees_with_one_device(trained):
     assert trained[0]["loss"] == pytest.approx(truth["losses"][0], rel=1e-10)
     assert largest_error(trained[0]["grads"], truth["grads"]) < 1e-10
     assert trained[0]["taken"] == {"nearest"}
+    assert trained[0]["powers"] == [1, 1, 0, 0]
 
 
 def test_the_cost_model_changes_the_plan(trained):

@@ -18,7 +18,9 @@ def switch_command(
     cluster: Cluster,
     planner: Annotated[
         str,
-        typer.Option(metavar="P", help="first_come, round_robin, hotspa, relay, auto (the fastest of them), or an installed one.")
+        typer.Option(
+            metavar="P", help="first_come, round_robin, hotspa, relay, auto (the fastest of them), or an installed one."
+        ),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="Dtype of the weights on the wire.")] = "bf16",
     json: Json = None,
