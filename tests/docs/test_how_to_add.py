@@ -19,6 +19,7 @@ import torch
 import fxpar
 from fxpar.annotate import annotate
 from fxpar.annotate.driver import annotate_and_search
+from fxpar.annotate.policy import TensorAxis
 from fxpar.annotate.roles import ROLES
 from fxpar.batching import GroupCost
 from fxpar.batching.work import body_work
@@ -268,6 +269,17 @@ def test_a_role_is_part_of_the_strategy():
     assert fxpar.Strategy.parse(f"pp2.{ROLE}").of_stage(1).roles == (("tp", "small_whole"),)
 
 
+def test_what_a_role_lowers_is_not_kept(tmp_path, monkeypatch):
+    """Its code may change, and nobody would see it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("dump", "extras:small", "-s", ROLE, "--brief")
+    first = command(*words)
+    monkeypatch.setattr(module("roles").SmallWhole, "sources", TensorAxis.sources)
+    second = command(*words)
+    assert first[0] == second[0] == 0
+    assert first[1] != second[1]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -313,16 +325,20 @@ def test_the_plan_is_verified_and_priced(layouts):
     assert plan_switch(*layouts, CLUSTER).chosen != "nearest"  # auto does not try it
 
 
-def test_nearest_takes_the_nearest(layouts):
-    plan = plan_switch(layouts[1], layouts[0], CLUSTER, "nearest")
-    holders = {}  # of a slice: the ranks that have it under tp4
+def test_nearest_takes_the_nearest(logical):
+    texts = ("dp2.tp3", "tp6")
+    source, target = (layout_of(fxpar.lower(logical, text, for_store=True), text) for text in texts)
+    plan = plan_switch(source, target, replace(CLUSTER, nodes=3), "nearest")
+    holders = {}  # of a slice: the ranks that have it before
     for tensor, index in enumerate(plan.problem.class_of):
         for piece, held in enumerate(plan.problem.classes[index].held):
             holders[tensor, piece] = np.flatnonzero(held)
-    rows = plan.transfers.tolist()
-    assert rows
+    rows, choices = plan.transfers.tolist(), 0
     for tensor, piece, src, dst, *_ in rows:
-        assert abs(src - dst) == abs(holders[tensor, piece] - dst).min()
+        distances = abs(holders[tensor, piece] - dst)
+        assert abs(src - dst) == distances.min()
+        choices += distances.min() < distances.max()
+    assert choices > 10
 
 
 def test_the_command_line_takes_the_planner(tmp_path, monkeypatch):
@@ -367,6 +383,10 @@ def test_the_front_end_on_the_command_line(tmp_path, monkeypatch):
     first = command(*words)
     monkeypatch.setattr("fxpar.cli.source.capture_model", None)  # the second time it is in the cache
     assert command(*words) == first
+    asked = []
+    monkeypatch.setattr("fxpar.models.loaders.loader_of", asked.append)
+    assert command("dump", "extras:small", "-s", "tp3", "--brief")[0] == 0
+    assert set(asked) == {"extras"}  # its module may register rules that the lowering needs
 
 
 def test_training_takes_the_front_end(tmp_path):
