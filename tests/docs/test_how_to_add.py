@@ -149,6 +149,12 @@ def test_the_rules_are_right_and_allow_cuts():
         assert len(trials(op, arguments, sections=())) == cuts
 
 
+def test_the_gradient_of_the_op_is_right():
+    module("ops")
+    x, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 6, 8), (8, 12)))
+    assert torch.autograd.gradcheck(torch.ops.extras.relu2, (x, weight))
+
+
 def test_the_op_is_cut_and_agrees_with_one_device(logical, small):
     program = fxpar.lower(logical, "tp2")
     (up,) = (s.dist for i, s in zip(program.inputs, program.stored_inputs, strict=True) if i.fqn == "up")
