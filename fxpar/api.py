@@ -24,7 +24,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.losses import causal_lm
 from fxpar.monitor import Monitor
 from fxpar.precision import Precision
-from fxpar.runtime.options import Compiled, LossFunction, Options
+from fxpar.runtime.options import Compiled, CostModel, LossFunction, Options
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.session import Session, open_session
 from fxpar.store import MemoryReport
@@ -50,6 +50,7 @@ def parallelize(
     overlap: bool = True,
     cluster: ClusterSpec | None = None,
     device_tflops: float | None = None,
+    cost: CostModel | None = None,
     planner: str = "auto",
     execution: str = "auto",
     staging_bytes: int = 64 << 20,
@@ -89,8 +90,10 @@ def parallelize(
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
     - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs: on ranks of CPUs
       with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
-    - `cluster`, `device_tflops`: what costs are predicted with. `planner`, `execution`, `staging_bytes`, `checked`:
-      see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that is no number does.
+    - `cluster`, `device_tflops`: what costs are predicted with. `cost(program, cluster)` returns the `GroupCost` of a
+      micro-batch instead; every rank calls it, and what rank 0 returns counts on all.
+    - `planner`, `execution`, `staging_bytes`, `checked`: see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that
+      is no number does.
     - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by
       default as the model is. Masters stay fp32. With fp16 the loss is scaled, at first by `loss_scale` (2**16): an
       overflow on any rank, in any group, leaves the mini-batch out everywhere and halves the factor.

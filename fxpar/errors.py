@@ -221,6 +221,33 @@ class RuleExistsError(FxparError):
         super().__init__(f"op {op} has the sharding rule {rule}. Pass replace=True to put another in its place.")
 
 
+class NotAnOpError(FxparError):
+    """A sharding rule is registered for something that stands in no graph."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(
+            f"{given!r} is no overload of an op. Write the whole name, such as torch.ops.mine.gate.default."
+        )
+
+
+class UnknownRoleError(FxparError):
+    """A strategy names a role that is neither built in nor installed."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(
+            f"there is no role {name!r}{nearest(name, names) or '.'} Roles are {', '.join(names)}; another package "
+            "adds one through the entry-point group 'fxpar.roles'."
+        )
+
+
+class RoleContractError(FxparError):
+    """A role of another package is not what a role is."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"role {name!r}: {why}.")
+
+
 class UnknownRankError(FxparError):
     """A rank that the strategy does not have."""
 
@@ -253,7 +280,7 @@ class VerifyError(FxparError):
     """A graph breaks an invariant; raised by the verifier between passes, always a bug of the pass it names."""
 
 
-# ----------------------------------------------------------------------------------------- pass registry
+# --------------------------------------------------------------------------- passes, and other things with names
 class UnknownPassError(FxparError):
     """No pass of this name is built in or installed."""
 
@@ -267,22 +294,22 @@ class UnknownPassError(FxparError):
         )
 
 
-class DuplicatePassError(FxparError):
-    """Two packages, or a package and fxpar itself, give different passes the same name."""
+class DuplicateNameError(FxparError):
+    """Two packages, or a package and fxpar itself, give different things of one kind the same name."""
 
-    def __init__(self, name: str, first: str, second: str) -> None:
+    def __init__(self, noun: str, name: str, first: str, second: str) -> None:
         super().__init__(
-            f"the pass name {name!r} is taken twice: by {first} and by {second}. "
+            f"the {noun} name {name!r} is taken twice: by {first} and by {second}. "
             "Rename the entry point of one of them, or uninstall that package."
         )
 
 
-class PassLoadError(FxparError):
-    """A pass is registered, but the place that its entry names cannot be imported."""
+class EntryLoadError(FxparError):
+    """Something is known by name, but the place that its entry names cannot be imported."""
 
-    def __init__(self, name: str, value: str, owner: str, cause: Exception) -> None:
+    def __init__(self, noun: str, name: str, value: str, owner: str, cause: Exception) -> None:
         super().__init__(
-            f"the pass {name!r} of {owner} cannot be loaded from {value!r}: "
+            f"the {noun} {name!r} of {owner} cannot be loaded from {value!r}: "
             f"{type(cause).__name__}: {cause}. An entry is written 'module:attribute'; fix it or "
             f"install what it imports."
         )
@@ -336,7 +363,7 @@ class UnknownModelError(FxparError):
     def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
         super().__init__(
             f"there is no built-in model {spec!r}{hint or '.'} Built in are {', '.join(examples)}; other models are "
-            "written hf:TYPE, pkg.module:function or file.py:function"
+            "written hf:TYPE, pkg.module:function or file.py:function, or with the prefix of an installed package"
         )
 
 
@@ -450,6 +477,16 @@ class PlannerError(FxparError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = list(known)
         super().__init__(f"there is no planner {name!r}{nearest(name, names) or '.'} Planners are {', '.join(names)}")
+
+
+class PlannerContractError(FxparError):
+    """A planner of another package returned no table of transfers."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"planner {name!r} returned {what}. A planner takes a SwitchProblem and returns a numpy array of dtype "
+            "fxpar.switch.transfers.TRANSFER; `rows` and `joined` there make one"
+        )
 
 
 class SwitchPlanError(FxparError):
@@ -662,6 +699,16 @@ class CostModelError(FxparError):
 
     def __init__(self, name: str, value: float) -> None:
         super().__init__(f"{name} = {value!r} must be finite and >= 0, a rate > 0; measure it on one device")
+
+
+class CostContractError(FxparError):
+    """A cost model returned no cost."""
+
+    def __init__(self, strategy: str, found: object) -> None:
+        super().__init__(
+            f"the cost model returned {type(found).__name__} for '{strategy}'. It takes (program, cluster) and returns "
+            "a fxpar.batching.GroupCost"
+        )
 
 
 class EmptyMiniBatchError(FxparError):

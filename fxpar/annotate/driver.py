@@ -18,6 +18,7 @@ from fxpar.annotate.policy import (
     resolve_overrides,
 )
 from fxpar.annotate.problem import AxisProblem, build, normalize_fqn
+from fxpar.annotate.roles import check_options, context_policy, tensor_policy
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
@@ -36,7 +37,8 @@ SENT = ("sent", "sent_grad")
 def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     """A copy of the logical graph with `node.meta["dist"]` (results) and `["dist_in"]` (operands) on every node.
 
-    Raises NotYetError for axes that the lowering does not know, OverrideError for an override that fits nothing.
+    Raises NotYetError for axes that the lowering does not know, OverrideError for an override that fits nothing,
+    UnknownRoleError and RoleContractError for a role.
     """
     return annotate_and_search(logical, strategy)[0]
 
@@ -66,14 +68,16 @@ def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[Anno
     searches: list[AxisSearch] = []
     tp: Choice = {}
     if tensor > 1:
-        axis = TensorAxis(tensor, strategy.sp, named, token)
+        axis = tensor_policy(strategy, named, token)
         problem = build(graph, sizes, tensor, None, 1, axis, token)
+        check_options(strategy, "tp", problem)
         searches.append(_search("tp", axis, problem, _demands(result, problem, token, strategy.sp)))
         tp = _spread(searches[-1])
     cp: Choice = {}
     if context > 1:
-        across = ContextAxis(context, token)
+        across = context_policy(strategy, token)
         problem = build(graph, sizes, context, tp, tensor, across, token)
+        check_options(strategy, "cp", problem)
         searches.append(_search("cp", across, problem, _demands(result, problem, token, None)))
         cp = _spread(searches[-1])
     _write(result, tp, cp, token)

@@ -12,7 +12,7 @@ from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.narrow import narrow_classes
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
-from fxpar.cost.ops import PRODUCTS
+from fxpar.cost.ops import is_product
 from fxpar.errors import OverrideError, nearest
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 from fxpar.ir.graph import Input, LogicalGraph, TensorMeta
@@ -85,7 +85,7 @@ def _token_dims(entry: OpClass, result: int) -> list[int]:
 
 def _work_bytes(problem: AxisProblem, entry: OpClass) -> float:
     """Bytes that a product or attention touches; 0 for other ops."""
-    if entry.view.target not in ATTENTION and entry.view.target not in PRODUCTS:
+    if entry.view.target not in ATTENTION and not is_product(entry.view.target):
         return 0.0
     return float(sum(problem.sizes.nbytes(m) for m in tensor_metas(entry.nodes[0]) if m))
 

@@ -109,13 +109,20 @@ def recorded(build: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 def model_files(model: LoadedModel, spec: str) -> Iterator[Path]:
     """Python files that the model comes from: those that define its modules and its loss, and of a user's function the
-    file itself and all imported ones beside it or below the current folder.
+    file itself and all imported ones beside it or below the current folder, of a loader of another package all imported
+    ones of that package.
     """
     modules = {type(part).__module__ for part in model.model.modules()} | {getattr(model.loss_fn, "__module__", "")}
     own = Path(fxpar.__file__).parent
     skipped = (own, own.parent / "passes", Path(sysconfig.get_path("stdlib")), _folder_of("torch"))
     roots: list[Path] = []
-    if ":" in spec and not spec.startswith("hf:"):
+    from fxpar.models.loaders import LOADERS, loader_of, prefix_of  # with all that makes models
+
+    prefix = prefix_of(spec)
+    if prefix is not None and prefix not in LOADERS.builtin:
+        package = loader_of(prefix).__module__.partition(".")[0]  # type: ignore[attr-defined]
+        modules |= {name for name in sys.modules if name.partition(".")[0] == package}
+    elif ":" in spec and prefix is None:
         roots.append(Path.cwd())
         place = Path(spec.rpartition(":")[0])
         if place.suffix == ".py":

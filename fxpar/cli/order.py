@@ -14,7 +14,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlannerError
 from fxpar.ir.strategy import Strategy
 from fxpar.switch.order import EXHAUSTIVE, Gradients, Objective, OrderPlan, OrderSearch
-from fxpar.switch.planners import NAMES
+from fxpar.switch.planners import planner_names
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class OrderRequest:
 
 def run_order(request: OrderRequest) -> None:
     """Do it. Raises FxparError."""
-    if request.planner not in NAMES:
-        raise PlannerError(request.planner, NAMES)
+    if request.planner not in planner_names():
+        raise PlannerError(request.planner, planner_names())
     cluster = ClusterSpec.from_file(request.cluster)
     strategies = same_world(request.model, request.strategies, cluster)
     first = None if request.first is None else str(Strategy.parse(request.first))

@@ -47,7 +47,7 @@ class Source:
     @property
     def is_function(self) -> bool:
         """Whether it is a function of the user's, which brings its own batches."""
-        return ":" in self.model and not self.model.startswith("hf:")
+        return ":" in self.model and _prefix(self.model) is None
 
     @property
     def is_file(self) -> bool:
@@ -114,7 +114,7 @@ def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
 
         return lower(read_rows(source), strategy, storage=source.storage_dtype)
 
-    return build() if source.is_file else from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build)
+    return from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build, strategy)
 
 
 def read_for_store(source: Source, strategy: Strategy, sizes: Mapping[str, int] | None = None) -> TrainGraph:
@@ -128,9 +128,7 @@ def read_for_store(source: Source, strategy: Strategy, sizes: Mapping[str, int] 
 
         return lower(read_rows(source), strategy, for_store=True, sizes=sizes)
 
-    if source.is_file:
-        return build()
-    return from_cache(source, {"kind": "for store", "sizes": sizes, **_placed(source, strategy)}, build)
+    return from_cache(source, {"kind": "for store", "sizes": sizes, **_placed(source, strategy)}, build, strategy)
 
 
 def read_origin(source: Source, graph: SavedGraph) -> Origin | None:
@@ -162,7 +160,7 @@ def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
 
         return annotate(read_rows(source), strategy)
 
-    return build() if source.is_file else from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build)
+    return from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build, strategy)
 
 
 def read_graph(source: Source, stage: StageName | None, strategy: Strategy | None) -> SavedGraph:
@@ -234,12 +232,13 @@ def _with_values(source: Source) -> LoadedModel:
     return load_model(source.model, source.options, source.dtype, source.tokens, device="cpu")
 
 
-def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T]) -> T:
+def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T], strategy: Strategy | None = None) -> T:
     """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values.
 
-    A build that captures has to call `note_files` (`read_logical` does), else it is made again each time.
+    A build that captures has to call `note_files` (`read_logical` does), else it is made again each time. What is made
+    of a graph file, or under a `strategy` with roles of other packages, whose code may change, is not kept.
     """
-    if not source.cache:
+    if not source.cache or source.is_file or (strategy is not None and strategy.roles):
         return build()
     cache = CaptureCache.of_user(_words(source))
     capture = cache.find()
@@ -275,13 +274,31 @@ def _captured(source: Source) -> LogicalGraph:
 
 
 def _import_model(source: Source) -> None:
-    """Import the module of a user's function, which may register ops and rules that the lowering needs."""
+    """Import what a user's function or a loader of another package stands in: it may register ops and rules that the
+    lowering needs.
+    """
+    prefix = _prefix(source.model)
+    if prefix not in (None, "hf"):
+        from fxpar.models.loaders import loader_of
+
+        loader_of(prefix)
     if source.is_function:
         from fxpar.models.user_function import find_function
 
         place, _, name = source.model.rpartition(":")
         with redirect_stdout(sys.stderr):
             find_function(source.model, place, name)
+
+
+def _prefix(model: str) -> str | None:
+    """The prefix of a MODEL that a loader takes; loaders are imported only for one that may be another package's."""
+    if ":" not in model:
+        return None
+    if model.startswith("hf:"):
+        return "hf"
+    from fxpar.models.loaders import prefix_of
+
+    return prefix_of(model)
 
 
 def _batches(model: LoadedModel) -> tuple[dict[str, Tensor], ...]:

@@ -18,7 +18,7 @@ from fxpar.switch.analytic import ModelShapes, ParamInfo, graph_shapes, model_sh
 from fxpar.switch.api import plan_switch
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan, node_links
-from fxpar.switch.planners import NAMES
+from fxpar.switch.planners import planner_names
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -39,8 +39,8 @@ class SwitchRequest:
 
 def run_switch(request: SwitchRequest) -> None:
     """Do it. Raises FxparError."""
-    if request.planner not in NAMES:
-        raise PlannerError(request.planner, NAMES)
+    if request.planner not in planner_names():
+        raise PlannerError(request.planner, planner_names())
     cluster = ClusterSpec.from_file(request.cluster)
     strategies = same_world(request.model, [request.source, request.target], cluster)
     if request.json is not None:

@@ -17,8 +17,11 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
+from fxpar.errors import CostModelError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
+from fxpar.ir.pass_base import tensor_operands
+from fxpar.rules.table import Flops, rule_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}  # op -> position of q in its arguments
@@ -55,17 +58,29 @@ class SizesAt:
 
 
 def flops(node: fx.Node, shape: SizesOf) -> Fraction:
-    """Floating-point operations (2 per multiply-add) of a product, a convolution or attention; 0 for any other op.
+    """Floating-point operations (2 per multiply-add) of a product, a convolution or attention, and of an op whose
+    sharding rule says so; 0 for any other op.
 
     Attention over one document is 4 * B * H * Sq * Skv * E forward, half of that if causal, and 2.5 times that backward
     (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less.
+
+    Raises CostModelError for a rule that counts less than nothing.
     """
     if node.target in ATTENTION:
         return _attention(node, shape)
     if node.target in _MATRIX_PRODUCTS:
         first = shape(_meta(node.args[_MATRIX_PRODUCTS[node.target]]))
         return Fraction(2 * first[-1] * math.prod(shape(_meta(node))))
-    return Fraction(_convolution(node, shape) if node.target in _CONVOLUTIONS else 0)
+    if node.target in _CONVOLUTIONS:
+        return Fraction(_convolution(node, shape))
+    rule = rule_of(node.target)
+    return Fraction(0) if rule is None or rule.flops is None else _by_rule(node, rule.flops, shape)
+
+
+def is_product(op: Any) -> bool:
+    """Whether an op other than attention is limited by arithmetic: its work is worth cutting."""
+    rule = rule_of(op)
+    return op in PRODUCTS or (rule is not None and rule.flops is not None)
 
 
 def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
@@ -79,6 +94,14 @@ def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
         keys = Fraction(k[2], 2 if causal else 1)
     forward = 2 * math.prod(q[:3]) * keys * (q[3] + v[3])
     return forward * _BACKWARD_FACTOR if first else forward
+
+
+def _by_rule(node: fx.Node, rule: Flops, shape: SizesOf) -> Fraction:
+    operands = [shape(_meta(operand)) for operand in tensor_operands(node)]
+    count = rule(operands, [shape(meta) for meta in local_metas(node)])
+    if count < 0:
+        raise CostModelError(f"operations of {node.target}", count)
+    return Fraction(count)
 
 
 def _convolution(node: fx.Node, shape: SizesOf) -> int:

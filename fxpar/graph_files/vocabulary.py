@@ -4,7 +4,8 @@ A graph file may be anybody's, and `fxpar check` runs what it holds. So a name t
 identifier and nothing else, and a call is one of
 
     functions   the arithmetic of sizes, and those that fxpar's passes put into graphs: FUNCTIONS
-    own ops     of fxpar, and ops of others for which this process has a sharding rule
+    own ops     of fxpar, and ops of others for which this process has a sharding rule; the module that an installed
+                package names for them is imported if need be
     ATen        ops that torch counts to its core or calls pointwise, those with a sharding rule, and those in REVIEWED;
                 of these only what computes tensors or sizes from tensors and plain numbers: nothing that reads or
                 writes files, draws random numbers, shows values to Python, or writes to an operand
@@ -33,6 +34,7 @@ from fxpar.errors import GraphFormatError
 from fxpar.ir import collectives, markers
 from fxpar.ir.serialize import OpOverload, target_name
 from fxpar.ops import layout
+from fxpar.rules.installed import import_ops
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, TABLE
 from fxpar.torch_api.schemas import Argument, schema_of
 
@@ -145,7 +147,9 @@ def find_target(name: Any) -> Any:
         raise GraphFormatError(f"{shown(name)} is no op of torch")
     namespace, packet, overload = parts.groups()
     found: Any = None
-    if namespace in ("aten", "fxpar", "_c10d_functional") or any(op.namespace == namespace for op in TABLE):
+    if not _is_known(namespace):
+        import_ops(namespace)
+    if _is_known(namespace):
         found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
     else:
         raise GraphFormatError(f"op {name!r} is not available here, or without a sharding rule {_RULE}")
@@ -153,6 +157,10 @@ def find_target(name: Any) -> Any:
         raise GraphFormatError(f"op {name!r} is not available here")
     check_target(found)
     return found
+
+
+def _is_known(namespace: str) -> bool:
+    return namespace in ("aten", "fxpar", "_c10d_functional") or any(op.namespace == namespace for op in TABLE)
 
 
 def check_target(target: Any) -> None:
@@ -177,7 +185,7 @@ def check_target(target: Any) -> None:
         raise GraphFormatError(f"op {target} is not known to be harmless {_RULE}")
 
 
-_RULE = "(an op of your own is, once this process has registered a sharding rule for it)"
+_RULE = "(an op of your own is, once this process has registered a sharding rule for it, see docs/how-to-add.md)"
 
 
 def check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

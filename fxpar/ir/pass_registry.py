@@ -1,28 +1,16 @@
-"""Passes by name: the built-in ones and those that other packages install.
-
-A name stands for a place, `module:attribute`, which is imported when the pass is asked for and not
-before. Nothing registers itself on import, so what is known never depends on what was imported
-first, and a broken plugin harms only those who ask for it. A plugin declares, in its own
-`pyproject.toml`,
-
-    [project.entry-points."fxpar.passes"]
-    my_pass = "my_package.my_module:MyPass"
-"""
+"""Passes by name, in the entry-point group `fxpar.passes`; and as torchtitan's graph_trainer calls them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 from torch import fx
 
-from fxpar.errors import DuplicatePassError, PassContractError, PassLoadError, UnknownPassError
+from fxpar.errors import PassContractError, UnknownPassError
 from fxpar.ir.graph_module import from_graph_module
 from fxpar.ir.pass_base import GraphPass
-
-GROUP = "fxpar.passes"
-"""Entry-point group through which other packages add passes."""
+from fxpar.ir.registry import Registry
 
 BUILTIN: dict[str, str] = {
     "accumulate_gradients": "fxpar.passes.accumulate_gradients:AccumulateGradients",
@@ -44,6 +32,8 @@ BUILTIN: dict[str, str] = {
 }
 """Name -> `module:attribute` of the passes that come with fxpar."""
 
+PASSES = Registry("pass", "fxpar.passes", BUILTIN, UnknownPassError)
+
 GraphModulePass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 """A pass as torchtitan's graph_trainer calls it: `(gm, example_inputs) -> gm`."""
 
@@ -55,29 +45,16 @@ class SupportsRun(Protocol):
 
 
 def available() -> tuple[str, ...]:
-    """Names of all known passes, sorted. Imports none of them.
-
-    Raises `DuplicatePassError` when two packages use one name.
-    """
-    return tuple(sorted(_table()))
+    """Names of all known passes, sorted; see `Registry.available`."""
+    return PASSES.available()
 
 
 def get(name: str) -> Any:
-    """The pass called `name`: the attribute that its entry names, a class or a function.
+    """The pass called `name`: the attribute that its entry names, a class or a function; see `Registry.get`.
 
-    Raises `UnknownPassError` (with the nearest names), `DuplicatePassError`, or `PassLoadError`
-    when the entry cannot be imported.
+    Raises UnknownPassError (with the nearest names), DuplicateNameError, EntryLoadError.
     """
-    table = _table()
-    if name not in table:
-        raise UnknownPassError(name, sorted(table))
-    entry = table[name]
-    try:
-        if not entry.attr:
-            raise ValueError("the entry names a module and no attribute in it")
-        return entry.load()
-    except Exception as cause:
-        raise PassLoadError(name, entry.value, _owner(entry), cause) from cause
+    return PASSES.get(name)
 
 
 def as_graph_module_pass(
@@ -124,25 +101,6 @@ def _on_module(pass_: GraphPass) -> Callable[[fx.GraphModule], bool]:
         return True
 
     return run
-
-
-def _table() -> dict[str, EntryPoint]:
-    """Name -> entry, built-in passes first; read anew each time, so that nothing goes stale."""
-    table = {name: EntryPoint(name, value, GROUP) for name, value in BUILTIN.items()}
-    for entry in entry_points(group=GROUP):
-        other = table.setdefault(entry.name, entry)
-        if other.value != entry.value:
-            raise DuplicatePassError(entry.name, _describe(other), _describe(entry))
-    return table
-
-
-def _owner(entry: EntryPoint) -> str:
-    """The distribution that declares `entry`; built-in entries have none."""
-    return f"the package {entry.dist.name!r}" if entry.dist is not None else "fxpar"
-
-
-def _describe(entry: EntryPoint) -> str:
-    return f"{_owner(entry)} ({entry.value})"
 
 
 def _pass_name(pass_: object) -> str:

@@ -7,7 +7,8 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 Axes: dp (data), pp (pipeline), cp (context: tokens), tp (tensor), ep (expert). Flags: sp (Megatron sequence parallel on
 the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp and cp), remat or
 remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
-`Pipeline`), cut(layers.3|layers.6) (where stages begin).
+`Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where
+another package says so, see `fxpar.annotate.roles`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from fxpar.ir.mesh import Mesh
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut")
+ROLE_AXES = ("tp", "cp")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut", "role")
 _AXIS = re.compile(r"([a-z]+)(\d+)")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
+_ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
+_ROLE = re.compile(r"(\w+)=(\w+)", re.ASCII)
 _REMAT = re.compile(r"remat(?:\((.*)\))?", re.DOTALL)
 _GLOB = re.compile(r"[\w.*?\[\]!-]+", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
@@ -96,7 +100,8 @@ class Strategy:
 
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
-    search would choose.
+    search would choose. `roles` are axes with the names of their roles, where another package says what an axis
+    is used for.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -105,6 +110,7 @@ class Strategy:
     overrides: tuple[tuple[str, str], ...] = ()
     remat: Remat | None = None
     pipeline: Pipeline = Pipeline()
+    roles: tuple[tuple[str, str], ...] = ()
     offset: int = 0
 
     @classmethod
@@ -131,6 +137,7 @@ class Strategy:
         found = _parse_flags(text, flags)
         strategy = cls(tuple(axes), **found, overrides=tuple((overrides or {}).items()))
         _check_pipeline(text, strategy)
+        _check_roles(text, strategy)
         for pattern, placement in strategy.overrides:
             parse_override(pattern, placement)
         if world is not None:
@@ -181,6 +188,7 @@ class Strategy:
     def __str__(self) -> str:
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
         flags += [*([str(self.remat)] if self.remat else []), *self.pipeline.flags()]
+        flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags])
 
     def to_json(self) -> dict:
@@ -202,6 +210,7 @@ def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
     remats: list[Remat | None] = []
     schedules: list[Pipeline] = []
     cuts: list[tuple[str, ...]] = []
+    roles: list[tuple[tuple[str, str], ...]] = []
     for flag in flags:
         if flag in ("zero1", "zero2", "zero3"):
             if zero:
@@ -219,14 +228,41 @@ def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
             schedules.append(_parse_schedule(text, flag, match[1], match[2]))
         elif match := _CUT.fullmatch(flag):
             cuts.append(tuple(word.strip() for word in match[1].split("|")))
+        elif match := _ROLES.fullmatch(flag):
+            roles.append(tuple(_parse_role(text, flag, word.strip()) for word in match[1].split("|")))
         else:
             why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
             raise StrategySyntaxError(text, flag, why)
-    for name, given in (("a schedule", schedules), ("flag 'cut'", cuts)):
+    for name, given in (("a schedule", schedules), ("flag 'cut'", cuts), ("flag 'role'", roles)):
         if len(given) > 1:
             raise StrategySyntaxError(text, text, f"{name} is given twice")
     pipeline = replace(schedules[0] if schedules else Pipeline(), cuts=cuts[0] if cuts else ())
-    return {"zero": zero, "sp": sp, "remat": remats[0] if remats else None, "pipeline": pipeline}
+    return {
+        "zero": zero,
+        "sp": sp,
+        "remat": remats[0] if remats else None,
+        "pipeline": pipeline,
+        "roles": roles[0] if roles else (),
+    }
+
+
+def _parse_role(text: str, flag: str, word: str) -> tuple[str, str]:
+    match = _ROLE.fullmatch(word)
+    if not match:
+        raise StrategySyntaxError(text, flag, f"{word!r} is no axis and role; write role(tp=name)")
+    return match[1], match[2]
+
+
+def _check_roles(text: str, strategy: Strategy) -> None:
+    """Each role is of another axis, which the strategy has, and which a search places on."""
+    axes = [axis for axis, _ in strategy.roles]
+    for axis in axes:
+        if axis not in ROLE_AXES:
+            raise StrategySyntaxError(text, f"{axis}=", f"axes with a role are {' and '.join(ROLE_AXES)}")
+        if axis not in dict(strategy.axes):
+            raise StrategySyntaxError(text, f"{axis}=", f"it needs a {axis} axis, such as {axis}2")
+        if axes.count(axis) > 1:
+            raise StrategySyntaxError(text, f"{axis}=", f"axis {axis!r} has two roles")
 
 
 def _parse_schedule(text: str, flag: str, kind: str, count: str | None) -> Pipeline:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fxpar.errors import DtypeError, ModelOptionError, UnknownModelError, nearest
 from fxpar.models.builtin import EXAMPLES, load_example
-from fxpar.models.huggingface import load_hf
 from fxpar.models.loaded import LoadedModel
+from fxpar.models.loaders import check_loaded, loader_of, prefix_of
 from fxpar.models.user_function import load_function
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -28,18 +29,20 @@ def load(
     """Load a model by its name on the command line.
 
     `spec` is `hf:TYPE` (a tiny random decoder of transformers), `hf:TYPE@SIZE` (a published configuration, see
-    `presets`, or `@default`), `pkg.module:function`, `file.py:function`, or a built-in example (`llama`, `gpt`, `vit`,
-    `mlp`). `options` are texts by name. On device "meta" no weight is allocated. `tokens` are the lengths of the
-    micro-batches (row counts for models without tokens); a user's function brings its own. `noise` makes errors of a
-    check show (see `perturb`); a model that is to be trained wants none.
+    `presets`, or `@default`), `pkg.module:function`, `file.py:function`, a built-in example (`llama`, `gpt`, `vit`,
+    `mlp`), or `PREFIX:NAME` with a prefix of another package (entry-point group `fxpar.models`). `options` are texts by
+    name. On device "meta" no weight is allocated. `tokens` are the lengths of the micro-batches (row counts for models
+    without tokens); a user's function brings its own. `noise` makes errors of a check show (see `perturb`); a model
+    that is to be trained wants none.
 
     Raises UnknownModelError, DtypeError and what the loaders raise.
     """
     dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
     given = dict(options or {})
-    if spec.startswith("hf:"):
-        name = spec.removeprefix("hf:")
-        return load_hf(name, given, dtype=dtype, device=device, seed=seed, tokens=tokens, noise=noise)
+    prefix = prefix_of(spec)
+    if prefix is not None:
+        settings: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed, "tokens": tokens, "noise": noise}
+        return check_loaded(spec, loader_of(prefix)(spec.removeprefix(f"{prefix}:"), given, **settings))
     if ":" in spec:
         if tokens is not None:
             raise ModelOptionError("tokens", "is for hf: and built-in models; return 'batches' from your function")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
-from fxpar.errors import RuleExistsError
+from fxpar.errors import NotAnOpError, RuleExistsError
 from fxpar.ir.dist_config import OuterShard, P, R, Shard
+from fxpar.ir.serialize import OpOverload
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
 from fxpar.rules.option import Cut, Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
 from fxpar.rules.sub_axes import nest_all
@@ -19,6 +20,7 @@ aten = torch.ops.aten
 own = torch.ops.fxpar
 Factors = Callable[[OpView], list[Factor]]
 Partials = Callable[[OpView], list[Option]]
+Flops = Callable[[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]], int]
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,15 @@ class OpRule:
     """How an op may be cut: by a sharded operand or result (`cuts`), and by partial operands (`partials`).
 
     `factors` are the loops that `cuts` speaks of, where it is made of loops. `terms` are partial operands that could
-    pass through as well, but are better summed up before: they count where the axis asks for them.
+    pass through as well, but are better summed up before: they count where the axis asks for them. `flops(operands,
+    results)` are the floating-point operations of a call, from the shapes of its tensors; None: as `fxpar.cost` knows.
     """
 
     cuts: Rule
     partials: Partials | None = None
     factors: Factors | None = None
     terms: Partials | None = None
+    flops: Flops | None = None
 
     @property
     def name(self) -> str:
@@ -41,11 +45,13 @@ class OpRule:
         return f"{written.__module__.removeprefix('fxpar.')}.{written.__name__}"
 
 
-def _by(factors: Factors, partials: Partials | None = None, terms: Partials | None = None) -> OpRule:
+def _by(
+    factors: Factors, partials: Partials | None = None, terms: Partials | None = None, flops: Flops | None = None
+) -> OpRule:
     def cuts(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
         return from_factors(factors(op), op, degree, seed, shard)
 
-    return OpRule(cuts, partials, factors, terms)
+    return OpRule(cuts, partials, factors, terms, flops)
 
 
 def _pass_through(op: OpView) -> list[Option]:
@@ -158,16 +164,27 @@ REPLICATED_ON_PURPOSE = {
 }
 
 
-def register_rule(op: Any, factors: Factors, partials: Partials | None = None, *, replace: bool = False) -> None:
+def register_rule(
+    op: Any,
+    factors: Factors,
+    partials: Partials | None = None,
+    *,
+    flops: Flops | None = None,
+    replace: bool = False,
+) -> None:
     """Let an op be cut along the loops that `factors(view)` lists; `partials(view)` lists options in which operands
-    that are sums still spread over ranks pass through.
+    that are sums still spread over ranks pass through. `flops(operands, results)` are the floating-point operations of
+    one call (2 per multiply-add), from the shapes of its tensor operands and results: with it the op counts as a
+    product, whose work an axis should cut; without, as one that memory limits.
 
-    It counts for graphs that are placed afterwards, so call it where the op is defined. Raises RuleExistsError for an
-    op that has a rule, unless `replace` is set.
+    It counts for graphs that are placed afterwards, so call it where the op is defined. Raises NotAnOpError for what
+    is no overload of an op, RuleExistsError for an op that has a rule, unless `replace` is set.
     """
+    if not isinstance(op, OpOverload):
+        raise NotAnOpError(op)
     if op in TABLE and not replace:
         raise RuleExistsError(str(op), TABLE[op].name)
-    TABLE[op] = _by(factors, partials)
+    TABLE[op] = _by(factors, partials, flops=flops)
 
 
 def rule_of(target: Any) -> OpRule | None:

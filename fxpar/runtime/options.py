@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fxpar.batching import MicroBatch, length_groups
+from fxpar.batching import GroupCost, MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cost.cluster import ClusterSpec
@@ -30,6 +30,8 @@ from fxpar.runtime.gradients import Mode
 from fxpar.tracer import capture
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+CostModel = Callable[[TrainGraph, ClusterSpec], GroupCost]
+"""What a micro-batch of a program takes on a cluster."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Options:
     overlap: bool = True
     cluster: ClusterSpec | None = None
     device_tflops: float | None = None
+    cost: CostModel | None = None
     planner: str = "auto"
     execution: str = "auto"
     staging_bytes: int = 64 << 20

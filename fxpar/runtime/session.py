@@ -15,7 +15,7 @@ from fxpar.batching.cost import group_cost
 from fxpar.batching.ids import id_limits
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import OrderError, ParallelizeError, nearest, warn
+from fxpar.errors import CostContractError, OrderError, ParallelizeError, nearest, warn
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -33,6 +33,7 @@ from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import (
     Compiled,
+    CostModel,
     LossFunction,
     Options,
     as_precision,
@@ -387,7 +388,12 @@ def _device(module: nn.Module) -> torch.device:
 def _costs(
     programs: Sequence[TrainGraph], cluster: ClusterSpec, device: torch.device, options: Options
 ) -> list[GroupCost]:
-    """What a micro-batch costs under each program, by usual figures of the device: the same on all ranks."""
+    """What a micro-batch costs under each program, by usual figures of the device: the same on all ranks.
+
+    Raises CostContractError for a `cost` that returns something else.
+    """
+    if options.cost is not None:
+        return _given_costs(programs, cluster, options.cost)
     known = figures(device)
     tflops = options.device_tflops or known.tflops
     rates = {"memory_gb_per_s": known.memory_gb_per_s, "launch_us": known.launch_us}
@@ -397,3 +403,13 @@ def _costs(
         else group_cost(program, cluster, tflops, **rates)
         for program in programs
     ]
+
+
+def _given_costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, cost: CostModel) -> list[GroupCost]:
+    """What the user's cost model says on rank 0: it may measure, and ranks with other costs would make other plans."""
+    found: list[Any] = [cost(program, cluster) for program in programs]
+    for program, one in zip(programs, found, strict=True):
+        if not isinstance(one, GroupCost):
+            raise CostContractError(str(program.strategy), one)
+    dist.broadcast_object_list(found, src=0)
+    return found

@@ -24,8 +24,10 @@ def plan_switch(
 ) -> SwitchPlan:
     """Plan the switch of all tensors of `target`; `extra_holders` are further layouts whose copies are still valid.
 
-    `planner` is first_come, round_robin, hotspa (Algorithm 1), relay, or auto (the fastest of them by prediction).
-    Raises LayoutError, NoOwnerError, ClusterError, PlannerError.
+    `planner` is first_come, round_robin, hotspa (Algorithm 1), relay, auto (the fastest of them by prediction),
+    or one of another package (entry-point group `fxpar.planners`).
+    Raises LayoutError, NoOwnerError, ClusterError, PlannerError; PlannerContractError and SwitchPlanError for another
+    package's planner that does not do what a planner does.
     """
     begun = time.process_time()
     world, alike = alike_tensors(source, target, cluster, extra_holders)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.models import LoadedModel, load
+from tests.docs.extras import install
 
 ROOT = Path(__file__).resolve().parents[2]
 Namespace = dict[str, Any]
@@ -159,6 +160,11 @@ def _resume(names: Namespace, folder: Path) -> None:
     _module(folder, "my_model", "from tests.docs.pages import TinyModel as MyModel, mini_batch")
 
 
+def _extras(names: Namespace, folder: Path) -> None:
+    """The example package, as if it was installed."""
+    install(folder)
+
+
 SETUPS: dict[str, Callable[[Namespace, Path], None]] = {
     "capture.md": _your_model,
     "strategies.md": _captured,
@@ -168,6 +174,7 @@ SETUPS: dict[str, Callable[[Namespace, Path], None]] = {
     "torchtitan.md": _captured,
     "passes.md": _captured,
     "resume.md": _resume,
+    "how-to-add.md": _extras,
     "README.md": _readme,
 }
 

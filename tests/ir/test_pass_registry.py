@@ -7,14 +7,14 @@ import functools
 import operator
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import fx
 
-from fxpar.errors import DuplicatePassError, PassContractError, PassLoadError, UnknownPassError
+from fxpar.errors import DuplicateNameError, EntryLoadError, PassContractError, UnknownPassError
 from fxpar.ir import pass_registry
 
 # Any importable attributes will do: the registry does not look into what it finds.
@@ -24,7 +24,7 @@ FAKE_BUILTIN = {"bucket_collectives": "operator:add", "insert_reshards": "collec
 @pytest.fixture(autouse=True)
 def fake_builtin(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     table = dict(FAKE_BUILTIN)
-    monkeypatch.setattr(pass_registry, "BUILTIN", table)
+    monkeypatch.setattr(pass_registry, "PASSES", replace(pass_registry.PASSES, builtin=table))
     return table
 
 
@@ -95,28 +95,28 @@ def test_broken_plugin_fails_only_when_asked_for(site, value, source, cause):
     site.install("plug_bad", {"bad_pass": value}, source)
     assert "bad_pass" in pass_registry.available()
     assert pass_registry.get("bucket_collectives") is operator.add
-    with pytest.raises(PassLoadError, match=cause) as caught:
+    with pytest.raises(EntryLoadError, match=cause) as caught:
         pass_registry.get("bad_pass")
     assert "the package 'plug_bad'" in str(caught.value)
 
 
 def test_broken_builtin_names_fxpar(fake_builtin):
     fake_builtin["gone"] = "fxpar.no_such_module:Pass"
-    with pytest.raises(PassLoadError, match="of fxpar cannot be loaded"):
+    with pytest.raises(EntryLoadError, match="of fxpar cannot be loaded"):
         pass_registry.get("gone")
 
 
 def test_plugin_cannot_take_the_name_of_a_builtin(site):
     site.install("plug_dup", {"insert_reshards": "plug_dup:Mine"}, "class Mine: pass\n")
     for ask in (pass_registry.available, lambda: pass_registry.get("insert_reshards")):
-        with pytest.raises(DuplicatePassError, match=r"fxpar .*'plug_dup' \(plug_dup:Mine\)"):
+        with pytest.raises(DuplicateNameError, match=r"fxpar .*'plug_dup' \(plug_dup:Mine\)"):
             ask()
 
 
 def test_two_plugins_cannot_share_a_name(site):
     site.install("plug_one", {"shared": "plug_one:run"})
     site.install("plug_two", {"shared": "plug_two:run"})
-    with pytest.raises(DuplicatePassError, match=r"'plug_(one|two)'.*'plug_(one|two)'"):
+    with pytest.raises(DuplicateNameError, match=r"'plug_(one|two)'.*'plug_(one|two)'"):
         pass_registry.available()
 
 

@@ -17,7 +17,10 @@ def switch_command(
     target: Annotated[str, typer.Option("--to", metavar="S2", help="Strategy after, such as dp8.tp4.")],
     cluster: Cluster,
     planner: Annotated[
-        str, typer.Option(metavar="P", help="first_come, round_robin, hotspa, relay, or auto: the fastest of them.")
+        str,
+        typer.Option(
+            metavar="P", help="first_come, round_robin, hotspa, relay, auto (the fastest of them), or an installed one."
+        ),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="Dtype of the weights on the wire.")] = "bf16",
     json: Json = None,

@@ -1,4 +1,7 @@
-"""Planners by name: from a SwitchProblem to its transfers. `auto` takes the plan with the least predicted time."""
+"""Planners by name: from a SwitchProblem to its transfers. `auto` takes the plan with the least predicted time.
+
+Other packages add planners through the entry-point group `fxpar.planners`; `auto` does not try these.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fxpar.errors import PlannerError
+from fxpar.errors import PlannerContractError, PlannerError
+from fxpar.ir.registry import Registry
 from fxpar.switch.planners.hotspa import hotspa
 from fxpar.switch.planners.relay import relay
 from fxpar.switch.planners.simple import first_come, round_robin
 from fxpar.switch.predict import seconds
 from fxpar.switch.problem import SwitchProblem
-from fxpar.switch.transfers import ordered
+from fxpar.switch.transfers import TRANSFER, ordered
+from fxpar.switch.verify import verify
 
 Planner = Callable[[SwitchProblem], np.ndarray]
 
@@ -24,16 +29,42 @@ PLANNERS: dict[str, Planner] = {
     "first_come": first_come,
 }
 NAMES = (*PLANNERS, "auto")
+# "turns" is no planner of this kind: nobody makes its whole plan, see `fxpar.switch.by_turns`.
+_ELSEWHERE = {"auto": f"{__name__}:run_planner", "turns": "fxpar.switch.by_turns:switch_by_turns"}
+_BUILTIN = {name: f"{planner.__module__}:{planner.__name__}" for name, planner in PLANNERS.items()} | _ELSEWHERE
+REGISTRY = Registry("planner", "fxpar.planners", _BUILTIN, PlannerError)
+
+
+def planner_names() -> tuple[str, ...]:
+    """What `run_planner` takes: fxpar's own, then those of other packages. Raises DuplicateNameError."""
+    return (*NAMES, *REGISTRY.installed())
 
 
 def run_planner(problem: SwitchProblem, name: str) -> tuple[str, np.ndarray]:
-    """The name of the planner that was taken, and its transfers in order. Raises PlannerError."""
+    """The name of the planner that was taken, and its transfers in order.
+
+    The plan of a planner from another package is verified. Raises PlannerError, PlannerContractError, SwitchPlanError,
+    DuplicateNameError, EntryLoadError.
+    """
     if name not in NAMES:
-        raise PlannerError(name, NAMES)
+        return name, _run_installed(problem, name)
     chosen = list(PLANNERS) if name == "auto" else [name]
     made = {candidate: PLANNERS[candidate](problem) for candidate in chosen}
     best = min(chosen, key=lambda candidate: seconds(problem, made[candidate])) if len(chosen) > 1 else name
     return best, ordered(made[best], problem.world)
 
 
-__all__ = ["NAMES", "PLANNERS", "Planner", "run_planner"]
+def _run_installed(problem: SwitchProblem, name: str) -> np.ndarray:
+    names = planner_names()
+    if name not in names:
+        raise PlannerError(name, names)
+    made = REGISTRY.get(name)(problem)
+    if not isinstance(made, np.ndarray) or made.dtype != TRANSFER:
+        what = f"an array of {made.dtype}" if isinstance(made, np.ndarray) else type(made).__name__
+        raise PlannerContractError(name, what)
+    transfers = ordered(made, problem.world)
+    verify(problem, transfers)
+    return transfers
+
+
+__all__ = ["NAMES", "PLANNERS", "Planner", "planner_names", "run_planner"]

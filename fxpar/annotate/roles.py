@@ -1,0 +1,58 @@
+"""Roles by name: what a strategy uses its tp or cp axis for. `tp` and `cp` themselves are fxpar's.
+
+Other packages add roles through the entry-point group `fxpar.roles`; a strategy names them, `tp4+role(tp=my_role)`. A
+role is a class of policies: one that derives from `TensorAxis` is for tp, one that derives from `ContextAxis` for cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import sympy
+
+from fxpar.annotate.policy import ContextAxis, TensorAxis
+from fxpar.annotate.problem import AxisProblem
+from fxpar.errors import RoleContractError, UnknownRoleError
+from fxpar.ir.dist_config import Placement
+from fxpar.ir.registry import Registry
+from fxpar.ir.strategy import Strategy
+
+BUILTIN = {"tp": "fxpar.annotate.policy:TensorAxis", "cp": "fxpar.annotate.policy:ContextAxis"}
+ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
+Policy = TypeVar("Policy", TensorAxis, ContextAxis)
+
+
+def tensor_policy(strategy: Strategy, overrides: Mapping[str, Placement], token: sympy.Symbol | None) -> TensorAxis:
+    """What the tp axis is used for; `overrides` are by placeholder name, `token` is the symbol of the token dim.
+
+    Raises UnknownRoleError, RoleContractError, DuplicateNameError, EntryLoadError.
+    """
+    return _class(strategy, "tp", TensorAxis)(strategy.degree("tp"), strategy.sp, overrides, token)
+
+
+def context_policy(strategy: Strategy, token: sympy.Symbol | None) -> ContextAxis:
+    """What the cp axis is used for. Raises as `tensor_policy` does."""
+    return _class(strategy, "cp", ContextAxis)(strategy.degree("cp"), token)
+
+
+def check_options(strategy: Strategy, axis: str, problem: AxisProblem) -> None:
+    """Raise RoleContractError if the axis' role leaves a node without any placement."""
+    for entry in problem.classes:
+        if not entry.options:
+            raise RoleContractError(role_of(strategy, axis), f"it leaves {entry.nodes[0].name!r} without a placement")
+
+
+def role_of(strategy: Strategy, axis: str) -> str:
+    """The name of an axis' role; without another one that of the axis."""
+    return dict(strategy.roles).get(axis, axis)
+
+
+def _class(strategy: Strategy, axis: str, base: type[Policy]) -> type[Policy]:
+    name = role_of(strategy, axis)
+    if name == axis:
+        return base  # without a look at what is installed, which takes 15 ms
+    found = ROLES.get(name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise RoleContractError(name, f"on axis {axis!r} it must be a class that derives from {base.__name__}")
+    return found

@@ -1,0 +1,1 @@
+"""What another package may add to fxpar, one module for each kind."""
