@@ -10,7 +10,7 @@ from fxpar.errors import FxparError
 from fxpar.ir.mesh import Mesh
 from fxpar.lowering import lower
 from fxpar.runtime import bind
-from fxpar.runtime.bound import token_axes
+from fxpar.runtime.runner import token_axes
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import ProcessGroups
 from tests.captured import llama, odd
