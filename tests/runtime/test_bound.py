@@ -48,19 +48,33 @@ class Slopes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+        self.half = torch.tensor(0.5, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.a + self.b).sum()
+        return x * (self.a + self.b).sum() * self.half
+
+
+def bound_slopes():
+    model = Slopes()
+    batches = [{"x": torch.randn(4, dtype=torch.float64)} for _ in range(3)]
+    program = lower(capture(model, lambda model, batch: model(batch["x"]).sum(), batches[0]), "dp1")
+    return bind(program, 0, {}), {name: p.detach() for name, p in model.named_parameters()}, batches
+
+
+def test_constants_go_where_the_parameters_are():
+    bound, params, _ = bound_slopes()
+    assert bound.program.constants
+    for device in ("cpu", "meta", "cpu"):
+        bound.prepare({name: p.to(device) for name, p in params.items()}, {})
+        assert {value.device.type for value in bound.inputs if value is not None} == {device}
 
 
 def test_gradients_that_are_views_add_up():
-    model = Slopes()
-    batches = [{"x": torch.randn(4, dtype=torch.float64)} for _ in range(3)]
-    bound = bind(lower(capture(model, lambda model, batch: model(batch["x"]).sum(), batches[0]), "dp1"), 0, {})
-    bound.prepare({name: p.detach() for name, p in model.named_parameters()}, {})
+    bound, params, batches = bound_slopes()
+    bound.prepare(params, {})
     for batch in batches:
         bound.run(batch, 1.0)
-    expected = sum(batch["x"].sum() for batch in batches).expand(3)
+    expected = 0.5 * sum(batch["x"].sum() for batch in batches).expand(3)
     for grad in bound.finish()["grads"].values():
         torch.testing.assert_close(grad, expected)
 
