@@ -74,7 +74,7 @@ class Runner(Generic[P]):
         return {i: values[i] for found, i in getattr(self.program, name).sources if found == source}
 
     def call(self, name: str, operands: list[Any], *, keep: Collection[int] | None = None) -> list[Any]:
-        """Run a part. If it is not compiled it empties the list: what nobody else holds is freed after its last use.
+        """Run a part. The eager backend empties the list: what nobody else holds is freed after its last use.
 
         With `keep` the results but those at these positions add up, in place, with earlier ones, which follow the
         operands.
