@@ -38,7 +38,8 @@ from fxpar.ir.exec_graph import ExecGraph
 from fxpar.losses import IGNORE_INDEX, next_token_labels
 from fxpar.lowering import lower
 from fxpar.models import LoadedModel, load
-from fxpar.runtime.bound import Backend, bind
+from fxpar.runtime.bound import bind
+from fxpar.runtime.runner import Backend
 from fxpar.tracer import capture
 
 SIZES = {"layers": "16", "dim": "2048", "heads": "32", "kv_heads": "8", "ffn": "8192", "vocab": "32000"}

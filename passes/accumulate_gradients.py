@@ -16,6 +16,7 @@ in its last bit. Used on the body graph alone, for micro-batches after the first
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.pass_base import Tier, right_behind, set_results
+from fxpar.ir.strategy import Strategy
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
@@ -61,6 +63,11 @@ class AccumulateGradients:
             total.meta.update(node.meta)
             results[i] = total
         set_results(graph.graph, results)
+
+
+def accumulate(graph: fx.Graph, keep: Collection[int]) -> None:
+    """Apply AccumulateGradients to the graph of a part."""
+    AccumulateGradients(keep=tuple(keep))(AnnotatedGraph(graph, (), (), (), Strategy((("dp", 1),))))
 
 
 def _product_below(result: fx.Node) -> list[fx.Node] | None:

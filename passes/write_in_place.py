@@ -29,8 +29,7 @@ from fxpar.ir.pass_base import Tier, ancestors
 from fxpar.ir.serialize import OpOverload
 from fxpar.torch_api import kernels
 
-aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 IN_PLACE: dict[Any, Any] = {
     aten.add.Tensor: aten.add_.Tensor,
@@ -76,7 +75,7 @@ _RELABEL = {
     aten.unsqueeze.default,
     aten.squeeze.dim,
     kernels.unsafe_view,
-    _WAIT,
+    _c10d.wait_tensor.default,
 }
 # These keep what their schemas say about memory; an op of somebody else's may well return its operand.
 _TRUSTED = ("aten", "fxpar", "_c10d_functional")
@@ -104,9 +103,13 @@ class WriteInPlace:
                 node.kwargs = {**node.kwargs, keyword: node.args[0]}
 
 
-def undo(graph: fx.Graph) -> None:
-    """Make in-place ops functional again, but those that write over an operand of the graph (accumulators)."""
+def functional(graph: fx.Graph) -> None:
+    """Make in-place ops and collectives functional again, but ops that write over an operand of the graph
+    (accumulators).
+    """
     for node in graph.nodes:
+        if node.target is _c10d.all_reduce_.default:
+            node.target = _c10d.all_reduce.default
         if node.target in _FUNCTIONAL and _source(node.args[0]).op != "placeholder":
             node.target = _FUNCTIONAL[node.target]
         elif node.target in _OUT_FUNCTIONAL and _source(node.args[0]).op != "placeholder":

@@ -30,11 +30,11 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.binding import bind_here
-from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.micro import MicroRun, as_one_sequence, replica_of
 from fxpar.runtime.padding import pad
+from fxpar.runtime.runner import Backend
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport.groups import ProcessGroups
 

@@ -19,7 +19,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import finish
 from fxpar.models.loaded import mean_scale
-from fxpar.runtime.bound import Backend
+from fxpar.runtime.runner import Backend
 
 
 def check_file(

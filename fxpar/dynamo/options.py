@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from fxpar.errors import BackendOptionError, nearest
 from fxpar.ir.strategy import Strategy
-from fxpar.runtime.bound import Backend
+from fxpar.runtime.runner import Backend
 
 OPTIONS = ("strategy", "strategies", "overrides", "seed", "compile")
 _BACKENDS = ("eager", "inductor")

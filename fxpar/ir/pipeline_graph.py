@@ -6,8 +6,11 @@ s, s + pp ... have the same one.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
+
+from torch import fx
 
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored
 from fxpar.ir.graph import TensorMeta
@@ -32,6 +35,22 @@ class StageProgram(Program):
     def parts(self) -> dict[str, Part]:
         names = ("prologue", "forward", "backward", "epilogue")
         return {name: getattr(self, name) for name in names}
+
+    @functools.cached_property
+    def loss(self) -> Part:
+        """What the epilogue does for the loss, on the stage that gives it."""
+        graph, copied = fx.Graph(), {}
+        graph.graph_copy(self.epilogue.graph, copied)
+        kinds = [out.kind for out in self.outputs if out.kind in ("loss", "grad", "buffer")]
+        graph.output((copied[self.epilogue.results[kinds.index("loss")]],))
+        graph.eliminate_dead_code()
+        sources = []
+        for node, source in zip(graph.find_nodes(op="placeholder"), self.epilogue.sources, strict=True):
+            if node.users:
+                sources.append(source)
+            else:
+                graph.erase_node(node)
+        return Part(graph, tuple(sources))
 
     def taken(self, kind: str) -> dict[str, Stored]:
         """How the inputs of a kind lie, by FQN, in order."""

@@ -10,22 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import sympy
-import torch
 from torch import fx
 
 from fxpar.ir.exec_graph import Part, collective_kind
-from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pipeline_graph import StageProgram
-from fxpar.ir.strategy import Strategy
 from fxpar.memory.liveness import kind_of
 from fxpar.memory.workspace import Conditions, workspace_bytes
-from fxpar.passes.accumulate_gradients import AccumulateGradients
-from fxpar.passes.write_in_place import undo
+from fxpar.passes.accumulate_gradients import accumulate
+from fxpar.passes.write_in_place import functional
 from fxpar.remat import Storages, trace_storages
 
 Name = tuple[str, str]  # kind and FQN of an input
-
-c10d = torch.ops._c10d_functional
 
 _HALVES = ("input_part", "weight_part")
 _PER_MICRO_BATCH = ("batch", "received", "received_grad")
@@ -153,12 +148,10 @@ def _kinds(joined: _Joined, storages: Storages, saved: frozenset[int], finals: s
 
 
 def _apart(part: Part) -> Part:
-    """Half of a backward: it writes over nothing, as the other half may read it (`fxpar.runtime.stage`)."""
+    """Half of a backward: it writes over nothing, as the other half may read it (`fxpar.runtime.runner`)."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(part.graph, {}))
-    undo(copy)
-    for node in copy.find_nodes(op="call_function", target=c10d.all_reduce_.default):
-        node.target = c10d.all_reduce.default
+    functional(copy)
     return Part(copy, part.sources)
 
 
@@ -166,7 +159,7 @@ def accumulating(part: Part, keep: tuple[int, ...] = ()) -> Part:
     """The part that adds its results, but those at `keep`, to earlier ones."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(part.graph, {}))
-    AccumulateGradients(keep=keep)(AnnotatedGraph(copy, (), (), (), Strategy((("dp", 1),))))
+    accumulate(copy, keep)
     more = len(copy.find_nodes(op="placeholder")) - len(part.sources)
     return Part(copy, (*part.sources, *(("accumulator", i) for i in range(more))))  # type: ignore[arg-type]
 

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
-from fxpar.runtime.bound import Backend, BoundGraph, bind
+from fxpar.runtime.bound import BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
 from fxpar.runtime.pipeline import BoundPipeline
+from fxpar.runtime.runner import Backend
 from fxpar.transport.groups import ProcessGroups
 
 Bound = BoundGraph | BoundPipeline

@@ -25,8 +25,8 @@ from fxpar.lowering import lower
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import Precision, with_precision
-from fxpar.runtime.bound import Backend
 from fxpar.runtime.gradients import Mode
+from fxpar.runtime.runner import Backend
 from fxpar.tracer import capture
 
 LossFunction = Callable[[nn.Module, Any], Tensor]

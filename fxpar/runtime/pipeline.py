@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.runtime.bound import Backend
 from fxpar.runtime.channels import Channels, Work
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.padding import batch_dims
+from fxpar.runtime.runner import Backend
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.runtime.stage import BoundStage, Half
 from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, Wait, schedule, simulate, with_transfers
@@ -97,9 +97,9 @@ class BoundPipeline:
 
     def prepare(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Start a group: this rank's stored parameters and all buffers, by FQN."""
-        self._device = next((t.device for t in params.values()), self._device)
         for stage in self.stages.values():
             stage.prepare(params, buffers)
+            self._device = stage.device
 
     def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS) -> None:
         """All micro-batches of this replica, in the order of the schedule; they may differ in length."""
@@ -134,7 +134,7 @@ class BoundPipeline:
         Loss and buffers are those of all stages; a gradient is what this rank's stages give: of a parameter on several
         stages one term of the sum.
         """
-        made = {index: stage.finish() for index, stage in self.stages.items()}
+        made = {index: stage.reduce() for index, stage in self.stages.items()}
         grads: dict[str, Tensor] = {}
         for results in made.values():
             for (kind, fqn), value in results.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,15 @@ from torch import Tensor
 
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
-from fxpar.ir.exec_graph import Part, PlainGraph, compile_graph
+from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
-from fxpar.runtime.bound import Backend, token_axes
-from fxpar.runtime.gloo import graph_of_rank
-from fxpar.runtime.padding import pad_batch
+from fxpar.runtime.micro import local_batch
+from fxpar.runtime.padding import pad
+from fxpar.runtime.runner import Backend, Runner, Values
 from fxpar.torch_api.tree import flatten_call, unflatten
 
 Tensors = Mapping[str, Tensor]
 OnTensors = Callable[[dict[str, Tensor]], None]
-c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class _Call:
     """One forward on its way through autograd."""
 
     inputs: Sequence[Any]  # local tensors in the order of the program's inputs; tangents are None
-    device: torch.device
     lengths: Lengths
     on_gradients: OnTensors
     weights: Callable[[], Hashable]
@@ -68,7 +66,7 @@ class _Call:
     values: list[tuple[torch.Size, torch.dtype]]  # what was returned, filled in by the forward
 
 
-class PlainRunner:
+class PlainRunner(Runner[PlainGraph]):
     """One rank's `PlainGraph`. Any number of forwards may run before their backwards, which may come in any order.
 
     All ranks must call it, and `backward`, in the same order. Backwards run within `watched()`: they begin outside of
@@ -84,26 +82,17 @@ class PlainRunner:
         compile: Backend = "eager",
         watched: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.program, self.rank, self.watched = program, rank, watched
-        mesh = program.strategy.mesh
-        indices = {axis: mesh.index(rank, axis) for axis in token_axes(program)}  # type: ignore[arg-type]
-        self._forward = _compile(program.forward, dict(groups), indices, compile)
-        self._backward = _compile(program.backward, dict(groups), indices, compile)
-        self._position = {(info.kind, info.fqn): i for i, info in enumerate(program.inputs)}
+        super().__init__(program, rank, groups, compile)
+        self.watched = watched
+        for name in program.parts:
+            self.compiled(name)
         found = list(zip(program.outputs, program.stored_outputs, strict=True))
         self._returned = [(o, s) for o, s in found if o.kind in ("value", "buffer")]
         self._gradients = [(o, s) for o, s in found if o.kind not in ("value", "buffer")]
         self._values = [(o.fqn, s.meta) for o, s in self._returned if o.kind == "value"]
         self._tangents = {i.fqn for i in program.inputs if i.kind == "tangent"}
         self._reached = [program.tangents[o.kind, o.fqn] for o, _ in self._gradients]
-        # What the backward reads besides results of the forward. Tensors of the call are watched by autograd for
-        # writes between forward and backward; weights are not, as whoever stores them may well write the same again.
-        used = [i for source, i in program.backward.sources if source == "input"]
-        self._kept = [i for i in dict.fromkeys(used) if program.inputs[i].kind != "tangent"]
-        written = {o.fqn for o in program.outputs if o.kind == "buffer"}
-        self._copied = [
-            i for i in self._kept if program.inputs[i].kind == "buffer" and program.inputs[i].fqn in written
-        ]
+        self._written = {o.fqn for o in program.outputs if o.kind == "buffer"}
 
     def __call__(
         self,
@@ -132,17 +121,17 @@ class PlainRunner:
         given = call_tensors(self.program.structure, args, kwargs or {})
         batch = mark_documents(self.program.inputs, given, whole=True)  # padding will be another document
         lengths = self._lengths(batch)
-        device = next((t.device for t in (*params.values(), *batch.values())), torch.device("cpu"))
-        inputs = self._inputs(params, buffers, batch, torch.tensor(seed, dtype=torch.int64, device=device))
-        call = _Call(inputs, device, lengths, on_gradients, weights, {}, [])
+        self.move_to((*params.values(), *batch.values()))
+        padded = local_batch(self.program, pad(self.program, _detached(batch)), self.rank)
+        given = {"param": _detached(params), "buffer": _detached(buffers), "constant": self.constants}
+        call = _Call(self.fill({**given, "batch": padded, "seed": seed}), lengths, on_gradients, weights, {}, [])
         wanted = {("batch", i.fqn): batch[i.fqn] for i in self.program.inputs if i.kind == "batch" and i.requires_grad}
         wanted |= {("param", fqn): tensor for fqn, tensor in (roots or {}).items()}
         if self._tangents and torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True)  # the parameters are not arguments, yet a backward is due
             found = _Plain.apply(self, call, tuple(wanted), anchor, *wanted.values())
         else:
-            with torch.no_grad():
-                found, _ = self.run_forward(call)
+            found, _ = self.run_forward(call)
         updated, call.buffers = call.buffers, {}
         if updated and on_buffers is not None:
             on_buffers(updated)
@@ -151,8 +140,7 @@ class PlainRunner:
     # ------------------------------------------------------------------------------------------------- both ways
     def run_forward(self, call: _Call) -> tuple[list[Tensor], list[Any]]:
         """The values without padding, and what the backward needs of the forward."""
-        with _surroundings(call.device):
-            results = self._forward(*(call.inputs[i] for _, i in self.program.forward.sources))
+        results = self._run("forward", {"input": call.inputs})
         values = []
         for (out, stored), value in zip(self._returned, results, strict=False):
             if out.kind == "value":
@@ -160,7 +148,7 @@ class PlainRunner:
             else:
                 call.buffers[out.fqn] = value
         call.values = [(value.shape, value.dtype) for value in values]
-        return values, list(results)
+        return values, results
 
     def run_backward(
         self, call: _Call, inputs: Mapping[int, Any], results: Mapping[int, Any], tangents: Sequence[Tensor | None]
@@ -175,15 +163,13 @@ class PlainRunner:
             if fqn not in self._tangents:
                 continue
             if tangent is None:
-                tangent = torch.zeros(shape, dtype=dtype, device=call.device)
+                tangent = torch.zeros(shape, dtype=dtype, device=self.device)
             else:
                 used.add(fqn)
-            i = self._position[("tangent", fqn)]
+            i = self.place["tangent", fqn]
             stored = self.program.stored_inputs[i]
             local[i] = stored.dist.take(call.lengths.fill(tangent, stored.meta.shape), self.rank)
-        table = {"input": local, "forward": results}
-        with _surroundings(call.device):
-            found = self._backward(*(table[source][i] for source, i in self.program.backward.sources))
+        found = self._run("backward", {"input": local, "forward": results})
         grads: dict[str, Tensor] = {}
         back: dict[tuple[str, str], Tensor] = {}
         for (out, stored), reached, grad in zip(self._gradients, self._reached, found, strict=True):
@@ -197,12 +183,24 @@ class PlainRunner:
         return back | {("param", fqn): grad for fqn, grad in grads.items()}
 
     def kept(self, call: _Call) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Inputs that the backward needs, by position: (tensors of the call, weights and buffers)."""
+        """Inputs that the backward needs, by position: (tensors of the call, weights and buffers).
+
+        Tensors of the call are watched by autograd for writes between forward and backward; weights are not, as whoever
+        stores them may well write the same again.
+        """
         own, shared = {}, {}
-        for i in self._kept:
-            kind, value = self.program.inputs[i].kind, call.inputs[i]
-            (own if kind == "batch" else shared)[i] = value.clone() if i in self._copied else value
+        for i, value in self.read("backward", "input", call.inputs).items():
+            info = self.program.inputs[i]
+            if info.kind == "batch":
+                own[i] = value
+            elif info.kind != "tangent":
+                shared[i] = value.clone() if info.kind == "buffer" and info.fqn in self._written else value
         return own, shared
+
+    def _run(self, name: str, tables: Mapping[str, Values]) -> list[Any]:
+        """Call a part without autocast, whose casts it has already."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self.call(name, self.gather(name, tables))
 
     @property
     def differentiable(self) -> list[bool]:
@@ -229,22 +227,6 @@ class PlainRunner:
                     raise PadError(str(symbol), f"output {fqn} is {size} long, so what is padding in it cannot be told")
         return lengths
 
-    def _inputs(self, params: Tensors, buffers: Tensors, batch: Tensors, seed: Tensor) -> list[Any]:
-        program = self.program
-        detached = {key: value.detach() for key, value in batch.items()}
-        padded = pad_batch(program.inputs, program.dims, program.divisors, detached, hazard=program.padding_hazard)
-        inputs: list[Any] = []
-        for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
-            if info.kind in ("param", "buffer"):
-                inputs.append((params if info.kind == "param" else buffers)[info.fqn].detach())
-            elif info.kind == "constant":
-                inputs.append(program.constants[info.fqn].to(seed.device))
-            elif info.kind == "batch":
-                inputs.append(stored.dist.take(padded[info.fqn], self.rank))
-            else:
-                inputs.append(seed if info.kind == "seed" else None)
-        return inputs
-
     def _structured(self, values: Tensors, lengths: Lengths) -> Any:
         leaves = []
         for leaf in self.program.structure.leaves:
@@ -266,9 +248,9 @@ class _Plain(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         values, results = runner.run_forward(call)
         own, ctx.shared = runner.kept(call)
-        needed = sorted({i for source, i in runner.program.backward.sources if source == "forward"})
-        tensors = {i: results[i] for i in needed if isinstance(results[i], Tensor)}
-        ctx.numbers = {i: results[i] for i in needed if i not in tensors}
+        needed = runner.read("backward", "forward", results)
+        tensors = {i: value for i, value in needed.items() if isinstance(value, Tensor)}
+        ctx.numbers = {i: value for i, value in needed.items() if i not in tensors}
         values = _distinct(values, [t for t in call.inputs if t is not None])
         ctx.save_for_backward(*own.values(), *tensors.values())  # freed by autograd after the backward
         ctx.places = list(own), list(tensors)
@@ -296,13 +278,8 @@ class _Plain(torch.autograd.Function):
         return None, None, None, None, *(back.get(name) for name in ctx.names)
 
 
-@contextmanager
-def _surroundings(device: torch.device) -> Iterator[None]:
-    """For a graph: no autocast, whose casts it has already; tensors that it makes itself go to the inputs' device (a
-    mode that costs a Python call per op).
-    """
-    with torch.autocast(device.type, enabled=False), nullcontext() if device.type == "cpu" else device:
-        yield
+def _detached(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _distinct(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -344,12 +321,3 @@ def _check(info: Input, tensor: Tensor, sizes: dict[sympy.Symbol, int]) -> None:
     if not fits or (tensor.requires_grad and not info.requires_grad and torch.is_grad_enabled()):
         grad = " without a gradient" * (tensor.requires_grad and not info.requires_grad)
         raise CallMismatchError(f"{info.fqn} is {tensor.dtype} {list(tensor.shape)}, captured was {meta}{grad}")
-
-
-def _compile(part: Part, groups: dict[str, str], indices: dict[str, int], backend: Backend) -> Callable[..., Any]:
-    graph = graph_of_rank(part.graph, groups, indices)
-    if backend == "eager" or part.is_empty:
-        return compile_graph(graph)
-    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
-        node.target = c10d.all_reduce.default  # the compiler wants functional ops and reuses buffers by itself
-    return torch.compile(compile_graph(graph), backend="inductor", dynamic=True, fullgraph=True)

@@ -7,8 +7,6 @@ from torch.fx.graph import _BoxedCodeGen
 
 
 def compile_boxed(graph: fx.Graph) -> fx.GraphModule:
-    """A module that takes one list of all operands and clears it; `graph` is copied."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    copy.set_codegen(_BoxedCodeGen())
-    return fx.GraphModule(nn.Module(), copy)
+    """A module that takes one list of all operands and clears it; `graph` belongs to it."""
+    graph.set_codegen(_BoxedCodeGen())
+    return fx.GraphModule(nn.Module(), graph)

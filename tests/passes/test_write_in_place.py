@@ -18,8 +18,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
-from fxpar.passes.write_in_place import IN_PLACE, WriteInPlace, undo
-from fxpar.runtime.bound import functional_collectives
+from fxpar.passes.write_in_place import IN_PLACE, WriteInPlace, functional
 from fxpar.runtime.stage import BoundStage
 from tests.captured import gpt, llama
 from tests.passes.sketch import Sketch, names
@@ -266,26 +265,27 @@ def test_no_bit_of_a_stage_changes(halves: bool):
         else:
             for i in numbers:
                 first.backward(i, second.backward(i, {}))
-        found.append({**first.finish(), **second.finish()})
+        found.append({**first.reduce(), **second.reduce()})
     mine, plain = found
     assert mine.keys() == plain.keys()
     assert all(torch.equal(mine[key], plain[key]) for key in plain)
 
 
-def test_undo_gives_back_the_functional_graph():
+def test_functional_gives_back_the_functional_graph():
     captured = llama()
     graphs = [lower(captured.graph, "tp2", passes=ladder).body.graph for ladder in (default_passes(), without_pass())]
-    undo(graphs[0])
+    for graph in graphs:
+        functional(graph)
     assert [n.target for n in graphs[0].nodes] == [n.target for n in graphs[1].nodes]
     assert [n.kwargs.keys() for n in graphs[0].nodes] == [n.kwargs.keys() for n in graphs[1].nodes]
 
 
-def test_undo_leaves_accumulators():
+def test_functional_leaves_accumulators():
     graph = fx.Graph()
     total, part = graph.placeholder("total"), graph.placeholder("part")
     view = graph.call_function(aten.t.default, (total,))
     graph.output((graph.call_function(aten.add_.Tensor, (view, part)),))
-    functional_collectives(graph)
+    functional(graph)
     assert [n.target for n in graph.nodes][3] is aten.add_.Tensor
 
 
@@ -340,7 +340,7 @@ def test_random_programs_keep_every_bit(choices):
 
 
 def test_the_table_pairs_ops_of_one_signature():
-    for functional, in_place in IN_PLACE.items():
-        mine, other = functional._schema, in_place._schema
+    for plain, in_place in IN_PLACE.items():
+        mine, other = plain._schema, in_place._schema
         assert [(a.name, str(a.type)) for a in mine.arguments] == [(a.name, str(a.type)) for a in other.arguments]
         assert other.arguments[0].alias_info.is_write

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fxpar.errors import FxparError
 from fxpar.ir.mesh import Mesh
 from fxpar.lowering import lower
 from fxpar.runtime import bind
-from fxpar.runtime.bound import token_axes
+from fxpar.runtime.runner import token_axes
 from fxpar.torch_api.threaded import run_threads
+from fxpar.tracer import capture
 from fxpar.transport import ProcessGroups
 from tests.captured import llama, odd
 
@@ -38,6 +40,43 @@ def test_a_mini_batch():
     assert torch.allclose(once["loss"], twice["loss"], rtol=1e-13)
     for name, grad in once["grads"].items():
         assert torch.allclose(grad, twice["grads"][name], rtol=1e-10, atol=1e-13)
+
+
+class Slopes(nn.Module):
+    """Gradients that are an expanded number, and one piece of memory for two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+        self.half = torch.tensor(0.5, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.a + self.b).sum() * self.half
+
+
+def bound_slopes():
+    model = Slopes()
+    batches = [{"x": torch.randn(4, dtype=torch.float64)} for _ in range(3)]
+    program = lower(capture(model, lambda model, batch: model(batch["x"]).sum(), batches[0]), "dp1")
+    return bind(program, 0, {}), {name: p.detach() for name, p in model.named_parameters()}, batches
+
+
+def test_constants_go_where_the_parameters_are():
+    bound, params, _ = bound_slopes()
+    assert bound.program.constants
+    for device in ("cpu", "meta", "cpu"):
+        bound.prepare({name: p.to(device) for name, p in params.items()}, {})
+        assert {value.device.type for value in bound.inputs if value is not None} == {device}
+
+
+def test_gradients_that_are_views_add_up():
+    bound, params, batches = bound_slopes()
+    bound.prepare(params, {})
+    for batch in batches:
+        bound.run(batch, 1.0)
+    expected = 0.5 * sum(batch["x"].sum() for batch in batches).expand(3)
+    for grad in bound.finish()["grads"].values():
+        torch.testing.assert_close(grad, expected)
 
 
 def test_results_of_a_group_are_not_overwritten_by_the_next():

@@ -100,7 +100,7 @@ def test_saved_values_are_freed_as_the_backward_runs(halves):
         gc.collect()
         assert sum(gradients) <= mode.nbytes <= sum(gradients) + 64  # and the loss
         for stage in stages:
-            stage.finish()
+            stage.reduce()
     gc.collect()
     assert mode.nbytes == 0
 
