@@ -29,6 +29,11 @@ def warn(message: str) -> None:
     warnings.warn(message, FxparWarning, stacklevel=level)
 
 
+def one_line(text: object, most: int | None = 40) -> str:
+    """What a file or its reader says, in a message: without what a terminal would take for orders."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[:most])
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known word closest to `word`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
@@ -1140,8 +1145,8 @@ class CheckpointError(FxparError):
     """Base of the errors of `fxpar.checkpoint`; the same error is raised on all ranks."""
 
     def __init__(self, path: object, why: str) -> None:
-        self.path, self.why = str(path), why
-        super().__init__(f"checkpoint {self.path!r}: {why}")
+        self.path, self.why = str(path), one_line(why, None)
+        super().__init__(f"checkpoint {self.path!r}: {self.why}")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), (self.path, self.why)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fxpar.errors import GraphFileError, GraphFormatError, OutputError
+from fxpar.errors import GraphFileError, GraphFormatError, OutputError, one_line
 from fxpar.graph_files.codec import Decoder, Encoder
 from fxpar.graph_files.structure import fits
 from fxpar.ir.exec_graph import ExecGraph
@@ -167,7 +167,8 @@ def _decoded(path: str | Path, archive: Archive, name: str) -> Any:
     if header.get("format") != FORMAT:
         raise GraphFileError(path, "it is no graph of fxpar", _MAKE)
     if header.get("version") != VERSION:
-        wrote = f"fxpar {_word(header.get('fxpar'))} wrote it in version {_word(header.get('version'))} of the format"
+        writer, version = one_line(header.get("fxpar")), one_line(header.get("version"))
+        wrote = f"fxpar {writer} wrote it in version {version} of the format"
         raise GraphFileError(path, f"{wrote}, this fxpar reads version {VERSION}", "Dump it again with this fxpar")
     if contents.keys() != set(_MEMBERS):
         raise GraphFileError(path, "it is no graph file, or not all of it is there", _MAKE)
@@ -177,16 +178,12 @@ def _decoded(path: str | Path, archive: Archive, name: str) -> Any:
         data = _json(contents[f"{name}.json"])
         return Decoder(data["pool"], _tensors(data["tensors"], contents[f"{name}.bin"])).decode(data["root"])
     except GraphFormatError as error:
-        do = f"It was written with torch {_word(header.get('torch'))}; import what defines its ops, or dump it again"
-        raise GraphFileError(path, _word(error, 400), do) from error
+        writer = one_line(header.get("torch"))
+        do = f"It was written with torch {writer}; import what defines its ops, or dump it again"
+        raise GraphFileError(path, one_line(error, 400), do) from error
     except Exception as error:  # the file is anybody's, and what it is made of meets half of torch and sympy
-        why = f"it cannot be understood ({type(error).__name__}: {_word(error, 200)})"
+        why = f"it cannot be understood ({type(error).__name__}: {one_line(error, 200)})"
         raise GraphFileError(path, why, _MAKE) from error
-
-
-def _word(value: Any, most: int = 40) -> str:
-    """What a file says, in a message: on one line, and without what a terminal would take for orders."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value)[:most])
 
 
 def _digest(contents: Mapping[str, bytes]) -> str:

@@ -230,6 +230,11 @@ def test_thousands_of_changed_checkpoints(saved, tmp_path, monkeypatch):
     fuzz(saved, tmp_path, range(1000, 6000))
 
 
+def test_what_torch_says_of_a_changed_file_gives_a_terminal_no_orders(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fuzz(saved, tmp_path, [1172])  # torch's message has the colours of a terminal in it
+
+
 def test_deep_tables_are_refused(saved, tmp_path):
     deep = b"[" * 100_000 + b"]" * 100_000
     path = signed(saved, tmp_path, "state.json", b'{"model": {}, "extra": ' + deep + b"}")
