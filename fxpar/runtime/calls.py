@@ -27,6 +27,7 @@ from fxpar.runtime.runner import Backend
 from fxpar.runtime.switching import Switching
 from fxpar.switch import ParamLayout, layout_of, plan_large_switch
 from fxpar.switch.node_first import cheapest_reduction
+from fxpar.torch_api.tree import flatten, unflatten
 from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
@@ -34,12 +35,25 @@ from fxpar.transport.groups import ProcessGroups
 
 
 @dataclass
+class _Place:
+    """Tensors of a layout, what fills them from home, and the state of the weights when that was done last. `in_arena`:
+    others write there too.
+    """
+
+    layout: ParamLayout
+    tensors: dict[str, Tensor]
+    in_arena: bool
+    switch: Switch | None = None
+    filled: Hashable = None
+
+
+@dataclass
 class _Ready:
-    """A forward that can run: its runner, weights in its layout, and the way of its gradients home."""
+    """A forward that can run: its runner, where its weights are, and the way of its gradients home."""
 
     runner: PlainRunner
     weights: dict[str, Tensor]
-    switch: Switch | None
+    place: _Place
     reduction: Reduction | NodeFirstReduction | None
 
 
@@ -64,8 +78,7 @@ class PlainCalls:
     calls: int = 0
     _logical: dict[Hashable, ForwardGraph] = field(default_factory=dict)
     _ready: dict[Hashable, _Ready] = field(default_factory=dict)
-    _layouts: dict[str, list[tuple[ParamLayout, dict[str, Tensor], Switch | None]]] = field(default_factory=dict)
-    _filled: dict[int, Hashable] = field(default_factory=dict)
+    _places: dict[str, list[_Place]] = field(default_factory=dict)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -94,7 +107,7 @@ class PlainCalls:
         """`module(*args, **kwargs)` under the strategy. Raises PackedCallError and the errors of capture and lower."""
         with without_documents():
             ready = self._get_ready(module, args, kwargs)
-        self._fill(ready, self._version())
+        self._fill(ready.place)
         self.calls += 1
         program = ready.runner.program
         replica = program.strategy.mesh.coordinate(ready.runner.rank).get("dp", 0)
@@ -105,7 +118,7 @@ class PlainCalls:
                 for fqn, value in new.items():
                     buffers[fqn].copy_(value)
 
-        return ready.runner(
+        found = ready.runner(
             ready.weights,
             buffers,
             args,
@@ -116,6 +129,7 @@ class PlainCalls:
             on_buffers=write_back,
             weights=self._version,
         )
+        return _apart(found, ready.weights) if ready.place.in_arena else found
 
     def _version(self) -> Hashable:
         """Changes with the weights, and when a mini-batch of the engine may have overwritten compute layouts."""
@@ -143,15 +157,15 @@ class PlainCalls:
                     logical = capture_forward(module, args, kwargs, gradients=gradients)
                 self._logical[call] = with_precision(logical, self.precision)
             program = lower_forward(self._logical[call], self.strategies[self.strategy])
-            self._ready[self.strategy, call] = self._prepare(program)
+            self._ready[self.strategy, call] = self._prepare(program, gradients)
         return self._ready[self.strategy, call]
 
-    def _prepare(self, program: PlainGraph) -> _Ready:
+    def _prepare(self, program: PlainGraph, gradients: bool) -> _Ready:
         store, options = self.switching.store, self.switching.options
         tokens = self.process_groups.names(program.strategy.mesh, program.axes())
         runner = PlainRunner(program, store.rank, tokens, compile=self.compile, watched=self.watched)
-        weights, switch = self._weights(layout_of(program, self.strategy))
-        reduction = None
+        layout, reduction = layout_of(program, self.strategy), None
+        place = self._place(layout, gradients)
         placements = gradient_placements(program)
         if placements:
             home = ParamLayout("home", store.home.world, {fqn: store.home.params[fqn] for fqn in placements})
@@ -160,37 +174,52 @@ class PlainCalls:
             plan.verify()
             target = store.home_gradients(placements)
             reduction = reduction_on(plan, store.rank, Holding(home, target), **options.shared())
-        return _Ready(runner, weights, switch, reduction)
+        weights = {fqn: place.tensors[fqn] for fqn in layout.params}
+        return _Ready(runner, weights, place, reduction)
 
-    def _weights(self, layout: ParamLayout) -> tuple[dict[str, Tensor], Switch | None]:
-        """Tensors of this layout: those of the training graph if it lies alike, else others, made once."""
+    def _place(self, layout: ParamLayout, gradients: bool) -> _Place:
+        """Where weights of this layout go: where the training graph has them if it lies alike, else other tensors, made
+        once. What waits for a backward stays out of the arena.
+        """
         store, schedule = self.switching.store, self.switching.schedule
-        known = self._layouts.setdefault(self.strategy, [])
-        if not known and self.strategy in schedule.resident:
-            trained = schedule.layouts[self.strategy]
-            known.append((trained, store.compute(self.strategy), None))
-        for other, tensors, switch in known:
-            if all(other.params[fqn].copies == param.copies for fqn, param in layout.params.items()):
-                return {fqn: tensors[fqn] for fqn in layout.params}, switch or self._add_switch(other, tensors)
+        known = self._places.setdefault(self.strategy, [])
+        if not known:
+            in_arena = self.strategy not in schedule.resident
+            known.append(_Place(schedule.layouts[self.strategy], store.compute(self.strategy), in_arena))
+        for place in sorted(known, key=lambda place: place.in_arena):
+            there = place.layout.params
+            alike = all(f in there and there[f].copies == param.copies for f, param in layout.params.items())
+            if alike and not (place.in_arena and gradients):
+                return place
         tensors = {
             fqn: torch.zeros(p.copies[0].local_shape(p.shape), dtype=p.dtype, device=store.device)
             for fqn, p in layout.params.items()
         }
-        return tensors, self._add_switch(layout, tensors)
+        known.append(_Place(layout, tensors, in_arena=False))
+        return known[-1]
 
-    def _add_switch(self, layout: ParamLayout, tensors: dict[str, Tensor]) -> Switch:
+    def _fill(self, place: _Place) -> None:
+        """Bring the weights, unless they are there and nobody has changed any since."""
+        if place.filled != (self._version(), place.in_arena and self.switching.fills):
+            self.switching.fills += place.in_arena
+            place.switch = place.switch or self._switch_to(place)
+            place.switch.run()
+            place.filled = self._version(), place.in_arena and self.switching.fills
+
+    def _switch_to(self, place: _Place) -> Switch:
         store, options = self.switching.store, self.switching.options
-        plan = plan_large_switch(store.wire, layout, self.cluster, self.switching.schedule.planner)
+        plan = plan_large_switch(store.wire, place.layout, self.cluster, self.switching.schedule.planner)
         plan.verify()
         sources = [Holding(store.wire, store.home_tensors)]
-        switch = Switch(plan, store.rank, sources, Holding(layout, tensors), **options.of_switch())
-        known = self._layouts[self.strategy]
-        known[:] = [entry for entry in known if entry[1] is not tensors]
-        known.append((layout, tensors, switch))
-        return switch
+        return Switch(plan, store.rank, sources, Holding(place.layout, place.tensors), **options.of_switch())
 
-    def _fill(self, ready: _Ready, version: Hashable) -> None:
-        """Bring the weights, unless they are there and nobody has changed any since."""
-        if ready.switch is not None and self._filled.get(id(ready.switch)) != version:
-            ready.switch.run()
-            self._filled[id(ready.switch)] = version
+
+def _apart(values: Any, weights: Mapping[str, Tensor]) -> Any:
+    """Copies of what shares memory with weights that others will write over."""
+    memory = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+
+    leaves, structure = flatten(values)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory:
+            leaves[i] = leaf.clone()
+    return unflatten(leaves, structure)

@@ -34,11 +34,14 @@ class TransportOptions:
 
 @dataclass
 class Switching:
-    """Weights to the layouts of the strategies, from home and from what earlier groups have left resident."""
+    """Weights to the layouts of the strategies, from home and from what earlier groups have left resident. `fills`
+    grows whenever somebody, this or another, writes over layouts that take turns in the arena.
+    """
 
     store: WeightStore
     schedule: SwitchSchedule
     options: TransportOptions = field(default_factory=TransportOptions)
+    fills: int = 0
     _compiled: dict[tuple[str, frozenset[str]], Switch] = field(default_factory=dict)
 
     @property
@@ -49,6 +52,7 @@ class Switching:
         """Fill the layout of `name`; `visited` have run before in this mini-batch. Returns bytes moved by all ranks."""
         if self.is_filled(name, visited):
             return 0
+        self.fills += 1
         plan = self.schedule.plan(name, visited)
         self.compiled(name, visited).run()
         return plan.intra_node_bytes + plan.inter_node_bytes

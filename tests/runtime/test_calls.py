@@ -1,0 +1,157 @@
+"""Plain calls and evaluation where strategies take turns in the arena: no memory of their own, and no stale weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from tests.runtime.hot import World, adamw, one_device, parallel, precompile, sequences, shallow
+
+TWO = {32: "dp2", 128: "tp2"}
+LENGTHS = (5, 60, 90, 8, 33)
+
+
+class Tells(nn.Module):
+    """Its forward returns a weight as it is, beside logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head = nn.Embedding(131, 16), nn.Linear(16, 131)
+
+    def forward(self, input_ids, position_ids):
+        return self.head(self.embed(input_ids)), self.head.bias
+
+
+def tells() -> nn.Module:
+    return Tells().double()
+
+
+def loss_of_tells(model, batch):
+    logits, _ = model(batch["input_ids"], batch["position_ids"])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def prepare() -> None:
+    precompile(shallow, TWO)
+
+
+WORLD = World(2, prepare)
+
+
+def arena_of(model):
+    store = model._session().store
+    return {t.untyped_storage().data_ptr() for name in TWO.values() for t in store.compute(name).values()}
+
+
+def places(model):
+    return [place for known in model._session().calls._places.values() for place in known]
+
+
+@WORLD.case
+def evaluated(rank):
+    model, batches = parallel(shallow, strategies=TWO, resident=[]), [sequences(1, LENGTHS), sequences(2, LENGTHS)]
+    optimizer = adamw(model)
+    found = [model.evaluate(batches[0]), model.evaluate(batches[0])]
+    for batch in batches:
+        model.train_step(batch)
+        found.append(model.evaluate(batches[0]))  # the weights have not changed, but where they lay others do
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(model.evaluate(batches[0]))
+    memory = {t.untyped_storage().data_ptr() for place in places(model) for t in place.tensors.values()}
+    assert memory <= arena_of(model)
+    return found
+
+
+def held_out(steps):
+    """Loss of the first mini-batch on one device after this many steps."""
+    model, batches = shallow(), [sequences(1, LENGTHS), sequences(2, LENGTHS)]
+    optimizer = adamw(model)
+    for batch in batches[:steps]:
+        grads = one_device_gradients(model, batch)
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
+        optimizer.step()
+    return one_device(model, [batches[0]], clip=None)["losses"][0]
+
+
+def one_device_gradients(model, batch):
+    copy = shallow()
+    copy.load_state_dict(model.state_dict())
+    return one_device(copy, [batch], clip=None)["grads"]
+
+
+def test_evaluation_takes_no_memory_for_weights_and_no_stale_ones():
+    want = [held_out(steps) for steps in (0, 1, 2)]
+    for found in evaluated():
+        assert found == pytest.approx([want[0]] * 3 + [want[1]] * 2 + [want[2]], rel=1e-11)
+
+
+@WORLD.case
+def after_an_error(rank):
+    model = parallel(shallow, strategies=TWO, resident=[], order=["dp2", "tp2"])
+    short = sequences(1, (5, 30, 8))  # under the first strategy alone
+    before = model.evaluate(short)
+
+    def fails(*args):
+        raise ValueError("in the second group")
+
+    model._session().engine.bound["tp2"].run_all = fails
+    with pytest.raises(ValueError, match="in the second group"):
+        model.train_step(sequences(2, LENGTHS))
+    return before, model.evaluate(short)
+
+
+def test_evaluation_after_a_step_that_failed():
+    for before, after in after_an_error():
+        assert after == before
+
+
+@WORLD.case
+def gradients_beside(rank):
+    """A forward waits for its backward while others fill the arena."""
+    model = parallel(shallow, strategies=TWO, resident=[])
+    ids = torch.arange(24)[None]
+
+    def loss():
+        return model(ids, torch.arange(24)[None]).square().mean()
+
+    found = []
+    for between in (False, True):
+        with model.using("tp2"):
+            value = loss()
+        if between:
+            with torch.no_grad(), model.using("dp2"):
+                loss()
+            model.evaluate(sequences(1, LENGTHS))
+        value.backward()
+        found.append({name: p.grad.full_tensor().clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+    own = [place for place in places(model) if not place.in_arena]
+    assert [place.layout.name for place in own] == ["tp2"]
+    with torch.no_grad(), model.using("tp2"):
+        loss()  # where there is a place that nobody writes over, it serves these calls too
+    return found
+
+
+def test_weights_that_wait_for_a_backward_stay_where_they_are():
+    for without, between in gradients_beside():
+        assert all(torch.equal(without[name], between[name]) for name in without)
+
+
+@WORLD.case
+def told(rank):
+    model = fxpar.parallelize(tells(), strategies=TWO, loss=loss_of_tells, resident=[], monitor=False)
+    want, ids = tells().head.bias.detach(), torch.arange(24)[None]
+    with torch.no_grad(), model.using("dp2"):
+        _, bias = model(ids, torch.arange(24)[None])
+    for weight in model._session().store.compute("dp2").values():
+        weight.detach().fill_(float("nan"))  # as another layout there would
+    return torch.equal(bias, want)
+
+
+def test_a_weight_that_a_forward_returns_is_a_copy():
+    assert told() == [True] * 2
