@@ -15,13 +15,12 @@ from fxpar.batching.cost import group_cost
 from fxpar.batching.ids import id_limits
 from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import CostContractError, OrderError, ParallelizeError, nearest, warn
+from fxpar.errors import CostContractError, ParallelizeError, nearest, warn
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
-from fxpar.passes.share_weights import share_weights
 from fxpar.precision import with_precision
 from fxpar.runtime.agree import check_same_programs
 from fxpar.runtime.binding import Bound, bind_here
@@ -45,22 +44,9 @@ from fxpar.runtime.options import (
 )
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.spans import Recorder
+from fxpar.runtime.storage import open_storage, overlapped
 from fxpar.runtime.switching import Switching, TransportOptions
-from fxpar.store import (
-    MemoryReport,
-    SwitchSchedule,
-    WeightStore,
-    check_order,
-    choose_resident,
-    home_layout,
-    memory_report,
-    param_specs,
-    wire_layout,
-)
-from fxpar.store.materialize import is_on_meta, materialize
-from fxpar.store.memory import overlapped_gradient_bytes
-from fxpar.switch import layout_of
-from fxpar.switch.node_first import room_for_sums
+from fxpar.store import MemoryReport, WeightStore, check_order
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
 
@@ -177,8 +163,8 @@ def _open(
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
     check_same_programs(programs, world_group)
-    store, schedule, memory = _storage(module, programs, rank, world, device, cluster, options)
-    memory, overlap = _overlapped(memory, [programs[name] for name in names], device, world_group, options)
+    store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options)
+    memory, overlap = overlapped(memory, [programs[name] for name in names], device, world_group, options)
     transport = _transport(options, process_groups, device)
     engine = Engine(
         groups=groups,
@@ -313,68 +299,6 @@ def _watcher(options: Options, world: int) -> Monitor | None:
     monitor.phase("the script's own code")
     monitor.stop_at_exit()
     return monitor
-
-
-def _storage(
-    module: nn.Module,
-    programs: Mapping[str, TrainGraph],
-    rank: int,
-    world: int,
-    device: torch.device,
-    cluster: ClusterSpec,
-    options: Options,
-) -> tuple[WeightStore, SwitchSchedule, MemoryReport]:
-    """Decide what stays in memory, allocate it, and take the parameters home."""
-    specs = param_specs(next(iter(programs.values())))
-    home = home_layout(specs, world, options.home)
-    wire = wire_layout(home, specs)
-    layouts = {name: layout_of(program, name) for name, program in programs.items()}
-
-    # Messages of a switch, both ways, are no larger than what they fill.
-    staging = min(options.staging_bytes, 2 * max(layout.max_bytes() for layout in layouts.values()))
-    if options.gradients == "home":
-        staging += room_for_sums(home, cluster, options.staging_bytes)
-
-    def report(kept: tuple[str, ...]) -> MemoryReport:
-        mine = memory_report(programs, home, [rank], kept, staging)
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, mine)
-        return max(everyone, key=lambda found: found.total_bytes)
-
-    def schedule_of(kept: tuple[str, ...]) -> SwitchSchedule:
-        return SwitchSchedule(layouts, wire, kept, cluster, options.planner)
-
-    def seconds(kept: tuple[str, ...]) -> float:
-        schedule = schedule_of(kept)
-        return schedule.cost(schedule.order(list(programs)))[0]
-
-    if options.resident is not None:
-        for name in options.resident:
-            if name not in programs:
-                raise OrderError(f"resident: {name!r} is none of the strategies{nearest(name, programs)}")
-        kept = tuple(name for name in programs if name in options.resident)
-    else:
-        kept = choose_resident(programs, report, seconds, options.memory_budget_bytes)
-    memory = report(kept)
-    store = WeightStore(programs, home, share_weights(programs, rank, kept), rank=rank, device=device)
-    first = next(iter(programs.values()))
-    names = {i.fqn: (i.fqn, *i.aliases) for i in first.inputs if i.kind == "param"}
-    on_meta = is_on_meta(module)
-    store.adopt(module, names)
-    if on_meta:
-        materialize(module, store, names, options.initializer, options.meta_init == "whole")
-    return store, schedule_of(kept), memory
-
-
-def _overlapped(
-    memory: MemoryReport, programs: Sequence[TrainGraph], device: torch.device, group: Any, options: Options
-) -> tuple[MemoryReport, bool]:
-    """Whether groups overlap, and the memory then. Where nobody has tried two threads on the network, they do not."""
-    if not options.overlap or len(programs) == 1 or device.type != "cpu" or dist.get_backend(group) != "gloo":
-        return memory, False
-    both = replace(memory, gradient_bytes=overlapped_gradient_bytes(programs))
-    fits = options.memory_budget_bytes is None or both.total_bytes <= options.memory_budget_bytes
-    return (both, True) if fits else (memory, False)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -1,0 +1,93 @@
+"""What of the weights stays in a rank's memory, and whether it has room for gradients of two groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import OrderError, nearest
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.passes.share_weights import share_weights
+from fxpar.runtime.options import Options
+from fxpar.store import (
+    MemoryReport,
+    SwitchSchedule,
+    WeightStore,
+    choose_resident,
+    home_layout,
+    memory_report,
+    param_specs,
+    wire_layout,
+)
+from fxpar.store.materialize import is_on_meta, materialize
+from fxpar.store.memory import overlapped_gradient_bytes
+from fxpar.switch import layout_of
+from fxpar.switch.node_first import room_for_sums
+
+
+def open_storage(
+    module: nn.Module,
+    programs: Mapping[str, TrainGraph],
+    rank: int,
+    world: int,
+    device: torch.device,
+    cluster: ClusterSpec,
+    options: Options,
+) -> tuple[WeightStore, SwitchSchedule, MemoryReport]:
+    """Decide what stays in memory, allocate it, and take the parameters home."""
+    specs = param_specs(next(iter(programs.values())))
+    home = home_layout(specs, world, options.home)
+    wire = wire_layout(home, specs)
+    layouts = {name: layout_of(program, name) for name, program in programs.items()}
+
+    # Messages of a switch, both ways, are no larger than what they fill.
+    staging = min(options.staging_bytes, 2 * max(layout.max_bytes() for layout in layouts.values()))
+    if options.gradients == "home":
+        staging += room_for_sums(home, cluster, options.staging_bytes)
+
+    def report(kept: tuple[str, ...]) -> MemoryReport:
+        mine = memory_report(programs, home, [rank], kept, staging)
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, mine)
+        return max(everyone, key=lambda found: found.total_bytes)
+
+    def schedule_of(kept: tuple[str, ...]) -> SwitchSchedule:
+        return SwitchSchedule(layouts, wire, kept, cluster, options.planner)
+
+    def seconds(kept: tuple[str, ...]) -> float:
+        schedule = schedule_of(kept)
+        return schedule.cost(schedule.order(list(programs)))[0]
+
+    if options.resident is not None:
+        for name in options.resident:
+            if name not in programs:
+                raise OrderError(f"resident: {name!r} is none of the strategies{nearest(name, programs)}")
+        kept = tuple(name for name in programs if name in options.resident)
+    else:
+        kept = choose_resident(programs, report, seconds, options.memory_budget_bytes)
+    memory = report(kept)
+    store = WeightStore(programs, home, share_weights(programs, rank, kept), rank=rank, device=device)
+    first = next(iter(programs.values()))
+    names = {i.fqn: (i.fqn, *i.aliases) for i in first.inputs if i.kind == "param"}
+    on_meta = is_on_meta(module)
+    store.adopt(module, names)
+    if on_meta:
+        materialize(module, store, names, options.initializer, options.meta_init == "whole")
+    return store, schedule_of(kept), memory
+
+
+def overlapped(
+    memory: MemoryReport, programs: Sequence[TrainGraph], device: torch.device, group: Any, options: Options
+) -> tuple[MemoryReport, bool]:
+    """Whether groups overlap, and the memory then. Where nobody has tried two threads on the network, they do not."""
+    if not options.overlap or len(programs) == 1 or device.type != "cpu" or dist.get_backend(group) != "gloo":
+        return memory, False
+    both = replace(memory, gradient_bytes=overlapped_gradient_bytes(programs))
+    fits = options.memory_budget_bytes is None or both.total_bytes <= options.memory_budget_bytes
+    return (both, True) if fits else (memory, False)
