@@ -18,6 +18,8 @@ _CALLED = re.compile(
     r"torch\.ops\.(aten|fxpar|_c10d_functional)\.\w+\.\w+|(fxpar_(ops_layout|markers|collectives)|torch|math)_\w+|device"
 )
 
+_BOXED = {"iter(args_list)", "next(args_iter)", "args_list.clear()"}  # how a function empties the list of its operands
+
 
 class _Watch:
     """One hook for the whole process, as hooks cannot be taken away; it listens while `seen` is a list."""
@@ -69,7 +71,8 @@ def is_generated(source: str | bytes) -> bool:
     except (SyntaxError, ValueError, TypeError):
         return False
     inside = [node for statement in getattr(function, "body", ()) for node in ast.walk(statement)]
-    called = [ast.unparse(node.func) for node in inside if isinstance(node, ast.Call)]
+    calls = [node for node in inside if isinstance(node, ast.Call) and ast.unparse(node) not in _BOXED]
+    called = [ast.unparse(node.func) for node in calls]
     odd = (
         ast.Import,
         ast.ImportFrom,

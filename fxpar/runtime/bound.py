@@ -53,10 +53,12 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}."""
-        results = self.reduce()
-        found: dict[str, Any] = {"loss": results.pop(("loss", "loss")), "grads": {}, "buffers": {}}
-        for (kind, fqn), value in results.items():
-            found[f"{kind}s"][fqn] = value
+        found: dict[str, Any] = {"grads": {}, "buffers": {}}
+        for (kind, fqn), value in self.reduce().items():
+            if kind == "loss":
+                found["loss"] = value
+            else:
+                found[f"{kind}s"][fqn] = value
         return found
 
 
