@@ -9,13 +9,16 @@ Home pieces are views of one flat buffer per dtype as well, without padding, as 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxpar.errors import ParallelizeError
 from fxpar.ir.exec_graph import Program
@@ -23,6 +26,7 @@ from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
 from fxpar.store.pages import lazy_zeros
 from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
+from fxpar.torch_api.dtensors import local_of
 
 
 def param_specs(program: Program) -> list[ParamSpec]:
@@ -73,6 +77,8 @@ class WeightStore:
         }
         self._meshes = HomeMeshes(device.type)
         self.params: dict[str, nn.Parameter] = {}
+        self._steps = 0
+        weakref.finalize(self, register_optimizer_step_post_hook(_counts_steps(weakref.ref(self))).remove)
 
     def _views(self, names: list[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """A flat buffer per dtype and the home pieces of these parameters in it."""
@@ -139,8 +145,19 @@ class WeightStore:
         return not self.home.params[fqn].copies[0].shard_axes
 
     def version(self) -> tuple[int, ...]:
-        """Changes whenever the home weights are written to (an optimizer's step, a checkpoint)."""
-        return tuple(piece._version for piece in self.home_tensors.values())
+        """Changes whenever the home weights are written to: by an optimizer's step, a checkpoint, `load_state_dict`, or
+        an op in place. Writes through `.data` and by `torch._foreach_*` are not seen: torch counts neither.
+        """
+        versions = [piece._version for piece in self.home_tensors.values()]
+        for param in self.params.values():
+            assert isinstance(param, DTensor)
+            versions += param._version, local_of(param)._version  # each counts what went through it alone
+        return self._steps, *versions
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step of an optimizer that may have our parameters; fused ones count nothing by themselves."""
+        mine = {id(param) for param in self.params.values()}
+        self._steps += any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
 
     @contextmanager
     def shown_without_values(self, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
@@ -212,3 +229,14 @@ class WeightStore:
     def gather(self) -> dict[str, Tensor]:
         """Whole parameters by FQN, on every rank; for tests and exports of small models."""
         return {fqn: param.detach().full_tensor() for fqn, param in self.params.items()}  # type: ignore[attr-defined]
+
+
+def _counts_steps(store: weakref.ref[WeightStore]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    """A hook that lets the store go when nobody else needs it."""
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = store()
+        if found is not None:
+            found.count_step(optimizer)
+
+    return hook

@@ -155,3 +155,59 @@ def told(rank):
 
 def test_a_weight_that_a_forward_returns_is_a_copy():
     assert told() == [True] * 2
+
+
+def step(model, kind, **options):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.01)
+    kind(model.parameters(), lr=0.05, **options).step()
+    model.zero_grad()
+
+
+def in_place(model):
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+
+
+def of_the_rank(model):
+    with torch.no_grad():
+        next(model.parameters()).to_local().mul_(1.5)
+
+
+WRITES = {
+    "sgd": lambda model: step(model, torch.optim.SGD),
+    "sgd, one by one": lambda model: step(model, torch.optim.SGD, foreach=False),
+    "adamw": lambda model: step(model, torch.optim.AdamW),
+    "adamw, fused": lambda model: step(model, torch.optim.AdamW, fused=True),
+    "state dict": lambda model: model.load_state_dict({n: v * 1.1 for n, v in model.state_dict().items()}),
+    "in place": in_place,
+    "of the rank": of_the_rank,
+}
+
+
+def whole_loss(model):
+    ids = torch.arange(24)[None]
+    return model(ids, ids).square().mean()
+
+
+@WORLD.case
+def written(rank):
+    model, alone, found = parallel(shallow, strategies=TWO), shallow(), []
+    for name, write in WRITES.items():
+        for gradients in (False, True):  # the second time nothing has to move
+            with torch.set_grad_enabled(gradients):
+                whole_loss(model)
+        write(model)
+        with torch.no_grad():
+            have, held_out = whole_loss(model), model.evaluate(sequences(1, LENGTHS))
+            alone.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()})
+            found.append((name, float(have), float(whole_loss(alone))))
+        found.append((name, held_out, one_device(alone, [sequences(1, LENGTHS)], clip=None, lr=0.0)["losses"][0]))
+    return found
+
+
+def test_calls_see_whatever_writes_to_the_weights():
+    """Without a training step in between: `train_step` brings the weights anyhow."""
+    for rank in written():
+        for name, have, want in rank:
+            assert have == pytest.approx(want, rel=1e-11), name
