@@ -24,7 +24,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.losses import causal_lm
 from fxpar.monitor import Monitor
 from fxpar.precision import Precision
-from fxpar.runtime.options import Compiled, CostModel, LossFunction, Options
+from fxpar.runtime.options import CompiledModel, CostModel, LossFunction, ParallelizeOptions
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.session import Session, open_session
 from fxpar.store import MemoryReport
@@ -64,7 +64,7 @@ def parallelize(
     timeout_s: float | None = None,
     monitor: bool | Monitor = True,
     plain: str | None = None,
-    compiled: Compiled | None = None,
+    compiled: CompiledModel | None = None,
     initializer: Callable[[nn.Module], object] | None = None,
     meta_init: Literal["slice", "whole"] = "slice",
     seed: int = 0,
@@ -112,7 +112,7 @@ def parallelize(
     Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
     """
     arguments = {k: v for k, v in locals().items() if k not in ("target", "strategies", "loss", "example")}
-    options = Options(**arguments)
+    options = ParallelizeOptions(**arguments)
 
     def convert(module: nn.Module) -> nn.Module:
         return _convert(module, strategies, loss, example, options)
@@ -146,7 +146,7 @@ def _convert(
     strategies: Mapping[int, Strategy | str],
     loss: LossFunction,
     example: Mapping[str, Tensor] | None,
-    options: Options,
+    options: ParallelizeOptions,
 ) -> nn.Module:
     if isinstance(module, ParallelModule):
         raise ParallelizeError(f"this {type(module).__name__} is parallel already")

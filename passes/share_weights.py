@@ -34,7 +34,7 @@ ALIGN_BYTES = 256
 
 
 @dataclass(frozen=True)
-class View:
+class BufferView:
     """A parameter of one strategy in a rank's flat buffers: element `offset` in buffer (`pool`, `dtype`)."""
 
     pool: Pool
@@ -58,7 +58,7 @@ class SharedStorage:
     """One rank's plan: sizes (elements) of the flat buffers, and the views by strategy and FQN."""
 
     numel: Mapping[tuple[Pool, torch.dtype], int]
-    views: Mapping[str, Mapping[str, View]]
+    views: Mapping[str, Mapping[str, BufferView]]
     resident: tuple[str, ...]
 
     @property
@@ -113,10 +113,10 @@ def share_weights(programs: Mapping[str, Program], rank: int, resident: Collecti
     wanted = {name: _pieces(program, rank) for name, program in programs.items()}
     numel: dict[tuple[Pool, torch.dtype], int] = {}
     arena_numel: dict[str, dict[torch.dtype, int]] = {name: {} for name in programs}
-    views: dict[str, dict[str, View]] = {name: {} for name in programs}
+    views: dict[str, dict[str, BufferView]] = {name: {} for name in programs}
     for fqn in dict.fromkeys(fqn for pieces in wanted.values() for fqn in pieces):
         held = {name: pieces[fqn] for name, pieces in wanted.items() if fqn in pieces}
-        placed: list[tuple[_Piece, View]] = []
+        placed: list[tuple[_Piece, BufferView]] = []
         # Largest first: whatever can lie inside another piece finds it there already.
         for name in sorted(held, key=lambda name: (name not in keep, -held[name][0].numel)):
             piece, dtype = held[name]
@@ -155,16 +155,16 @@ def _piece(dist: DistConfig, shape: tuple[int, ...], rank: int) -> _Piece:
     return _Piece(runs, tuple(dist.local_shape(shape)))
 
 
-def _inside(piece: _Piece, dtype: torch.dtype, placed: list[tuple[_Piece, View]]) -> View | None:
+def _inside(piece: _Piece, dtype: torch.dtype, placed: list[tuple[_Piece, BufferView]]) -> BufferView | None:
     for other, view in placed:
         start = piece.starts_in(other) if view.dtype == dtype else None
         if start is not None:
             offset = view.offset + sum(i * step for i, step in zip(start, view.stride, strict=True))
-            return View(view.pool, dtype, offset, piece.shape, view.stride)
+            return BufferView(view.pool, dtype, offset, piece.shape, view.stride)
     return None
 
 
-def _append(piece: _Piece, dtype: torch.dtype, pool: Pool, numel: dict[tuple[Pool, torch.dtype], int]) -> View:
+def _append(piece: _Piece, dtype: torch.dtype, pool: Pool, numel: dict[tuple[Pool, torch.dtype], int]) -> BufferView:
     """A contiguous view at the end of the buffer."""
     offset = numel.get((pool, dtype), 0)
     unit = ALIGN_BYTES // dtype.itemsize
@@ -173,4 +173,4 @@ def _append(piece: _Piece, dtype: torch.dtype, pool: Pool, numel: dict[tuple[Poo
     for size in reversed(piece.shape):
         stride.append(step)
         step *= max(size, 1)
-    return View(pool, dtype, offset, piece.shape, tuple(reversed(stride)))
+    return BufferView(pool, dtype, offset, piece.shape, tuple(reversed(stride)))

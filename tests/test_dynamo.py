@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch._dynamo  # isort: skip
-from fxpar.dynamo import Options, backend
+from fxpar.dynamo import BackendOptions, backend
 from fxpar.errors import BackendOptionError, FxparWarning, StrategySyntaxError, WorldSizeError
 from fxpar.ir.strategy import Strategy
 from fxpar.models.llama import Llama, LlamaOptions
@@ -323,12 +323,12 @@ def test_overrides_by_name():
 )
 def test_options(options, error, words):
     with pytest.raises(error, match=words):
-        Options.parse(options)
+        BackendOptions.parse(options)
 
 
 @pytest.mark.parametrize(("tokens", "number"), [(1, 0), (8, 0), (9, 1), (16, 1)])
 def test_the_first_strategy_that_takes_the_tokens(tokens, number):
-    assert Options.parse({"strategies": {16: "tp2", 8: "dp2"}}).number_for(tokens) == number
+    assert BackendOptions.parse({"strategies": {16: "tp2", 8: "dp2"}}).number_for(tokens) == number
 
 
 def test_rows_without_tokens_are_no_reason_to_choose():

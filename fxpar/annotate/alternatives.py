@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.annotate.cost import Cost
 from fxpar.annotate.policy import ContextAxis, TensorAxis
 from fxpar.annotate.problem import OpClass
-from fxpar.annotate.solve import AxisSearch, Demand, Solution
+from fxpar.annotate.solve import AxisSearch, AxisSolution, Demand
 from fxpar.ir.dist_config import OuterShard, Placement, R, Shard
 from fxpar.rules.option import Cut, Option, OpView, Seed, replicated
 from fxpar.rules.table import OpRule, options, passing, rule_of
@@ -106,7 +106,7 @@ def _prices(found: AxisSearch, entry: OpClass, option: Option) -> tuple[Cost | N
     return price, None if price is None else _difference(search.forced({**kept, **wanted}), found)
 
 
-def _difference(solution: Solution | None, found: AxisSearch) -> Cost | None:
+def _difference(solution: AxisSolution | None, found: AxisSearch) -> Cost | None:
     """To the optimum, in whole bytes: sums of many floats differ in the last bits."""
     if solution is None:
         return None

@@ -46,7 +46,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Solution:
+class AxisSolution:
     """The option of every class, and what they cost together."""
 
     options: dict[int, Option]
@@ -155,14 +155,14 @@ class Search:
             for result in range(len(problem.classes[index].view.outputs)):
                 self._reshards(problem.classes[index], result)
 
-    def run(self) -> Solution:
+    def run(self) -> AxisSolution:
         """The best solution. Raises PlacementError."""
         solution = self.forced({})
         if solution is None:
             raise PlacementError("the placement search found no solution: no options of the ops fit together")
         return solution
 
-    def forced(self, options: Mapping[int, Option]) -> Solution | None:
+    def forced(self, options: Mapping[int, Option]) -> AxisSolution | None:
         """The best solution in which these classes, no aliases, take these options; None if there is none.
 
         Raises PlacementError where the solver gives up.
@@ -180,7 +180,7 @@ class Search:
             pick = demand.options[int(np.argmax([solution[j] for j in columns]))]
             demanded.setdefault(demand.value, []).append(pick)
         found = expand(self.problem, self.aliases, chosen, demanded)
-        return Solution(found, self._program.cost(solution))
+        return AxisSolution(found, self._program.cost(solution))
 
     def with_demand(self, demand: Demand) -> Search:
         """The same search with one more thing wanted."""
@@ -256,11 +256,11 @@ class AxisSearch:
     axis: str
     policy: AxisPolicy
     search: Search
-    solution: Solution
+    solution: AxisSolution
 
     @property
     def problem(self) -> AxisProblem:
         return self.search.problem
 
 
-__all__ = ["FORCED", "AxisSearch", "Demand", "Search", "Solution", "is_weight"]
+__all__ = ["FORCED", "AxisSearch", "AxisSolution", "Demand", "Search", "is_weight"]

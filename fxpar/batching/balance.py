@@ -20,7 +20,17 @@ from functools import partial
 from heapq import heapreplace
 from itertools import accumulate, pairwise
 
-from fxpar.batching.packing import Bin, Item, Rule, as_bin, dearest_first, longest_first, pack, spread, spread_within
+from fxpar.batching.packing import (
+    Bin,
+    PackingRule,
+    SequenceItem,
+    as_bin,
+    dearest_first,
+    longest_first,
+    pack,
+    spread,
+    spread_within,
+)
 
 Share = list[Bin]  # micro-batches of one replica
 MORE_SLOTS = 3  # numbers of positions tried in lock step
@@ -33,7 +43,7 @@ CUTS = 4  # times that an exchange packs a share anew in a pipeline
 CLOSE = 1000  # no improvement within 1/CLOSE of the lower bound
 
 
-def share_out(items: Sequence[Item], rule: Rule) -> list[Share]:
+def share_out(items: Sequence[SequenceItem], rule: PackingRule) -> list[Share]:
     """The micro-batches of each replica, dearest first, from `items`, dearest first.
 
     Micro-batches hold at most `rule.budget` tokens, which the longest sequence must not exceed.
@@ -52,7 +62,7 @@ def share_out(items: Sequence[Item], rule: Rule) -> list[Share]:
     return [dearest_first(share) for share in shares]
 
 
-def makespan(shares: Sequence[Sequence[Bin]], rule: Rule) -> int:
+def makespan(shares: Sequence[Sequence[Bin]], rule: PackingRule) -> int:
     """Time of a group in ticks."""
     if rule.lockstep:
         slots = max(map(len, shares), default=0)
@@ -61,7 +71,7 @@ def makespan(shares: Sequence[Sequence[Bin]], rule: Rule) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------ lower bound
-def lower_bound(items: Sequence[Item], rule: Rule) -> int:
+def lower_bound(items: Sequence[SequenceItem], rule: PackingRule) -> int:
     """A time in ticks that no plan of `items` (dearest first) can undercut.
 
     The largest of: the mean over replicas; for each k, the k+1 cheapest of the k * replicas + 1 dearest sequences,
@@ -89,7 +99,7 @@ def lower_bound(items: Sequence[Item], rule: Rule) -> int:
     return bound + idle * cheapest
 
 
-def _crowded_bound(items: Sequence[Item], costs: Sequence[int], rule: Rule, bound: int) -> int:
+def _crowded_bound(items: Sequence[SequenceItem], costs: Sequence[int], rule: PackingRule, bound: int) -> int:
     """`bound`, or more if in that time the dearest sequences have no room; `costs[n]` is that of the n dearest.
 
     The less time, the fewer replicas can take dear sequences, and the fill leaves these less time to run them: in the
@@ -117,7 +127,7 @@ def _crowded_bound(items: Sequence[Item], costs: Sequence[int], rule: Rule, boun
     return low
 
 
-def _mean_bound(items: Sequence[Item], rule: Rule, total: int, runs: int) -> int:
+def _mean_bound(items: Sequence[SequenceItem], rule: PackingRule, total: int, runs: int) -> int:
     """What the mean over replicas says, for sequences that cost `total` and take at least `runs` runs."""
     dearest, cheapest, replicas = items[0].cost, items[-1].cost, rule.replicas
     if rule.stages == 1:
@@ -133,7 +143,7 @@ def _mean_bound(items: Sequence[Item], rule: Rule, total: int, runs: int) -> int
     return max(-(-least // (rule.virtual * used)), mean + overhead)
 
 
-def _least_overhead(total: int, dearest: int, fewest: int, most: int, rule: Rule) -> int:
+def _least_overhead(total: int, dearest: int, fewest: int, most: int, rule: PackingRule) -> int:
     """The least that fixed costs and fill take, over all numbers of runs from `fewest` to `most`, where the sequences
     cost `total` together and the dearest of them `dearest`.
 
@@ -150,7 +160,7 @@ def _least_overhead(total: int, dearest: int, fewest: int, most: int, rule: Rule
     return min(found)
 
 
-def _best_runs(total: int, dearest: int, most: int, rule: Rule) -> int:
+def _best_runs(total: int, dearest: int, most: int, rule: PackingRule) -> int:
     """The number of runs, rounded down, at which fill and fixed costs are least; at most `most`.
 
     More runs than total / dearest do not shorten the longest any more.
@@ -159,7 +169,7 @@ def _best_runs(total: int, dearest: int, most: int, rule: Rule) -> int:
     return min(best, math.isqrt((rule.stages - 1) * total // (rule.virtual * rule.fixed))) if rule.fixed else best
 
 
-def _fewest_bins(items: Sequence[Item], budget: int) -> int:
+def _fewest_bins(items: Sequence[SequenceItem], budget: int) -> int:
     """A number of bins that no packing can undercut."""
     halves = sum(2 * item.tokens > budget for item in items)
     return max(halves, -(-sum(item.tokens for item in items) // budget))
@@ -170,7 +180,7 @@ def _up(count: int, unit: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- how finely to cut
-def _counts(items: Sequence[Item], replicas: int, fewest: int, rule: Rule) -> list[int]:
+def _counts(items: Sequence[SequenceItem], replicas: int, fewest: int, rule: PackingRule) -> list[int]:
     """Numbers of micro-batches per replica worth a try in a pipeline, ascending; `fewest` hold all tokens.
 
     Around the best number if sequences could be cut; as they cannot, some more may make the longest shorter.
@@ -183,7 +193,7 @@ def _counts(items: Sequence[Item], replicas: int, fewest: int, rule: Rule) -> li
     return sorted(count for count in tried if fewest <= count <= most)
 
 
-def _cut(items: Sequence[Item], rule: Rule, around: int = 0) -> Share:
+def _cut(items: Sequence[SequenceItem], rule: PackingRule, around: int = 0) -> Share:
     """Items, dearest first, of one replica in micro-batches: few, or in a pipeline as many as take least time.
 
     With `around`, only numbers next to it are tried.
@@ -216,7 +226,7 @@ def deal(bins: Sequence[Bin], replicas: int) -> list[Share]:
 class _Price:
     """Sort key of shares: time, tokens of the fullest replica (a cost may be blind to them), micro-batches."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: PackingRule) -> None:
         self.rule = rule
 
     def __call__(self, shares: Sequence[Sequence[Bin]]) -> tuple[int, int, int]:
@@ -225,7 +235,7 @@ class _Price:
 
 
 # ---------------------------------------------------------------------------------------------------- lock step
-def _slot_bins(items: Sequence[Item], rule: Rule) -> Iterator[list[Bin]]:
+def _slot_bins(items: Sequence[SequenceItem], rule: PackingRule) -> Iterator[list[Bin]]:
     """Ways to pack for lock step: few bins of similar lengths; positions balanced one by one; all bins equal."""
     yield pack(items, rule.budget)
     yield _slot_by_slot(items, rule.replicas, rule.budget)
@@ -239,13 +249,13 @@ def _slot_bins(items: Sequence[Item], rule: Rule) -> Iterator[list[Bin]]:
             yield bins
 
 
-def _slot_by_slot(items: Sequence[Item], replicas: int, budget: int) -> list[Bin]:
+def _slot_by_slot(items: Sequence[SequenceItem], replicas: int, budget: int) -> list[Bin]:
     """Fill one position after the other, each item into the cheapest bin of the first position that has room.
 
     Only the last few positions stay open, so that the time does not grow with the square of their number.
     """
     slots: list[list[tuple[int, int, int]]] = []  # heaps of (cost, tokens, bin) of the open positions
-    bins: list[list[Item]] = []
+    bins: list[list[SequenceItem]] = []
     for item in items:
         slot = next((s for s in slots if s[0][1] + item.tokens <= budget), None)
         if slot is None:
@@ -259,7 +269,7 @@ def _slot_by_slot(items: Sequence[Item], replicas: int, budget: int) -> list[Bin
 
 
 # --------------------------------------------------------------------------------------------------------- free
-def _free(items: Sequence[Item], rule: Rule) -> list[Share]:
+def _free(items: Sequence[SequenceItem], rule: PackingRule) -> list[Share]:
     """Spread, then pack each share; or pack, then spread the bins; then improve the better of the two.
 
     In a pipeline also: spread with the fill in mind, or the dear sequences apart from the cheap ones.
@@ -286,7 +296,7 @@ def _free(items: Sequence[Item], rule: Rule) -> list[Share]:
     return best
 
 
-def _by_cost(items: Sequence[Item], rule: Rule) -> list[list[Item]]:
+def _by_cost(items: Sequence[SequenceItem], rule: PackingRule) -> list[list[SequenceItem]]:
     """The dearest items to the first replica, the next ones to the second, and so on, for about equal times.
 
     So few replicas have a long fill.
@@ -317,7 +327,7 @@ def _by_cost(items: Sequence[Item], rule: Rule) -> list[list[Item]]:
     return [list(items[first:stop]) for first, stop in pairwise(stops(high))]
 
 
-def _spread_bins(bins: Sequence[Bin], rule: Rule) -> list[Share]:
+def _spread_bins(bins: Sequence[Bin], rule: PackingRule) -> list[Share]:
     """Bins, dearest first, to replicas whose times add up."""
     plain = spread(bins, rule.replicas, rule.fixed)
     if rule.stages == 1:
@@ -325,7 +335,7 @@ def _spread_bins(bins: Sequence[Bin], rule: Rule) -> list[Share]:
     return min(plain, spread(bins, rule.replicas, rule.fixed, rule.fill), key=_Price(rule))
 
 
-def _improve(shares: list[Share], rule: Rule) -> list[Share] | None:
+def _improve(shares: list[Share], rule: PackingRule) -> list[Share] | None:
     """The slowest replica gives a sequence to another one, or swaps two; None if no such change helps."""
     loads = [_load(share, rule) for share in shares]
     slowest = max(range(len(loads)), key=lambda r: (loads[r], -r))
@@ -347,11 +357,13 @@ def _improve(shares: list[Share], rule: Rule) -> list[Share] | None:
     return None
 
 
-def _exchanges(given: Sequence[Item], taken: Sequence[Item], gap: int) -> list[tuple[Item, Item | None]]:
+def _exchanges(
+    given: Sequence[SequenceItem], taken: Sequence[SequenceItem], gap: int
+) -> list[tuple[SequenceItem, SequenceItem | None]]:
     """The few exchanges (what goes, what comes back or None) whose difference is next to half of `gap`."""
     ascending = taken[::-1]
     costs = [item.cost for item in ascending]
-    found: list[tuple[int, Item, Item | None]] = []
+    found: list[tuple[int, SequenceItem, SequenceItem | None]] = []
     for item in given:
         found.append((abs(2 * item.cost - gap), item, None))
         at = bisect_left(costs, item.cost - gap // 2)
@@ -362,10 +374,10 @@ def _exchanges(given: Sequence[Item], taken: Sequence[Item], gap: int) -> list[t
     return [(give, take) for _, give, take in found[:EXCHANGES]]
 
 
-def _without(items: Sequence[Item], gone: Item | None, come: Item | None) -> list[Item]:
+def _without(items: Sequence[SequenceItem], gone: SequenceItem | None, come: SequenceItem | None) -> list[SequenceItem]:
     kept = [item for item in items if item is not gone]
     return longest_first([*kept, come]) if come is not None else kept
 
 
-def _load(share: Sequence[Bin], rule: Rule) -> int:
+def _load(share: Sequence[Bin], rule: PackingRule) -> int:
     return rule.time([one.cost for one in share])

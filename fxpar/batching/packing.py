@@ -20,7 +20,7 @@ def ticks(seconds: float) -> int:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PackingRule:
     """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages` and
     `virtual` as in `GroupCost`. Without `packed` each sequence is a micro-batch of its own.
     """
@@ -50,7 +50,7 @@ class Rule:
         return sum(costs) + idle * min(costs) + self.fixed * (len(costs) + idle) + self.fill(max(costs))
 
 
-class Item(NamedTuple):
+class SequenceItem(NamedTuple):
     """A sequence: its index in the mini-batch, its tokens, what it adds to the cost of a micro-batch."""
 
     index: int
@@ -61,20 +61,20 @@ class Item(NamedTuple):
 class Bin(NamedTuple):
     """Sequences packed together; `cost` leaves out the fixed cost of a run."""
 
-    items: tuple[Item, ...]
+    items: tuple[SequenceItem, ...]
     tokens: int
     cost: int
 
 
-Part = TypeVar("Part", Item, Bin)
+Part = TypeVar("Part", SequenceItem, Bin)
 
 
-def as_bin(items: Iterable[Item]) -> Bin:
+def as_bin(items: Iterable[SequenceItem]) -> Bin:
     kept = tuple(items)
     return Bin(kept, sum(i.tokens for i in kept), sum(i.cost for i in kept))
 
 
-def longest_first(items: Iterable[Item]) -> list[Item]:
+def longest_first(items: Iterable[SequenceItem]) -> list[SequenceItem]:
     """By descending cost and length; equal ones by index."""
     return sorted(items, key=lambda i: (-i.cost, -i.tokens, i.index))
 
@@ -104,13 +104,13 @@ def spread(
     return shares
 
 
-def pack(items: Sequence[Item], budget: int) -> list[Bin]:
+def pack(items: Sequence[SequenceItem], budget: int) -> list[Bin]:
     """Items, longest first, into few bins of at most `budget` tokens: each into the fullest bin that has room.
 
     Best fit decreasing: at most 11/9 of the fewest bins, plus one (Johnson, "Near-Optimal Bin Packing Algorithms",
     MIT thesis, 1973).
     """
-    bins: list[list[Item]] = []
+    bins: list[list[SequenceItem]] = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     for item in items:
         at = bisect_left(room, (item.tokens, -1))
@@ -126,13 +126,13 @@ def pack(items: Sequence[Item], budget: int) -> list[Bin]:
     return [as_bin(members) for members in bins]
 
 
-def spread_within(items: Sequence[Item], count: int, budget: int) -> list[Bin] | None:
+def spread_within(items: Sequence[SequenceItem], count: int, budget: int) -> list[Bin] | None:
     """Items, dearest first, over `count` bins of at most `budget` tokens, each into the cheapest one with room.
 
     None if an item finds no room, or if finding it takes too long.
     """
     heap = [(0, 0, b) for b in range(count)]  # (cost, tokens, bin)
-    bins: list[list[Item]] = [[] for _ in range(count)]
+    bins: list[list[SequenceItem]] = [[] for _ in range(count)]
     least = min(item.tokens for item in items)
     patience = 16 * len(items) + 64
     for item in items:

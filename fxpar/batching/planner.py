@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fxpar.batching.balance import Share, lower_bound, makespan, share_out
 from fxpar.batching.cost import GroupCost
 from fxpar.batching.groups import LengthGroup
-from fxpar.batching.packing import TICKS_PER_S, Item, Rule, longest_first, ticks
+from fxpar.batching.packing import TICKS_PER_S, PackingRule, SequenceItem, longest_first, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
 from fxpar.errors import (
     EmptyMiniBatchError,
@@ -79,8 +79,8 @@ def _by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[lis
 class _Load:
     """Sequences that run together in one group; times in ticks."""
 
-    items: tuple[Item, ...]
-    rule: Rule
+    items: tuple[SequenceItem, ...]
+    rule: PackingRule
     bound: int
 
 
@@ -168,8 +168,8 @@ class _Planner:
             members = [member for g in range(first, into + 1) for member in self.members[g]]
             group, cost = self.groups[into], self.costs[into]
             by_length = {n: ticks(cost.sequence_s(n)) for n in {n for _, n in members}}
-            items = tuple(longest_first(Item(index, length, by_length[length]) for index, length in members))
-            rule = Rule(
+            items = tuple(longest_first(SequenceItem(index, length, by_length[length]) for index, length in members))
+            rule = PackingRule(
                 group.replicas,
                 group.token_budget,
                 ticks(cost.fixed_s),

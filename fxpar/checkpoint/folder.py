@@ -18,7 +18,7 @@ _UNFINISHED = re.compile(r"step-\d{8,}(?:\.\d+)?\.tmp-\w+")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One complete checkpoint of a folder."""
 
     path: Path
@@ -34,7 +34,7 @@ def free_path(folder: Path, step: int) -> Path:
     return path
 
 
-def complete(folder: Path, *, skip_unreadable: bool = False) -> list[Entry]:
+def complete(folder: Path, *, skip_unreadable: bool = False) -> list[CheckpointEntry]:
     """The complete checkpoints of a folder, the one written last at the end; incomplete ones and others are left out.
 
     Raises CorruptCheckpointError for one whose manifest cannot be read, unless it is to be skipped.
@@ -44,7 +44,7 @@ def complete(folder: Path, *, skip_unreadable: bool = False) -> list[Entry]:
         if not _NAME.fullmatch(path.name) or not (path / MANIFEST).exists():
             continue
         try:
-            entries.append(Entry(path, read_manifest(path)))
+            entries.append(CheckpointEntry(path, read_manifest(path)))
         except CheckpointError:
             if not skip_unreadable:
                 raise

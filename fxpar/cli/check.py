@@ -26,7 +26,7 @@ from fxpar.cli.request import (
     to_json,
     write_output,
 )
-from fxpar.cli.source import Source
+from fxpar.cli.source import GraphSource
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
@@ -54,10 +54,10 @@ class CheckRequest:
     padded: bool = False
 
     @property
-    def source(self) -> Source:
+    def source(self) -> GraphSource:
         """Where the graph of a graph file comes from."""
         words = (self.model, self.dtype, self.tokens, self.options, self.overrides, self.world, self.precision)
-        return Source(*words, cache=False)
+        return GraphSource(*words, cache=False)
 
 
 @dataclass(frozen=True)

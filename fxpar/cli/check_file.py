@@ -11,7 +11,7 @@ from torch import Tensor
 from fxpar.checking import CheckResult, check
 from fxpar.cli.rehearse import check_batches, rehearse
 from fxpar.cli.request import in_precision
-from fxpar.cli.source import Source, check_placed, read_file
+from fxpar.cli.source import GraphSource, check_placed, read_file
 from fxpar.errors import FxparError, GraphFileError
 from fxpar.graph_files import Origin, load_origin
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph
@@ -23,7 +23,7 @@ from fxpar.runtime.runner import Backend
 
 
 def check_file(
-    source: Source, strategies: list[Strategy], *, tolerance: float | None, compile: Backend, seed: int
+    source: GraphSource, strategies: list[Strategy], *, tolerance: float | None, compile: Backend, seed: int
 ) -> tuple[LogicalGraph, list[CheckResult]]:
     """The logical graph of the file, and a result per strategy: those given for a file of a logical graph, else the one
     that the graph was lowered for. A graph on its way through the passes goes through those that are left.
@@ -41,7 +41,7 @@ def check_file(
 
 
 def _checked(
-    source: Source, strategies: list[Strategy], tolerance: float | None, compile: Backend, seed: int
+    source: GraphSource, strategies: list[Strategy], tolerance: float | None, compile: Backend, seed: int
 ) -> tuple[LogicalGraph, list[CheckResult]]:
     path = source.model
     graph, origin = read_file(source), load_origin(path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, read_graph
+from fxpar.cli.source import GraphSource, read_graph
 from fxpar.errors import NoModuleError, SidesError, nearest
 from fxpar.graph_diff import Digest, compare, digest
 from fxpar.ir.graph import LogicalGraph
@@ -23,7 +23,7 @@ class DiffRequest:
     are names or steps; `before` and `after` the pass before which, and after which, the graph is looked at.
     """
 
-    source: Source
+    source: GraphSource
     other: str | None = None
     strategies: tuple[str, ...] = ()
     passes: tuple[str, str] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpar.cli.after_pass import FIRST, step_name
-from fxpar.cli.source import Source, read_rows
+from fxpar.cli.source import GraphSource, read_rows
 from fxpar.errors import SidesError
 from fxpar.graph_diff import Digest, digest, joined
 from fxpar.ir.graph import AnnotatedGraph
@@ -33,7 +33,7 @@ def steps_of(passes: tuple[str, str] | None, before: str | None, after: str | No
     return names[at - 1], step_name(last)
 
 
-def after_passes(source: Source, strategy: Strategy, steps: tuple[str, str], only: str | None) -> list[Digest]:
+def after_passes(source: GraphSource, strategy: Strategy, steps: tuple[str, str], only: str | None) -> list[Digest]:
     """One lowering, seen after two passes. A pass changes the graph in place, so what it has is noted on the way."""
     seen: dict[str, list[Digest]] = {step: [] for step in steps}
 
@@ -46,7 +46,7 @@ def after_passes(source: Source, strategy: Strategy, steps: tuple[str, str], onl
     return [joined(seen[step], logical.name, strategy, f"{strategy} after {step}") for step in steps]
 
 
-def lowered_alike(source: Source, strategies: Sequence[Strategy]) -> list[TrainGraph]:
+def lowered_alike(source: GraphSource, strategies: Sequence[Strategy]) -> list[TrainGraph]:
     """The same capture under each strategy."""
     logical = read_rows(source)
     return [lower(logical, strategy, storage=source.storage_dtype) for strategy in strategies]

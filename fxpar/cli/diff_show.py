@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from fxpar.cli.console import human_bytes
-from fxpar.graph_diff.compare import Counts, GraphDiff, Row, total
+from fxpar.graph_diff.compare import DiffRow, GraphCounts, GraphDiff, total
 from fxpar.graph_diff.digest import Digest
 from fxpar.graph_diff.lines import SectionDiff
-from fxpar.graph_diff.modules import Place, ranges
+from fxpar.graph_diff.modules import ModulePlace, ranges
 
 CONTEXT = 2  # unchanged lines around a change
 STYLES = {"-": "red", "+": "green", " ": ""}
@@ -163,16 +163,16 @@ def _blocks(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
         return
     rows = [(key, _numbers(row)) for key, row in folded(changed)]
     same = total([row for row in diff.blocks if not row.differs])
-    if same.old != Counts():
+    if same.old != GraphCounts():
         rows.append((("others", ""), _numbers(same)))
     rows.append((("all", ""), _numbers(total(diff.blocks))))
     yield from (Styled(""), Styled("blocks that differ (ops, tensors sent, their bytes):", "bold"))
     yield from Table(("block", "part"), ("ops", "tensors", "bytes", "change"), rows).lines(width)
 
 
-def folded(rows: Iterable[Row[Place]]) -> list[tuple[tuple[str, str], Row[Place]]]:
+def folded(rows: Iterable[DiffRow[ModulePlace]]) -> list[tuple[tuple[str, str], DiffRow[ModulePlace]]]:
     """Rows with (blocks, part) as what they are called; equal ones of a part are one, which says `each`."""
-    found: dict[Any, list[Row[Place]]] = {}
+    found: dict[Any, list[DiffRow[ModulePlace]]] = {}
     for row in rows:
         found.setdefault((row.key.part, row.old, row.new), []).append(row)
     return [((_each([row.key.block for row in like]), part), like[0]) for (part, _, _), like in found.items()]
@@ -206,7 +206,7 @@ def section_text(section: SectionDiff) -> Iterator[Styled]:
             yield Styled(f" ... {len(lines)} equal", "dim")
 
 
-def _sent(row: Row[Any], *, bare: bool = False) -> tuple[Cell, ...]:
+def _sent(row: DiffRow[Any], *, bare: bool = False) -> tuple[Cell, ...]:
     """Calls and bytes; a reshard has no bytes yet."""
     calls = (str(row.old.calls), str(row.new.calls))
     if bare:
@@ -215,7 +215,7 @@ def _sent(row: Row[Any], *, bare: bool = False) -> tuple[Cell, ...]:
     return calls, (human_bytes(row.old.bytes), human_bytes(row.new.bytes)), _signed_bytes(change), share
 
 
-def _numbers(row: Row[Any]) -> tuple[Cell, ...]:
+def _numbers(row: DiffRow[Any]) -> tuple[Cell, ...]:
     sent = (human_bytes(row.old.bytes), human_bytes(row.new.bytes))
     tensors = (str(row.old.tensors), str(row.new.tensors))
     return (str(row.old.ops), str(row.new.ops)), tensors, sent, _signed_bytes(row.new.bytes - row.old.bytes)

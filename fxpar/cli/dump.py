@@ -11,7 +11,7 @@ from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
 from fxpar.cli.request import check_graph_output, check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, StageName, check_stage, read_graph, read_origin, read_rows
+from fxpar.cli.source import GraphSource, StageName, check_stage, read_graph, read_origin, read_rows
 from fxpar.errors import (
     DumpOptionError,
     NoModuleError,
@@ -36,7 +36,7 @@ class DumpRequest:
     json, dot or graph.
     """
 
-    source: Source
+    source: GraphSource
     strategy: str | None
     stage: StageName | None = None
     pipeline_stage: int | None = None

@@ -19,11 +19,11 @@ from fxpar.cli.explain_document import (
     subject_document,
     summary_document,
 )
-from fxpar.cli.explain_exec import Traffic, by_module, casts, traffic
+from fxpar.cli.explain_exec import CollectiveTraffic, by_module, casts, traffic
 from fxpar.cli.explain_subject import Placed, Subject, find, placed, vocabulary
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import (
-    Source,
+    GraphSource,
     check_placed,
     check_stage,
     read_file,
@@ -49,7 +49,7 @@ class ExplainRequest:
     `passes`: say of parameters what passes added for them. `top`: rows of the summary's table of modules.
     """
 
-    source: Source
+    source: GraphSource
     strategy: str | None
     subject: str | None = None
     stage: int | None = None
@@ -80,7 +80,7 @@ def run_explain(request: ExplainRequest) -> None:
 class _Graphs:
     """What MODEL gives, read when it is asked for."""
 
-    def __init__(self, source: Source, strategy: Strategy | None) -> None:
+    def __init__(self, source: GraphSource, strategy: Strategy | None) -> None:
         self.source = source
         self.file: SavedGraph | None = read_file(source) if source.is_file else None
         if isinstance(self.file, AnnotatedGraph | Program):
@@ -108,7 +108,7 @@ class _Graphs:
         return self.file if isinstance(self.file, Program) else read_lowered(self.source, self.strategy)
 
     @functools.cached_property
-    def traffic(self) -> tuple[Traffic, ...]:
+    def traffic(self) -> tuple[CollectiveTraffic, ...]:
         return traffic(self.program)
 
     def placed(self, stage: int | None, param: str = "") -> Iterator[Placed]:
@@ -187,7 +187,7 @@ def _words(graphs: _Graphs, known: Sequence[Placed]) -> Iterator[str]:
         yield from (info.fqn for info, _ in graphs.program.params())
 
 
-def _collective(graphs: _Graphs, found: Traffic) -> Document:
+def _collective(graphs: _Graphs, found: CollectiveTraffic) -> Document:
     """The collective, and the reshard that it comes from, where it moves an activation."""
     document = collective_document(found)
     if found.what != "activations" and not found.value:

@@ -11,8 +11,8 @@ from torch import fx
 from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost
 from fxpar.annotate.problem import normalize_fqn
-from fxpar.cli.explain_exec import Traffic
-from fxpar.cli.explain_moves import Move
+from fxpar.cli.explain_exec import CollectiveTraffic
+from fxpar.cli.explain_moves import Reshard
 from fxpar.cli.explain_subject import Placed, Subject, alike
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
@@ -106,7 +106,7 @@ def _place(node: fx.Node) -> Document:
     }
 
 
-def _because_of(known: Placed, move: Move, params: set[fx.Node]) -> bool:
+def _because_of(known: Placed, move: Reshard, params: set[fx.Node]) -> bool:
     """Whether an op that reads one of the parameters makes the partial sums, or wants the value so."""
     causes = move.terms if move.have.partial else move.behind
     return any(params & known.weights.get(cause, set()) for cause in causes)
@@ -144,7 +144,7 @@ def _cost(cost: Cost | None) -> Document | None:
     }
 
 
-def moves_document(known: Placed, found: Iterable[Move]) -> list[Document]:
+def moves_document(known: Placed, found: Iterable[Reshard]) -> list[Document]:
     """Moves, those of repeated layers once with their number."""
     rows: dict[object, Document] = {}
     for move in found:
@@ -163,7 +163,7 @@ def moves_document(known: Placed, found: Iterable[Move]) -> list[Document]:
     return list(rows.values())
 
 
-def _move(known: Placed, move: Move) -> Document:
+def _move(known: Placed, move: Reshard) -> Document:
     shape = tensor_metas(resolve(move.value)[0])[resolve(move.value)[1]].shape  # type: ignore[union-attr]
     found: Document = {
         "value": known.label(move.value),
@@ -194,7 +194,7 @@ def _module(known: Placed, subject: Subject) -> Document:
     inside = set(subject.nodes)
     params = [n for n in subject.nodes if n in known.inputs and known.inputs[n].kind == "param"]
 
-    def causes(move: Move) -> bool:
+    def causes(move: Reshard) -> bool:
         return any(n in inside for n in (move.terms if move.have.partial else (*move.users, *move.behind)))
 
     return {
@@ -213,7 +213,7 @@ def _module(known: Placed, subject: Subject) -> Document:
 
 
 # ------------------------------------------------------------------------------------------ what a lowered graph says
-def collective_document(found: Traffic) -> Document:
+def collective_document(found: CollectiveTraffic) -> Document:
     """One collective of the lowered graph."""
     return {
         "kind": "collective",
@@ -234,7 +234,7 @@ def collective_document(found: Traffic) -> Document:
     }
 
 
-def passes_document(found: Sequence[Traffic], cast: Sequence[str], fqn: str) -> list[Document]:
+def passes_document(found: Sequence[CollectiveTraffic], cast: Sequence[str], fqn: str) -> list[Document]:
     """What passes put between a stored parameter (or its gradient) and the ops of the model."""
     rows: list[Document] = [{"pass": ["casts"], "node": name, "what": "a cast to what the body uses"} for name in cast]
     for each in found:
@@ -260,7 +260,7 @@ def stored_document(program: Program, fqn: str) -> Document | None:
 
 
 # ------------------------------------------------------------------------------------------------------------- summary
-def summary_document(program: Program, found: Sequence[Traffic], modules: list[Document]) -> Document:
+def summary_document(program: Program, found: Sequence[CollectiveTraffic], modules: list[Document]) -> Document:
     """The strategy as a whole, from the lowered graph."""
     strategy = program.strategy
     params = _params(program, found)
@@ -289,7 +289,7 @@ def _messages(program: Program) -> Document:
     return {"messages": len(sizes), "message_bytes": sum(sizes)}
 
 
-def _params(program: Program, found: Sequence[Traffic]) -> list[Document]:
+def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Document]:
     """Parameters of a kind and placement in one row. Traffic that several cause is shared by their sizes."""
     strategy = program.strategy
     sizes = {info.fqn: info.meta.numel({}) for info, _ in program.params()}

@@ -29,7 +29,7 @@ _WAIT = "_c10d_functional.wait_tensor"
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """One collective, of one `stage` of a pipeline; `wire_bytes` that one rank sends, with the example's sizes.
 
     `value` and `users` are nodes of the model's own graph by their fx names, as far as they are: what it moves, and who
@@ -71,14 +71,14 @@ class _Walker:
     ends: dict[fx.Node, Output]  # nodes that carry a result of the graph and nothing else
 
 
-def traffic(program: Program) -> tuple[Traffic, ...]:
+def traffic(program: Program) -> tuple[CollectiveTraffic, ...]:
     """All collectives in program order, those of all stages of a pipeline."""
     if isinstance(program, PipelineGraph):
         return tuple(replace(each, stage=stage.index) for stage in program.stages for each in traffic(stage))
     return tuple(_traffic(program))
 
 
-def _traffic(program: Program) -> Iterator[Traffic]:
+def _traffic(program: Program) -> Iterator[CollectiveTraffic]:
     dims = {d.symbol: d.example for d in program.dims}
     mesh = program.strategy.mesh
     ends, weights = _ends(program), _weights(program)
@@ -95,7 +95,7 @@ def _traffic(program: Program) -> Iterator[Traffic]:
             yield _explained(walker, node, comm, sent_bytes)
 
 
-def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: float) -> Traffic:
+def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: float) -> CollectiveTraffic:
     values = [_behind(v) for v in _sent(node)]
     users = [reader for got in node.users for reader in _readers(got)]
     moved = [walker.weight_of[v] for v in values if v in walker.weight_of]
@@ -116,7 +116,7 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
     elif what != "activations":
         owners = {normalize_fqn(name.rpartition(".")[0]) for name in params}
         module = owners.pop() if len(owners) == 1 else ""
-    return Traffic(
+    return CollectiveTraffic(
         walker.printed.names[node],
         walker.printed.name,
         comm,
@@ -245,7 +245,7 @@ def _mark(program: Program, part: Part, node: fx.Node, out: Output, found: dict[
         _mark(program, part, behind.all_input_nodes[0], out, found)
 
 
-def by_module(found: tuple[Traffic, ...]) -> list[dict[str, Any]]:
+def by_module(found: tuple[CollectiveTraffic, ...]) -> list[dict[str, Any]]:
     """Traffic per module with repeated layers folded, the largest first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     kinds: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
@@ -275,4 +275,4 @@ def casts(program: Program) -> dict[str, tuple[str, ...]]:
     return {fqn: tuple(names) for fqn, names in found.items()}
 
 
-__all__ = ["Traffic", "by_module", "casts", "traffic"]
+__all__ = ["CollectiveTraffic", "by_module", "casts", "traffic"]

@@ -36,7 +36,7 @@ class StepTaken:
 
 
 @dataclass(frozen=True)
-class Move:
+class Reshard:
     """`value` lies as `have` and these users want it as `wanted`.
 
     `cut_from` is the placement that it is made of, where that is another reshard of the value. `behind` are the ops
@@ -58,7 +58,7 @@ class Move:
         return sum(step.wire_bytes for step in self.steps)
 
 
-def moves(graph: AnnotatedGraph) -> tuple[Move, ...]:
+def moves(graph: AnnotatedGraph) -> tuple[Reshard, ...]:
     """All reshards in program order. The graph is left with its reshard nodes in it."""
     InsertReshards()(graph)
     made = [node for node in graph.graph.nodes if node.target is reshard]
@@ -66,7 +66,7 @@ def moves(graph: AnnotatedGraph) -> tuple[Move, ...]:
     return tuple(_move(graph, node, moved) for node in made)
 
 
-def _move(graph: AnnotatedGraph, node: fx.Node, moved: set[fx.Node]) -> Move:
+def _move(graph: AnnotatedGraph, node: fx.Node, moved: set[fx.Node]) -> Reshard:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     value, dims = _unmoved(node), {d.symbol: d.example for d in graph.dims}
     wanting = tuple(u for u in node.users if u.target is not reshard)
@@ -74,7 +74,7 @@ def _move(graph: AnnotatedGraph, node: fx.Node, moved: set[fx.Node]) -> Move:
     taken = tuple(_steps(graph, node.meta["tensor"], source.meta["dist"], wanted, dims))
     behind = dict.fromkeys(reader for user in wanting for reader in _readers(user))
     terms = _terms(value, moved) if have.partial else (resolve(value)[0],)
-    return Move(value, have, wanted, wanting, tuple(behind), terms, source.meta["dist"], taken)
+    return Reshard(value, have, wanted, wanting, tuple(behind), terms, source.meta["dist"], taken)
 
 
 def _steps(
@@ -153,4 +153,4 @@ def weights_of(graph: AnnotatedGraph) -> dict[fx.Node, set[fx.Node]]:
     return read
 
 
-__all__ = ["Move", "StepTaken", "moves", "weights_of"]
+__all__ = ["Reshard", "StepTaken", "moves", "weights_of"]

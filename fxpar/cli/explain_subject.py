@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.annotate.problem import normalize_fqn
 from fxpar.annotate.solve import AxisSearch
-from fxpar.cli.explain_moves import Move, moves, weights_of
+from fxpar.cli.explain_moves import Reshard, moves, weights_of
 from fxpar.ir.graph import AnnotatedGraph, Input
 from fxpar.ir.printer import parts
 from fxpar.rules.view import is_op, resolve
@@ -31,7 +31,7 @@ class Placed:
     names: dict[fx.Node, str]
     inputs: dict[fx.Node, Input]
     weights: dict[fx.Node, set[fx.Node]]
-    moves: tuple[Move, ...]
+    moves: tuple[Reshard, ...]
 
     def label(self, node: fx.Node) -> str:
         """The printed name; `return` for the graph's results."""

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, read_for_store, read_rows
+from fxpar.cli.source import GraphSource, read_for_store, read_rows
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
@@ -21,7 +21,7 @@ _LEAST = 16  # columns for text that goes on below a number
 class MemoryRequest:
     """The words of the command line; `tokens`: of a replica's micro-batch; `longest`: of its longest document."""
 
-    source: Source
+    source: GraphSource
     strategy: str
     tokens: int | None = None
     longest: int | None = None
@@ -50,7 +50,7 @@ def run_memory(request: MemoryRequest) -> None:
         show(stdout_console(), request.source.model, strategy.world, found, [*notes, *program.notes])
 
 
-def _token_name(source: Source) -> str:
+def _token_name(source: GraphSource) -> str:
     """The dim that counts tokens, or what comes first where there are none."""
     names = [dim.name for dim in read_rows(source).dims]
     return next((name for name in ("T", *names) if name in names), "T")

@@ -25,7 +25,7 @@ class Backend(StrEnum):
     inductor = "inductor"
 
 
-class Gradients(StrEnum):
+class GradientMode(StrEnum):
     chain = "chain"
     home = "home"
     none = "none"

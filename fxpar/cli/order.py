@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpar.cli.console import human_bytes, plain_table, stdout_console
 from fxpar.cli.request import check_output, to_json, write_output
-from fxpar.cli.source import Source
+from fxpar.cli.source import GraphSource
 from fxpar.cli.switch import layouts_of, same_world
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlannerError
@@ -21,7 +21,7 @@ from fxpar.switch.planners import planner_names
 class OrderRequest:
     """The words of the command line; `first` fixes the first graph."""
 
-    model: Source
+    model: GraphSource
     strategies: tuple[str, ...]
     cluster: str
     planner: str = "relay"

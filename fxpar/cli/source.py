@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Source:
+class GraphSource:
     """What MODEL and its options say. `model` may be a graph file; `cache` False captures and lowers anew."""
 
     model: str
@@ -67,7 +67,7 @@ class Source:
         return parse_dtype(self.storage)
 
 
-def read_logical(source: Source) -> LogicalGraph:
+def read_logical(source: GraphSource) -> LogicalGraph:
     """The logical graph, in the precision that was asked for.
 
     Raises GraphFileError (a file that holds another graph), the errors of loading and of `fxpar.capture`.
@@ -80,7 +80,7 @@ def read_logical(source: Source) -> LogicalGraph:
     return in_precision(_captured(source), source.precision)
 
 
-def read_rows(source: Source) -> LogicalGraph:
+def read_rows(source: GraphSource) -> LogicalGraph:
     """The graph that is lowered: of rows of several documents, where they are proved to stay apart, as in training.
 
     Raises as `read_logical` does.
@@ -90,7 +90,7 @@ def read_rows(source: Source) -> LogicalGraph:
     return packed_if_proved(read_logical(source))[0]
 
 
-def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
+def read_lowered(source: GraphSource, strategy: Strategy | None) -> TrainGraph:
     """What the ranks run under `strategy`; None is for a graph file that holds just that. A file of a graph on its way
     through the passes goes through those that are left.
 
@@ -117,7 +117,7 @@ def read_lowered(source: Source, strategy: Strategy | None) -> TrainGraph:
     return from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build, strategy)
 
 
-def read_for_store(source: Source, strategy: Strategy, sizes: Mapping[str, int] | None = None) -> TrainGraph:
+def read_for_store(source: GraphSource, strategy: Strategy, sizes: Mapping[str, int] | None = None) -> TrainGraph:
     """What the ranks run in training, where a weight store keeps the parameters. `sizes` as in `fxpar.lower`.
 
     Raises as `read_lowered` does, and GraphFileError for a file of any other than a logical graph.
@@ -131,7 +131,7 @@ def read_for_store(source: Source, strategy: Strategy, sizes: Mapping[str, int] 
     return from_cache(source, {"kind": "for store", "sizes": sizes, **_placed(source, strategy)}, build, strategy)
 
 
-def read_origin(source: Source, graph: SavedGraph) -> Origin | None:
+def read_origin(source: GraphSource, graph: SavedGraph) -> Origin | None:
     """What a graph of this source can be checked against. Raises what loading and capture raise."""
     if source.is_file:
         found = load_origin(source.model)
@@ -143,7 +143,7 @@ def read_origin(source: Source, graph: SavedGraph) -> Origin | None:
     return Origin(None if isinstance(graph, LogicalGraph) else read_logical(source), batches)
 
 
-def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
+def read_annotated(source: GraphSource, strategy: Strategy | None) -> AnnotatedGraph:
     """The graph with placements. Raises as `read_lowered` does, and NotYetError for pipeline stages."""
     if source.is_file:
         graph = read_file(source)
@@ -163,7 +163,7 @@ def read_annotated(source: Source, strategy: Strategy | None) -> AnnotatedGraph:
     return from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build, strategy)
 
 
-def read_graph(source: Source, stage: StageName | None, strategy: Strategy | None) -> SavedGraph:
+def read_graph(source: GraphSource, stage: StageName | None, strategy: Strategy | None) -> SavedGraph:
     """The graph at a stage; without one that of the file, else "exec" with a strategy and "logical" without."""
     if stage is None:
         if source.is_file:
@@ -177,15 +177,15 @@ def read_graph(source: Source, stage: StageName | None, strategy: Strategy | Non
     return read_annotated(source, strategy) if stage == "annotated" else read_lowered(source, strategy)
 
 
-def read_file(source: Source) -> SavedGraph:
+def read_file(source: GraphSource) -> SavedGraph:
     """The graph of a file, as it is. Raises GraphFileError, also for options that only a model has."""
     graph = load_graph(source.model)
-    given = {"--dtype": source.dtype != Source.dtype, "--tokens": source.tokens, "--set": source.options}
+    given = {"--dtype": source.dtype != GraphSource.dtype, "--tokens": source.tokens, "--set": source.options}
     _refuse(source.model, "its graph is captured already", given)
     return graph
 
 
-def check_placed(source: Source, graph: AnnotatedGraph | TrainGraph, strategy: Strategy | None) -> None:
+def check_placed(source: GraphSource, graph: AnnotatedGraph | TrainGraph, strategy: Strategy | None) -> None:
     """Raises GraphFileError where a graph with placements is wanted otherwise than it is."""
     given = {
         "--precision": source.precision,
@@ -212,12 +212,12 @@ def _refuse(path: str, why: str, given: Mapping[str, object]) -> None:
             raise GraphFileError(path, f"{option} comes too late, {why}", f"Dump the model anew with {option}")
 
 
-def load_meta(source: Source) -> LoadedModel:
+def load_meta(source: GraphSource) -> LoadedModel:
     """The model on the meta device: nothing is allocated. Raises what `fxpar.models.load` raises."""
     return load_model(source.model, source.options, source.dtype, source.tokens, device="meta")
 
 
-def _with_values(source: Source) -> LoadedModel:
+def _with_values(source: GraphSource) -> LoadedModel:
     """The model with batches to check with: on the meta device if they have values there, else on the CPU.
 
     Raises ModelFunctionError if the memory of this machine does not hold the model.
@@ -232,7 +232,9 @@ def _with_values(source: Source) -> LoadedModel:
     return load_model(source.model, source.options, source.dtype, source.tokens, device="cpu")
 
 
-def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T], strategy: Strategy | None = None) -> T:
+def from_cache(
+    source: GraphSource, what: Mapping[str, Any], build: Callable[[], T], strategy: Strategy | None = None
+) -> T:
     """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values.
 
     A build that captures has to call `note_files` (`read_logical` does), else it is made again each time. What is made
@@ -253,7 +255,7 @@ def from_cache(source: Source, what: Mapping[str, Any], build: Callable[[], T], 
     return value
 
 
-def note_files(source: Source, model: LoadedModel) -> None:
+def note_files(source: GraphSource, model: LoadedModel) -> None:
     """Tell the cache what the model that was just captured comes from, and its batches."""
     if source.cache:
         cache = CaptureCache.of_user(_words(source))
@@ -262,7 +264,7 @@ def note_files(source: Source, model: LoadedModel) -> None:
             cache.write(capture, {"kind": "batches"}, _batches(model))
 
 
-def _captured(source: Source) -> LogicalGraph:
+def _captured(source: GraphSource) -> LogicalGraph:
     def build() -> LogicalGraph:
         model = load_meta(source)
         graph = capture_model(model)
@@ -273,7 +275,7 @@ def _captured(source: Source) -> LogicalGraph:
     return from_cache(source, {"kind": "logical"}, build)
 
 
-def _import_model(source: Source) -> None:
+def _import_model(source: GraphSource) -> None:
     """Import what a user's function or a loader of another package stands in: it may register ops and rules that the
     lowering needs.
     """
@@ -305,7 +307,7 @@ def _batches(model: LoadedModel) -> tuple[dict[str, Tensor], ...]:
     return tuple({name: value.cpu() for name, value in batch.items()} for batch in model.batches)
 
 
-def _words(source: Source) -> dict[str, Any]:
+def _words(source: GraphSource) -> dict[str, Any]:
     """What names the capture, as JSON."""
     words: dict[str, Any] = {
         "model": source.model,
@@ -318,7 +320,7 @@ def _words(source: Source) -> dict[str, Any]:
     return words
 
 
-def _placed(source: Source, strategy: Strategy) -> dict[str, Any]:
+def _placed(source: GraphSource, strategy: Strategy) -> dict[str, Any]:
     """What decides how a capture is placed and lowered, as JSON."""
     return {**strategy.to_json(), "precision": source.precision, "storage": source.storage}
 

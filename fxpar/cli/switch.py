@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, from_cache, load_meta, note_files, read_logical
+from fxpar.cli.source import GraphSource, from_cache, load_meta, note_files, read_logical
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import DtypeError, PlannerError
 from fxpar.ir.strategy import Strategy
@@ -29,7 +29,7 @@ MOST_LINKS = 8
 class SwitchRequest:
     """The words of the command line."""
 
-    model: Source
+    model: GraphSource
     source: str
     target: str
     cluster: str
@@ -54,7 +54,7 @@ def run_switch(request: SwitchRequest) -> None:
         _show(request.model.model, plan)
 
 
-def same_world(model: Source, texts: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
+def same_world(model: GraphSource, texts: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
     """The strategies; all of one world size, which the cluster has. Raises StrategySyntaxError, WorldSizeError, ..."""
     strategies = model.strategies(tuple(texts))
     for strategy in strategies:
@@ -63,7 +63,7 @@ def same_world(model: Source, texts: Sequence[str], cluster: ClusterSpec) -> lis
     return strategies
 
 
-def layouts_of(source: Source, strategies: Sequence[Strategy]) -> list[ParamLayout]:
+def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[ParamLayout]:
     """The layout of a model under each strategy, in the dtype of the source. Weights are never allocated."""
     notes: list[str] = []
     name = _SHORT.get(source.dtype, source.dtype)
@@ -76,15 +76,15 @@ def layouts_of(source: Source, strategies: Sequence[Strategy]) -> list[ParamLayo
         return [shapes.layout(strategy).with_dtype(wire) for strategy in strategies]
 
 
-def shapes_of(source: Source) -> ModelShapes:
+def shapes_of(source: GraphSource) -> ModelShapes:
     """Shapes of a model, or of the graph of a file. Raises what `fxpar.models.load` and `fxpar.capture` raise."""
     if source.is_file:
-        return graph_shapes(read_logical(replace(source, dtype=Source.dtype)))  # here it is that of the wire
+        return graph_shapes(read_logical(replace(source, dtype=GraphSource.dtype)))  # here it is that of the wire
     name, params, count, logical = from_cache(source, {"kind": "shapes"}, lambda: _read_shapes(source))
     return ModelShapes(name, {fqn: ParamInfo(*fields) for fqn, fields in params.items()}, count, logical)
 
 
-def _read_shapes(source: Source) -> tuple:
+def _read_shapes(source: GraphSource) -> tuple:
     """The fields of ModelShapes as plain values, which the cache keeps."""
     loaded = load_meta(source)
     shapes = model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, loaded.name)

@@ -12,7 +12,7 @@ from typing import Any
 from fxpar.batching.work import token_dim
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import Source, read_for_store, read_lowered, read_rows
+from fxpar.cli.source import GraphSource, read_for_store, read_lowered, read_rows
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
 from fxpar.graph_files import load_graph
@@ -37,7 +37,7 @@ class VizRequest:
     or model-explorer; `tokens` are those of a row of a replica's micro-batch.
     """
 
-    source: Source
+    source: GraphSource
     strategies: tuple[str, ...] = ()
     output: str = "-"
     form: str = "html"
@@ -103,7 +103,7 @@ def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str]
     return views
 
 
-def _lowered(source: Source, logical: LogicalGraph | None, strategy: Strategy) -> tuple[TrainGraph, TrainGraph]:
+def _lowered(source: GraphSource, logical: LogicalGraph | None, strategy: Strategy) -> tuple[TrainGraph, TrainGraph]:
     """By itself and for a weight store; from the cache where the logical graph is not given."""
     if logical is None:
         return read_lowered(source, strategy), read_for_store(source, strategy)

@@ -33,7 +33,7 @@ class Skip:
     name: str
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Where documents come from: one kind of file, listed in an order that no file system decides."""
 
     kind: str
@@ -66,7 +66,7 @@ class Corpus:
     Raises EmptyCorpusError if no document is left.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DocumentSource) -> None:
         self._source = source
         self._places = array("q")
         self._digests = bytearray()

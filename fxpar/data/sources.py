@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.data import dataset, jsonl, parquet
-from fxpar.data.corpus import Corpus, Source
+from fxpar.data.corpus import Corpus, DocumentSource
 from fxpar.data.files import list_files
 from fxpar.data.text_files import STDLIB, stdlib_source, text_source
 from fxpar.errors import CorpusKindError, CorpusOptionError, CorpusPathError
 
 
 @dataclass(frozen=True)
-class Kind:
+class CorpusKind:
     """One kind of corpus: how it is opened, and whether it lies at a path."""
 
-    open: Callable[..., Source]
+    open: Callable[..., DocumentSource]
     at_path: bool = True
 
     def options(self) -> list[str]:
@@ -27,12 +27,12 @@ class Kind:
         return [p.name for p in inspect.signature(self.open).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
-KINDS: dict[str, Kind] = {
-    "text": Kind(text_source),
-    "jsonl": Kind(jsonl.jsonl_source),
-    "parquet": Kind(parquet.parquet_source),
-    "dataset": Kind(dataset.dataset_source),
-    STDLIB: Kind(stdlib_source, at_path=False),
+KINDS: dict[str, CorpusKind] = {
+    "text": CorpusKind(text_source),
+    "jsonl": CorpusKind(jsonl.jsonl_source),
+    "parquet": CorpusKind(parquet.parquet_source),
+    "dataset": CorpusKind(dataset.dataset_source),
+    STDLIB: CorpusKind(stdlib_source, at_path=False),
 }
 _SUFFIX_KINDS = {suffix: kind for kind, of in (("jsonl", jsonl), ("parquet", parquet)) for suffix in of.SUFFIXES}
 _OPTION_TYPES: dict[str, type] = {"field": str, "column": str, "split": str, "tests": bool, "unit": str}

@@ -17,6 +17,6 @@ Weights that are stored sharded are what `fxpar.parallelize` is for.
 from __future__ import annotations
 
 from fxpar.dynamo.driver import backend
-from fxpar.dynamo.options import OPTIONS, Options
+from fxpar.dynamo.options import OPTIONS, BackendOptions
 
-__all__ = ["OPTIONS", "Options", "backend"]
+__all__ = ["OPTIONS", "BackendOptions", "backend"]

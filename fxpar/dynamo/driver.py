@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fxpar.dynamo.graph_model import GraphModel
 from fxpar.dynamo.inputs import Slot, has_tokens, slots_of
-from fxpar.dynamo.options import Options
+from fxpar.dynamo.options import BackendOptions
 from fxpar.errors import BackendOptionError, SpecializedShapeError, warn
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import ForwardGraph
@@ -48,7 +48,7 @@ def backend(
     """
     if mode is not None:
         raise BackendOptionError("mode", "modes are inductor's; there is options={'compile': 'inductor'}")
-    checked = Options.parse(options)
+    checked = BackendOptions.parse(options)
     for strategy in checked.strategies:
         _check_world(strategy)
     slots = slots_of(gm, example_inputs)
@@ -65,7 +65,7 @@ def _check_world(strategy: Strategy) -> None:
         raise BackendOptionError("strategy", why)
 
 
-def _agreed(options: Options, tokens: int | None, device: torch.device) -> Strategy:
+def _agreed(options: BackendOptions, tokens: int | None, device: torch.device) -> Strategy:
     """The strategy of a call. Raises BackendOptionError on all ranks if they come to different ones, or one to none."""
     number, error = -1, None
     try:
@@ -103,7 +103,7 @@ class _Compiled:
 
     gm: fx.GraphModule
     slots: tuple[Slot, ...]
-    options: Options
+    options: BackendOptions
     graphs: dict[Hashable, ForwardGraph] = field(default_factory=dict)
     programs: dict[Hashable, PlainGraph] = field(default_factory=dict)
     runners: dict[Hashable, PlainRunner] = field(default_factory=dict)

@@ -16,7 +16,7 @@ _BACKENDS = ("eager", "inductor")
 
 
 @dataclass(frozen=True)
-class Options:
+class BackendOptions:
     """`options` of `torch.compile`, checked. `limits`: the most tokens of a call under each of `strategies`, ascending;
     () with a single one, which takes all.
     """
@@ -27,7 +27,7 @@ class Options:
     compile: Backend = "eager"
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+    def parse(cls, options: Mapping[str, Any] | None) -> BackendOptions:
         """Raises BackendOptionError, and the errors of `Strategy.parse`."""
         given = dict(options or {})
         for name in given:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.flow import numbers
-from fxpar.flow.call import Call, Question, Site
+from fxpar.flow.call import FlowCall, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.ir.dist_config import Partial, Shard
@@ -168,7 +168,7 @@ class _Walk:
         if bad is not None:
             return bad
         shapes = tuple(tensor_metas(source)[i].shape for source, i in operands)  # type: ignore[union-attr]
-        call = Call(
+        call = FlowCall(
             node, view, flows, shapes, self.question, self.token, self.sites, self._first_trained(operands), self.keys
         )
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -204,7 +204,7 @@ class _Walk:
         fx.node.map_arg((used, node.kwargs), found.append)
         return any(self._depends(n.meta["sym"]) for n in found if "sym" in n.meta)
 
-    def _of_sums(self, call: Call, first: Flow) -> Flow:
+    def _of_sums(self, call: FlowCall, first: Flow) -> Flow:
         """Sums over documents stay sums under linear ops."""
         target, kinds = call.node.target, [f.kind for f in call.flows]
         scaled = target in (aten.mul.Tensor, aten.div.Tensor) and kinds[0] == "sum" and call.flows[1:2] != ()
@@ -225,7 +225,7 @@ class _Walk:
         zero = all(f.padded == 0 or f.everywhere == 0 for f in call.flows if not f.constant or f.everywhere == 0)
         return Flow("sum", padded=0.0 if zero else None, origin=first.origin)
 
-    def _by_rule(self, call: Call) -> Flows:
+    def _by_rule(self, call: FlowCall) -> Flows:
         """What the op's sharding rule says of a cut along all token dims at once."""
         numbered = any(f.kind == "number" for f in call.flows)
         loops = self._loops(call)
@@ -240,7 +240,7 @@ class _Walk:
             results = [replace(f, kind="number") if f.kind == "same" else f for f in results]
         return tuple(results) if isinstance(call.node.meta["tensor"], tuple) else results[0]
 
-    def _loops(self, call: Call) -> list[Option] | Flow:
+    def _loops(self, call: FlowCall) -> list[Option] | Flow:
         """One option of the rule for each loop that walks tokens; a flow of the row if there is none for some dim."""
         rule = rule_of(call.node.target)
         unknown = row(call.node, "mixes tokens, or is not known to keep them apart")
@@ -269,7 +269,7 @@ class _Walk:
                     return unknown
         return loops
 
-    def _result(self, call: Call, loops: list[Option], j: int, meta: TensorMeta) -> Flow:
+    def _result(self, call: FlowCall, loops: list[Option], j: int, meta: TensorMeta) -> Flow:
         """The flow of result j from the loops that walk tokens."""
         made = [loop.outputs[j] for loop in loops]
         dims = tuple(sorted((p for p in made if isinstance(p, Shard)), key=lambda s: s.dim))
@@ -286,7 +286,7 @@ class _Walk:
         return Flow(dims=dims, inside=_stays_inside(call, dims), everywhere=known, padded=padded)
 
     def _summed(
-        self, call: Call, loops: list[Option], summed: list[Option], dims: tuple[Shard, ...], mixes: Flow
+        self, call: FlowCall, loops: list[Option], summed: list[Option], dims: tuple[Shard, ...], mixes: Flow
     ) -> Flow:
         """A result that is a sum over tokens."""
         if len(summed) == 1 and not dims:
@@ -346,7 +346,7 @@ def _is_whole(size: Size, shard: Shard, token: sympy.Symbol) -> bool:
     return bool(number.is_Integer) and len(set(shard.sections)) <= 1 and int(number) % (len(shard.sections) or 1) == 0
 
 
-def _stays_inside(call: Call, dims: tuple[Shard, ...]) -> bool:
+def _stays_inside(call: FlowCall, dims: tuple[Shard, ...]) -> bool:
     """Whether pairs of different documents stay zero."""
     if len(dims) != 2 or not call.flows:
         return False

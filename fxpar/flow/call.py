@@ -23,7 +23,7 @@ within them; a softmax over them; rows of a table by position.
 
 
 @dataclass(frozen=True)
-class Call:
+class FlowCall:
     """`flows` are those of the tensor operands, `shapes` their sizes. `trained`: operand 0 depends on a
     parameter. `keys` are those of the batch.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.flow.call import Call
+from fxpar.flow.call import FlowCall
 from fxpar.flow.statements import MOVES
 from fxpar.rules.pointwise import LOOKS_POINTWISE
 
@@ -30,22 +30,22 @@ _PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.logical_and.default, aten.bi
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
 
 
-def everywhere(call: Call) -> float | None:
+def everywhere(call: FlowCall) -> float | None:
     """The number that all elements of the result are."""
     return _result(call, [flow.everywhere for flow in call.flows])
 
 
-def padded(call: Call) -> float | None:
+def padded(call: FlowCall) -> float | None:
     """The number of padded tokens in the result, or of what they add to a sum."""
     return _result(call, [flow.everywhere if flow.padded is None else flow.padded for flow in call.flows])
 
 
-def contracts_to_zero(call: Call) -> bool:
+def contracts_to_zero(call: FlowCall) -> bool:
     """Whether padded tokens add nothing to a sum over the tokens."""
     return any(flow.padded == 0 or flow.everywhere == 0 for flow in call.flows)
 
 
-def _result(call: Call, known: list[float | None]) -> float | None:
+def _result(call: FlowCall, known: list[float | None]) -> float | None:
     target = call.node.target
     if target in _FILLED:
         return _FILLED[target]

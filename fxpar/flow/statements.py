@@ -15,21 +15,21 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
-from fxpar.flow.call import Call
+from fxpar.flow.call import FlowCall
 from fxpar.flow.value import Flow, row
 from fxpar.ir.dist_config import Shard
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
 Flows = Flow | tuple[Flow, ...]
-Statement = Callable[[Call], Flows | None]
+Statement = Callable[[FlowCall], Flows | None]
 
 _TO_THE_END = 2**63 - 1  # as ATen writes `x[a:]`
 POSITION_KEYS = ("position_ids", "positions")
 """Batch keys that count from 0 in every document."""
 
 
-def attention(call: Call) -> Flows | None:
+def attention(call: FlowCall) -> Flows | None:
     """`fxpar::attention`: a token sees those of its row; of its document, once it is told documents."""
     q, k, v, *rest = call.flows
     args = call.node.args
@@ -58,7 +58,7 @@ def attention(call: Call) -> Flows | None:
     return (Flow(dims=rows),) * 2
 
 
-def softmax(call: Call) -> Flows | None:
+def softmax(call: FlowCall) -> Flows | None:
     """A softmax over the keys of [queries, keys]: over those of the document, once others are masked."""
     (x,) = call.flows
     over = Shard(call.view.dim(call.argument(1, "dim")))
@@ -70,7 +70,7 @@ def softmax(call: Call) -> Flows | None:
     return Flow(dims=x.dims, inside=True)
 
 
-def count_up(call: Call) -> Flows | None:
+def count_up(call: FlowCall) -> Flows | None:
     """`arange` over the tokens: their positions."""
     if call.node.target is aten.arange.default:
         start, end, step = 0, call.argument(0, "end"), 1
@@ -84,7 +84,7 @@ def count_up(call: Call) -> Flows | None:
     return Flow(dims=(Shard(0),))
 
 
-def running(call: Call) -> Flows | None:
+def running(call: FlowCall) -> Flows | None:
     """`cumsum` and the like along the tokens: of what is before a token."""
     x = call.flows[0]
     over = Shard(call.view.dim(call.argument(1, "dim")))
@@ -103,7 +103,7 @@ def running(call: Call) -> Flows | None:
     return row(call.node, "adds up the tokens before")
 
 
-def _marks_starts(call: Call) -> bool:
+def _marks_starts(call: FlowCall) -> bool:
     """Whether what is added up is `positions == 0`, of positions that come with the batch."""
     node: Any = call.node.args[0]
     while isinstance(node, fx.Node) and node.target in (aten._to_copy.default, aten.view.default):
@@ -116,7 +116,7 @@ def _marks_starts(call: Call) -> bool:
     return isinstance(source, fx.Node) and call.keys.get(source) in POSITION_KEYS
 
 
-def part(call: Call) -> Flows | None:
+def part(call: FlowCall) -> Flows | None:
     """`table[a : a + T]`: the rows of the positions; a part of the tokens themselves is left to the rule."""
     x = call.flows[0]
     d = call.view.dim(call.argument(1, "dim", 0))
@@ -136,7 +136,7 @@ def part(call: Call) -> Flows | None:
     return Flow(dims=tuple(sorted((*x.dims, Shard(d)), key=lambda s: s.dim)))
 
 
-def triangle(call: Call) -> Flows | None:
+def triangle(call: FlowCall) -> Flows | None:
     """`tril`, `triu` of [tokens, tokens]: by how far two tokens are apart, which is the same in a document."""
     (x,) = call.flows
     rank = len(call.shapes[0])
@@ -148,13 +148,13 @@ def triangle(call: Call) -> Flows | None:
     return replace(x, everywhere=None, padded=None)
 
 
-def dropout(call: Call) -> Flows | None:
+def dropout(call: FlowCall) -> Flows | None:
     """`fxpar::dropout`: the elements of x; which ones are dropped is drawn anew for every row."""
     x = call.flows[0]
     return replace(x, everywhere=None, padded=0.0 if x.padded == 0 else None)
 
 
-def lookup(call: Call) -> Flows | None:
+def lookup(call: FlowCall) -> Flows | None:
     """`fxpar::embedding`: rows of a table; a table whose rows are tokens is looked up by places in the row."""
     weight, _, row_ids = call.flows
     if row_ids.constant and not any(s.dim == 0 for s in weight.dims):
@@ -162,7 +162,7 @@ def lookup(call: Call) -> Flows | None:
     return row(call.node, "looks up tokens by their place in the row")
 
 
-def compare(call: Call) -> Flows | None:
+def compare(call: FlowCall) -> Flows | None:
     """Whether two tokens are of one document."""
     if all(f.kind == "number" for f in call.flows) and len(call.flows) == 2:
         return None

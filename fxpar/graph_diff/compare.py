@@ -10,16 +10,16 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from fxpar.errors import DifferentModelsError
-from fxpar.graph_diff.digest import Digest, Move
+from fxpar.graph_diff.digest import Digest, SentTensor
 from fxpar.graph_diff.lines import SectionDiff, compare_sections
-from fxpar.graph_diff.modules import PARTS, Place
+from fxpar.graph_diff.modules import PARTS, ModulePlace
 
 Key = TypeVar("Key", bound=Hashable)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Counts:
+class GraphCounts:
     """Ops of the graph, tensors that a rank sends, in how many calls, and bytes."""
 
     ops: int = 0
@@ -27,19 +27,19 @@ class Counts:
     calls: int = 0
     bytes: float = 0.0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
+    def __add__(self, other: GraphCounts) -> GraphCounts:
+        return GraphCounts(
             self.ops + other.ops, self.tensors + other.tensors, self.calls + other.calls, self.bytes + other.bytes
         )
 
 
 @dataclass(frozen=True)
-class Row(Generic[Key]):
+class DiffRow(Generic[Key]):
     """What both graphs have under one key."""
 
     key: Key
-    old: Counts
-    new: Counts
+    old: GraphCounts
+    new: GraphCounts
 
     @property
     def differs(self) -> bool:
@@ -81,13 +81,13 @@ class GraphDiff:
         ]
 
     @cached_property
-    def collectives(self) -> list[Row[tuple[str, str, str]]]:
+    def collectives(self) -> list[DiffRow[tuple[str, str, str]]]:
         """By part, kind and axis, in the order of the parts."""
         rows = _rows(self, lambda move: (move.place.part, move.kind, move.axis))
         return sorted(rows, key=lambda row: PARTS.index(row.key[0]))
 
     @cached_property
-    def blocks(self) -> list[Row[Place]]:
+    def blocks(self) -> list[DiffRow[ModulePlace]]:
         """By block and part, without calls: blocks in the order of the old graph and then of the new one."""
         rows = {row.key: row for row in _rows(self, lambda move: move.place, ops=True)}
         order = {block: i for i, block in enumerate(dict.fromkeys(place.block for place in rows))}
@@ -140,24 +140,24 @@ def _side_name(side: Digest) -> str:
     return f"{side.model} ({side.title})"
 
 
-def _rows(diff: GraphDiff, key: Callable[[Move], Key], *, ops: bool = False) -> list[Row[Key]]:
+def _rows(diff: GraphDiff, key: Callable[[SentTensor], Key], *, ops: bool = False) -> list[DiffRow[Key]]:
     """Sums of the moves of both sides by key; with `ops` keys are places, and ops are counted too."""
-    sums: list[dict[Any, Counts]] = []
+    sums: list[dict[Any, GraphCounts]] = []
     for side in (diff.old, diff.new):
-        counts: dict[Any, Counts] = defaultdict(Counts)
+        counts: dict[Any, GraphCounts] = defaultdict(GraphCounts)
         for place, count in side.ops.items() if ops else ():
-            counts[place] += Counts(ops=count)
+            counts[place] += GraphCounts(ops=count)
         for move in side.moves:
             calls = 0 if ops else move.calls  # a call with tensors of several blocks is none's
-            counts[key(move)] += Counts(0, 1, calls, move.bytes)
+            counts[key(move)] += GraphCounts(0, 1, calls, move.bytes)
         sums.append(counts)
     old, new = sums
-    return [Row(k, old.get(k, Counts()), new.get(k, Counts())) for k in dict.fromkeys([*old, *new])]
+    return [DiffRow(k, old.get(k, GraphCounts()), new.get(k, GraphCounts())) for k in dict.fromkeys([*old, *new])]
 
 
-def total(rows: Sequence[Row[Any]]) -> Row[str]:
+def total(rows: Sequence[DiffRow[Any]]) -> DiffRow[str]:
     """The sum of rows."""
-    return Row("all", sum((row.old for row in rows), Counts()), sum((row.new for row in rows), Counts()))
+    return DiffRow("all", sum((row.old for row in rows), GraphCounts()), sum((row.new for row in rows), GraphCounts()))
 
 
 def _side(side: Digest) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _side(side: Digest) -> dict[str, Any]:
     }
 
 
-def _counts(row: Row[Any], *names: str) -> dict[str, Any]:
+def _counts(row: DiffRow[Any], *names: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         old, new = getattr(row.old, name), getattr(row.new, name)

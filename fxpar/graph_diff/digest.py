@@ -16,7 +16,7 @@ import sympy
 from torch import fx
 
 from fxpar.graph_diff.lines import Section, places_of, sections_of
-from fxpar.graph_diff.modules import Place, block_of
+from fxpar.graph_diff.modules import ModulePlace, block_of
 from fxpar.ir import collectives
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
@@ -36,14 +36,14 @@ Dims = dict[sympy.Symbol, int]
 
 
 @dataclass(frozen=True)
-class Move:
+class SentTensor:
     """One tensor that a rank sends. Several that share a collective have a part of its call each; `bytes` is 0 for a
     reshard, which is not a collective yet.
     """
 
     kind: str
     axis: str
-    place: Place
+    place: ModulePlace
     bytes: float
     calls: int
 
@@ -70,9 +70,9 @@ class Digest:
     sizes: dict[str, int]
     shapes: dict[str, TensorMeta]  # of all parameters, by FQN
     params: dict[str, Lying]
-    ops: dict[Place, int]
-    moves: tuple[Move, ...]
-    sections: dict[Place, Section]
+    ops: dict[ModulePlace, int]
+    moves: tuple[SentTensor, ...]
+    sections: dict[ModulePlace, Section]
     stage_bytes: tuple[int, ...]
     stage_weights: tuple[int, ...]
     cuts: tuple[str, ...] = ()
@@ -129,8 +129,8 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
 
 def joined(stages: Sequence[Digest], model: str, strategy: Strategy, title: str = "") -> Digest:
     """One digest of all stages of a model under `strategy`. A parameter that several have is as in the first."""
-    ops: Counter[Place] = Counter()
-    sections: dict[Place, Section] = {}
+    ops: Counter[ModulePlace] = Counter()
+    sections: dict[ModulePlace, Section] = {}
     params: dict[str, Lying] = {}
     for stage in stages:
         ops.update(stage.ops)
@@ -152,14 +152,16 @@ def joined(stages: Sequence[Digest], model: str, strategy: Strategy, title: str 
     )
 
 
-def _moves(node: fx.Node, place: Place, strategy: Strategy | None, dims: Dims, only: str | None) -> Iterator[Move]:
+def _moves(
+    node: fx.Node, place: ModulePlace, strategy: Strategy | None, dims: Dims, only: str | None
+) -> Iterator[SentTensor]:
     """What a node sends, by tensor."""
     if strategy is None:
         return
     fqn = node.meta.get("fqn") or ""
     if node.target is collectives.reshard:
         if matches(fqn, only):
-            yield Move("reshard", "", place, 0.0, 1)
+            yield SentTensor("reshard", "", place, 0.0, 1)
         return
     found = _communication(node)
     if found is None:
@@ -170,7 +172,7 @@ def _moves(node: fx.Node, place: Place, strategy: Strategy | None, dims: Dims, o
     whole = sum(size for _, size in members) or 1
     shown = [(name, size) for name, size in members if matches(name, only)]
     for i, (name, size) in enumerate(shown):
-        yield Move(kind, axis, place._replace(block=block_of(name)), nbytes * size / whole, int(i == 0))
+        yield SentTensor(kind, axis, place._replace(block=block_of(name)), nbytes * size / whole, int(i == 0))
 
 
 def _communication(node: fx.Node) -> tuple[str, str, TensorMeta] | None:
@@ -204,15 +206,15 @@ def _members(node: fx.Node, dims: Dims) -> list[tuple[str, int]]:
     return [(m.meta.get("fqn", own), m.meta["local"].numel(dims)) for m in members]
 
 
-def _messages(graph: AnyGraph, dims: Dims) -> list[Move]:
+def _messages(graph: AnyGraph, dims: Dims) -> list[SentTensor]:
     """What a pipeline stage sends to its neighbours."""
-    found: list[Move] = []
+    found: list[SentTensor] = []
     if isinstance(graph, LogicalGraph):
         return found
     for out, stored in zip(graph.outputs, _stored_outputs(graph), strict=True):
         if out.kind in _SENT:
             size = stored.local.numel(dims) * stored.local.dtype.itemsize
-            found.append(Move("send", "pp", Place(BETWEEN_STAGES, _SENT[out.kind]), float(size), 1))
+            found.append(SentTensor("send", "pp", ModulePlace(BETWEEN_STAGES, _SENT[out.kind]), float(size), 1))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
-from fxpar.graph_diff.modules import PARTS, Place, place_of
+from fxpar.graph_diff.modules import PARTS, ModulePlace, place_of
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import AnyGraph, matches, node_line, op_name
@@ -40,7 +40,7 @@ Section = tuple[Line, ...]
 class _Name(NamedTuple):
     """`place` is None for an input of the graph."""
 
-    place: Place | None
+    place: ModulePlace | None
     text: str
 
 
@@ -52,15 +52,15 @@ def graphs_of(graph: AnyGraph) -> Iterator[tuple[str, fx.Graph]]:
         yield "step", graph.gm.graph if isinstance(graph, LogicalGraph) else graph.graph
 
 
-def places_of(graph: AnyGraph) -> dict[fx.Node, Place]:
+def places_of(graph: AnyGraph) -> dict[fx.Node, ModulePlace]:
     """Where each call belongs, in program order."""
     return {n: place_of(n, name) for name, part in graphs_of(graph) for n in part.nodes if n.op == "call_function"}
 
 
-def sections_of(graph: AnyGraph, places: Mapping[fx.Node, Place], only: str | None) -> dict[Place, Section]:
+def sections_of(graph: AnyGraph, places: Mapping[fx.Node, ModulePlace], only: str | None) -> dict[ModulePlace, Section]:
     """The lines by block and part, in program order; of the modules that the glob `only` matches."""
     names = _names(graph, places)
-    sections: dict[Place, list[Line]] = {}
+    sections: dict[ModulePlace, list[Line]] = {}
     for node, place in places.items():
         fqn = node.meta.get("fqn") or ""
         if matches(fqn, only):
@@ -69,12 +69,12 @@ def sections_of(graph: AnyGraph, places: Mapping[fx.Node, Place], only: str | No
     return {place: tuple(lines) for place, lines in sections.items()}
 
 
-def _names(graph: AnyGraph, places: Mapping[fx.Node, Place]) -> dict[fx.Node, _Name]:
+def _names(graph: AnyGraph, places: Mapping[fx.Node, ModulePlace]) -> dict[fx.Node, _Name]:
     """A name per node of all parts; what a part takes of an earlier one is called as there."""
     inputs = [_Name(None, f"tangent.{i.fqn}" if i.kind == "tangent" else i.fqn) for i in graph.inputs]
     results: dict[str, list[_Name]] = {"input": inputs}
     names: dict[fx.Node, _Name] = {}
-    counts: Counter[tuple[Place, str]] = Counter()
+    counts: Counter[tuple[ModulePlace, str]] = Counter()
     for title, part in graphs_of(graph):
         known = list(inputs)
         if isinstance(graph, Program):
@@ -86,7 +86,7 @@ def _names(graph: AnyGraph, places: Mapping[fx.Node, Place]) -> dict[fx.Node, _N
     return names
 
 
-def _new_name(node: fx.Node, place: Place, counts: Counter[tuple[Place, str]]) -> _Name:
+def _new_name(node: fx.Node, place: ModulePlace, counts: Counter[tuple[ModulePlace, str]]) -> _Name:
     fqn = node.meta.get("fqn") or ""
     inside = fqn[len(place.block) + 1 :] if fqn.startswith(f"{place.block}.") else ""
     op = op_name(node)
@@ -97,7 +97,7 @@ def _new_name(node: fx.Node, place: Place, counts: Counter[tuple[Place, str]]) -
     return _Name(place, base if count == 1 else f"{base}.{count}")
 
 
-def _seen_from(here: Place, name: _Name) -> str:
+def _seen_from(here: ModulePlace, name: _Name) -> str:
     """`mlp.mm` of the same place, `forward/mlp.mm` of another part of the block, `layers.0/mlp.mm` of another block."""
     if name.place is None:
         inside = name.text.startswith(f"{here.block}.")
@@ -113,7 +113,7 @@ class SectionDiff:
     with all that did not change.
     """
 
-    place: Place
+    place: ModulePlace
     blocks: tuple[str, ...]
     lines: tuple[tuple[Mark, str], ...]
     removed: int  # nodes
@@ -121,9 +121,9 @@ class SectionDiff:
     changed: int
 
 
-def compare_sections(old: dict[Place, Section], new: dict[Place, Section]) -> list[SectionDiff]:
+def compare_sections(old: dict[ModulePlace, Section], new: dict[ModulePlace, Section]) -> list[SectionDiff]:
     """The places that differ, in the order of the old graph and then of the new one, equal differences once."""
-    found: dict[object, tuple[Place, list[str], Section, Section]] = {}
+    found: dict[object, tuple[ModulePlace, list[str], Section, Section]] = {}
     for place in dict.fromkeys([*old, *new]):
         left, right = old.get(place, ()), new.get(place, ())
         if left != right:
@@ -132,7 +132,7 @@ def compare_sections(old: dict[Place, Section], new: dict[Place, Section]) -> li
     return [_diff(*each) for each in found.values()]
 
 
-def _canonical(place: Place, section: Section) -> Iterable[str]:
+def _canonical(place: ModulePlace, section: Section) -> Iterable[str]:
     """The lines with what is of other blocks called by its order of appearance."""
     seen: dict[str, str] = {}
 
@@ -143,7 +143,7 @@ def _canonical(place: Place, section: Section) -> Iterable[str]:
     return [_ELSEWHERE.sub(rename, line.text) for line in section]
 
 
-def _diff(place: Place, blocks: list[str], old: Section, new: Section) -> SectionDiff:
+def _diff(place: ModulePlace, blocks: list[str], old: Section, new: Section) -> SectionDiff:
     lines: list[tuple[Mark, str]] = []
     removed = added = changed = 0
     for tag, i, i_end, j, j_end in _alignment([line.name for line in old], [line.name for line in new]):

@@ -15,7 +15,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _NUMBERED = re.compile(r"(.*?\.)?(\d+)")
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """A block (`layers.3`; outside of repeated blocks the module itself) and one of PARTS."""
 
     block: str
@@ -29,12 +29,12 @@ def block_of(fqn: str) -> str:
     return match[1] if match else fqn or ROOT
 
 
-def place_of(node: fx.Node, graph: str) -> Place:
+def place_of(node: fx.Node, graph: str) -> ModulePlace:
     """Of a node in the graph of that name (`body`, `step`, `epilogue`, ...); `step` is one that is not yet cut."""
     part = node.meta.get("phase") if graph == "step" else graph
     if part not in ("prologue", "epilogue"):
         part = "backward" if node.meta.get("backward") else "forward"
-    return Place(block_of(node.meta.get("fqn") or ""), part)
+    return ModulePlace(block_of(node.meta.get("fqn") or ""), part)
 
 
 def ranges(blocks: Iterable[str]) -> str:

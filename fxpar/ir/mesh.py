@@ -25,7 +25,7 @@ from fxpar.errors import PlacementError
 _SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
 
-class Part(NamedTuple):
+class AxisPart(NamedTuple):
     """All or part of an axis: of coordinate i on `axis`, the part has `i // step % degree`."""
 
     axis: str
@@ -96,19 +96,19 @@ class Mesh:
             return self.offset <= rank < self.offset + self.size
         return self.rank(self._place(rank)) == rank
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> AxisPart:
         """The axis or sub-axis of this name; of degree 1 if the mesh does not have the axis.
 
         Raises PlacementError for a sub-axis that does not divide its axis.
         """
         split = _split_name(name)
         if split is None:
-            return Part(name, self._degrees.get(name, 1))
+            return AxisPart(name, self._degrees.get(name, 1))
         axis, front, degree = split
         whole = self._degrees.get(axis, 1)
         if min(front, degree) < 1 or whole % (front * degree):
             raise PlacementError(f"{name!r} is no sub-axis of {axis}{whole}")
-        return Part(axis, degree, whole // (front * degree))
+        return AxisPart(axis, degree, whole // (front * degree))
 
     def overlap(self, one: str, other: str) -> bool:
         """Whether two axes or sub-axes, of which neither is joined, share a part of an axis."""
@@ -191,12 +191,12 @@ class Mesh:
         first = rank - sum(here.get(p.axis, 0) // p.step % p.degree * self._step(p) for p in parts)
         return tuple(first + distance for distance in self._distances(parts))
 
-    def _distances(self, parts: list[Part]) -> list[int]:
+    def _distances(self, parts: list[AxisPart]) -> list[int]:
         """How far the ranks of a group over `parts` are from its first."""
         steps = [range(0, p.degree * self._step(p), self._step(p)) for p in parts]
         return [sum(distances) for distances in itertools.product(*steps)]
 
-    def _step(self, part: Part) -> int:
+    def _step(self, part: AxisPart) -> int:
         """Distance of neighbours in ranks; any for an axis that the mesh does not have."""
         return self._steps.get(part.axis, 1) * part.step
 

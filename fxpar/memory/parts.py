@@ -27,7 +27,7 @@ _PER_MICRO_BATCH = ("batch", "received", "received_grad")
 
 
 @dataclass(frozen=True)
-class Step:
+class StorageStep:
     """One node: (storage, what it is for) of what it makes; storages that nothing of its part uses later."""
 
     node: fx.Node
@@ -40,7 +40,7 @@ class Step:
 class PartTrace:
     """`reads`: storages from elsewhere; `makes`: its own; `results[i]`: that of result i, None for an integer."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StorageStep, ...]
     reads: frozenset[int]
     makes: frozenset[int]
     results: tuple[int | None, ...]
@@ -177,7 +177,7 @@ def _steps(
     born: set[int],
     dims: Mapping[sympy.Symbol, int],
     conditions: Conditions,
-) -> tuple[Step, ...]:
+) -> tuple[StorageStep, ...]:
     """Births and deaths in one part; `born` grows."""
     last: dict[int, int] = {}
     births: list[list[tuple[int, str]]] = []
@@ -193,6 +193,6 @@ def _steps(
     for storage, i in last.items():
         deaths.setdefault(i, []).append(storage)
     return tuple(
-        Step(node, tuple(births[i]), workspace_bytes(node, dims, conditions), tuple(deaths.get(i, ())))
+        StorageStep(node, tuple(births[i]), workspace_bytes(node, dims, conditions), tuple(deaths.get(i, ())))
         for i, node in enumerate(calls)
     )

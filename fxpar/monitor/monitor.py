@@ -22,7 +22,7 @@ from fxpar.monitor.beat import DONE, ENDED, EXPLAIN, FAILED, LEFT, RUN, Beat
 from fxpar.monitor.door import Door, address_towards
 from fxpar.monitor.link import JUDGE, Link
 from fxpar.monitor.process import Neighbours, host_identity, node_of, where_is
-from fxpar.monitor.search import SETTLE_S, Search, how_lost, unborn_host
+from fxpar.monitor.search import SETTLE_S, BlameSearch, how_lost, unborn_host
 from fxpar.monitor.signs import is_timeout, looks_like_peer_loss, one_line
 from fxpar.monitor.standing import Standing, message_of, print_and_exit
 from fxpar.monitor.verdict import DUMB, LINKS, Silence, Verdict, describe
@@ -72,7 +72,7 @@ class Monitor:
         self._end = end or print_and_exit
         self._store = store
         self._link: Link | None = None
-        self._search: Search | None = None
+        self._search: BlameSearch | None = None
         self._neighbours: Neighbours | None = None
         self._door: Door | None = None
         self._phase, self._progress, self._status = "start", 0, RUN
@@ -109,7 +109,7 @@ class Monitor:
             link = Link(self.rank, self.world, self._own_host, self._pid, store, self.interval_s, self)
             who, waits = (self.rank, self.world, self.host, self._own_host), (self.interval_s, self.patience_s)
             self._link = link
-            self._search = Search(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
+            self._search = BlameSearch(*who, *waits, link, self.elapsed_s, lambda: self.beat(link.rounds))
             link.begin()
         except dist.DistError as error:
             self._link = self._search = None
@@ -329,7 +329,7 @@ class Monitor:
         link.gone = {rank: at + self._zero_s - zero_s for rank, at in link.gone.items()}
         self._zero_s = zero_s
 
-    def _end_in_vain(self, link: Link, search: Search, passed_s: float) -> None:
+    def _end_in_vain(self, link: Link, search: BlameSearch, passed_s: float) -> None:
         """End this process if it has waited, or has been in one call of fxpar, for `leave_s` since a rank was lost."""
         verdict, certain = link.verdict or search.died(), link.verdict is not None
         if verdict is None and link.error is not None:

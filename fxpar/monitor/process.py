@@ -126,7 +126,7 @@ def where_is(thread_id: int) -> str:
     return "" if frame is None else f"{os.path.basename(frame.file)}:{frame.line} in {frame.function}"
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """A call that has not returned."""
 
     file: str
@@ -134,7 +134,7 @@ class Frame(NamedTuple):
     function: str
 
 
-def stack_of(thread_id: int) -> tuple[Frame, ...]:
+def stack_of(thread_id: int) -> tuple[StackFrame, ...]:
     """The at most 100 innermost frames of a thread, innermost first; none if it has ended.
 
     By `faulthandler`, which copies names while it holds the interpreter: the frames that `sys._current_frames` gives of
@@ -148,7 +148,7 @@ def stack_of(thread_id: int) -> tuple[Frame, ...]:
         text = file.read().decode(errors="replace")
     _, _, stack = text.partition(f"hread 0x{thread_id:0{2 * struct.calcsize('L')}x} ")
     stack, _, _ = stack.partition("\n\n")
-    return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(stack))
+    return tuple(StackFrame(file, int(line), function) for file, line, function in _FRAME.findall(stack))
 
 
 def _scratch() -> Any:

@@ -18,7 +18,7 @@ SETTLE_S = 0.1
 
 
 @dataclass(frozen=True)
-class Search:
+class BlameSearch:
     """One rank's search for the rank to blame, on what its link has read.
 
     `host` is the rank that serves the store, or None; `elapsed_s` this rank's clock, `own_beat` what it says of itself

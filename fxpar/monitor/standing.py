@@ -7,7 +7,7 @@ import sys
 import time
 
 from fxpar.errors import PeerLostError
-from fxpar.monitor.process import Frame, stack_of
+from fxpar.monitor.process import StackFrame, stack_of
 
 # Code that waits for other ranks; `_ops` is where the collectives of a graph are called.
 _WAITS = tuple(part.replace("/", os.sep) for part in ("/torch/distributed/", "/torch/_ops.py", "/fxpar/"))
@@ -22,7 +22,7 @@ class Standing:
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
         self._looked_s, self.seconds = time.monotonic(), 0.0
-        self._stack: tuple[Frame, ...] = ()
+        self._stack: tuple[StackFrame, ...] = ()
 
     def look(self, thread_id: int) -> float:
         """Take down where the thread is; seconds since the last look, but `most_s` at most."""

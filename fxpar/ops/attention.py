@@ -130,7 +130,7 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
     check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cpu.forward(q, k, v, attention_cpu.Rule(ids, mask, *rule))
+    return attention_cpu.forward(q, k, v, attention_cpu.MaskRule(ids, mask, *rule))
 
 
 def _backward_cpu(
@@ -145,14 +145,14 @@ def _backward_cpu(
     *rule: Any,
 ) -> Any:
     check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cpu.backward(dout, q, k, v, out, lse, attention_cpu.Rule(ids, mask, *rule))
+    return attention_cpu.backward(dout, q, k, v, out, lse, attention_cpu.MaskRule(ids, mask, *rule))
 
 
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
     from fxpar.ops import attention_cuda  # only a process that has a GPU needs it
 
     check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cuda.forward(q, k, v, attention_cpu.Rule(ids, mask, *rule))
+    return attention_cuda.forward(q, k, v, attention_cpu.MaskRule(ids, mask, *rule))
 
 
 def _backward_cuda(
@@ -169,7 +169,7 @@ def _backward_cuda(
     from fxpar.ops import attention_cuda
 
     check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cuda.backward(dout, q, k, v, out, lse, attention_cpu.Rule(ids, mask, *rule))
+    return attention_cuda.backward(dout, q, k, v, out, lse, attention_cpu.MaskRule(ids, mask, *rule))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -32,7 +32,7 @@ _MIN_BLOCK_ROWS = 32  # of all heads that share keys; fewer would leave a matrix
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """Which keys a query sees, and how scores are made; fields as in `fxpar.ops.attention`."""
 
     ids: Tensor | None
@@ -42,7 +42,7 @@ class Rule:
     scale: float
     softcap: float
 
-    def narrow(self, b0: int, b1: int, h0: int, h1: int) -> Rule:
+    def narrow(self, b0: int, b1: int, h0: int, h1: int) -> MaskRule:
         """The rule for batch rows b0:b1 and query heads h0:h1."""
         ids, mask = self.ids, self.mask
         if ids is not None and ids.shape[0] > 1:
@@ -52,11 +52,11 @@ class Rule:
             mask = mask if mask.shape[1] == 1 else mask[:, h0:h1]
         return replace(self, ids=ids, mask=mask)
 
-    def without_ids(self) -> Rule:
+    def without_ids(self) -> MaskRule:
         """The rule where there is one document only."""
         return self if self.ids is None else replace(self, ids=None)
 
-    def document(self, rows: slice, tokens: slice) -> Rule:
+    def document(self, rows: slice, tokens: slice) -> MaskRule:
         """The rule (without ids) inside the document at these tokens of these batch rows."""
         if self.mask is None:
             return self
@@ -171,7 +171,7 @@ def _documents(runs: list[list[int]], tensors: tuple[Tensor, ...]) -> Iterator[t
             yield rows, slice(start, end), pieces
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fxpar::attention` on CPU."""
     if rule.ids is None or q.numel() == 0:
         return _arranged_forward(q, k, v, rule.without_ids())
@@ -191,7 +191,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `fxpar::attention` on CPU."""
     if rule.ids is None or q.numel() == 0:
@@ -212,7 +212,7 @@ def backward(
 
 
 # ----------------------------------------------------------------------------------------- flash
-def _flash_fits(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
+def _flash_fits(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> bool:
     """Whether ATen's CPU flash kernel computes this piece."""
     plain = rule.mask is None and rule.softcap == 0.0 and not 0 < rule.window < k.shape[2]
     return plain and q.shape[3] == v.shape[3] and 0 not in q.shape and 0 not in k.shape
@@ -231,7 +231,7 @@ def _narrow(x: Tensor, like: Tensor) -> Tensor:
     return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
-def _forward_piece(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _forward_piece(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
     """(out, lse) of one document, laid out as the kernel leaves them, in its dtype."""
     if not _flash_fits(q, k, v, rule):
         return forward_blocks(q, k, v, rule)
@@ -239,7 +239,7 @@ def _forward_piece(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor,
 
 
 def _backward_piece(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one document, laid out as the kernel leaves them, in its dtype."""
     if not _flash_fits(q, k, v, rule):
@@ -248,13 +248,13 @@ def _backward_piece(
     return kernels.flash_attention_cpu_backward(*wide, lse, 0.0, rule.causal, scale=rule.scale)
 
 
-def _arranged_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _arranged_forward(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
     out, lse = _forward_piece(q, k, v, rule)
     return bshe(_narrow(out, q)), lse.contiguous()
 
 
 def _arranged_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = _backward_piece(dout, q, k, v, out, lse, rule)
     return bshe(_narrow(dq, q)), bshe(_narrow(dk, q)), bshe(_narrow(dv, q))
@@ -294,14 +294,14 @@ class _Part:
         target = whole[self.b0 : self.b1, self.h0 : self.h1]
         target.copy_(x.view(target.shape))
 
-    def blocks(self, n_queries: int, n_keys: int, rule: Rule) -> Iterator[tuple[int, int, int, int]]:
+    def blocks(self, n_queries: int, n_keys: int, rule: MaskRule) -> Iterator[tuple[int, int, int, int]]:
         """(first query, end, first key, end) of each block."""
         for i0 in range(0, n_queries, self.rows):
             i1 = min(n_queries, i0 + self.rows)
             yield i0, i1, *rule.keys(i0, i1, n_keys)
 
 
-def _parts(q: Tensor, k: Tensor, rule: Rule) -> Iterator[_Part]:
+def _parts(q: Tensor, k: Tensor, rule: MaskRule) -> Iterator[_Part]:
     """Cut batch and heads so that the scores of one block of rows stay within a fixed size.
 
     Only for one key/value head of very long keys may they be more: then a block has few rows.
@@ -327,7 +327,7 @@ def _parts(q: Tensor, k: Tensor, rule: Rule) -> Iterator[_Part]:
 
 
 def _scores(
-    q: Tensor, k: Tensor, rule: Rule, batch: int, block: tuple[int, int, int, int]
+    q: Tensor, k: Tensor, rule: MaskRule, batch: int, block: tuple[int, int, int, int]
 ) -> tuple[Tensor, Tensor | None]:
     """Final scores [n, group * rows, keys] of a block, and the slope of the soft cap if any.
 
@@ -343,7 +343,7 @@ def _scores(
     return scores, slope
 
 
-def forward_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def forward_blocks(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fxpar::attention` in blocks of query rows, on any device."""
     out = _empty_bshe(q, q.shape[1], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
@@ -368,7 +368,7 @@ def forward_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor,
 
 
 def backward_blocks(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `fxpar::attention` in blocks of query rows, on any device."""
     dq, dk, dv = (_empty_bshe(x, x.shape[1], x.shape[3]) for x in (q, k, v))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpar.ops.attention_cpu import Rule, backward_blocks, bshe, forward_blocks
+from fxpar.ops.attention_cpu import MaskRule, backward_blocks, bshe, forward_blocks
 from fxpar.torch_api import kernels
 
 _MAX_FLASH_HEAD = 256
@@ -70,7 +70,7 @@ def _device_has_flash(index: int) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(index)[0] >= 8
 
 
-def _flash_fits(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
+def _flash_fits(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> bool:
     """Whether ATen's flash kernels compute this call."""
     E = q.shape[3]
     return (
@@ -94,14 +94,14 @@ def _rows(x: Tensor, packed: bool) -> Tensor:
     return x.flatten(0, 1) if packed else x
 
 
-def _window(rule: Rule) -> tuple[int, int]:
+def _window(rule: MaskRule) -> tuple[int, int]:
     """Flash's (keys to the left, keys to the right); -1 means all."""
     if rule.window > 0:
         return rule.window - 1, 0 if rule.causal else rule.window - 1
     return -1, 0 if rule.causal else -1
 
 
-def _lengths(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _lengths(q: Tensor, k: Tensor, rule: MaskRule) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Flash's (cumulative query lengths, key lengths, longest query, longest key)."""
     if rule.ids is None:
         return None, None, q.shape[2], k.shape[2]
@@ -109,7 +109,7 @@ def _lengths(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor | None, Tensor | 
     return packing.lengths, packing.lengths, packing.longest, packing.longest
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fxpar::attention` on CUDA."""
     if not _flash_fits(q, k, v, rule):
         return forward_blocks(q, k, v, rule)
@@ -132,7 +132,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `fxpar::attention` on CUDA."""
     if not _flash_fits(q, k, v, rule):

@@ -18,7 +18,7 @@ from fxpar.torch_api import kernels
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrecisionPlan:
     """`computes`: the dtype of each node that is rewritten; any other is copied as it is. `params`: new dtype of each
     parameter whose dtype changes, by node. `captured` is the dtype of islands, `low` that of everything else.
     """
@@ -29,7 +29,7 @@ class Plan:
     params: dict[fx.Node, torch.dtype]
 
 
-def make_plan(logical: LogicalGraph, precision: Precision, captured: torch.dtype, low: torch.dtype) -> Plan:
+def make_plan(logical: LogicalGraph, precision: Precision, captured: torch.dtype, low: torch.dtype) -> PrecisionPlan:
     """Decide for every node. Raises PrecisionGlobError."""
     active = active_nodes(logical)
     islands = find_islands(logical, precision, active)
@@ -52,7 +52,7 @@ def make_plan(logical: LogicalGraph, precision: Precision, captured: torch.dtype
             wanted = {computes.get(user, low) for user in node.users if user.op == "call_function"}
             if wanted and wanted != {captured}:
                 params[node] = low
-    return Plan(captured, low, computes, params)
+    return PrecisionPlan(captured, low, computes, params)
 
 
 def _is_rewritten(node: fx.Node, active: set[fx.Node], captured: torch.dtype) -> bool:

@@ -28,7 +28,7 @@ from fxpar.ir.dist_config import short_dtype
 from fxpar.ir.graph import LogicalGraph, Output, TensorMeta
 from fxpar.precision.dtypes import ResultDtypes
 from fxpar.precision.islands import metas
-from fxpar.precision.plan import Plan, is_cast, kept, make_plan
+from fxpar.precision.plan import PrecisionPlan, is_cast, kept, make_plan
 from fxpar.precision.precision import Precision
 from fxpar.precision.tables import FACTORIES, LIKE
 from fxpar.torch_api import kernels
@@ -72,7 +72,7 @@ def _within(constant: torch.Tensor, limit: float) -> torch.Tensor:
 class _Rewrite:
     """One walk over the graph; `new` has what became of each node."""
 
-    plan: Plan
+    plan: PrecisionPlan
     results: ResultDtypes
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)

@@ -39,20 +39,20 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Solution:
+class CutSolution:
     recomputed: frozenset[fx.Node]
     saved_bytes: int
     flops: float
 
 
-def least_bytes(cut: Cut) -> Solution:
+def least_bytes(cut: Cut) -> CutSolution:
     """Save as few bytes as possible; among such cuts, recompute as little as possible."""
     program = _Program(cut)
     work = program.work / max(1.0, program.work.sum())  # less than one byte altogether
     return program.solve(np.concatenate([work, program.nbytes]), whole=False) or program.solution(frozenset())
 
 
-def least_flops(cut: Cut, budget_bytes: int, fallback: Solution) -> Solution:
+def least_flops(cut: Cut, budget_bytes: int, fallback: CutSolution) -> CutSolution:
     """Recompute as little as possible with at most `budget_bytes` saved; `fallback` is a solution that fits."""
     program = _Program(cut)
     none = program.solution(frozenset())
@@ -135,7 +135,7 @@ class _Program:
             column = self.storage_column.setdefault(storage, len(self.nodes) + len(self.storage_column))
             self.rows.add([*again, (column, 1.0), *minus], bound)
 
-    def solution(self, recomputed: frozenset[fx.Node]) -> Solution:
+    def solution(self, recomputed: frozenset[fx.Node]) -> CutSolution:
         """What is saved, counted from the nodes and not from the program's variables."""
         saved: set[int] = set()
         seen: set[fx.Node] = set()
@@ -152,9 +152,9 @@ class _Program:
         saved -= self.free
         again = frozenset(seen & recomputed)
         nbytes = sum(self.cut.storages.nbytes[s] for s in saved)
-        return Solution(again, nbytes, sum(self.cut.flops[n] for n in again))
+        return CutSolution(again, nbytes, sum(self.cut.flops[n] for n in again))
 
-    def solve(self, weights: np.ndarray, *, whole: bool, budget_bytes: int | None = None) -> Solution | None:
+    def solve(self, weights: np.ndarray, *, whole: bool, budget_bytes: int | None = None) -> CutSolution | None:
         width = len(self.nodes) + len(self.owned)
         if width == 0:
             return self.solution(frozenset())

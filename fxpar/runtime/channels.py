@@ -19,7 +19,7 @@ from fxpar.errors import TransferError
 from fxpar.transport.groups import ProcessGroups
 
 
-class Work(Protocol):
+class PendingMessage(Protocol):
     """A message on its way."""
 
     def wait(self) -> Any: ...
@@ -33,9 +33,9 @@ class Channels(Protocol):
     Neither call waits. A sent tensor must be left alone until its work is done.
     """
 
-    def send(self, tensor: Tensor, to: int) -> Work: ...
+    def send(self, tensor: Tensor, to: int) -> PendingMessage: ...
 
-    def receive(self, buffer: Tensor, source: int) -> Work: ...
+    def receive(self, buffer: Tensor, source: int) -> PendingMessage: ...
 
 
 @dataclass
@@ -62,13 +62,13 @@ class ProcessGroupChannels:
             found[sender, receiver] = groups.of(members, f"pipeline {'down' if sender < receiver else 'up'}")
         return cls(None, found)
 
-    def send(self, tensor: Tensor, to: int) -> Work:
+    def send(self, tensor: Tensor, to: int) -> PendingMessage:
         return self._post(dist.isend, tensor, to, dist.get_rank(), to)
 
-    def receive(self, buffer: Tensor, source: int) -> Work:
+    def receive(self, buffer: Tensor, source: int) -> PendingMessage:
         return self._post(dist.irecv, buffer, source, source, dist.get_rank())
 
-    def _post(self, call: Callable[..., Any], tensor: Tensor, peer: int, sender: int, receiver: int) -> Work:
+    def _post(self, call: Callable[..., Any], tensor: Tensor, peer: int, sender: int, receiver: int) -> PendingMessage:
         group = self.shared or self.groups[sender, receiver]
         try:
             return _Named(call(tensor, peer, group=group, tag=_TAG), peer)
@@ -129,11 +129,11 @@ class ThreadChannels:
     world: ThreadWorld
     rank: int
 
-    def send(self, tensor: Tensor, to: int) -> Work:
+    def send(self, tensor: Tensor, to: int) -> PendingMessage:
         self.world.of(self.rank, to).put(tensor.clone())
         return _Done()
 
-    def receive(self, buffer: Tensor, source: int) -> Work:
+    def receive(self, buffer: Tensor, source: int) -> PendingMessage:
         return _FromQueue(buffer, self.world.of(source, self.rank), self.world, source)
 
 

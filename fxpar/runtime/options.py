@@ -66,7 +66,7 @@ def default_cluster(world: int, device: torch.device) -> ClusterSpec:
 
 
 @dataclass(frozen=True)
-class Options:
+class ParallelizeOptions:
     """The keyword arguments of `fxpar.parallelize`, see there."""
 
     token_budget: int | Mapping[int, int] | None = None
@@ -95,7 +95,7 @@ class Options:
     timeout_s: float | None = None
     monitor: bool | Monitor = True
     plain: str | None = None
-    compiled: Compiled | None = None
+    compiled: CompiledModel | None = None
     initializer: Callable[[nn.Module], object] | None = None
     meta_init: Literal["slice", "whole"] = "slice"
     seed: int = 0
@@ -113,7 +113,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledModel:
     """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
 
     `logical` is the graph as it was captured, what the model does to one sequence; `precision` says how the programs
@@ -141,7 +141,7 @@ def compile_strategies(
     token_budget: int | Mapping[int, int] | None = None,
     precision: Precision | str | None = None,
     packed: bool | None = None,
-) -> Compiled:
+) -> CompiledModel:
     """Capture `module` and lower it for all strategies; no process group. Raises what `capture`, `with_precision` and
     `lower` raise.
 
@@ -165,7 +165,7 @@ def compile_strategies(
         for name, strategy in by_name.items()
     }
     timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
-    return Compiled(logical, programs, timings, how, rows.packing, unpacked)
+    return CompiledModel(logical, programs, timings, how, rows.packing, unpacked)
 
 
 def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Tensor] | None) -> LogicalGraph:

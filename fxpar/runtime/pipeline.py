@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.runtime.channels import Channels, Work
+from fxpar.runtime.channels import Channels, PendingMessage
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.padding import batch_dims
 from fxpar.runtime.runner import Backend
@@ -62,9 +62,9 @@ class _Group:
     micro_batches: Sequence[MicroRun]
     batches: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     dims: dict[int, dict[sympy.Symbol, int]] = field(default_factory=dict)
-    arriving: dict[Transfer, list[tuple[str, Tensor, Work]]] = field(default_factory=dict)
+    arriving: dict[Transfer, list[tuple[str, Tensor, PendingMessage]]] = field(default_factory=dict)
     received: dict[Transfer, dict[str, Tensor]] = field(default_factory=dict)
-    sending: list[tuple[Work, Tensor]] = field(default_factory=list)
+    sending: list[tuple[PendingMessage, Tensor]] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)  # micro-batch -> forwards on this rank that are to come
     keep: bool = True
 

@@ -31,10 +31,10 @@ from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import (
-    Compiled,
+    CompiledModel,
     CostModel,
     LossFunction,
-    Options,
+    ParallelizeOptions,
     as_precision,
     capture_step,
     compile_strategies,
@@ -55,11 +55,11 @@ from fxpar.transport.groups import ProcessGroups
 class Session:
     """The state of a parallel module on this rank."""
 
-    compiled: Compiled
+    compiled: CompiledModel
     store: WeightStore
     engine: Engine
     memory: MemoryReport
-    options: Options
+    options: ParallelizeOptions
     calls: PlainCalls
     evaluation: Evaluation
 
@@ -105,7 +105,7 @@ def open_session(
     strategies: Mapping[int, Strategy | str],
     loss: LossFunction,
     example: Mapping[str, Tensor] | None,
-    options: Options,
+    options: ParallelizeOptions,
 ) -> Session:
     """Capture, lower, lay out, allocate, and take the module's parameters home. All ranks call it alike."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -131,7 +131,7 @@ def _open(
     strategies: Mapping[int, Strategy | str],
     loss: LossFunction,
     example: Mapping[str, Tensor] | None,
-    options: Options,
+    options: ParallelizeOptions,
     watcher: Monitor | None,
 ) -> Session:
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -241,7 +241,7 @@ def with_multiples(
 
 
 def _bind_all(
-    programs: Mapping[str, TrainGraph], process_groups: ProcessGroups, device: torch.device, options: Options
+    programs: Mapping[str, TrainGraph], process_groups: ProcessGroups, device: torch.device, options: ParallelizeOptions
 ) -> dict[str, Bound]:
     """This rank's programs; makes process groups, in the same order on all ranks."""
     return {
@@ -250,14 +250,14 @@ def _bind_all(
     }
 
 
-def _scaler(store: WeightStore, options: Options) -> LossScaler | None:
+def _scaler(store: WeightStore, options: ParallelizeOptions) -> LossScaler | None:
     """fp16 gradients need one."""
     if all(spec.dtype != torch.float16 for spec in store.specs):
         return None
     return LossScaler() if options.loss_scale is None else LossScaler(options.loss_scale)
 
 
-def _transport(options: Options, process_groups: ProcessGroups, device: torch.device) -> TransportOptions:
+def _transport(options: ParallelizeOptions, process_groups: ProcessGroups, device: torch.device) -> TransportOptions:
     return TransportOptions(
         options.execution,
         options.staging_bytes,
@@ -269,7 +269,7 @@ def _transport(options: Options, process_groups: ProcessGroups, device: torch.de
     )
 
 
-def _plain_strategy(options: Options, groups: Sequence[LengthGroup], names: Sequence[str]) -> str:
+def _plain_strategy(options: ParallelizeOptions, groups: Sequence[LengthGroup], names: Sequence[str]) -> str:
     """What `model(x)` runs under unless told otherwise: of the strategies that can (without stages), the one that takes
     the longest sequences.
     """
@@ -289,7 +289,7 @@ def _meet(watcher: Monitor) -> None:
         watcher.all_are_here()
 
 
-def _watcher(options: Options, world: int) -> Monitor | None:
+def _watcher(options: ParallelizeOptions, world: int) -> Monitor | None:
     """The monitor that was given, or one that beats until this process ends."""
     if isinstance(options.monitor, Monitor):
         return options.monitor
@@ -310,7 +310,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _costs(
-    programs: Sequence[TrainGraph], cluster: ClusterSpec, device: torch.device, options: Options
+    programs: Sequence[TrainGraph], cluster: ClusterSpec, device: torch.device, options: ParallelizeOptions
 ) -> list[GroupCost]:
     """What a micro-batch costs under each program, by usual figures of the device: the same on all ranks.
 

@@ -14,7 +14,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.passes.share_weights import share_weights
-from fxpar.runtime.options import Options
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import (
     MemoryReport,
     SwitchSchedule,
@@ -38,7 +38,7 @@ def open_storage(
     world: int,
     device: torch.device,
     cluster: ClusterSpec,
-    options: Options,
+    options: ParallelizeOptions,
 ) -> tuple[WeightStore, SwitchSchedule, MemoryReport]:
     """Decide what stays in memory, allocate it, and take the parameters home."""
     specs = param_specs(next(iter(programs.values())))
@@ -83,7 +83,7 @@ def open_storage(
 
 
 def overlapped(
-    memory: MemoryReport, programs: Sequence[TrainGraph], device: torch.device, group: Any, options: Options
+    memory: MemoryReport, programs: Sequence[TrainGraph], device: torch.device, group: Any, options: ParallelizeOptions
 ) -> tuple[MemoryReport, bool]:
     """Whether groups overlap, and the memory then. Where nobody has tried two threads on the network, they do not."""
     if not options.overlap or len(programs) == 1 or device.type != "cpu" or dist.get_backend(group) != "gloo":

@@ -19,7 +19,7 @@ from fxpar.errors import SwitchPlanError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.switch.problem import Alike, SwitchProblem, TensorClass, class_of_tensors
 from fxpar.switch.transfers import TERM_TRANSFER
-from fxpar.switch.turns import Rule
+from fxpar.switch.turns import TransferRule
 
 TURNS = "turns"  # the name of the planner
 SAMPLE = 16  # ranks
@@ -30,7 +30,7 @@ LISTED = 1 << 20  # transfers; a plan of more takes seconds and gigabytes on eve
 class Leg:
     """The rule of a class of tensors, and what each of the sampled ranks moves of one: [ranks, steps, 4]."""
 
-    rule: Rule
+    rule: TransferRule
 
     @cached_property
     def sample(self) -> np.ndarray:
@@ -73,7 +73,7 @@ def leg(
 ) -> Leg:
     """The leg of tensors of this kind."""
     cls = class_of_tensors((), shape, itemsize, before, after, world)
-    return Leg(Rule(cls, np.arange(world) // devices_per_node))
+    return Leg(TransferRule(cls, np.arange(world) // devices_per_node))
 
 
 @dataclass(frozen=True, eq=False)

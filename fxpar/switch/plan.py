@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fxpar.switch.bound import lower_bounds
-from fxpar.switch.predict import Planned
+from fxpar.switch.predict import TransferPlan
 from fxpar.switch.verify import verify
 
 Box = tuple[tuple[int, int], ...]
@@ -30,7 +30,7 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class SwitchPlan(Planned):
+class SwitchPlan(TransferPlan):
     """`transfers` is a record array (see `transfers.TRANSFER`) in the order (step, tensor, slice, destination).
 
     What a rank both holds and needs is not among them: see `copies`.

@@ -11,7 +11,7 @@ from fxpar.switch.problem import SwitchProblem
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class LinkTraffic:
     """Bytes by rank, [ranks] each, and by pair of nodes ([from, to]; the diagonal stays inside)."""
 
     sent_inside: np.ndarray
@@ -29,7 +29,7 @@ class Traffic:
         return int(self.sent_between.sum())
 
 
-def traffic(problem: SwitchProblem, transfers: np.ndarray) -> Traffic:
+def traffic(problem: SwitchProblem, transfers: np.ndarray) -> LinkTraffic:
     """Bytes per rank, direction and kind of link."""
     src, dst, nbytes = transfers["src"], transfers["dst"], transfers["nbytes"]
     pairs = np.bincount(problem.node_of[src] * problem.nodes + problem.node_of[dst], nbytes, problem.nodes**2)
@@ -39,7 +39,7 @@ def traffic(problem: SwitchProblem, transfers: np.ndarray) -> Traffic:
         # float64 sums of whole numbers are exact up to 2**53 bytes
         return np.bincount(ranks[chosen], nbytes[chosen], problem.world).astype(np.int64)
 
-    return Traffic(
+    return LinkTraffic(
         total(src, inside),
         total(src, ~inside),
         total(dst, inside),
@@ -56,7 +56,7 @@ def seconds(problem: SwitchProblem, transfers: np.ndarray) -> float:
     return total
 
 
-def _step_seconds(problem: SwitchProblem, load: Traffic) -> float:
+def _step_seconds(problem: SwitchProblem, load: LinkTraffic) -> float:
     cluster = problem.cluster
     inside = max(load.sent_inside.max(), load.received_inside.max()) / (cluster.intra_gb_per_s * 1e9)
     between = max(load.sent_between.max(), load.received_between.max()) / (cluster.inter_gb_per_s * 1e9)
@@ -68,14 +68,14 @@ def _step_seconds(problem: SwitchProblem, load: Traffic) -> float:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Planned:
+class TransferPlan:
     """What is known of any list of transfers on a cluster; a plan has `problem` and `transfers`."""
 
     problem: SwitchProblem
     transfers: np.ndarray
 
     @cached_property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         """Bytes per rank and link, all steps together."""
         return traffic(self.problem, self.transfers)
 

@@ -27,10 +27,10 @@ from fxpar.switch.boxes import Grid, Holders, places, refine
 from fxpar.switch.by_turns import LISTED, TURNS, ByTurns, Leg
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.planners.groups import local_groups, remote_groups
-from fxpar.switch.predict import Planned
+from fxpar.switch.predict import TransferPlan
 from fxpar.switch.problem import SwitchProblem, TensorClass
 from fxpar.switch.transfers import TERM_TRANSFER, TRANSFER, joined, rows
-from fxpar.switch.turns import Rule
+from fxpar.switch.turns import TransferRule
 from fxpar.switch.waterfill import pick
 
 NOWHERE, EVERYWHERE = -1, -2  # instead of a node
@@ -80,7 +80,7 @@ class TermClass:
 
 
 @dataclass(frozen=True, eq=False)
-class ReductionPlan(Planned):
+class ReductionPlan(TransferPlan):
     """`transfers` (see TERM_TRANSFER) are in the order (tensor, slice, destination, term); own terms are not in it."""
 
     terms: tuple[TermClass, ...]
@@ -166,7 +166,7 @@ def plan_large_reduction(
     gradients = matched(sources, target, cluster, name)
     terms = tuple(_term_class(one, gradients.world) for one in gradients.alike)
     problem = _problem(gradients.layout, target, cluster, terms)
-    legs = tuple(Leg(Rule(one.cls, problem.node_of, one.term_of, one.count)) for one in terms)
+    legs = tuple(Leg(TransferRule(one.cls, problem.node_of, one.term_of, one.count)) for one in terms)
     transfers = sum(len(one.rule.cls.members) * one.transfers for one in legs)
     if planner == TURNS or transfers > listed:
         return ReductionByTurns(problem, legs, terms, gradients.layout, target)

@@ -96,7 +96,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class TransferRule:
     """The transfers of a class of tensors; of a sum, if `term_of` [world] is given, with the count of its terms."""
 
     cls: TensorClass

@@ -13,7 +13,7 @@ from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
 from fxpar.tracer.provenance import Provenance
 from fxpar.tracer.signature import Batch, make_signature, make_world, model_device, named_batch
-from fxpar.tracer.step import LossFunction, Step
+from fxpar.tracer.step import LossFunction, TracedStep
 
 
 def capture(
@@ -56,7 +56,7 @@ def _capture(
         batch, dims = batch | {TOKEN_NUMBERS: batch[ids].long()}, dims.with_like(TOKEN_NUMBERS, ids)
     world = make_world(model)
     signature = make_signature(model, batch, world, dims)
-    step = Step(
+    step = TracedStep(
         model=model,
         signature=signature,
         world=world,

@@ -27,7 +27,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardCall:
     """The arguments of a forward: its tensors by name, the other leaves, and how they were put together."""
 
     tensors: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Call:
         return unflatten([next(rest) if name is None else tensors[name] for name in self.names], self.structure)
 
 
-def take_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def take_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ForwardCall:
     """A call by name: a tensor argument has the name of its parameter in `model.forward`, one inside a container that
     name and its position.
     """
@@ -55,7 +55,7 @@ def take_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     keys = [name if isinstance(leaf, Tensor) else None for name, leaf in zip(names, leaves, strict=True)]
     tensors = {key: leaf for key, leaf in zip(keys, leaves, strict=True) if key is not None}
     constants = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
-    return Call(tensors, tuple(keys), constants, structure)
+    return ForwardCall(tensors, tuple(keys), constants, structure)
 
 
 def _leaves(value: Any) -> tuple[int, bool]:
@@ -150,7 +150,7 @@ def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 class Forward(Traced):
     """Forward, and gradients through tangents."""
 
-    call: Call
+    call: ForwardCall
     training: bool | None
     differentiate: bool
     returned: Any = None
@@ -228,4 +228,4 @@ class Forward(Traced):
         return SizeRef(found) if getattr(found, "free_symbols", None) else int(found)
 
 
-__all__ = ["Call", "call_key", "capture_forward", "take_call"]
+__all__ = ["ForwardCall", "call_key", "capture_forward", "take_call"]

@@ -92,7 +92,7 @@ def line_of_error(error: BaseException) -> str | None:
 
 
 @dataclass
-class Frame:
+class ModuleFrame:
     """One module call on the stack: the number of the call among those of this module inside the call around it.
 
     `calls` counts what wants a number (dropouts), `inner` the calls of modules by id, both within this call.
@@ -110,7 +110,7 @@ class Provenance:
     """Follows one run of a model; `on_node` stamps `fqn`, `source`, `backward` into node metas."""
 
     model: nn.Module
-    stack: list[Frame] = field(default_factory=lambda: [Frame("", 0)])
+    stack: list[ModuleFrame] = field(default_factory=lambda: [ModuleFrame("", 0)])
     recomputing: int = 0
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Provenance:
             inner = self.stack[-1].inner
             repeat = inner.get(id(module), 0)
             inner[id(module)] = repeat + 1
-            self.stack.append(Frame(name, id(module), repeat))
+            self.stack.append(ModuleFrame(name, id(module), repeat))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._names:

@@ -164,7 +164,7 @@ class Traced(ABC):
 
 
 @dataclass(kw_only=True)
-class Step(Traced):
+class TracedStep(Traced):
     """Forward, loss and backward."""
 
     loss_fn: LossFunction

@@ -75,7 +75,7 @@ class Outcome:
 
 
 @dataclass
-class Place:
+class ThisRank:
     """This rank, its device, and how it speaks (rank 0 to the console, the others not at all)."""
 
     rank: int
@@ -112,7 +112,7 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
         _claim(config, rank)
         with Monitor.of_world(timeout_s=config.run.timeout_s, end=_record_and_exit) as monitor:
             console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
-            place = Place(rank, world, local_rank, device, console, monitor, stop)
+            place = ThisRank(rank, world, local_rank, device, console, monitor, stop)
             outcome = _train(job, place)
             monitor.phase("end")
             dist.barrier()  # no rank leaves while another still writes
@@ -163,7 +163,7 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
     return torch.device("cuda", local_rank)
 
 
-def _train(job: Job, place: Place) -> Outcome:
+def _train(job: Job, place: ThisRank) -> Outcome:
     config = job.config
     place.monitor.phase("prepare the data")
     prepared = _prepare(config, place)
@@ -202,7 +202,7 @@ def _train(job: Job, place: Place) -> Outcome:
     return Outcome("done", session.step, last)
 
 
-def _prepare(config: TrainConfig, place: Place) -> Prepared:
+def _prepare(config: TrainConfig, place: ThisRank) -> Prepared:
     """One rank of each machine prepares, the others of that machine wait for it."""
     group = dist.group.WORLD
     assert group is not None
@@ -216,7 +216,7 @@ def _prepare(config: TrainConfig, place: Place) -> Prepared:
     return Prepared.from_text(store.get(key))
 
 
-def _introduce(session: TrainSession, prepared: Prepared, place: Place) -> None:
+def _introduce(session: TrainSession, prepared: Prepared, place: ThisRank) -> None:
     """What is about to be trained, and how long its sequences are."""
     config = session.config
     for line in (*prepared.lines, *describe(session.loader)):
@@ -229,7 +229,7 @@ def _introduce(session: TrainSession, prepared: Prepared, place: Place) -> None:
 
 
 def _run(
-    session: TrainSession, place: Place, records: list[StepRecord], saved: list[Path], *, files: bool = True
+    session: TrainSession, place: ThisRank, records: list[StepRecord], saved: list[Path], *, files: bool = True
 ) -> bool:
     """Train to the last step; True if stopped early. `files`: with metrics and checkpoints."""
     config = session.config
@@ -264,7 +264,7 @@ def _run(
                 output.close()
 
 
-def _outputs(config: TrainConfig, step: int, place: Place) -> list[MetricsFile | EventsFile]:
+def _outputs(config: TrainConfig, step: int, place: ThisRank) -> list[MetricsFile | EventsFile]:
     """The files that rank 0 writes each step to."""
     if place.rank != 0:
         return []
@@ -278,7 +278,7 @@ def _outputs(config: TrainConfig, step: int, place: Place) -> list[MetricsFile |
 
 
 def _compare(
-    job: Job, session: TrainSession, prepared: Prepared, place: Place, records: list[StepRecord]
+    job: Job, session: TrainSession, prepared: Prepared, place: ThisRank, records: list[StepRecord]
 ) -> Comparison | None:
     """Train once more under one strategy, on the same batches from the same weights; None if that was stopped."""
     assert job.compare is not None
@@ -301,7 +301,7 @@ def _compare(
     return comparison
 
 
-def _report(config: TrainConfig, place: Place, parts: ReportParts, comparison: Comparison | None) -> None:
+def _report(config: TrainConfig, place: ThisRank, parts: ReportParts, comparison: Comparison | None) -> None:
     """Rank 0 writes `report.html` and `trace.json`; a run does not fail for want of plotly."""
     place.monitor.phase("write the report")
     try:
@@ -329,7 +329,7 @@ def _silent() -> Console:
 
 
 @contextmanager
-def _noted_warnings(place: Place) -> Iterator[None]:
+def _noted_warnings(place: ThisRank) -> Iterator[None]:
     """fxpar's warnings are said by rank 0, each once; others are left to the rank's log."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

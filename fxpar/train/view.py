@@ -12,10 +12,10 @@ from rich.table import Table
 from fxpar.train.records import GroupRecord, StepRecord
 
 
-class View(Protocol):
+class StepView(Protocol):
     """Takes each step; `note` says something beside them."""
 
-    def __enter__(self) -> View: ...
+    def __enter__(self) -> StepView: ...
 
     def __exit__(self, *error: Any) -> None: ...
 
@@ -24,7 +24,7 @@ class View(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def open_view(console: Console, steps: int, done: int, title: str) -> View:
+def open_view(console: Console, steps: int, done: int, title: str) -> StepView:
     """The view that suits the console; `done` steps were done by an earlier run."""
     return LiveView(console, steps, done, title) if console.is_terminal else PlainView(console, steps)
 

@@ -18,33 +18,33 @@ from fxpar.transport.executions import choose
 from fxpar.transport.groups import ProcessGroups
 from fxpar.transport.holding import Located
 from fxpar.transport.messages import messages
-from fxpar.transport.options import ALONE_BYTES, Counts, Options, Traffic
+from fxpar.transport.options import ALONE_BYTES, PhaseTraffic, SwitchCounts, TransportOptions
 from fxpar.transport.packing import Packer, Sealed, all_to_all, all_to_all_bytes
-from fxpar.transport.phases import Phase, cut_phases, part_of
+from fxpar.transport.phases import TransferPhase, cut_phases, part_of
 from fxpar.transport.reads import Reader
 from fxpar.transport.staging import CHUNK, Arena, Staging, aligned
 from fxpar.transport.views import paired_views
-from fxpar.transport.wire import AllGather, Gathered, Parcel, PhaseOnWire, PointToPoint, Task, Wire
+from fxpar.transport.wire import AllGather, Gathered, Parcel, PhaseOnWire, PhaseOptions, PointToPoint, Task
 
 
 @dataclass(eq=False)
-class Compiled:
+class CompiledSwitch:
     """`snapshots` are (copy, original); `phases` are (does it send on what the one before brings, phase)."""
 
     snapshots: list[tuple[Tensor, Tensor]]
     phases: list[tuple[bool, PhaseOnWire]]
     copies: list[Task]
-    counts: Counts
+    counts: SwitchCounts
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
     """A phase that this rank takes part in, before its views are made; `tag` is its number among all phases."""
 
-    phase: Phase
+    phase: TransferPhase
     execution: str
     tag: int
-    traffic: list[Traffic]
+    traffic: list[PhaseTraffic]
 
 
 class Compiler:
@@ -55,7 +55,7 @@ class Compiler:
         plan: AnySwitchPlan,
         sources: Sequence[Located],
         target: Located,
-        options: Options,
+        options: TransportOptions,
         name: str,
     ) -> None:
         self.problem = problem = plan.problem
@@ -65,9 +65,9 @@ class Compiler:
         self.reader = Reader(problem, sources, target)
         params = target.layout.params
         self.dtypes = [params[fqn].dtype for fqn in problem.tensors]
-        self.counts = Counts()
+        self.counts = SwitchCounts()
 
-    def compile(self, wire: Wire, groups: ProcessGroups, staging: Staging) -> Compiled:
+    def compile(self, wire: PhaseOptions, groups: ProcessGroups, staging: Staging) -> CompiledSwitch:
         """All that a run needs. Raises HoldingError, ExecutionError."""
         locals_ = self._locals(groups)
         copied = list(self.reader.copies(self.dtypes))
@@ -88,7 +88,7 @@ class Compiler:
             before = locals_[index - 1].phase if index else None
             blocking = before is not None and before.bucket == local.phase.bucket
             phases.append((blocking, onto))
-        return Compiled(snapshots, phases, self._copies(copied), self.counts)
+        return CompiledSwitch(snapshots, phases, self._copies(copied), self.counts)
 
     def _locals(self, groups: ProcessGroups) -> list[Local]:
         found = []
@@ -100,7 +100,7 @@ class Compiler:
                     groups.of_places(one.ranks)
                     if self.rank in one.ranks:
                         rows = phase.rows[one.transfers]
-                        part = Phase(phase.step, phase.bucket, rows, phase.part, phase.parts)
+                        part = TransferPhase(phase.step, phase.bucket, rows, phase.part, phase.parts)
                         traffic.append(self._traffic(part, one.ranks))
             else:
                 traffic = [self._traffic(phase, alone_bytes=ALONE_BYTES if execution == "p2p" else None)]
@@ -109,10 +109,10 @@ class Compiler:
                 self.counts.executions.append(execution)
         return found
 
-    def _phases(self) -> list[Phase]:
+    def _phases(self) -> list[TransferPhase]:
         return cut_phases(self.problem, self.table, self.options.staging_bytes, self.most)
 
-    def _choose(self, phase: Phase) -> tuple[str, list[Collective]]:
+    def _choose(self, phase: TransferPhase) -> tuple[str, list[Collective]]:
         """How a phase runs. All-gathers are found in plans that are whole."""
         way = self.options.execution
         if self.most is None:
@@ -121,7 +121,9 @@ class Compiler:
             raise ExecutionError(way, "no rank has the whole plan, as it is by turns; use 'auto' or 'p2p'")
         return ("p2p" if way == "gather" else way), []
 
-    def _traffic(self, phase: Phase, ranks: tuple[int, ...] = (), alone_bytes: int | None = None) -> Traffic:
+    def _traffic(
+        self, phase: TransferPhase, ranks: tuple[int, ...] = (), alone_bytes: int | None = None
+    ) -> PhaseTraffic:
         sent, received = messages(self.problem, self.table, phase, self.rank, self.dtypes, alone_bytes)
         self.counts.sent_bytes += sum(message.nbytes for message in sent)
         self.counts.received_bytes += sum(message.nbytes for message in received)
@@ -130,9 +132,9 @@ class Compiler:
             sent = sent[:1]  # all others get the same
             room = self._room(phase)
         reads = [(m, [self.reader.segments(piece, phase.step > 0) for piece in m.pieces]) for m in sent]
-        return Traffic(reads, received, ranks, aligned(room, CHUNK))
+        return PhaseTraffic(reads, received, ranks, aligned(room, CHUNK))
 
-    def _room(self, phase: Phase) -> int:
+    def _room(self, phase: TransferPhase) -> int:
         """Bytes of the largest contribution to an all-gather; parts of slices need not be equally large."""
         rows = self.table[phase.rows]
         rows = rows[rows["dst"] == np.where(rows["src"] == rows["src"].min(), rows["src"].max(), rows["src"].min())]
@@ -155,7 +157,7 @@ class Compiler:
         return sum(aligned(t.room) + aligned(t.room * len(t.ranks)) for t in local.traffic)
 
     def _on_wire(
-        self, local: Local, sealed: list[Sealed], arena: Arena, wire: Wire, groups: ProcessGroups
+        self, local: Local, sealed: list[Sealed], arena: Arena, wire: PhaseOptions, groups: ProcessGroups
     ) -> PhaseOnWire:
         if local.execution == "p2p":
             return self._point_to_point(local, sealed[0], arena, wire)
@@ -173,7 +175,7 @@ class Compiler:
             parts.append(Gathered(groups.of_places(traffic.ranks), list(traffic.ranks), packed, received, pack, unpack))
         return AllGather(wire, parts)
 
-    def _point_to_point(self, local: Local, sealed: Sealed, arena: Arena, wire: Wire) -> PointToPoint:
+    def _point_to_point(self, local: Local, sealed: Sealed, arena: Arena, wire: PhaseOptions) -> PointToPoint:
         sends, receives, made = [], [], {}
         for one in sealed.sends:
             buffer, tasks = one.direct, []

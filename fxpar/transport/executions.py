@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fxpar.errors import ExecutionError, nearest
 from fxpar.switch.collectives import Collective, find_collectives
 from fxpar.switch.problem import SwitchProblem
-from fxpar.transport.phases import Phase
+from fxpar.transport.phases import TransferPhase
 
 EXECUTIONS = ("p2p", "a2a", "all_gather", "auto")
 COLLECTIVES_ONLY = ("threaded",)  # process groups without send and recv
@@ -33,7 +33,9 @@ def resolve(execution: str, device: torch.device, group: Any) -> str:
     return "a2a" if dist.get_backend(group) in COLLECTIVES_ONLY else "p2p"
 
 
-def choose(problem: SwitchProblem, table: np.ndarray, phase: Phase, execution: str) -> tuple[str, list[Collective]]:
+def choose(
+    problem: SwitchProblem, table: np.ndarray, phase: TransferPhase, execution: str
+) -> tuple[str, list[Collective]]:
     """How a phase runs ("p2p", "a2a" or "all_gather"), and its all-gathers. Raises ExecutionError."""
     if execution in ("p2p", "a2a"):
         return execution, []

@@ -8,10 +8,10 @@ import torch
 
 from fxpar.errors import FingerprintError
 from fxpar.torch_api.since_2_13 import all_gather_single
-from fxpar.transport.wire import Wire
+from fxpar.transport.wire import PhaseOptions
 
 
-def compare_fingerprints(name: str, fingerprint: bytes, wire: Wire, device: torch.device) -> None:
+def compare_fingerprints(name: str, fingerprint: bytes, wire: PhaseOptions, device: torch.device) -> None:
     """Gather 8 bytes of each rank. Raises FingerprintError that names the ranks that differ from most others."""
     mine = torch.tensor(list(fingerprint), dtype=torch.uint8, device=device)
     everyone = torch.empty(wire.world * 8, dtype=torch.uint8, device=device)

@@ -18,7 +18,7 @@ import torch
 
 from fxpar.switch.plan import Box
 from fxpar.switch.problem import SwitchProblem
-from fxpar.transport.phases import Phase, part_of
+from fxpar.transport.phases import TransferPhase, part_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Message:
 def messages(
     problem: SwitchProblem,
     table: np.ndarray,
-    phase: Phase,
+    phase: TransferPhase,
     rank: int,
     dtypes: Sequence[torch.dtype],
     alone_bytes: int | None = None,
@@ -89,7 +89,7 @@ def _by_peer(
     problem: SwitchProblem,
     rows: np.ndarray,
     peer: str,
-    phase: Phase,
+    phase: TransferPhase,
     dtypes: Sequence[torch.dtype],
     alone_bytes: int | None,
 ) -> list[Message]:
@@ -107,7 +107,7 @@ def _by_peer(
 
 
 def _pieces(
-    problem: SwitchProblem, rows: np.ndarray, peer: str, phase: Phase, dtypes: Sequence[torch.dtype]
+    problem: SwitchProblem, rows: np.ndarray, peer: str, phase: TransferPhase, dtypes: Sequence[torch.dtype]
 ) -> Iterator[tuple[tuple[int, int], Piece, np.ndarray]]:
     """((source, destination), piece, [tensor, slice, term] of its rows), in the order in which messages have them."""
     if not len(rows):

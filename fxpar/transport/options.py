@@ -13,7 +13,7 @@ ALONE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Options:
+class TransportOptions:
     """How a switch is compiled; see `Switch`."""
 
     execution: str = "auto"
@@ -24,7 +24,7 @@ class Options:
 
 
 @dataclass(eq=False)
-class Counts:
+class SwitchCounts:
     """What a compiled switch does in every run, on this rank."""
 
     sent_bytes: int = 0
@@ -41,7 +41,7 @@ class Counts:
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class PhaseTraffic:
     """What this rank sends and receives together; `ranks` is empty for messages to single peers."""
 
     sends: list[tuple[Message, list[list[Segment]]]]

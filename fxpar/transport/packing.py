@@ -12,11 +12,11 @@ from torch import Tensor
 from fxpar.transport.checksum import Where, compare, write_sums
 from fxpar.transport.holding import Located
 from fxpar.transport.messages import Message, Piece
-from fxpar.transport.options import Counts, Options, Traffic
+from fxpar.transport.options import PhaseTraffic, SwitchCounts, TransportOptions
 from fxpar.transport.reads import Segment
 from fxpar.transport.staging import ALIGNMENT, CHUNK, Arena, aligned
-from fxpar.transport.views import View, slice_views
-from fxpar.transport.wire import AllToAll, Task, Wire
+from fxpar.transport.views import PieceView, slice_views
+from fxpar.transport.wire import AllToAll, PhaseOptions, Task
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Letter:
 
     peer: int
     message: Message
-    views: list[list[View]]
+    views: list[list[PieceView]]
     direct: Tensor | None
     checked: bool
     add: bool
@@ -82,7 +82,7 @@ class Letter:
         where = Where(self.name, piece.fqns, piece.box, self.message.src, self.message.dst)
         return partial(compare, sums, view, piece.dtype, where)
 
-    def _parts(self, buffer: Tensor) -> list[tuple[Piece, list[View], Tensor]]:
+    def _parts(self, buffer: Tensor) -> list[tuple[Piece, list[PieceView], Tensor]]:
         """Pieces with their views and their places for checksums."""
         start = aligned(self.message.nbytes, 8)
         sums = buffer[start : self.nbytes].view(torch.int64) if self.checked else buffer
@@ -117,13 +117,13 @@ class Packer:
     """Makes letters out of messages."""
 
     target: Located
-    options: Options
-    counts: Counts
+    options: TransportOptions
+    counts: SwitchCounts
     name: str
 
-    def seal(self, traffic: Traffic) -> Sealed:
+    def seal(self, traffic: PhaseTraffic) -> Sealed:
         sends = []
-        packed: dict[bytes, list[list[View]]] = {}
+        packed: dict[bytes, list[list[PieceView]]] = {}
         for message, segments in traffic.sends:
             if message.key not in packed:
                 packed[message.key] = [
@@ -142,7 +142,7 @@ class Packer:
                 self.counts.unpack_copies += sum(map(len, views))
         return Sealed(sends, receives)
 
-    def _letter(self, peer: int, message: Message, views: list[list[View]], direct_ok: bool) -> Letter:
+    def _letter(self, peer: int, message: Message, views: list[list[PieceView]], direct_ok: bool) -> Letter:
         options = self.options
         direct = None
         if direct_ok and not options.checked and options.execution != "a2a":
@@ -150,15 +150,15 @@ class Packer:
             self.counts.direct_messages += direct is not None
         return Letter(peer, message, views, direct, options.checked, options.add, self.name)
 
-    def views(self, piece: Piece, segments: Sequence[Segment]) -> list[View]:
+    def views(self, piece: Piece, segments: Sequence[Segment]) -> list[PieceView]:
         """Views of the tensors of a piece, segment by segment."""
         found = []
         for segment in segments:
             for view in slice_views(segment.holding, segment.fqns, segment.start, piece.shape, self.options.merge):
-                found.append(View(segment.first + view.first, view.tensor))
+                found.append(PieceView(segment.first + view.first, view.tensor))
         return found
 
-    def target_views(self, piece: Piece) -> list[View]:
+    def target_views(self, piece: Piece) -> list[PieceView]:
         """Views of the target for a piece that arrives, or is added at home."""
         return self.views(piece, self._targets(piece))
 
@@ -178,7 +178,7 @@ def _is_direct(letters: Sequence[Letter], key: bytes) -> bool:
     return any(letter.key == key and letter.direct is not None for letter in letters)
 
 
-def memory_of(message: Message, views: list[list[View]]) -> Tensor | None:
+def memory_of(message: Message, views: list[list[PieceView]]) -> Tensor | None:
     """The bytes of the tensors, if a message is one contiguous run of them in the dtype of the wire."""
     if len(message.pieces) != 1 or len(views[0]) != 1:
         return None
@@ -192,7 +192,10 @@ Maker = Callable[[Tensor], list[Task]]  # what to do with a part of a buffer
 
 
 def all_to_all(
-    wire: Wire, sends: Iterable[tuple[int, int, Maker]], receives: Iterable[tuple[int, int, Maker]], arena: Arena
+    wire: PhaseOptions,
+    sends: Iterable[tuple[int, int, Maker]],
+    receives: Iterable[tuple[int, int, Maker]],
+    arena: Arena,
 ) -> AllToAll:
     """One all-to-all of messages given as (peer, bytes, what packs or unpacks them), one per peer at most."""
     splits: list[list[int]] = []

@@ -22,7 +22,7 @@ RELAY_BUCKET_BYTES = 2 * MIB  # ... if that leaves at least so much in each
 
 
 @dataclass(frozen=True, eq=False)
-class Phase:
+class TransferPhase:
     """Rows of a plan that travel together; of every slice only part `part` of `parts`, which may be empty."""
 
     step: int
@@ -34,7 +34,7 @@ class Phase:
 
 def cut_phases(
     problem: SwitchProblem, table: np.ndarray, staging_bytes: int, most: np.ndarray | None = None
-) -> list[Phase]:
+) -> list[TransferPhase]:
     """The phases in the order in which all ranks go through them.
 
     `most` [tensors, steps] are the bytes that no rank exceeds, for a `table` of one rank's transfers; without, the
@@ -51,7 +51,7 @@ def cut_phases(
     for number, bucket in enumerate(_buckets(problem, table, tensors, loads, limit, exact=most is None)):
         for step in bucket.steps:
             rows = bucket.rows[table["step"][bucket.rows] == step]
-            phases.append(Phase(step, number, rows, bucket.part, bucket.parts))
+            phases.append(TransferPhase(step, number, rows, bucket.part, bucket.parts))
     return sorted(phases, key=lambda phase: (2 * phase.bucket + 3 * phase.step, phase.step))
 
 

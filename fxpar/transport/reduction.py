@@ -21,21 +21,21 @@ from fxpar.transport.executions import resolve
 from fxpar.transport.fingerprint import compare_fingerprints
 from fxpar.transport.holding import Holding, Located
 from fxpar.transport.messages import Message, Piece, messages
-from fxpar.transport.options import ALONE_BYTES, Counts, Options
+from fxpar.transport.options import ALONE_BYTES, SwitchCounts, TransportOptions
 from fxpar.transport.packing import Letter, Packer, all_to_all, all_to_all_bytes, memory_of
-from fxpar.transport.phases import Phase, cut_phases, part_of
+from fxpar.transport.phases import TransferPhase, cut_phases, part_of
 from fxpar.transport.reads import Segment
 from fxpar.transport.staging import Arena, Staging, aligned, staging_on
 from fxpar.transport.switch import SideStream, SwitchReport, device_of
 from fxpar.transport.views import paired_views
-from fxpar.transport.wire import AllToAll, Parcel, PhaseOnWire, PointToPoint, Task, Wire, run_pipeline
+from fxpar.transport.wire import AllToAll, Parcel, PhaseOnWire, PhaseOptions, PointToPoint, Task, run_pipeline
 
 
 @dataclass(eq=False)
 class _Phase:
     """What a phase sends and adds. `arrived` is (term, target view, buffer view), `own` the terms held here."""
 
-    phase: Phase
+    phase: TransferPhase
     sends: list[tuple[Message, list[list[Segment]]]]
     receives: list[Letter]
     own: list[tuple[Piece, tuple[int, ...]]]
@@ -72,11 +72,11 @@ class Reduction:
         self._table = plan.rows_of(rank)
         device = torch.device(device) if device is not None else device_of((target,))
         way = resolve("p2p" if device.type != "cpu" else "auto", device, group)
-        self.options = Options(way, staging_bytes, checked, add=True, merge=merge)
+        self.options = TransportOptions(way, staging_bytes, checked, add=True, merge=merge)
         self.name = name or f"reduction {plan.problem.source} -> {plan.problem.target}"
-        self.counts = Counts()
+        self.counts = SwitchCounts()
         timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
-        self._wire = Wire(self.name, dist.get_world_size(group), group, timeout, grouped=device.type == "cuda")
+        self._wire = PhaseOptions(self.name, dist.get_world_size(group), group, timeout, grouped=device.type == "cuda")
         self._sources = Located(Holding(plan.sources, _Everything()), rank)
         self._target = Located(target, rank)
         self._packer = Packer(self._target, self.options, self.counts, self.name)
@@ -281,7 +281,7 @@ class Reduction:
                 yield piece.term, target, value
 
     def _add_alone(self) -> None:
-        self._add(_Phase(Phase(0, 0, np.empty(0, np.int64)), [], [], self._alone))
+        self._add(_Phase(TransferPhase(0, 0, np.empty(0, np.int64)), [], [], self._alone))
 
 
 def _share(parcel: Parcel, first: Parcel) -> None:

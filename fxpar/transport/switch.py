@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from fxpar.errors import ExecutionError
 from fxpar.switch import AnySwitchPlan
-from fxpar.transport.compiled import Compiled, Compiler, Counts, Options
+from fxpar.transport.compiled import CompiledSwitch, Compiler, SwitchCounts, TransportOptions
 from fxpar.transport.executions import resolve
 from fxpar.transport.fingerprint import compare_fingerprints
 from fxpar.transport.groups import ProcessGroups
 from fxpar.transport.holding import Holding, Located
 from fxpar.transport.staging import Staging, staging_on
-from fxpar.transport.wire import Wire, run_pipeline
+from fxpar.transport.wire import PhaseOptions, run_pipeline
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Switch:
         if add and plan.steps > 1:
             raise ExecutionError(execution, "a relayed plan cannot add; plan the switch with planner 'hotspa'")
         device = torch.device(device) if device is not None else device_of((target, *sources))
-        options = Options(resolve(execution, device, group), staging_bytes, checked, add, merge)
+        options = TransportOptions(resolve(execution, device, group), staging_bytes, checked, add, merge)
         self.plan, self.rank, self.options = plan, rank, options
         self.name = name or f"switch {plan.problem.source} -> {plan.problem.target}"
         world = dist.get_world_size(group)
@@ -89,19 +89,19 @@ class Switch:
                 execution, f"the plan is for {plan.problem.world} ranks, the process group has {world}"
             )
         timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
-        self._wire = Wire(self.name, world, group, timeout, grouped=device.type == "cuda")
+        self._wire = PhaseOptions(self.name, world, group, timeout, grouped=device.type == "cuda")
         located = [Located(holding, rank) for holding in sources]
         compiler = Compiler(plan, located, Located(target, rank), options, self.name)
         staging = staging_on(device, staging)
         groups = process_groups or ProcessGroups(timeout_s, within=group)
-        self.compiled: Compiled = compiler.compile(self._wire, groups, staging)
+        self.compiled: CompiledSwitch = compiler.compile(self._wire, groups, staging)
         self._stream = SideStream(device)
         dtypes = [param.dtype for param in target.layout.params.values()]  # the plan knows their sizes only
         self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {options} {dtypes}".encode()).digest()[:8]
         self._compared = False
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> SwitchCounts:
         """Bytes and copies of every run on this rank."""
         return self.compiled.counts
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxpar.transport.holding import Located
 
 
-class View(NamedTuple):
+class PieceView(NamedTuple):
     """Members `first .. first + tensor.shape[0]` of a piece: `[members, *box]`."""
 
     first: int
@@ -23,13 +23,13 @@ class View(NamedTuple):
 
 def slice_views(
     holding: Located, fqns: Sequence[str], start: Sequence[int], shape: Sequence[int], merge: bool = True
-) -> Iterator[View]:
+) -> Iterator[PieceView]:
     """Views that together are the box at local `start` of all tensors `fqns`; as few as possible with `merge`."""
     side = _Side(holding, fqns, start, shape)
     first = 0
     while first < len(fqns):
         count = side.run(first, len(fqns)) if merge else 1
-        yield View(first, side.view(first, count))
+        yield PieceView(first, side.view(first, count))
         first += count
 
 

@@ -30,7 +30,7 @@ class Parcel:
 
 
 @dataclass(eq=False)
-class Wire:
+class PhaseOptions:
     """Options of all phases; `group` None is the default process group."""
 
     name: str
@@ -54,7 +54,7 @@ class Wire:
 class PointToPoint:
     """One message per peer."""
 
-    wire: Wire
+    wire: PhaseOptions
     tag: int
     sends: list[Parcel]
     receives: list[Parcel]
@@ -117,7 +117,7 @@ class PointToPoint:
 class AllToAll:
     """One all-to-all over the whole process group; splits are in bytes."""
 
-    wire: Wire
+    wire: PhaseOptions
     packed: Tensor
     received: Tensor
     send_splits: list[int]
@@ -170,7 +170,7 @@ class Gathered:
 class AllGather:
     """The all-gathers that this rank takes part in, in the order of the plan."""
 
-    wire: Wire
+    wire: PhaseOptions
     parts: list[Gathered]
     _works: list[Any] = field(default_factory=list)
 

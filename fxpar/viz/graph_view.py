@@ -29,7 +29,7 @@ from fxpar.ir.exec_graph import Program
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.ir.printer import type_of
 from fxpar.viz.facts import NodeFacts, PartFacts, program_facts
-from fxpar.viz.modules import Drawing, Item, Module, draw, module_tree, run_as_module
+from fxpar.viz.modules import Drawing, Module, ModuleItem, draw, module_tree, run_as_module
 from fxpar.viz.viewed import Viewed
 
 SHOWN_INPUTS = ("batch", "scale", "seed", "tangent", "received", "received_grad")
@@ -186,12 +186,12 @@ class _Part:
     def _add_ends(self, tree: Module, name: str) -> None:
         """Inputs and messages as items of the root."""
         read = {value for number in tree.nodes for value in self.part.nodes[number].operands}
-        tree.items[:0] = [Item("input", (), label=name) for name in self.inputs if name in read]
+        tree.items[:0] = [ModuleItem("input", (), label=name) for name in self.inputs if name in read]
         if name in SENT and isinstance(self.program, StageProgram):
             kind, label = SENT[name]
             for fqn, made in zip(self.program.given(kind), self.part.results, strict=False):
                 if isinstance(made, int):
-                    tree.items.append(Item("output", (made,), label=f"{fqn} {label}"))
+                    tree.items.append(ModuleItem("output", (made,), label=f"{fqn} {label}"))
 
     def _row(self, node: NodeFacts) -> list[Any]:
         texts = (node.op, node.call, node.type, node.local, node.axes)

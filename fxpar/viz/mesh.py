@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParamKind:
     """Parameters of one shape that lie alike everywhere; `pattern` has `*` for the number of the layer."""
 
     pattern: str
@@ -86,13 +86,13 @@ def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
     }
 
 
-def parameter_kinds(layouts: Sequence[ParamLayout]) -> list[Kind]:
+def parameter_kinds(layouts: Sequence[ParamLayout]) -> list[ParamKind]:
     """The parameters of the layouts (which are of one model), those together that lie alike in all of them."""
     found: dict[tuple, list[str]] = {}
     for fqn in layouts[0].params:
         placed = tuple(layout.params[fqn] for layout in layouts)
         found.setdefault((_NUMBER.sub("*", fqn), placed), []).append(fqn)
-    return [Kind(pattern, tuple(members), placed) for (pattern, placed), members in found.items()]
+    return [ParamKind(pattern, tuple(members), placed) for (pattern, placed), members in found.items()]
 
 
 def placement_json(param: PlacedParam, world: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def coordinates(strategy: Strategy) -> list[str]:
     return [" ".join(f"{axis}{place[axis]}" for axis in axes) for place in places]
 
 
-def kind_json(kind: Kind) -> dict[str, Any]:
+def kind_json(kind: ParamKind) -> dict[str, Any]:
     """`drawn`: the dims of a picture, those that any layout cuts first, in order; `cut`: how many those are."""
     shape, dtype = kind.placed[0].shape, kind.placed[0].dtype
     cut = {d for param in kind.placed for dist in param.copies for d in range(len(shape)) if dist.degrees(d) > 1}
@@ -144,7 +144,7 @@ def kind_json(kind: Kind) -> dict[str, Any]:
     }
 
 
-def _title(kind: Kind) -> str:
+def _title(kind: ParamKind) -> str:
     """`layers.0-15.wq.weight` for layers 0 to 15, the pattern where the numbers leave gaps."""
     numbers = [_NUMBER.findall(fqn) for fqn in kind.members]
     varying = [i for i in range(len(numbers[0])) if len({found[i] for found in numbers}) > 1]
@@ -158,7 +158,7 @@ def _title(kind: Kind) -> str:
 
 
 def _switches(
-    layouts: Mapping[str, ParamLayout], home: ParamLayout, cluster: ClusterSpec, kinds: Sequence[Kind]
+    layouts: Mapping[str, ParamLayout], home: ParamLayout, cluster: ClusterSpec, kinds: Sequence[ParamKind]
 ) -> dict[str, list[dict[str, Any]]]:
     """The switches to each strategy: from home as at the start of a mini-batch, from each other strategy alone, and
     from both, as behind a group of that strategy that has kept its weights.

@@ -22,7 +22,7 @@ Kind = Literal["module", "run", "node", "input", "output"]
 
 
 @dataclass(frozen=True)
-class Item:
+class ModuleItem:
     """One box inside of a module. `nodes` are numbers of all nodes in it, ascending; `module` is set for a module.
 
     Of an input or an output of the graph `label` is its name, and `nodes` the nodes that read it, or the one that makes
@@ -41,7 +41,7 @@ class Module:
 
     name: str
     fqn: str
-    items: list[Item] = field(default_factory=list)
+    items: list[ModuleItem] = field(default_factory=list)
     nodes: tuple[int, ...] = ()
 
     def walk(self) -> Iterable[Module]:
@@ -94,7 +94,7 @@ def _module(name: str, fqn: str, nodes: list[int], paths: Mapping[int, tuple[str
         if called[child]:
             _add_run(module, run, bool(called))
             inner = _module(child, f"{fqn}.{child}" if fqn else child, called[child], paths, depth + 1)
-            module.items.append(Item("module", inner.nodes, module=inner))
+            module.items.append(ModuleItem("module", inner.nodes, module=inner))
             called[child] = []
             run = []
     _add_run(module, run, bool(called))
@@ -104,14 +104,14 @@ def _module(name: str, fqn: str, nodes: list[int], paths: Mapping[int, tuple[str
 def _add_run(module: Module, nodes: list[int], among_modules: bool) -> None:
     """Own nodes of a module: one by one, or as a run if they are many and stand between submodules."""
     if among_modules and len(nodes) >= SHORT_RUN:
-        module.items.append(Item("run", tuple(nodes)))
+        module.items.append(ModuleItem("run", tuple(nodes)))
     else:
-        module.items += [Item("node", (number,)) for number in nodes]
+        module.items += [ModuleItem("node", (number,)) for number in nodes]
 
 
-def run_as_module(run: Item) -> Module:
+def run_as_module(run: ModuleItem) -> Module:
     """A run's own inside, to be drawn as a module is."""
-    return Module("", "", [Item("node", (number,)) for number in run.nodes], run.nodes)
+    return Module("", "", [ModuleItem("node", (number,)) for number in run.nodes], run.nodes)
 
 
 Reads = Callable[[int], Iterable[int | str]]

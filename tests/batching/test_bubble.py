@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fxpar.batching import GroupCost, plan_batch
 from fxpar.batching.balance import Share, lower_bound, makespan, share_out
-from fxpar.batching.packing import Item, Rule, as_bin, longest_first
+from fxpar.batching.packing import PackingRule, SequenceItem, as_bin, longest_first
 from fxpar.errors import ScheduleOptionError
 from fxpar.schedule import Costs, schedule, simulate
 from tests.batching.planning import check_plan, no_switches, one_group, seconds
@@ -67,7 +67,7 @@ def test_counts_below_one(counts):
 
 
 # --------------------------------------------------------------------------------------------- against brute force
-def best_time(items: Sequence[Item], rule: Rule) -> int:
+def best_time(items: Sequence[SequenceItem], rule: PackingRule) -> int:
     """Least time over all packings and all ways to hand them to replicas."""
     packs = packings(items, rule.budget) if rule.packed else [[as_bin([item]) for item in items]]
     best = None
@@ -83,7 +83,7 @@ def best_time(items: Sequence[Item], rule: Rule) -> int:
 
 
 rules = st.builds(
-    Rule,
+    PackingRule,
     replicas=st.integers(1, 3),
     budget=st.sampled_from([50, 60, 100, 1000]),
     fixed=st.sampled_from([0, 1, 7, 50, 1000]),
@@ -97,7 +97,7 @@ rules = st.builds(
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), rules, st.sampled_from([0, 1, 3]))
 @settings(max_examples=examples(40))
 def test_no_plan_undercuts_the_bound(lengths, rule, slope):
-    items = longest_first(Item(i, n, slope * n + slope * n * n // 10) for i, n in enumerate(lengths))
+    items = longest_first(SequenceItem(i, n, slope * n + slope * n * n // 10) for i, n in enumerate(lengths))
     found, best = makespan(share_out(items, rule), rule), best_time(items, rule)
     assert lower_bound(items, rule) <= best <= found
     if rule.virtual == 1:
@@ -107,7 +107,7 @@ def test_no_plan_undercuts_the_bound(lengths, rule, slope):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), rules)
 @settings(max_examples=examples(40))
 def test_every_sequence_once_within_the_budget(lengths, rule):
-    items = longest_first(Item(i, n, n + n * n // 10) for i, n in enumerate(lengths))
+    items = longest_first(SequenceItem(i, n, n + n * n // 10) for i, n in enumerate(lengths))
     shares = share_out(items, rule)
     assert len(shares) == rule.replicas
     bins = [one for share in shares for one in share]
@@ -122,7 +122,7 @@ def test_every_sequence_once_within_the_budget(lengths, rule):
 @pytest.mark.parametrize(("fixed", "runs"), [(0, 64), (12, 16), (48, 8), (192, 4), (10**6, 1)])
 def test_as_many_runs_as_outweigh_the_bubble(lockstep, fixed, runs):
     """64 equal sequences of cost 16 on a replica of 4 ranks: the best number is sqrt(3 * 1024 / fixed)."""
-    rule = Rule(2, 10**6, fixed, lockstep=lockstep, stages=4)
+    rule = PackingRule(2, 10**6, fixed, lockstep=lockstep, stages=4)
     assert [len(share) for share in share_out(items_of(*[16] * 128), rule)] == [runs] * 2
 
 
@@ -130,19 +130,19 @@ def test_as_many_runs_as_outweigh_the_bubble(lockstep, fixed, runs):
 @pytest.mark.parametrize(("stages", "fixed", "runs"), [(4, 10, 12), (3, 10, 9), (8, 8, 24)])
 def test_interleaved_runs_fill_their_rounds(lockstep, stages, fixed, runs):
     """sqrt((stages - 1) / 2 * 1024 / fixed) is 12.4, 10.1 and 21.2; of the rounds next to it the cheaper one is run."""
-    rule = Rule(2, 10**6, fixed, lockstep=lockstep, stages=stages, virtual=2)
+    rule = PackingRule(2, 10**6, fixed, lockstep=lockstep, stages=stages, virtual=2)
     assert [len(share) for share in share_out(items_of(*[1] * 2048), rule)] == [runs] * 2
 
 
 def test_one_long_sequence_is_not_cut_but_leaves_the_short_ones_together():
     """The longest run is that sequence whatever the others do: they go in few runs no longer than it."""
-    (share,) = share_out(items_of(100, *[10] * 20), Rule(1, 1000, 5, stages=4))
+    (share,) = share_out(items_of(100, *[10] * 20), PackingRule(1, 1000, 5, stages=4))
     assert [one.cost for one in share] == [100, 100, 100]
 
 
 def test_dear_sequences_share_a_replica():
     """A replica that runs a long sequence has a long bubble, which leaves it less time: so only one has them."""
-    items, rule = items_of(40, 40, 40, *[1] * 400), Rule(2, 1000, stages=8)
+    items, rule = items_of(40, 40, 40, *[1] * 400), PackingRule(2, 1000, stages=8)
     shares = share_out(items, rule)
     assert sorted(max(one.cost for one in share) for share in shares) == [1, 40]
     assert makespan(shares, rule) <= 1.01 * lower_bound(items, rule)

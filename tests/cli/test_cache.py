@@ -11,7 +11,7 @@ import pytest
 from fxpar.cli import cache as cache_module
 from fxpar.cli import source as source_module
 from fxpar.cli.cache import CaptureCache
-from fxpar.cli.source import Source, read_annotated, read_logical, read_lowered, read_origin
+from fxpar.cli.source import GraphSource, read_annotated, read_logical, read_lowered, read_origin
 from fxpar.ir.printer import format_graph
 from fxpar.ir.strategy import Strategy
 from fxpar.models.user_function import run_file
@@ -46,14 +46,14 @@ def user_model(tmp_path, monkeypatch):
     (tmp_path / "sizes.py").write_text("WIDTH = 8\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield Source("mine.py:make")
+    yield GraphSource("mine.py:make")
     import sys
 
     sys.modules.pop("sizes", None)
 
 
 def test_a_model_is_captured_once(captures):
-    source, tp2 = Source("mlp"), Strategy.parse("tp2")
+    source, tp2 = GraphSource("mlp"), Strategy.parse("tp2")
     first = read_logical(source)
     assert format_graph(read_logical(source)) == format_graph(first)
     lowered = read_lowered(source, tp2)
@@ -64,12 +64,12 @@ def test_a_model_is_captured_once(captures):
 
 
 def test_other_words_are_other_entries(captures):
-    read_logical(Source("mlp"))
-    read_logical(Source("mlp", dtype="float64"))
-    read_logical(Source("mlp", options=("dim=48",)))
-    read_logical(Source("mlp", cache=False))
+    read_logical(GraphSource("mlp"))
+    read_logical(GraphSource("mlp", dtype="float64"))
+    read_logical(GraphSource("mlp", options=("dim=48",)))
+    read_logical(GraphSource("mlp", cache=False))
     assert captures == ["mlp"] * 4
-    source, tp2 = Source("mlp"), Strategy.parse("tp2")
+    source, tp2 = GraphSource("mlp"), Strategy.parse("tp2")
     whole = replace(tp2, overrides=(("layers.0.weight", "R@tp"),))
     programs = [read_lowered(source, s) for s in (tp2, whole)] + [read_lowered(replace(source, storage="float64"), tp2)]
     assert len({format_graph(program) for program in programs}) == 3
@@ -112,9 +112,9 @@ def test_a_rule_of_the_user_counts(captures, user_model, tmp_path):
 
 
 def test_a_change_of_fxpar_counts(captures, monkeypatch):
-    read_logical(Source("mlp"))
+    read_logical(GraphSource("mlp"))
     monkeypatch.setattr(cache_module, "_own_digest", lambda: "another")
-    read_logical(Source("mlp"))
+    read_logical(GraphSource("mlp"))
     assert len(captures) == 2
 
 
@@ -129,18 +129,18 @@ def test_warnings_are_issued_again(captures):
 
 
 def test_a_damaged_or_missing_cache_is_no_error(captures, tmp_path):
-    read_logical(Source("mlp"))
+    read_logical(GraphSource("mlp"))
     for path in (tmp_path / "cache" / "graphs").iterdir():
         path.write_bytes(b"damaged")
-    read_logical(Source("mlp"))
+    read_logical(GraphSource("mlp"))
     assert len(captures) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(captures, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(cache_module, "default_cache_dir", lambda: tmp_path / "file")
-    read_logical(Source("mlp"))
-    read_logical(Source("mlp"))
+    read_logical(GraphSource("mlp"))
+    read_logical(GraphSource("mlp"))
     assert len(captures) == 2
 
 

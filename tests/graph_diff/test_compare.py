@@ -9,8 +9,8 @@ import pytest
 
 from fxpar.errors import DifferentModelsError
 from fxpar.graph_diff import compare, digest
-from fxpar.graph_diff.compare import Counts, total
-from fxpar.graph_diff.modules import Place
+from fxpar.graph_diff.compare import GraphCounts, total
+from fxpar.graph_diff.modules import ModulePlace
 from fxpar.lowering import lower
 from tests.graph_diff.graphs import STRATEGIES, difference, logical, lowered, side
 
@@ -42,7 +42,7 @@ def test_the_other_way_round(old, new):
 def _by_place(diff):
     """Nodes added less those removed, and whether all of the place's differ, per place."""
     return {
-        Place(block, section.place.part): (section.added - section.removed, section.changed)
+        ModulePlace(block, section.place.part): (section.added - section.removed, section.changed)
         for section in diff.sections
         for block in section.blocks
     }
@@ -84,8 +84,8 @@ def test_a_bucket_is_shared_out_to_its_blocks():
     rows = {row.key: row.old for row in diff.blocks}
     assert [row.old.calls for row in diff.collectives] == [1]
     layer = sum(i.meta.numel({}) * 4 for i in logical().params() if i.fqn.startswith("layers.1."))
-    assert rows[Place("layers.1", "epilogue")] == Counts(0, 9, 0, layer)
-    assert rows[Place("(root)", "epilogue")].bytes == 4  # the loss
+    assert rows[ModulePlace("layers.1", "epilogue")] == GraphCounts(0, 9, 0, layer)
+    assert rows[ModulePlace("(root)", "epilogue")].bytes == 4  # the loss
 
 
 def test_params():
@@ -114,7 +114,7 @@ def test_one_module():
     assert {change.name for change in diff.params} == {f"layers.1.ffn.{n}_proj.weight" for n in ("gate", "up", "down")}
     assert total(diff.collectives).new.calls == 1  # its part of the bucket
     whole = {row.key: row for row in difference("tp2", "dp2").blocks}
-    assert 0 < total(diff.blocks).old.ops < whole[Place("layers.1", "forward")].old.ops
+    assert 0 < total(diff.blocks).old.ops < whole[ModulePlace("layers.1", "forward")].old.ops
 
 
 def test_other_models():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fxpar.graph_diff.lines import Line, compare_sections
-from fxpar.graph_diff.modules import Place
+from fxpar.graph_diff.modules import ModulePlace
 from tests.graph_diff.graphs import difference, lowered, side
 
-HERE = Place("norm", "forward")
+HERE = ModulePlace("norm", "forward")
 
 
 def section(*lines: str):
@@ -37,7 +37,7 @@ def test_equal_layers_once():
 
 def test_names_do_not_depend_on_what_stands_before():
     """A mask that is added shifts no name behind it: what tp2 and pp2.tp2 compute in the first layer is the same."""
-    old, new = (side(strategy).sections[Place("layers.0", "forward")] for strategy in ("tp2", "pp2.tp2"))
+    old, new = (side(strategy).sections[ModulePlace("layers.0", "forward")] for strategy in ("tp2", "pp2.tp2"))
     assert old == new
     names = [line.name for line in old]
     assert len(set(names)) == len(names)
@@ -52,7 +52,7 @@ def test_no_flood():
 
 
 def test_names_of_other_places():
-    texts = "\n".join(line.text for line in side("tp2").sections[Place("layers.1", "backward")])
+    texts = "\n".join(line.text for line in side("tp2").sections[ModulePlace("layers.1", "backward")])
     assert "%forward/attention.q_proj.reshape" in texts
     assert "%layers.2/" in texts
     assert "%forward/(root)/size" in texts
@@ -68,7 +68,7 @@ def test_what_the_prologue_makes():
 
     sections = digest(lower(logical(), "dp2+zero1")).sections
     made = {line.name for place, lines in sections.items() if place.part == "prologue" for line in lines}
-    used = "\n".join(line.text for line in sections[Place("layers.0", "forward")])
+    used = "\n".join(line.text for line in sections[ModulePlace("layers.0", "forward")])
     assert made
     assert "%prologue/" in used
     assert lowered("dp2").prologue.is_empty

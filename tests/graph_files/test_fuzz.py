@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fxpar.cli.check_file import check_file
-from fxpar.cli.source import Source
+from fxpar.cli.source import GraphSource
 from fxpar.errors import FxparError
 from fxpar.graph_files.file import _MEMBERS, Origin, load_graph, load_origin, save_graph
 from fxpar.ir.printer import format_graph
@@ -126,7 +126,7 @@ def checked(path: Any, logical: bool) -> Any:
     from fxpar.ir.strategy import Strategy
 
     strategies = [Strategy.parse("tp2")] if logical else []
-    return check_file(Source(str(path)), strategies, tolerance=None, compile="eager", seed=0)[1]
+    return check_file(GraphSource(str(path)), strategies, tolerance=None, compile="eager", seed=0)[1]
 
 
 def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

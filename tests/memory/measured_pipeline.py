@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from fxpar.checking import local_params
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.runtime.binding import bind_here
-from fxpar.runtime.channels import Work
+from fxpar.runtime.channels import PendingMessage
 from fxpar.runtime.micro import MicroRun, as_one_sequence
 from fxpar.runtime.padding import pad
 from fxpar.runtime.pipeline import BoundPipeline
@@ -38,10 +38,10 @@ class _Sent:
 class NoChannels:
     """Nobody at the other end: what is sent is forgotten, what is received are zeros."""
 
-    def send(self, tensor: Tensor, to: int) -> Work:
+    def send(self, tensor: Tensor, to: int) -> PendingMessage:
         return _Sent()
 
-    def receive(self, buffer: Tensor, source: int) -> Work:
+    def receive(self, buffer: Tensor, source: int) -> PendingMessage:
         buffer.zero_()
         return _Sent()
 

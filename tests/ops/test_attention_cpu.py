@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.ops import attention_cpu
-from fxpar.ops.attention_cpu import Rule, bshe, document_runs
+from fxpar.ops.attention_cpu import MaskRule, bshe, document_runs
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def packed(ids: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.T
     torch.manual_seed(0)
     q, dout = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
     k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
-    rule = Rule(ids, mask, True, 0, 0.3, 0.0)
+    rule = MaskRule(ids, mask, True, 0, 0.3, 0.0)
     out, lse = attention_cpu.forward(q, k, v, rule)
     return out, lse, *attention_cpu.backward(dout, q, k, v, out, lse, rule)
 
@@ -60,7 +60,7 @@ def test_documents_one_by_one_are_what_blocks_with_ids_compute(rows, masked):
     torch.manual_seed(0)
     q, dout = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
     k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
-    rule = Rule(ids, mask, True, 0, 0.3, 0.0)
+    rule = MaskRule(ids, mask, True, 0, 0.3, 0.0)
     out, lse = attention_cpu.forward_blocks(q, k, v, rule)
     expected = (out, lse, *attention_cpu.backward_blocks(dout, q, k, v, out, lse, rule))
     for found, wanted in zip(packed(ids, mask), expected, strict=True):
@@ -86,7 +86,7 @@ def test_bshe_copies_only_what_lies_otherwise():
 def test_blocks_cover_everything_once_and_stay_small(B, Hkv, group, S, window, causal):
     one = torch.empty(1)  # expanded: nothing of that size is allocated
     q, k = one.expand(B, Hkv * group, S, 8), one.expand(B, Hkv, S, 8)
-    rule = Rule(None, None, causal, window, 1.0, 0.0)
+    rule = MaskRule(None, None, causal, window, 1.0, 0.0)
     covered = torch.zeros(B, Hkv, dtype=torch.int64)
     limit = attention_cpu._CPU_BLOCK_SCORES
     starved = 2 * attention_cpu._MIN_BLOCK_ROWS * S  # one head, fewest rows, all keys
@@ -106,7 +106,7 @@ def test_blocks_cover_everything_once_and_stay_small(B, Hkv, group, S, window, c
 
 @given(st.integers(1, 40), st.integers(1, 15), st.integers(0, 50), st.booleans())
 def test_key_range_holds_all_visible_keys_and_no_block_more(S, rows, window, causal):
-    rule = Rule(None, None, causal, window, 1.0, 0.0)
+    rule = MaskRule(None, None, causal, window, 1.0, 0.0)
     back = torch.arange(S)[:, None] - torch.arange(S)
     seen = (back >= 0) if causal else torch.ones_like(back, dtype=torch.bool)
     seen = seen & (back.abs() < window) if window > 0 else seen
@@ -136,7 +136,7 @@ def test_bias_hides_what_is_not_seen():
 def test_flash_and_blocks_agree():
     """The two ways to compute one piece, with the same rule."""
     q, k, v, dout = (torch.randn(2, h, 150, 16, dtype=torch.float64) for h in (4, 2, 2, 4))
-    rule = Rule(None, None, True, 0, 0.2, 0.0)
+    rule = MaskRule(None, None, True, 0, 0.2, 0.0)
     assert attention_cpu._flash_fits(q, k, v, rule)
     out, lse = attention_cpu.forward(q, k, v, rule)
     blocks = attention_cpu.forward_blocks(q, k, v, rule)

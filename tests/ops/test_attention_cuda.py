@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpar.ops import attention_cpu, attention_cuda
-from fxpar.ops.attention_cpu import Rule
+from fxpar.ops.attention_cpu import MaskRule
 
 own = torch.ops.fxpar
 
@@ -66,12 +66,12 @@ def each_document(cu_q: Tensor | None, batch: int, length: int) -> list[tuple[in
     return list(itertools.pairwise(ends))
 
 
-def flash_rule(causal: bool, left: int, right: int, scale: float) -> Rule:
+def flash_rule(causal: bool, left: int, right: int, scale: float) -> MaskRule:
     """Flash's window (left, right) as the rule of one piece; only the forms that the kernel passes."""
     window = left + 1 if left >= 0 else 0
     assert right in ((0, -1) if window == 0 else (0, left))
     assert causal == (left < 0 and right == 0)
-    return Rule(None, None, right == 0, window, scale, 0.0)
+    return MaskRule(None, None, right == 0, window, scale, 0.0)
 
 
 def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, p, causal, debug, *, scale, window_size_left, window_size_right):
@@ -137,7 +137,7 @@ RULES = [
 def test_flash_is_called_as_it_wants(flash, causal, window, documents):
     q, dout = (torch.randn(2, 4, 9, 8).bfloat16() for _ in range(2))
     k, v = (torch.randn(2, 9, 2, 8).bfloat16().transpose(1, 2) for _ in range(2))
-    rule = Rule(None if documents is None else torch.tensor(documents), None, causal, window, 0.3, 0.0)
+    rule = MaskRule(None if documents is None else torch.tensor(documents), None, causal, window, 0.3, 0.0)
     out, lse = attention_cuda.forward(q, k, v, rule)
     want, want_lse = attention_cpu.forward_blocks(q, k, v, rule)
     torch.testing.assert_close((out, lse), (want, want_lse))
@@ -162,7 +162,7 @@ def test_what_flash_cannot_do_goes_to_blocks(flash_library, monkeypatch, change)
     v = torch.randn(1, 2, S, 16).to(dtype) if change == "value size" else v
     mask = torch.rand(1, 1, S, S) > 0.4 if change == "mask" else None
     ids = torch.tensor([[0, 1, 0, 1, 1]]) if change == "scattered ids" else None
-    rule = Rule(ids, mask, True, 0, 0.3, 2.0 if change == "softcap" else 0.0)
+    rule = MaskRule(ids, mask, True, 0, 0.3, 2.0 if change == "softcap" else 0.0)
     assert not attention_cuda._flash_fits(q, k, v, rule)
     out, lse = attention_cuda.forward(q, k, v, rule)
     torch.testing.assert_close((out, lse), attention_cpu.forward(q, k, v, rule))

@@ -21,7 +21,7 @@ from fxpar.models.builtin import packed_lm_loss
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import with_precision
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import Compiled, as_precision, compile_strategies
+from fxpar.runtime.options import CompiledModel, as_precision, compile_strategies
 
 # Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
 torch.compiler.list_backends()
@@ -52,11 +52,11 @@ def compiled(
     make: Callable[[], nn.Module],
     strategies: Iterable[str] = tuple(STRATEGIES.values()),
     precision: str | None = None,
-) -> Compiled:
+) -> CompiledModel:
     """What `compile_strategies` makes, captured once for a `make` and lowered once for each strategy."""
     names = [str(Strategy.parse(text)) for text in strategies]
     programs = {name: _lowered(make, name, precision) for name in names}
-    return Compiled(_captured(make), programs, {}, as_precision(precision), _rows(make).packing)
+    return CompiledModel(_captured(make), programs, {}, as_precision(precision), _rows(make).packing)
 
 
 def parallel(make: Callable[[], nn.Module], **options: Any) -> Any:

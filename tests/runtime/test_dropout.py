@@ -22,7 +22,7 @@ from fxpar.ops.dropout import token_numbers
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import Compiled, capture_step
+from fxpar.runtime.options import CompiledModel, capture_step
 from fxpar.tracer import capture
 from tests.runtime.hot import largest_error, sequences
 
@@ -93,11 +93,11 @@ def captured(make: Callable[[], nn.Module]) -> tuple[LogicalGraph, LogicalGraph,
 
 
 @functools.cache
-def compiled(case: int) -> Compiled:
+def compiled(case: int) -> CompiledModel:
     make, _, strategy, _ = CASES[case]
     logical, rows, unpacked = captured(make)
     program = lower(rows, strategy, for_store=True)
-    return Compiled(logical, {str(program.strategy): program}, packing=rows.packing, unpacked=unpacked)
+    return CompiledModel(logical, {str(program.strategy): program}, packing=rows.packing, unpacked=unpacked)
 
 
 def run(case: int, steps: int) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fxpar.checking.driver as checking
 from fxpar.ir.strategy import SCHEDULES
 from fxpar.lowering import lower
-from fxpar.runtime.channels import ThreadChannels, ThreadWorld, Work
+from fxpar.runtime.channels import PendingMessage, ThreadChannels, ThreadWorld
 from fxpar.runtime.stage import BoundStage
 from tests.captured import llama, squared, take, vectors
 from tests.repeat import crossed
@@ -38,11 +38,11 @@ class LateChannels:
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank = world, rank
 
-    def send(self, tensor: Tensor, to: int) -> Work:
+    def send(self, tensor: Tensor, to: int) -> PendingMessage:
         self.world.of(self.rank, to).put(tensor)
         return _Sent()
 
-    def receive(self, buffer: Tensor, source: int) -> Work:
+    def receive(self, buffer: Tensor, source: int) -> PendingMessage:
         return ThreadChannels(self.world, self.rank).receive(buffer, source)
 
 

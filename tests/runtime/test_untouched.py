@@ -12,7 +12,7 @@ import fxpar
 from fxpar.checkpoint import load_checkpoint, save_checkpoint
 from fxpar.losses import cross_entropy_sum, next_token_labels
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import Compiled, compile_strategies
+from fxpar.runtime.options import CompiledModel, compile_strategies
 from tests.runtime.hot import adamw, largest_error, sequences
 
 CASES: tuple[tuple[dict[int, str], str], ...] = (
@@ -52,7 +52,7 @@ def make() -> nn.Module:
 
 
 @functools.cache
-def compiled(case: int) -> Compiled:
+def compiled(case: int) -> CompiledModel:
     row = torch.zeros(1, 13, dtype=torch.int64)
     return compile_strategies(make(), CASES[case][0], loss, {"input_ids": row, "labels": row})
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.viz.modules import SHORT_RUN, Item, Module, draw, module_tree, run_as_module
+from fxpar.viz.modules import SHORT_RUN, Module, ModuleItem, draw, module_tree, run_as_module
 from tests.repeat import examples
 
 
@@ -38,7 +38,7 @@ def test_nodes_of_a_module_without_submodules_stand_alone():
 def test_edges_bend_once_in_every_layer_that_they_pass():
     tree = module_tree({0: "a", 1: "b", 2: "c", 3: "d"})
     reads = {0: ["x"], 1: [0], 2: [1], 3: [2, 0, "x"]}
-    tree.items.insert(0, Item("input", (), label="x"))
+    tree.items.insert(0, ModuleItem("input", (), label="x"))
     drawing = draw(tree, reads.__getitem__)
     edges = {(e.path[0], e.path[-1]): e for e in drawing.edges}
     assert set(edges) == {(0, 1), (1, 2), (2, 3), (3, 4), (1, 4), (0, 4)}
@@ -50,7 +50,7 @@ def test_edges_bend_once_in_every_layer_that_they_pass():
 
 def test_what_has_no_operands_stands_right_above_its_first_user():
     tree = module_tree({0: "a", 1: "b", 2: "c"})
-    tree.items.append(Item("input", (), label="late"))
+    tree.items.append(ModuleItem("input", (), label="late"))
     drawing = draw(tree, {0: [], 1: [0], 2: [1, "late"]}.__getitem__)
     assert [set(layer) for layer in drawing.layers] == [{0}, {1, 3}, {2}]
 

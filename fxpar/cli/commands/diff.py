@@ -74,9 +74,9 @@ def diff_command(
     if passes is not None and (before is not None or after is not None):
         raise typer.BadParameter("it goes without --before and --after", param_hint="--passes")
     from fxpar.cli.diff import DiffRequest, run_diff
-    from fxpar.cli.source import Source
+    from fxpar.cli.source import GraphSource
 
-    source = Source(
+    source = GraphSource(
         model=model,
         dtype=dtype,
         tokens=tokens,

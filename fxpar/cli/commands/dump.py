@@ -89,7 +89,7 @@ def dump_command(
 ) -> None:
     """Print or save the graph of a model at one stage, or its pipeline's schedule. Weights are never allocated."""
     from fxpar.cli.dump import DumpRequest, run_dump
-    from fxpar.cli.source import Source
+    from fxpar.cli.source import GraphSource
 
     level, pipeline_stage = _level(stage)
     named = strategy is not None or model.endswith(SUFFIX)  # a graph file may hold what a strategy made
@@ -105,7 +105,7 @@ def dump_command(
     form = Format.json if json is not None else format_
     if form is None:
         form = Format.graph if target.endswith(".fxpar") else Format.text
-    source = Source(
+    source = GraphSource(
         model=model,
         dtype=dtype,
         tokens=tokens,

@@ -61,9 +61,9 @@ def explain_command(
 ) -> None:
     """Say why a value lies as it does: the alternatives, what each would cost, and who asked for which reshard."""
     from fxpar.cli.explain import ExplainRequest, run_explain
-    from fxpar.cli.source import Source
+    from fxpar.cli.source import GraphSource
 
-    source = Source(
+    source = GraphSource(
         model=model,
         dtype=dtype,
         tokens=tokens,

@@ -39,7 +39,7 @@ def memory_command(
 ) -> None:
     """Predict what a strategy takes on the fullest rank, and in each pipeline stage. Nothing runs or is allocated."""
     from fxpar.cli.memory import MemoryRequest, run_memory
-    from fxpar.cli.source import Source
+    from fxpar.cli.source import GraphSource
 
-    source = Source(model, dtype, None, tuple(set_), tuple(override), world, cache=not no_cache)
+    source = GraphSource(model, dtype, None, tuple(set_), tuple(override), world, cache=not no_cache)
     run_memory(MemoryRequest(source, strategy, tokens, longest, micro_batches, json))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fxpar.cli.options import Cluster, Debug, Gradients, Json, ModelOrGraph, NoCache, Objective, Override, Set
+from fxpar.cli.options import Cluster, Debug, GradientMode, Json, ModelOrGraph, NoCache, Objective, Override, Set
 
 EXAMPLES = ("fxpar order llama -s dp4,dp2.tp2,tp4 --cluster c.toml",)
 
@@ -20,8 +20,9 @@ def order_command(
     first: Annotated[str | None, typer.Option(metavar="S", help="Fix the first graph (the home layout).")] = None,
     planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay",
     gradients: Annotated[
-        Gradients, typer.Option(help="Accumulated gradients go from graph to graph, straight home, or are not counted.")
-    ] = Gradients.chain,
+        GradientMode,
+        typer.Option(help="Accumulated gradients go from graph to graph, straight home, or are not counted."),
+    ] = GradientMode.chain,
     by: Annotated[Objective, typer.Option(help="Least bytes between nodes, or least seconds.")] = Objective.bytes,
     keep_gb: Annotated[
         float, typer.Option(min=0, help="Memory per device (1e9 bytes) for copies of earlier graphs as sources.")
@@ -35,10 +36,10 @@ def order_command(
 ) -> None:
     """Find the order in which the graphs of a mini-batch switch cheapest. Weights are never allocated."""
     from fxpar.cli.order import OrderRequest, run_order
-    from fxpar.cli.source import Source
+    from fxpar.cli.source import GraphSource
 
     request = OrderRequest(
-        model=Source(model, dtype, options=tuple(set_), overrides=tuple(override), cache=not no_cache),
+        model=GraphSource(model, dtype, options=tuple(set_), overrides=tuple(override), cache=not no_cache),
         strategies=tuple(strategies.split(",")),
         cluster=cluster,
         planner=planner,

@@ -30,8 +30,8 @@ def switch_command(
     debug: Debug = False,
 ) -> None:
     """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
-    from fxpar.cli.source import Source
+    from fxpar.cli.source import GraphSource
     from fxpar.cli.switch import SwitchRequest, run_switch
 
-    read = Source(model, dtype, options=tuple(set_), overrides=tuple(override), cache=not no_cache)
+    read = GraphSource(model, dtype, options=tuple(set_), overrides=tuple(override), cache=not no_cache)
     run_switch(SwitchRequest(read, source, target, cluster, planner, json))

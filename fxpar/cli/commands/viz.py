@@ -59,9 +59,11 @@ def viz_command(
     debug: Debug = False,
 ) -> None:
     """Draw a model under strategies: one page that opens offline, with graph, mesh, timeline and memory."""
-    from fxpar.cli.source import Source
+    from fxpar.cli.source import GraphSource
     from fxpar.cli.viz import VizRequest, run_viz
 
-    source = Source(model, dtype, None, tuple(set_), tuple(override), world, precision=precision, cache=not no_cache)
+    source = GraphSource(
+        model, dtype, None, tuple(set_), tuple(override), world, precision=precision, cache=not no_cache
+    )
     texts = tuple(strategy.split(",")) if strategy else ()
     run_viz(VizRequest(source, texts, output, format_.value, cluster, tokens, micro_batches, trace, open_))
