@@ -85,8 +85,8 @@ def parallelize(
     - `order`: the strategies in order of running; by default the cheapest, by switch plans. `merge=False` runs every
       group under its own strategy however small it is.
     - `home`: placement of masters by FQN glob ("S(1)", "R", a DistConfig); by default dim 0 over all ranks.
-    - `memory_budget_bytes`: per rank, for weights, gradients and staging; layouts that do not fit take turns.
-      `resident` names the strategies that stay in memory instead.
+    - `memory_budget_bytes`: per rank, for weights, gradients, staging and predicted activations, without the states of
+      the optimizer; layouts that do not fit take turns. `resident` names the strategies that stay in memory instead.
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
     - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs: on ranks of CPUs
       with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
@@ -214,7 +214,7 @@ class ParallelModule(nn.Module):
 
     @property
     def memory(self) -> MemoryReport:
-        """Bytes of all layouts on the fullest rank."""
+        """Bytes on the fullest rank: all layouts, gradients, messages, and predicted activations."""
         return self._session().memory
 
     @property

@@ -534,12 +534,13 @@ class HomeLayoutError(FxparError):
 
 
 class MemoryBudgetError(FxparError):
-    """The layouts of all strategies together need more memory than allowed."""
+    """The layouts of all strategies and the activations of the hungriest need more memory than allowed."""
 
     def __init__(self, needed: str, budget: str, table: str) -> None:
         super().__init__(
-            f"the weights need {needed} per rank at least, but the budget is {budget}. Raise memory_budget_bytes, use "
-            f"strategies with a higher degree of tp or with zero3, or use fewer strategies.\n{table}"
+            f"weights, gradients, messages and activations need {needed} per rank at least, but the budget is "
+            f"{budget}. Raise memory_budget_bytes, lower token_budget, use fewer strategies, or some with more tp or "
+            f"cp, with zero3 or +remat.\n{table}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from fxpar.runtime.options import (
 )
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.spans import Recorder
-from fxpar.runtime.storage import open_storage, overlapped
+from fxpar.runtime.storage import activation_bytes, open_storage, overlapped
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport, WeightStore, check_order
 from fxpar.transport import Staging
@@ -58,7 +59,7 @@ class Session:
     compiled: CompiledModel
     store: WeightStore
     engine: Engine
-    memory: MemoryReport
+    planned_memory: MemoryReport  # without a budget nobody has asked for activations
     options: ParallelizeOptions
     calls: PlainCalls
     evaluation: Evaluation
@@ -66,6 +67,16 @@ class Session:
     @property
     def programs(self) -> Mapping[str, TrainGraph]:
         return self.compiled.programs
+
+    @cached_property
+    def memory(self) -> MemoryReport:
+        """Bytes on the fullest rank, with activations as this rank predicts them."""
+        if self.options.memory_budget_bytes is not None:
+            return self.planned_memory
+        engine = self.engine
+        programs = [self.programs[name] for name in engine.names]
+        needed = activation_bytes(programs, engine.groups, engine.options.packed, engine.options.lengths)
+        return replace(self.planned_memory, activation_bytes=needed)
 
     def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
@@ -163,14 +174,19 @@ def _open(
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
     check_same_programs(programs, world_group)
-    store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options)
-    memory, overlap = overlapped(memory, [programs[name] for name in names], device, world_group, options)
+    ordered = [programs[name] for name in names]
+
+    def activations() -> int:
+        return activation_bytes(ordered, groups, packed, compiled.lengths)
+
+    store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options, activations)
+    memory, overlap = overlapped(memory, ordered, device, world_group, options)
     transport = _transport(options, process_groups, device)
     engine = Engine(
         groups=groups,
         names=names,
         bound=_bind_all(programs, process_groups, device, options),
-        costs=_costs([programs[name] for name in names], cluster, device, options),
+        costs=_costs(ordered, cluster, device, options),
         switching=Switching(store, schedule, transport),
         gradients=Gradients(store, programs, cluster, options.gradients, transport, options.planner),
         cluster=cluster,

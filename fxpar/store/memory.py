@@ -20,8 +20,9 @@ class MemoryReport:
     """Bytes on the fullest rank. `strategies`: name -> (bytes of its pieces alone, stays resident).
 
     `gradient_bytes` are the accumulators of the graph that runs (the largest; of two where groups overlap),
-    `staging_bytes` the bound of the transport, with the sums of a node where gradients may go through them. Activations
-    and the optimizer's states are not among them.
+    `staging_bytes` the bound of the transport, with the sums of a node where gradients may go through them,
+    `activation_bytes` what a micro-batch takes above the accumulators: predicted for the largest one that each strategy
+    may run, and of the hungriest strategy. The optimizer's states are not among them: nobody knows the optimizer yet.
     """
 
     home_bytes: int
@@ -31,11 +32,12 @@ class MemoryReport:
     gradient_bytes: int
     staging_bytes: int
     strategies: Mapping[str, tuple[int, bool]]
+    activation_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        parts = (self.home_bytes, self.home_gradient_bytes, self.resident_bytes, self.arena_bytes)
-        return sum(parts) + self.gradient_bytes + self.staging_bytes
+        weights = self.home_bytes + self.home_gradient_bytes + self.resident_bytes + self.arena_bytes
+        return weights + self.gradient_bytes + self.staging_bytes + self.activation_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -51,6 +53,7 @@ class MemoryReport:
         rows.append(["arena", _mb(self.arena_bytes), "strategies that take turns"])
         rows.append(["graph gradients", _mb(self.gradient_bytes), "of the graphs at work, at most"])
         rows.append(["staging", _mb(self.staging_bytes), "messages, and sums of a node; at most"])
+        rows.append(["activations", _mb(self.activation_bytes), "of the largest micro-batch, predicted"])
         rows.append(["total", _mb(self.total_bytes), f"{_mb(self.shared_bytes)} MB saved by sharing"])
         for name, (size, kept) in self.strategies.items():
             rows.append([f"  {name} alone", _mb(size), "resident" if kept else "in the arena"])
@@ -67,6 +70,7 @@ def memory_report(
     ranks: Sequence[int],
     resident: Sequence[str] | None = None,
     staging_bytes: int = 0,
+    activation_bytes: int = 0,
 ) -> MemoryReport:
     """The report for the fullest of `ranks`; shapes only, nothing is allocated."""
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
@@ -80,6 +84,7 @@ def memory_report(
         gradient_bytes=max(_gradient_bytes(program) for program in programs.values()),
         staging_bytes=staging_bytes,
         strategies={name: (worst.strategy_bytes(name), name in worst.resident) for name in programs},
+        activation_bytes=activation_bytes,
     )
 
 
