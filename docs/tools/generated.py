@@ -33,7 +33,7 @@ def pass_names() -> list[str]:
 
 def passes_reference() -> str:
     """One section per pass: what it is for, its options, tier and file."""
-    return "\n\n".join(_pass_section(i, name) for i, name in enumerate(pass_names(), 1)) + "\n"
+    return "\n\n".join(_pass_section(i, name) for i, name in enumerate(pass_names())) + "\n"
 
 
 def _pass_section(number: int, name: str) -> str:
@@ -43,11 +43,10 @@ def _pass_section(number: int, name: str) -> str:
     own = inspect.getdoc(pass_) or ""
     if own.startswith(f"{pass_.__name__}("):  # what dataclass writes where there is no docstring
         own = ""
-    file = Path(inspect.getfile(module)).name
     lines = [f"## {number}. `{name}`", "", about, ""]
     lines += [_options(pass_, own), ""]
     changes = "keeps every bit" if pass_.tier == "exact" else "may round differently"
-    lines += [f"Tier `{pass_.tier}`: {changes}. `fxpar.passes.{file.removesuffix('.py')}.{pass_.__name__}`"]
+    lines += [f"Tier `{pass_.tier}`: {changes}. `{pass_.__module__}.{pass_.__name__}`"]
     return "\n".join(lines)
 
 

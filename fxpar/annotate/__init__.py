@@ -1,12 +1,11 @@
 """Annotate: give every value of a logical graph a `DistConfig`, for one strategy.
 
-The tensor axis is solved first (it decides how weights lie), then the context axis on sizes local to the tensor axis.
 Data parallelism does not appear inside the graph: the logical graph is one replica's, replicas may hold different
 numbers of tokens, and only the results (loss, gradients) are partial over `dp`.
 """
 
 from __future__ import annotations
 
-from fxpar.annotate.driver import annotate
+from fxpar.annotate.driver import Annotate, annotate, unplaced
 
-__all__ = ["annotate"]
+__all__ = ["Annotate", "annotate", "unplaced"]

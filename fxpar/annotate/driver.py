@@ -1,10 +1,20 @@
-"""`annotate(logical, strategy)`: the placement of every value, from two small searches (tp, then cp)."""
+"""Annotate: every value gets a placement, from two small searches (tp, then cp).
+
+Before: the graph of one replica with global shapes, as it was captured. After: the same calls; each node has a
+`DistConfig` for its results (`meta["dist"]`) and its operands (`meta["dist_in"]`), which need not agree yet with how
+the operands lie: `insert_reshards` sees to that.
+
+    %y = aten.mm(%x, %w)          ->  %y: P(sum)@tp = aten.mm(%x: S(1)@tp, %w: S(0)@tp)
+
+The tensor axis is solved first (it decides how weights lie), then the context axis on sizes local to the tensor axis.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import sympy
 from torch import fx
@@ -24,7 +34,7 @@ from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
-from fxpar.ir.pass_base import block_of, tensor_operands
+from fxpar.ir.pass_base import Tier, block_of, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
@@ -34,18 +44,38 @@ Choice = dict[fx.Node, Option]
 SENT = ("sent", "sent_grad")
 
 
-def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
-    """A copy of the logical graph with `node.meta["dist"]` (results) and `["dist_in"]` (operands) on every node.
+@dataclass(frozen=True)
+class Annotate:
+    """The first pass of the ladder; another one in its place must leave a placement on every value.
 
-    Raises NotYetError for axes that the lowering does not know, OverrideError for an override that fits nothing,
-    UnknownRoleError and RoleContractError for a role.
+    Raises OverrideError for an override that fits nothing, UnknownRoleError and RoleContractError for a role.
     """
+
+    name: ClassVar[str] = "annotate"
+    tier: ClassVar[Tier] = "exact"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        search_placements(graph)
+
+
+def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
+    """A copy of the logical graph with placements on every node. Raises as `unplaced` and `Annotate` do."""
     return annotate_and_search(logical, strategy)[0]
 
 
 def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[AnnotatedGraph, tuple[AxisSearch, ...]]:
     """As `annotate`, and the search of each axis that cuts something; their classes hold nodes of the copy."""
-    started = time.process_time()
+    graph = unplaced(logical, strategy)
+    searches = search_placements(graph)
+    graph.passes.append(Annotate.name)
+    return graph, searches
+
+
+def unplaced(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
+    """A copy of the logical graph for `strategy`, without placements yet.
+
+    Raises NotYetError for axes that the lowering does not know.
+    """
     if strategy.degree("pp") > 1:
         raise NotYetError(
             f"a graph of one mesh for '{strategy}'", "Cut it into stages: fxpar.lowering.pipeline.lower_pipeline."
@@ -53,41 +83,51 @@ def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[Anno
     if strategy.degree("ep") > 1:
         raise NotYetError(f"axis 'ep' of strategy '{strategy}'", "Use dp, pp, cp and tp.")
     graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(logical.gm.graph, copied))
-    result = AnnotatedGraph(
-        graph, logical.inputs, logical.outputs, logical.dims, strategy, logical.name, logical.constants
+    graph.output(graph.graph_copy(logical.gm.graph, {}))
+    return AnnotatedGraph(
+        graph,
+        logical.inputs,
+        logical.outputs,
+        logical.dims,
+        strategy,
+        logical.name,
+        logical.constants,
+        padding_hazard=padding_hazard(logical),
+        timings=dict(logical.timings),
     )
-    _label_placeholders(result)
+
+
+def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
+    """Place every value of `graph`, in place; the search of each axis that cuts something."""
+    started = time.process_time()
+    strategy, token = graph.strategy, token_symbol(graph)
+    _label_placeholders(graph)
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
-    token = token_symbol(logical)
-    sizes = Sizes([d.symbol for d in logical.dims], tensor * tensor * context, token)
-    overrides = resolve_overrides(logical, strategy)
-    named = {copied[node].name: overrides[node.name] for node in logical.placeholders if node.name in overrides}
-    _label_variants(result, named)
+    sizes = Sizes([d.symbol for d in graph.dims], tensor * tensor * context, token)
+    overrides = resolve_overrides(graph, strategy)
+    _label_variants(graph, overrides)
     searches: list[AxisSearch] = []
     tp: Choice = {}
     if tensor > 1:
-        axis = tensor_policy(strategy, named, token)
-        problem = build(graph, sizes, tensor, None, 1, axis, token)
+        axis = tensor_policy(strategy, overrides, token)
+        problem = build(graph.graph, sizes, tensor, None, 1, axis, token)
         check_options(strategy, "tp", problem)
-        searches.append(_search("tp", axis, problem, _demands(result, problem, token, strategy.sp)))
+        searches.append(_search("tp", axis, problem, _demands(graph, problem, token, strategy.sp)))
         tp = _spread(searches[-1])
     cp: Choice = {}
     if context > 1:
         across = context_policy(strategy, token)
-        problem = build(graph, sizes, context, tp, tensor, across, token)
+        problem = build(graph.graph, sizes, context, tp, tensor, across, token)
         check_options(strategy, "cp", problem)
-        searches.append(_search("cp", across, problem, _demands(result, problem, token, None)))
+        searches.append(_search("cp", across, problem, _demands(graph, problem, token, None)))
         cp = _spread(searches[-1])
-    _write(result, tp, cp, token)
-    _note_attention(result, tp, cp)
-    _note_missing_rules(result)
+    _write(graph, tp, cp, token)
+    _note_attention(graph, tp, cp)
+    _note_missing_rules(graph)
     if token is not None:
-        result.divisors[str(token)] = context * (tensor if strategy.sp else 1)
-        result.padding_hazard = padding_hazard(logical)
-    result.timings = {**logical.timings, "annotate_cpu_s": time.process_time() - started}
-    return result, tuple(searches)
+        graph.divisors[str(token)] = context * (tensor if strategy.sp else 1)
+    graph.timings["annotate_cpu_s"] = time.process_time() - started
+    return tuple(searches)
 
 
 def _label_placeholders(graph: AnnotatedGraph) -> None:
@@ -258,4 +298,4 @@ def _note_missing_rules(graph: AnnotatedGraph) -> None:
         warn(note)
 
 
-__all__ = ["annotate", "annotate_and_search", "combine"]
+__all__ = ["Annotate", "annotate", "annotate_and_search", "combine", "search_placements", "unplaced"]

@@ -15,7 +15,7 @@ from fxpar.annotate.solve import is_weight
 from fxpar.cost.ops import is_product
 from fxpar.errors import OverrideError, nearest
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
-from fxpar.ir.graph import Input, LogicalGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.strategy import Strategy, parse_override
 from fxpar.rules.option import Option
 from fxpar.rules.own_ops import attention_options, narrow_attention
@@ -216,12 +216,10 @@ def grad_cost(nbytes: int, placement: Placement, degree: int) -> float:
     return 0.0
 
 
-def resolve_overrides(logical: LogicalGraph, strategy: Strategy) -> dict[str, Placement]:
+def resolve_overrides(graph: LogicalGraph | AnnotatedGraph, strategy: Strategy) -> dict[str, Placement]:
     """Override of each parameter placeholder by name; the first glob that matches wins. Raises OverrideError."""
     found: dict[str, Placement] = {}
-    params = [
-        (node, info) for node, info in zip(logical.placeholders, logical.inputs, strict=True) if info.kind == "param"
-    ]
+    params = [(node, info) for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"]
     names = [fqn for _, info in params for fqn in (info.fqn, *info.aliases)]
     for pattern, text in strategy.overrides:
         placement = parse_override(pattern, text)

@@ -21,7 +21,7 @@ class _ReachedError(Exception):
 
 def step_name(text: str) -> str:
     """The pass of the ladder that `text` names, or has as its number in `fxpar passes`. Raises UnknownPassError."""
-    names = [FIRST, *(step.name for step in default_passes())]
+    names = [step.name for step in default_passes()]
     if text.isascii() and text.isdigit() and int(text) < len(names):
         return names[int(text)]
     if text not in names:
@@ -32,7 +32,7 @@ def step_name(text: str) -> str:
 def graph_after(
     logical: LogicalGraph, strategy: Strategy, name: str, stage: int = 0, storage: torch.dtype | None = None
 ) -> AnnotatedGraph:
-    """The graph of the pass `name` (`annotate`: before all passes), of a pipeline that of `stage`, which it has.
+    """The graph after the pass `name`, of a pipeline that of `stage`, which it has.
 
     Raises UnknownPassError and what `lower` raises.
     """

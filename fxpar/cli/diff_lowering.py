@@ -26,7 +26,7 @@ def steps_of(passes: tuple[str, str] | None, before: str | None, after: str | No
     if passes is not None:
         return step_name(passes[0]), step_name(passes[1])
     first, last = before or after or FIRST, after or before or FIRST
-    names = [FIRST, *(step.name for step in default_passes())]
+    names = [step.name for step in default_passes()]
     at = names.index(step_name(first))
     if at == 0:
         raise SidesError(f"there is nothing before {FIRST!r}", "Name a pass of `fxpar passes`")

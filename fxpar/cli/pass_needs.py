@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fxpar.cli.after_pass import FIRST
 from fxpar.errors import PassNeedsError
 from fxpar.ir.collectives import is_collective, reshard
 from fxpar.ir.graph import AnnotatedGraph
@@ -84,7 +85,13 @@ BODY = Need(
 )
 _LATE = (FITS, STEPS, LOCAL, LOWERED)
 
+UNPLACED = Need(
+    "a graph without placements",
+    "it has them",
+    lambda graph: all("dist" not in node.meta for node in graph.placeholders),
+)
 NEEDS: dict[str, tuple[Need, ...]] = {
+    "annotate": (UNPLACED,),
     "insert_reshards": (GLOBAL,),
     "zero_shard": (FITS, GLOBAL, UNSHARDED, UNREDUCED),
     "casts": (FITS, GLOBAL),
@@ -114,7 +121,9 @@ def check_needs(name: str, graph: AnnotatedGraph) -> None:
 
 def _advice(name: str, need: Need) -> str:
     """What to do: run the pass that makes it so, or dump the graph as it is right before the pass."""
-    ladder = ["annotate", *(step.name for step in default_passes())]
+    ladder = [step.name for step in default_passes()]
+    if name == FIRST:
+        return "Give the model and --strategy instead of a file, or the graph that was captured to fxpar.lower"
     if name not in ladder:
         return f"Run {need.maker} first" if need.maker else "The runtime runs it on the body of a step"
     place = f"ump the model with --after {ladder[ladder.index(name) - 1]}, which comes before it"

@@ -36,7 +36,7 @@ def run_passes(name: str | None, json: str | None = None) -> None:
     if name is not None:
         console.print(f"{name}\n\n{description(pass_registry.get(name))}", markup=False)
         return
-    rows = [(str(i), n, first_line(n)) for i, n in enumerate(ladder, 1)]
+    rows = [(str(i), n, first_line(n)) for i, n in enumerate(ladder)]
     rows += [("", n, first_line(n)) for n in others]
     if console.is_terminal and console.width < _WIDE:
         for step, title, line in rows:
@@ -48,7 +48,7 @@ def run_passes(name: str | None, json: str | None = None) -> None:
 
 def _entry(name: str, ladder: list[str], *, loaded: bool) -> dict[str, Any]:
     """One pass as JSON; of a pass that cannot be loaded why not, unless it must be (`loaded`)."""
-    step = ladder.index(name) + 1 if name in ladder else None
+    step = ladder.index(name) if name in ladder else None
     try:
         cls = pass_registry.get(name)
     except FxparError as error:

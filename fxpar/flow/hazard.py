@@ -5,15 +5,14 @@ from __future__ import annotations
 import sympy
 
 from fxpar.flow.analysis import PADDED_KEYS, in_words, token_flow
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 
 
-def token_symbol(logical: LogicalGraph) -> sympy.Symbol | None:
+def token_symbol(graph: LogicalGraph | AnnotatedGraph) -> sympy.Symbol | None:
     """The dim that context and sequence parallelism cut: T where there is one, else the first dynamic dim."""
-    names = [d.name for d in logical.dims]
-    if not names:
+    if not graph.dims:
         return None
-    return next((d.symbol for d in logical.dims if d.name == "T"), logical.dims[0].symbol)
+    return next((d.symbol for d in graph.dims if d.name == "T"), graph.dims[0].symbol)
 
 
 def padding_hazard(logical: LogicalGraph) -> str | None:

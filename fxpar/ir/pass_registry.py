@@ -14,6 +14,7 @@ from fxpar.ir.registry import Registry
 
 BUILTIN: dict[str, str] = {
     "accumulate_gradients": "fxpar.passes.accumulate_gradients:AccumulateGradients",
+    "annotate": "fxpar.annotate.driver:Annotate",
     "bucket_collectives": "fxpar.passes.bucket_collectives:BucketCollectives",
     "casts": "fxpar.passes.casts:Casts",
     "cleanup": "fxpar.passes.cleanup:Cleanup",

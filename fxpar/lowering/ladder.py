@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.annotate import annotate
+from fxpar.annotate import Annotate, unplaced
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
@@ -33,6 +33,7 @@ from fxpar.passes.sink_waits import SinkWaits
 from fxpar.passes.write_in_place import WriteInPlace
 from fxpar.passes.zero_shard import ZeroShard
 
+_PLACING = (Annotate.name, InsertReshards.name)  # after these, placements are checked against the rules of their ops
 OnPass = Callable[[str, AnnotatedGraph], None]
 
 
@@ -47,6 +48,7 @@ def default_passes(
     """The ladder, in order; arguments as in `fxpar.lowering.driver`."""
     narrow = [NarrowGradients(reduce)] if for_store and reduce is not None else []
     return [
+        Annotate(),
         InsertReshards(),
         ZeroShard(params_from=3 if for_store else 1),
         Casts(None, gradients=accumulate) if for_store else Casts(storage),
@@ -67,23 +69,20 @@ def default_passes(
 
 def run_passes(
     logical: LogicalGraph, strategy: Strategy | str, ladder: list[GraphPass], on_pass: OnPass | None
-) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...], float]:
-    """The graph after all passes, a report on each of them, and the process time at which the first one started."""
+) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...]]:
+    """The graph after all passes, and a report on each of them."""
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
-    graph = annotate(logical, strategy)
-    started = time.process_time()
-    verify(graph, "annotate")
-    verify_placements(graph, "annotate", resharded=False)
-    if on_pass:
-        on_pass("annotate", graph)
-    return graph, climb(graph, ladder, on_pass), started
+    graph = unplaced(logical, strategy)
+    return graph, climb(graph, ladder, on_pass)
 
 
 def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]:
-    """The passes behind the last one of the ladder that has run on `graph`; those of others count for nothing."""
+    """The passes behind the last one of the ladder that has run on `graph`, which has placements; those of others count
+    for nothing.
+    """
     done = [i for i, step in enumerate(ladder) if step.name in graph.passes]
-    return ladder[max(done, default=-1) + 1 :]
+    return ladder[max(done, default=0) + 1 :]
 
 
 def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None = None) -> tuple[dict[str, Any], ...]:
@@ -98,8 +97,8 @@ def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None
             if node.name not in known:
                 node.meta.setdefault("pass", step.name)
         verify(graph, step.name)
-        if isinstance(step, InsertReshards):
-            verify_placements(graph, step.name, resharded=True)
+        if step.name in _PLACING:
+            verify_placements(graph, step.name, resharded=step.name == InsertReshards.name)
         report.append(_report(step.name, graph, time.process_time() - begun))
         if on_pass:
             on_pass(step.name, graph)

@@ -60,7 +60,7 @@ def lower_pipeline(
 def _lower_stage(
     stage: StageGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None
 ) -> StageProgram:
-    graph, report, _ = run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass)
+    graph, report = run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass)
     parts = split_parts(graph)
     return StageProgram(**common_fields(graph), passes=report, index=stage.index, **vars(parts))
 

@@ -32,6 +32,10 @@ def verify(graph: AnnotatedGraph, after: str) -> None:
         raise VerifyError(f"after pass {after!r}: the graph is malformed: {error}") from error
     if len(graph.results) != len(graph.outputs):
         raise VerifyError(f"after pass {after!r}: {len(graph.results)} results for {len(graph.outputs)} outputs")
+    for node in graph.placeholders:
+        if "dist" not in node.meta:
+            why = f"{where(node)} has no placement. The first pass of a ladder attaches them, as `annotate` does"
+            raise VerifyError(f"after pass {after!r}: {why}")
     wait = torch.ops._c10d_functional.wait_tensor.default
     for node in graph.graph.nodes:
         if collective_kind(node) and [u.target for u in node.users] != [wait]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import pytest
 import torch
 
-from fxpar.errors import GivenPassesError, NotYetError, OverrideError, StrategySyntaxError
+from fxpar.annotate.driver import search_placements
+from fxpar.checking import check
+from fxpar.errors import GivenPassesError, NotYetError, OverrideError, StrategySyntaxError, VerifyError
+from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import ExecGraph, compile_graph
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.pass_base import Tier
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
@@ -15,6 +23,7 @@ from fxpar.passes.casts import Casts
 from tests.captured import llama
 
 LADDER = [
+    "annotate",
     "insert_reshards",
     "zero_shard",
     "casts",
@@ -63,6 +72,39 @@ def test_other_passes():
     assert bucketed.collectives() == {"all_reduce": 1}
     tiny = [BucketCollectives(0.01) if step.name == "bucket_collectives" else step for step in default_passes()]
     assert 1 < lower(llama().graph, "dp2", passes=tiny).collectives()["all_reduce"] < 22
+
+
+@dataclass(frozen=True)
+class EverythingWhole:
+    """Another pass in the place of `annotate`: nothing is cut."""
+
+    name: ClassVar[str] = "everything_whole"
+    tier: ClassVar[Tier] = "exact"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        search_placements(replace(graph, strategy=Strategy.parse("dp1")))
+        mesh = graph.strategy.mesh
+
+        def whole(dist: DistConfig | tuple | None) -> DistConfig | tuple | None:
+            if isinstance(dist, tuple):
+                return tuple(map(whole, dist))
+            return dist and DistConfig.replicated(mesh, dist.ndim, dist.dtype)
+
+        for node in graph.graph.nodes:
+            node.meta |= {key: whole(node.meta[key]) for key in ("dist", "dist_in") if key in node.meta}
+
+
+def test_placements_of_another_pass():
+    program = lower(llama().graph, "tp2", passes=[EverythingWhole(), *default_passes()[1:]])
+    assert program.collectives() == {}
+    captured = llama()
+    (result,) = check(captured.graph, [program], captured.params, captured.buffers, captured.batches)
+    assert result.ok
+
+
+def test_a_ladder_that_attaches_no_placements():
+    with pytest.raises(VerifyError, match=r"after pass 'cleanup'.*no placement.*as `annotate` does"):
+        lower(llama().graph, "tp2", passes=[step for step in default_passes() if step.name == "cleanup"])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from fxpar.annotate import Annotate
 from fxpar.errors import VerifyError
 from fxpar.ir import collectives as c
 from fxpar.ir.graph import AnnotatedGraph, Output
@@ -28,9 +29,9 @@ def test_every_pass_leaves_a_graph_that_verifies(strategy):
     """`lower` verifies by itself; here the callback sees each graph once and in order."""
     seen = []
     program = lower(llama().graph, strategy, on_pass=lambda name, graph: seen.append((name, len(graph.graph.nodes))))
-    assert [name for name, _ in seen] == ["annotate", *(step.name for step in default_passes())]
-    assert [report["name"] for report in program.passes] == [name for name, _ in seen[1:]]
-    assert [report["nodes"] for report in program.passes] == [count for _, count in seen[1:]]
+    assert [name for name, _ in seen] == [step.name for step in default_passes()]
+    assert [report["name"] for report in program.passes] == [name for name, _ in seen]
+    assert [report["nodes"] for report in program.passes] == [count for _, count in seen]
 
 
 # ---------------------------------------------------------------------------------------- deliberately broken
@@ -130,4 +131,4 @@ def test_lower_names_the_pass_that_broke_the_graph():
             del first(graph, aten.mm.default).meta["tensor"]
 
     with pytest.raises(VerifyError, match=r"after pass 'careless': .* has no shape"):
-        lower(llama().graph, "tp2", passes=[InsertReshards(), Careless()])
+        lower(llama().graph, "tp2", passes=[Annotate(), InsertReshards(), Careless()])
