@@ -8,19 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fxpar.cli.console import stderr_console, stdout_console
-from fxpar.cli.explain_document import (
-    PRICES,
-    Document,
-    collective_document,
-    heading,
-    moves_document,
-    passes_document,
-    stored_document,
-    subject_document,
-    summary_document,
-)
-from fxpar.cli.explain_exec import CollectiveTraffic, by_module, casts, traffic
-from fxpar.cli.explain_subject import Placed, Subject, find, placed, vocabulary
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import (
     GraphSource,
@@ -32,6 +19,19 @@ from fxpar.cli.source import (
     read_rows,
 )
 from fxpar.errors import StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
+from fxpar.explain.document import (
+    PRICES,
+    Document,
+    collective_document,
+    heading,
+    moves_document,
+    passes_document,
+    stored_document,
+    subject_document,
+    summary_document,
+)
+from fxpar.explain.subject import Placed, Subject, find, placed, vocabulary
+from fxpar.explain.traffic import CollectiveTraffic, by_module, casts, traffic
 from fxpar.graph_files import SavedGraph
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fxpar.cli.console import human_bytes
 from fxpar.cli.diff_show import Styled, Table
-from fxpar.cli.explain_document import Document
+from fxpar.explain.document import Document
 
 MOST_NODES = 4  # names of nodes in a row before the rest is counted
 EVERYWHERE = "(no one module)"

@@ -1,4 +1,4 @@
-"""`fxpar explain`: reshards and who wants them, collectives and their causes, goldens, narrow terminals, bad input.
+"""`fxpar explain`: names, goldens, narrow terminals, bad input.
 
 To accept a change of the goldens: EXPECTTEST_ACCEPT=1 pytest tests/cli/test_explain.py, then read the diff.
 """
@@ -9,27 +9,21 @@ import functools
 import json
 import os
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from fxpar.annotate import annotate
 from fxpar.annotate.driver import annotate_and_search
-from fxpar.cli.explain_exec import by_module, traffic
-from fxpar.cli.explain_moves import moves
 from fxpar.cli.explain_show import report
-from fxpar.cli.explain_subject import find, placed, vocabulary
+from fxpar.explain.subject import find, placed, vocabulary
 from fxpar.graph_files import load_graph, save_graph
-from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.passes.pack_documents import pack_documents
-from tests.captured import llama
 from tests.cli.helpers import fxpar
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-STRATEGIES = ["tp2", "tp2+sp", "cp2.tp2", "dp2.tp2+sp+zero3"]
 
 
 @functools.cache
@@ -61,62 +55,6 @@ def compare_golden(name: str, text: str) -> None:
     if os.environ.get("EXPECTTEST_ACCEPT"):
         path.write_text(text)
     assert text == path.read_text()
-
-
-# ------------------------------------------------------------------------------------------------------------ reshards
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_reshard_has_one_set_of_users(strategy):
-    graph = annotate(llama(layers=2).graph, Strategy.parse(strategy))
-    wanted = defaultdict(set)
-    for node in graph.graph.nodes:
-        for operand, want in zip(tensor_operands(node), node.meta.get("dist_in", ()), strict=False):
-            if operand.meta["dist"] != want:
-                wanted[operand, want].add(node)
-    found = moves(graph)
-    assert {(m.value, m.wanted): set(m.users) for m in found} == wanted
-    assert len(found) == len(wanted) > 0
-    assert all(m.behind and m.terms and m.steps for m in found)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_reshards_and_collectives_send_the_same(strategy):
-    """The bytes of the annotated graph's reshards are those of the collectives that they became."""
-    explained = traffic(lower(llama(layers=2).graph, strategy))
-    body = sum(t.wire_bytes for t in explained if t.added_by == ("insert_reshards",))
-    assert sum(m.wire_bytes for m in moves(annotate(llama(layers=2).graph, Strategy.parse(strategy)))) == pytest.approx(
-        body
-    )
-
-
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "dp2", "pp2.dp2+zero2"])
-def test_all_collectives_are_explained(strategy):
-    program = lower(llama(layers=2).graph, strategy)
-    found = traffic(program)
-    assert len(found) == len(program.communications())
-    rows = by_module(found)
-    assert sum(row["calls"] for row in rows) == len(found)
-    assert sum(row["share"] for row in rows) == pytest.approx(1.0)
-    zero3 = "zero3" in strategy
-    assert any(t.what == "parameters" for t in found) == ("zero" in strategy)
-    assert all(t.params for t in found if t.what in ("parameters", "gradients"))
-    assert {p for t in found if t.what == "parameters" for p in t.params} <= {i.fqn for i in program.inputs}
-    assert not zero3 or {t.added_by[0] for t in found if t.comm.axis == "dp"} <= {"zero_shard", "reduce_gradients"}
-
-
-def test_a_cause_is_named():
-    """What the row-parallel product leaves is its, what the column-parallel ones gather is theirs."""
-    found = traffic(lower(llama().graph, "tp2+sp"))
-    causes = {(t.comm.kind, t.module, t.comm.backward) for t in found if t.module.startswith("layers.0")}
-    assert ("reduce_scatter", "layers.0.ffn.down_proj", False) in causes
-    assert ("all_gather", "layers.0.ffn.gate_proj", False) in causes
-    gather = next(t for t in found if t.module == "layers.0.ffn.gate_proj" and t.comm.kind == "all_gather")
-    assert gather.params == ("layers.0.ffn.gate_proj.weight", "layers.0.ffn.up_proj.weight")
-
-
-def test_a_loss_among_gradients_is_not_the_cause():
-    (rows,) = [t for t in traffic(lower(llama().graph, "dp2.tp2+sp")) if t.comm.axis == "dp" and t.comm.fused > 1]
-    assert rows.what == "gradients"
-    assert rows.added_by == ("reduce_gradients", "bucket_collectives")
 
 
 def test_names_are_those_of_dump(model):

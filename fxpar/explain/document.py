@@ -11,9 +11,9 @@ from torch import fx
 from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost
 from fxpar.annotate.problem import normalize_fqn
-from fxpar.cli.explain_exec import CollectiveTraffic
-from fxpar.cli.explain_moves import Reshard
-from fxpar.cli.explain_subject import Placed, Subject, alike
+from fxpar.explain.reshards import Reshard
+from fxpar.explain.subject import Placed, Subject, alike
+from fxpar.explain.traffic import CollectiveTraffic
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import Dim, Input

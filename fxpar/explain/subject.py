@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.annotate.problem import normalize_fqn
 from fxpar.annotate.solve import AxisSearch
-from fxpar.cli.explain_moves import Reshard, moves, weights_of
+from fxpar.explain.reshards import Reshard, moves, weights_of
 from fxpar.ir.graph import AnnotatedGraph, Input
 from fxpar.ir.printer import parts
 from fxpar.rules.view import is_op, resolve
