@@ -37,7 +37,7 @@ from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
-from fxpar.runtime.mini_batch import GroupWork, MiniBatch, fastest_order
+from fxpar.runtime.mini_batch import Borders, GroupWork, MiniBatch
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
 from fxpar.runtime.switching import Switching
@@ -94,7 +94,9 @@ class Engine:
     id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
     keys: Mapping[str, TensorMeta] = field(default_factory=dict)
     steps: int = 0
-    _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._borders = Borders(self.switching, self.gradients, self.options.overlap)
 
     def plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
         """What `step` would run (`packed`: instead of what the options say). Raises the errors of `fxpar.batching`."""
@@ -114,25 +116,25 @@ class Engine:
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
-        return plan_batch(lengths, self.groups, self.costs, self.switch_seconds, packed=packed, merge=options.merge)
+        return plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
 
-    def switch_seconds(self, groups: tuple[int, ...]) -> float:
-        """Predicted seconds of all switches and reductions of a mini-batch with these groups."""
-        if groups not in self._switch_s:
-            order = self._order_of_strategies(groups)
-            switches = self.switching.schedule.cost(order)[0]
-            self._switch_s[groups] = switches + sum(self.gradients.predicted_s(name) for name in order)
-        return self._switch_s[groups]
+    def border_seconds(self, groups: Sequence[int], run_s: Sequence[float]) -> float:
+        """Predicted seconds that switches and reductions add to a mini-batch whose groups take `run_s`."""
+        return self._borders.exposed_s(self._order_of_strategies(groups), self._by_strategy(groups, run_s))
 
     def _in_order(self, groups: Sequence[GroupPlan]) -> list[GroupPlan]:
         """The groups in the order of running, those of one strategy together."""
-        order = self._order_of_strategies([g.group for g in groups])
-        if self.options.overlap and self.options.order is None and len(order) > 1:
-            run_s: dict[str, float] = defaultdict(float)
-            for group in groups:
-                run_s[self.names[group.group]] += group.predicted_s
-            order = fastest_order(order, run_s, self.switching, self.gradients)
+        numbers = [group.group for group in groups]
+        order = self._order_of_strategies(numbers)
+        if self.options.order is None:
+            order = self._borders.fastest(order, self._by_strategy(numbers, [group.predicted_s for group in groups]))
         return sorted(groups, key=lambda g: (order.index(self.names[g.group]), g.group))
+
+    def _by_strategy(self, groups: Sequence[int], run_s: Sequence[float]) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for group, seconds in zip(groups, run_s, strict=True):
+            found[self.names[group]] += seconds
+        return found
 
     def _order_of_strategies(self, groups: Sequence[int]) -> tuple[str, ...]:
         wanted = {self.names[g] for g in groups}
