@@ -550,6 +550,16 @@ class ParallelizeError(FxparError):
         super().__init__(f"parallelize: {why}")
 
 
+class ChangedParameterError(FxparError):
+    """A parameter of a parallel module was replaced, added, converted, frozen or thawed after `fxpar.parallelize`."""
+
+    def __init__(self, fqn: str, how: str) -> None:
+        super().__init__(
+            f"the parameter {fqn} {how} at fxpar.parallelize. Make such changes before that; new values are copied "
+            "into a parameter: param.copy_(...) under torch.no_grad(), or load_state_dict without assign=True"
+        )
+
+
 class BatchMismatchError(FxparError):
     """The ranks were given different mini-batches, or planned them differently."""
 
