@@ -560,6 +560,17 @@ class ChangedParameterError(FxparError):
         )
 
 
+class GradientHookError(FxparError):
+    """A parameter of a parallel module has a hook, but its gradient does not come from autograd."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(
+            f"the parameter {fqn} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), "
+            "which would never run: gradients go into .grad beside autograd. Remove the hook, and do its work on .grad "
+            "after train_step or backward"
+        )
+
+
 class BatchMismatchError(FxparError):
     """The ranks were given different mini-batches, or planned them differently."""
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxpar.errors import ChangedParameterError, ParallelizeError
+from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeError
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
 from fxpar.store.pages import lazy_zeros
 from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
-from fxpar.torch_api.dtensors import local_of
+from fxpar.torch_api.dtensors import has_gradient_hook, local_of
 
 
 def param_specs(program: Program) -> list[ParamSpec]:
@@ -116,6 +116,8 @@ class WeightStore:
                 whole = module.get_parameter(fqn)
                 if isinstance(whole, DTensor):
                     raise ParallelizeError(f"{fqn} is a DTensor already; hand over a model that nobody has sharded")
+                if has_gradient_hook(whole):
+                    raise GradientHookError(fqn)
                 self._take_home(fqn, whole)
                 local = self.home_tensors[fqn]
                 shown = nn.Parameter(self._meshes.as_dtensor(local, self.home.params[fqn]), whole.requires_grad)
@@ -128,7 +130,7 @@ class WeightStore:
 
     def check_adopted(self, module: nn.Module, *, trained: bool) -> None:
         """Raise ChangedParameterError unless the module's parameters are those that live here, in their dtype, and
-        (`trained`) those that had a gradient then have one.
+        (`trained`) those that had a gradient then have one; GradientHookError for hooks that nobody would call.
         """
         now = _parameters(module)
         for fqn in {**self._adopted, **now}:
@@ -139,6 +141,8 @@ class WeightStore:
                 raise ChangedParameterError(fqn, f"is {known.dtype}, unlike")
             if trained and known.requires_grad != had_gradient:
                 raise ChangedParameterError(fqn, f"has requires_grad={known.requires_grad}, unlike")
+            if has_gradient_hook(known):
+                raise GradientHookError(fqn)
 
     def fill_slice(self, fqn: str, value: Tensor) -> None:
         """Set this rank's piece of a parameter: `home_box` of it."""

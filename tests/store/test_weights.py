@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 import fxpar
-from fxpar.errors import ChangedParameterError
+from fxpar.errors import ChangedParameterError, GradientHookError
 from tests.runtime.hot import World
 
 IDS = torch.arange(6)
@@ -89,3 +89,23 @@ def frozen(rank: int) -> list[bool]:
 
 def test_a_parameter_that_was_frozen_or_thawed_is_named():
     assert frozen() == [[True]]
+
+
+@WORLD.case
+def hooked(rank: int) -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        plain = Tied()
+        getattr(plain.head.bias, register)(print)
+        with pytest.raises(GradientHookError, match=r"head\.bias has a hook"):
+            fxpar.parallelize(plain, strategies={16: "dp1"}, monitor=False)
+        model = parallel()
+        handle = getattr(model.head.bias, register)(print)
+        for use in (lambda m: m.train_step([IDS]), lambda m: m(IDS[None])):
+            with pytest.raises(GradientHookError, match=r"head\.bias has a hook"):
+                use(model)
+        handle.remove()
+        model.train_step([IDS])
+
+
+def test_a_hook_that_would_not_run_is_an_error():
+    hooked()
