@@ -551,13 +551,34 @@ class ParallelizeError(FxparError):
         super().__init__(f"parallelize: {why}")
 
 
+class ChangedParameterError(FxparError):
+    """A parameter of a parallel module was replaced, added, converted, frozen or thawed after `fxpar.parallelize`."""
+
+    def __init__(self, fqn: str, how: str) -> None:
+        super().__init__(
+            f"the parameter {fqn} {how} at fxpar.parallelize. Make such changes before that; new values are copied "
+            "into a parameter: param.copy_(...) under torch.no_grad(), or load_state_dict without assign=True"
+        )
+
+
+class GradientHookError(FxparError):
+    """A parameter of a parallel module has a hook, but its gradient does not come from autograd."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(
+            f"the parameter {fqn} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), "
+            "which would never run: gradients go into .grad beside autograd. Remove the hook, and do its work on .grad "
+            "after train_step or backward"
+        )
+
+
 class BatchMismatchError(FxparError):
     """The ranks were given different mini-batches, or planned them differently."""
 
     def __init__(self, ranks: str, what: str = "mini-batch") -> None:
         super().__init__(
             f"the {what} on rank {ranks} differs from rank 0's. Every rank must pass the same sequences in the "
-            "same order to train_step; draw them from the same seed"
+            "same order to train_step and evaluate; draw them from the same seed"
         )
 
 

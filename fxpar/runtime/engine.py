@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
-from fxpar.batching.collate import check_keys, check_sequences, documents_of, valid_tokens
+from fxpar.batching.collate import check_keys, check_present, check_sequences, documents_of, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
@@ -98,20 +98,19 @@ class Engine:
     def __post_init__(self) -> None:
         self._borders = Borders(self.switching, self.gradients, self.options.overlap)
 
-    def plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
-        """What `step` would run (`packed`: instead of what the options say). Raises the errors of `fxpar.batching`."""
-        return self._plan(self._apart(sequences), packed)
+    def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
+        """What `step` would run. Raises the errors of `fxpar.batching`."""
+        return self._plan(self._apart(sequences, self.options.split), self.options.packed)
 
-    def _apart(self, sequences: Sequence[Sequence_]) -> Sequence[Sequence_]:
-        """What runs: the sequences, or their documents where the graph would not keep those apart."""
+    def _apart(self, sequences: Sequence[Sequence_], split: bool) -> Sequence[Sequence_]:
+        """What runs: the sequences, or (`split`) their documents where the graph would not keep those apart."""
         check_sequences(sequences)
         check_keys(sequences, self.keys)
         check_ids(sequences, self.id_limits)
-        return [part for one in sequences for part in documents_of(one)] if self.options.split else sequences
+        return [part for one in sequences for part in documents_of(one)] if split else sequences
 
-    def _plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
+    def _plan(self, sequences: Sequence[Sequence_], packed: bool) -> BatchPlan:
         options = self.options
-        packed = options.packed if packed is None else packed
         lengths = [sequence_length(one) for one in sequences]
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
@@ -159,7 +158,8 @@ class Engine:
         begun = time.perf_counter()
         if self.recorder is not None:
             self.recorder.begin()
-        plan, valid, sequences = self._agreed_plan(sequences)
+        with self._phase("compare mini-batches"):
+            plan, valid, sequences = self.agreed_plan(sequences)
         planned = time.perf_counter()
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
@@ -185,20 +185,24 @@ class Engine:
             trace=self._trace(by_strategy, sequences),
         )
 
-    def _agreed_plan(self, sequences: Sequence[Sequence_]) -> tuple[BatchPlan, int, Sequence[Sequence_]]:
+    def agreed_plan(
+        self, sequences: Sequence[Sequence_], forward_keys: Collection[str] | None = None
+    ) -> tuple[BatchPlan, int, Sequence[Sequence_]]:
         """The plan, the number of valid tokens and what runs, once all ranks have found the same: an error is every
-        rank's.
+        rank's. `forward_keys`: for a forward outside of the captured step, which reads these keys of a batch and would
+        not keep documents apart.
         """
+        alone = forward_keys is not None
         plan, valid, parts, problem = None, 0, sequences, None
         try:
-            parts = self._apart(sequences)
-            plan, valid = self._plan(parts), valid_tokens(parts)
+            parts = self._apart(sequences, self.options.split or alone)
+            check_present(sequences, forward_keys or ())
+            plan, valid = self._plan(parts, self.options.packed and not alone), valid_tokens(parts)
         except FxparError as error:
             problem = error
         if self.options.check_batches and self.switching.world > 1:
-            with self._phase("compare mini-batches"):
-                mine = plan.fingerprint() if plan is not None else str(problem)
-                check_same_batch(sequences, mine, self.device, self.world_group)
+            mine = plan.fingerprint() if plan is not None else str(problem)
+            check_same_batch(sequences, mine, self.device, self.world_group)
         if plan is None:
             assert problem is not None
             raise problem

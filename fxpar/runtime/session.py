@@ -80,6 +80,7 @@ class Session:
 
     def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
+        self.store.check_adopted(module, trained=True)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         before = dict(buffers)
         report = self.engine.step(sequences, buffers)
@@ -92,11 +93,13 @@ class Session:
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
+        self.store.check_adopted(module, trained=False)
         with self.engine.watched("a plain call"):
             return self.calls.call(module, args, kwargs)
 
     def evaluate(self, module: nn.Module, sequences: Sequence[Any]) -> float:
         """Mean loss of sequences without training on them."""
+        self.store.check_adopted(module, trained=False)
         with self.engine.watched("evaluation"):
             return self.evaluation.run(module, sequences)
 

@@ -44,14 +44,14 @@ from fxpar.errors import (
 )
 from fxpar.graph_files import load_graph
 from fxpar.ir import pass_registry
-from fxpar.ir.dist_config import R, Shard
+from fxpar.ir.dist_config import P, R, Shard
 from fxpar.losses import causal_lm
 from fxpar.lowering import default_passes
 from fxpar.models import LoadedModel, load
 from fxpar.models.loaders import LOADERS
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.rules.installed import OPS
-from fxpar.rules.option import replicated
+from fxpar.rules.option import Option, replicated
 from fxpar.rules.table import TABLE, register_rule
 from fxpar.rules.validate import trials, validate_op
 from fxpar.runtime.forked import run_forked
@@ -311,6 +311,16 @@ def test_roles_that_are_refused(logical, monkeypatch):
     monkeypatch.setattr(module("roles").SmallWhole, "sources", lambda self, entry: [])
     with pytest.raises(RoleContractError, match=r"role 'small_whole': it leaves '.*' without a placement"):
         _placements(logical, ROLE)
+    for impossible in (
+        Option((), (Shard(7),)),
+        Option((), (P,)),
+        Option((), (R, R)),
+        Option((R,), (R,)),
+        Option((), ("R",)),
+    ):
+        monkeypatch.setattr(module("roles").SmallWhole, "sources", lambda self, entry, one=impossible: [one])
+        with pytest.raises(RoleContractError, match=r"it gives '.*', with operands \[\] and results .* placements"):
+            _placements(logical, ROLE)
 
 
 # -------------------------------------------------------------------------------------------------------- planner
