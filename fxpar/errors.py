@@ -312,7 +312,7 @@ class DuplicateNameError(FxparError):
 class EntryLoadError(FxparError):
     """Something is known by name, but the place that its entry names cannot be imported."""
 
-    def __init__(self, noun: str, name: str, value: str, owner: str, cause: Exception) -> None:
+    def __init__(self, noun: str, name: str, value: str, owner: str, cause: BaseException) -> None:
         super().__init__(
             f"the {noun} {name!r} of {owner} cannot be loaded from {value!r}: "
             f"{type(cause).__name__}: {cause}. An entry is written 'module:attribute'; fix it or "
