@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from fxpar.errors import StageCountError
+from fxpar.ir.fqn import block_of
 from fxpar.stages.nodes import Nodes
 
 # A list of modules counts as layers if it does at least this share of the forward's work.
@@ -35,7 +36,7 @@ def find_layers(nodes: Nodes) -> list[Layer]:
     work: dict[str, int] = defaultdict(int)
     costs = [nodes.flops(node) for node in bound]
     for i, node in enumerate(bound):
-        fqn = _outermost_block(node.meta.get("fqn", ""))
+        fqn = block_of(node.meta.get("fqn", ""))
         if fqn and not node.meta.get("backward"):
             starts.setdefault(fqn, i)
             work[_parent(fqn)] += costs[i]
@@ -48,13 +49,6 @@ def find_layers(nodes: Nodes) -> list[Layer]:
         Layer(fqn, i, sum(costs[begin:end]))
         for (i, fqn), begin, end in zip(usable, begins, ends[: len(usable)], strict=True)
     ]
-
-
-def _outermost_block(fqn: str) -> str:
-    """`model.layers.3` for `model.layers.3.experts.1.up`; nothing outside of numbered modules."""
-    parts = fqn.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
 
 
 def _parent(fqn: str) -> str:
