@@ -26,6 +26,7 @@ from typing import Any
 
 from fxpar.batching.profile import Rates
 from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import TensorMeta, local_meta
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.ir.printer import type_of
 from fxpar.viz.facts import NodeFacts, PartFacts, program_facts
@@ -263,8 +264,8 @@ class _Part:
 
 def value_bytes(node: Any, view: Viewed) -> int:
     """Bytes of an input on one rank; 0 for an integer."""
-    local = node.meta.get("local", node.meta.get("tensor"))
-    return local.numel(view.dims()) * local.dtype.itemsize if local is not None else 0
+    local = local_meta(node)
+    return local.numel(view.dims()) * local.dtype.itemsize if isinstance(local, TensorMeta) else 0
 
 
 def rounded(value: float) -> float:
