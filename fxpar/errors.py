@@ -703,7 +703,7 @@ class CostModelError(FxparError):
     """A number of a cost model that no device can have."""
 
     def __init__(self, name: str, value: float) -> None:
-        super().__init__(f"{name} = {value!r} must be finite and >= 0, a rate > 0; measure it on one device")
+        super().__init__(f"{name} = {value!r} must be finite and >= 0; measure it on one device")
 
 
 class CostContractError(FxparError):

@@ -68,7 +68,6 @@ class EngineConfig:
     merge: bool = True
     compile: Literal["eager", "inductor"] = "eager"
     checked: bool = False
-    device_tflops: float | None = field(default=None, metadata={"above": 0})
     cluster: str | None = None
 
 

@@ -129,7 +129,6 @@ def open_session(
         precision=config.precision.compute,
         loss_scale=config.precision.loss_scale,
         deterministic=config.precision.deterministic,
-        device_tflops=engine.device_tflops,
         nan=config.run.nan,
         timeout_s=config.run.timeout_s,
         monitor=monitor if monitor is not None else False,

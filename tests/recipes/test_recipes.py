@@ -138,7 +138,7 @@ def test_every_field_is_an_option():
         "--fxpar.memory-budget-gib": ("2.5",),
         "--fxpar.no-merge": (),
         "--fxpar.nan": ("skip",),
-        "--fxpar.device-tflops": ("10",),
+        "--fxpar.cluster": ("cluster.toml",),
         "--fxpar.data-ranks": ("2",),
         "--fxpar.no-log-groups": (),
     }
@@ -148,7 +148,7 @@ def test_every_field_is_an_option():
         memory_budget_gib=2.5,
         merge=False,
         nan="skip",
-        device_tflops=10.0,
+        cluster="cluster.toml",
         data_ranks=2,
         log_groups=False,
     )
