@@ -459,6 +459,13 @@ class ClusterError(FxparError):
         super().__init__(f"cluster {source}: {why}")
 
 
+class ProfileError(FxparError):
+    """A measurement that would not say what it should, or would write over a file."""
+
+    def __init__(self, why: str, what_to_do: str) -> None:
+        super().__init__(f"fxpar profile {why}. {what_to_do}")
+
+
 class LayoutError(FxparError):
     """Two weight layouts that do not belong together, or a model that a strategy cannot be laid out for."""
 
