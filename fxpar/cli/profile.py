@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fxpar.cli.console import plain_table, stdout_console
-from fxpar.cli.request import check_output, to_json, write_output
+from fxpar.cli.request import check_replaced, replace_output, to_json
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import OutputError, ProfileError
+from fxpar.errors import ProfileError
 from fxpar.profiling.points import Point, measured
 from fxpar.profiling.record import described, device_name, file_content
 from fxpar.profiling.trials import device_series, link_series
@@ -59,13 +59,11 @@ def run_profile(request: ProfileRequest) -> None:
 
 def check_target(request: ProfileRequest) -> None:
     """Find out before anything is measured that the file cannot be written. Raises OutputError, ProfileError."""
-    check_output(request.output)
+    check_replaced(request.output)
     if request.output == "-":
         return
     if not request.output.endswith(".json"):
         raise ProfileError(f"writes JSON, and {request.output!r} would be read as TOML", "Call it FILE.json")
-    if not os.access(Path(request.output).parent, os.W_OK):
-        raise OutputError(request.output, PermissionError(0, "nothing can be written in its folder"))
     if Path(request.output).exists() and not request.force:
         raise ProfileError(
             f"finds a file {request.output!r}", "Replace it with --force, or choose another name with -o"
@@ -96,15 +94,10 @@ def _measure(request: ProfileRequest, device: torch.device, rank: int, world: in
     if rank:
         return
     cluster = described(points, device, nodes, world)
-    text = to_json(file_content(cluster, points, device, request.threads))
-    if request.output == "-":
-        write_output("-", text)
-        return
-    whole = f"{request.output}.part"  # what is there stays as it is until the new file is whole
-    write_output(whole, text)
-    Path(whole).replace(request.output)
-    console.print(f"{request.output}: {world} x {device_name(device)}", markup=False)
-    console.print(plain_table(("", "sustained", ""), shown(cluster, points)), markup=False)
+    replace_output(request.output, to_json(file_content(cluster, points, device, request.threads)))
+    if request.output != "-":
+        console.print(f"{request.output}: {world} x {device_name(device)}", markup=False)
+        console.print(plain_table(("", "sustained", ""), shown(cluster, points)), markup=False)
 
 
 def shown(cluster: ClusterSpec, points: Sequence[Point]) -> list[tuple[str, str, str]]:
