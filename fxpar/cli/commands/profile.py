@@ -11,7 +11,7 @@ from fxpar.cli.options import Debug, DeviceKind
 EXAMPLES = (
     "fxpar profile -o cluster.json",
     "fxpar profile -o cluster.json --ranks 4",
-    "torchrun --nproc-per-node 8 -m fxpar profile -o cluster.json",
+    "torchrun --nproc-per-node 8 -m fxpar profile",
 )
 
 
