@@ -60,19 +60,19 @@ def node_costs(program: Program, cluster: ClusterSpec, *, parts: Mapping[str, Pa
     return [cost for name, part in parts.items() for cost in walk.part(name, part)]
 
 
-def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> float:
+def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
     """Seconds that one call keeps the device or a link inside a node busy, at these sizes; 0 for a view. Launch and
     latency are left out: they say how a call is made, not what it does.
     """
     if "comm" in node.meta:
         sent: TensorMeta = node.meta["comm"][1]
-        return float(math.prod(shape(sent)) * sent.dtype.itemsize / cluster.bytes_per_s(between=False))
+        return math.prod(shape(sent)) * sent.dtype.itemsize / cluster.bytes_per_s(between=False)
     if not is_kernel(node):
-        return 0.0
+        return Fraction(0)
     work = flops(node, shape)
     if work:
-        return float(work / cluster.device.flops_per_s(_dtype(node)))
-    return float(touched_bytes(node, shape) / cluster.device.bytes_per_s)
+        return work / cluster.device.flops_per_s(_dtype(node))
+    return touched_bytes(node, shape) / cluster.device.bytes_per_s
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -62,7 +62,7 @@ def _cheapest(
     if remat.collectives == "keep" or (remat.mode == "selective" and remat.collectives == "auto"):
         allowed -= {n for n in allowed if is_communication(n)}
     shape = SizesAt(dims)
-    work = {node: busy_s(node, shape, _CLUSTER) + _LEAST_S for node in allowed}
+    work = {node: float(busy_s(node, shape, _CLUSTER)) + _LEAST_S for node in allowed}
     returned = frozenset(s for node in graph.results for s in storages.of[node])
     if remat.mode == "selective":
         allowed = {n for n in allowed if not flops(n, shape)}
