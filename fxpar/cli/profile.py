@@ -72,6 +72,8 @@ def check_target(request: ProfileRequest) -> None:
 
 def _as_rank(request: ProfileRequest) -> None:
     rank, world, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if request.ranks not in (1, world):
+        raise ProfileError(f"runs on the {world} ranks of a launcher, not on {request.ranks}", "Leave out --ranks")
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % local_world:
         raise ProfileError(

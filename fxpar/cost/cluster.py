@@ -37,6 +37,8 @@ class ClusterSpec:
     device: Device = GPU
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, Device):
+            raise ClusterError("description", f"device = {self.device!r} must be a fxpar.Device")
         check_numbers(_numbers(self.to_json()), "description")
 
     @property

@@ -33,13 +33,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Trial:
-    """What will be a point: `run()` does it `times` times."""
+    """What will be a point: `prepare()` makes what is needed, and gives what does it `times` times."""
 
     kind: str
     of: str
     size: int
     amount: float
-    run: Callable[[], object]
+    prepare: Callable[[], Callable[[], object]]
     times: int = 1
 
 
@@ -56,7 +56,7 @@ def measured(
             if last is not None and last.seconds * trial.amount / last.amount > seconds:
                 break
             say(f"{trial.kind} ({trial.of}), {trial.size:,}")
-            taken = _slowest(_median_s(trial.run, device, seconds)) / trial.times
+            taken = _slowest(_median_s(trial.prepare(), device, seconds)) / trial.times
             last = Point(trial.kind, trial.of, trial.size, trial.amount, taken)
             points.append(last)
     return points

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ DTYPES = ("float32", "bfloat16")
 MEMORY_BYTES = (16 << 20, 128 << 20)  # the last one is more than caches hold
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 LAUNCHES = 100
+Run = Callable[[], object]
 LEVELS = ("inter", "intra")  # links between nodes, and inside: axes of the mesh of all ranks
 
 
@@ -29,31 +31,38 @@ def device_series(
 
 
 def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
-    for width in widths:
+    def prepare(width: int) -> Run:
         a, b = (torch.randn(width, width, device=device).to(getattr(torch, name)) for _ in range(2))
-        yield Trial("product", name, width, 2.0 * width**3, lambda a=a, b=b: a @ b)
+        return lambda: a @ b
+
+    for width in widths:
+        yield Trial("product", name, width, 2.0 * width**3, partial(prepare, width))
 
 
 def _copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
-    for nbytes in sizes:
+    def prepare(nbytes: int) -> Run:
         source, target = _tensors(2, nbytes, device)
-        yield Trial("copy", "memory", nbytes, 2.0 * nbytes, lambda s=source, t=target: t.copy_(s))
+        return lambda: target.copy_(source)
+
+    for nbytes in sizes:
+        yield Trial("copy", "memory", nbytes, 2.0 * nbytes, partial(prepare, nbytes))
 
 
 def _sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
-    for nbytes in sizes:
+    def prepare(nbytes: int) -> Run:
         a, b, out = _tensors(3, nbytes, device)
-        yield Trial("add", "memory", nbytes, 3.0 * nbytes, lambda a=a, b=b, o=out: torch.add(a, b, out=o))
+        return lambda: torch.add(a, b, out=out)
+
+    for nbytes in sizes:
+        yield Trial("add", "memory", nbytes, 3.0 * nbytes, partial(prepare, nbytes))
 
 
 def _launches(device: torch.device) -> Iterator[Trial]:
-    one = torch.ones(1, device=device)
+    def prepare() -> Run:
+        (one,) = _tensors(1, 4, device)
+        return lambda: [torch.add(one, 1.0) for _ in range(LAUNCHES)]
 
-    def run() -> None:
-        for _ in range(LAUNCHES):
-            torch.add(one, 1.0)
-
-    yield Trial("launch", "kernel", 1, 1.0, run, LAUNCHES)
+    yield Trial("launch", "kernel", 1, 1.0, prepare, LAUNCHES)
 
 
 def link_series(device: torch.device, nodes: int, sizes: Sequence[int] = MESSAGE_BYTES) -> list[Iterator[Trial]]:
@@ -76,42 +85,38 @@ def link_series(device: torch.device, nodes: int, sizes: Sequence[int] = MESSAGE
 def _messages(device: torch.device, level: str, members: Sequence[int], sizes: Sequence[int]) -> Iterator[Trial]:
     """Between the first two ranks of the group, there and back: two messages."""
     first, second = members[:2]
-    rank = dist.get_rank()
-    for nbytes in sizes:
+
+    def prepare(nbytes: int) -> Run:
         (tensor,) = _tensors(1, nbytes, device)
+        calls = {first: ((dist.send, second), (dist.recv, second)), second: ((dist.recv, first), (dist.send, first))}
+        return lambda: [call(tensor, other) for call, other in calls.get(dist.get_rank(), ())]
 
-        def run(tensor: Tensor = tensor) -> None:
-            if rank == first:
-                dist.send(tensor, second)
-                dist.recv(tensor, second)
-            elif rank == second:
-                dist.recv(tensor, first)
-                dist.send(tensor, first)
-
-        yield Trial("send", level, nbytes, float(nbytes), run, 2)
+    for nbytes in sizes:
+        yield Trial("send", level, nbytes, float(nbytes), partial(prepare, nbytes), 2)
 
 
 def _all_reduces(device: torch.device, level: str, group: dist.ProcessGroup, sizes: Sequence[int]) -> Iterator[Trial]:
-    share = (group.size() - 1) / group.size()
-    for nbytes in sizes:
+    def prepare(nbytes: int) -> Run:
         (tensor,) = _tensors(1, nbytes, device)
         tensor.zero_()  # sums of sums stay finite
-        yield Trial("all_reduce", level, nbytes, 2 * share * nbytes, lambda t=tensor: dist.all_reduce(t, group=group))
+        return lambda: dist.all_reduce(tensor, group=group)
+
+    for nbytes in sizes:
+        sent = 2.0 * nbytes * (group.size() - 1) / group.size()
+        yield Trial("all_reduce", level, nbytes, sent, partial(prepare, nbytes))
 
 
 def _all_gathers(device: torch.device, level: str, group: dist.ProcessGroup, sizes: Sequence[int]) -> Iterator[Trial]:
     """`size` is what comes together."""
-    for nbytes in sizes:
+
+    def prepare(nbytes: int) -> Run:
         (mine,) = _tensors(1, nbytes // group.size(), device)
         whole = mine.new_empty(mine.numel() * group.size())
-        sent = float(mine.nbytes * (group.size() - 1))
-        yield Trial(
-            "all_gather",
-            level,
-            nbytes,
-            sent,
-            lambda w=whole, m=mine: dist.all_gather_into_tensor(w, m, group=group),
-        )
+        return lambda: dist.all_gather_into_tensor(whole, mine, group=group)
+
+    for nbytes in sizes:
+        sent = 4.0 * (nbytes // group.size() // 4) * (group.size() - 1)
+        yield Trial("all_gather", level, nbytes, sent, partial(prepare, nbytes))
 
 
 def _tensors(count: int, nbytes: int, device: torch.device) -> list[Tensor]:

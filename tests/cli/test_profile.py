@@ -89,12 +89,16 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     assert (tmp_path / "cluster.json").read_text() == "mine"
 
 
-def test_ranks_that_do_not_fill_nodes(monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "3 ranks are no multiple of 2"), (["--ranks", "2"], "on the 3 ranks of a launcher, not on 2")],
+)
+def test_ranks_of_a_launcher(words, message, monkeypatch):
     for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(key, str(value))
-    status, _, err = fxpar("profile", *TINY)
+    status, _, err = fxpar("profile", *TINY, *words)
     assert status == 1
-    assert "3 ranks are no multiple of 2" in err
+    assert message in err
 
 
 def test_two_ranks_of_its_own(capfd):

@@ -91,3 +91,5 @@ def test_no_file(tmp_path):
 def test_constructed_ones_are_checked_too():
     with pytest.raises(ClusterError, match="devices_per_node = 0"):
         ClusterSpec(1, 0, 1, 1, 1)
+    with pytest.raises(ClusterError, match=r"device = 300 must be a fxpar\.Device"):
+        ClusterSpec(1, 1, 1, 1, 1, device=300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ def sleeping(*seconds: float, runs: list[float] | None = None):
             if runs is not None:
                 runs.append(one)
 
-        yield Trial("product", "float32", round(1e3 * one), one, run)
+        yield Trial("product", "float32", round(1e3 * one), one, lambda run=run: run)
 
 
 def points_of(*seconds: float, budget: float, runs: list[float] | None = None):
@@ -35,7 +36,9 @@ def test_seconds_are_those_of_one_run():
 
 
 def test_several_times_in_one_run():
-    (point,) = measured([iter([Trial("launch", "kernel", 1, 1.0, lambda: time.sleep(0.02), 10)])], CPU, 0.01, print)
+    (point,) = measured(
+        [iter([Trial("launch", "kernel", 1, 1.0, lambda: partial(time.sleep, 0.02), 10)])], CPU, 0.01, print
+    )
     assert 0.002 <= point.seconds < 0.02
 
 
