@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxpar.ir.mesh import Mesh
 from fxpar.profiling.points import Trial
+from fxpar.torch_api.since_2_13 import all_gather_single
 from fxpar.transport.groups import ProcessGroups
 
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
@@ -112,7 +113,7 @@ def _all_gathers(device: torch.device, level: str, group: dist.ProcessGroup, siz
     def prepare(nbytes: int) -> Run:
         (mine,) = _tensors(1, nbytes // group.size(), device)
         whole = mine.new_empty(mine.numel() * group.size())
-        return lambda: dist.all_gather_into_tensor(whole, mine, group=group)
+        return lambda: all_gather_single(whole, mine, group=group)
 
     for nbytes in sizes:
         sent = 4.0 * (nbytes // group.size() // 4) * (group.size() - 1)
