@@ -459,6 +459,13 @@ class ClusterError(FxparError):
         super().__init__(f"cluster {source}: {why}")
 
 
+class ProfileError(FxparError):
+    """A measurement that would not say what it should, or would write over a file."""
+
+    def __init__(self, why: str, what_to_do: str) -> None:
+        super().__init__(f"fxpar profile {why}. {what_to_do}")
+
+
 class LayoutError(FxparError):
     """Two weight layouts that do not belong together, or a model that a strategy cannot be laid out for."""
 
@@ -725,7 +732,7 @@ class CostModelError(FxparError):
     """A number of a cost model that no device can have."""
 
     def __init__(self, name: str, value: float) -> None:
-        super().__init__(f"{name} = {value!r} must be finite and >= 0, a rate > 0; measure it on one device")
+        super().__init__(f"{name} = {value!r} must be finite and >= 0; measure it on one device")
 
 
 class CostContractError(FxparError):

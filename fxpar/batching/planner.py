@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.batching.balance import Share, lower_bound, makespan, share_out
-from fxpar.batching.cost import GroupCost
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import TICKS_PER_S, PackingRule, SequenceItem, longest_first, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
+from fxpar.cost.group import GroupCost
 from fxpar.errors import (
     EmptyMiniBatchError,
     GroupCostsError,

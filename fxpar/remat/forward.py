@@ -13,7 +13,6 @@ from torch import fx
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.torch_api import kernels
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -92,17 +91,6 @@ def is_wait(node: fx.Node) -> bool:
 def is_communication(node: fx.Node) -> bool:
     """A collective, or the wait for one."""
     return is_wait(node) or collective_kind(node) is not None
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the node computes nothing on the device (a reshape may copy, which is cheap enough)."""
-    return bool(getattr(node.target, "is_view", False)) or node.target in _FREE
-
-
-_FREE = {
-    torch.ops.aten.reshape.default,
-    kernels.unsafe_view,
-}
 
 
 def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:

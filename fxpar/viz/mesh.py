@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.ir.dist_config import short_dtype
 from fxpar.ir.fqn import numbers_in, starred, with_numbers
 from fxpar.ir.strategy import Strategy
@@ -18,7 +18,7 @@ from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of, plan_switch
 from fxpar.switch.layout import PlacedParam
 from fxpar.viz.transfers import MOST_RANKS, switch_json
-from fxpar.viz.viewed import Viewed, assumed_cluster
+from fxpar.viz.viewed import Viewed
 
 HOME = "home"
 
@@ -58,7 +58,7 @@ def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
     if not layouts or not any(layout.params for layout in layouts.values()):
         return None
     world = max(layout.world for layout in layouts.values())
-    cluster = next((view.cluster for view in views if view.cluster is not None), assumed_cluster(world))
+    cluster = next((view.cluster for view in views if view.cluster is not None), usual_cluster(world))
     cluster.require(world)
     specs = param_specs(views[0].stored or views[0].graph)
     home = home_layout(specs, world)

@@ -22,8 +22,8 @@ from fxpar.annotate.driver import annotate_and_search
 from fxpar.annotate.policy import TensorAxis
 from fxpar.annotate.roles import ROLES
 from fxpar.batching import GroupCost
-from fxpar.batching.work import body_work
 from fxpar.cli.cache import model_files
+from fxpar.cost.calls import node_costs
 from fxpar.errors import (
     CostContractError,
     CostModelError,
@@ -164,9 +164,12 @@ def test_the_op_is_cut_and_agrees_with_one_device(logical, small):
 
 def test_operations_are_those_that_the_rule_counts(logical):
     """Products, forward and backward: 6 per token and weight of down and head, and of up 2 + 3 * 2."""
-    work = body_work(fxpar.lower(logical, "dp1")).product_flops
-    assert work.c1 == 6 * (96 * 24 + 24 * 131) + (2 + 6) * 24 * 96
-    assert body_work(fxpar.lower(logical, "tp2")).product_flops.c1 == pytest.approx(float(work.c1) / 2, rel=0.02)
+    one, two = (
+        sum(call.flops.c1 for call in node_costs(fxpar.lower(logical, strategy), CLUSTER))
+        for strategy in ("dp1", "tp2")
+    )
+    assert one == 6 * (96 * 24 + 24 * 131) + (2 + 6) * 24 * 96
+    assert float(two) == pytest.approx(float(one) / 2, rel=0.02)
 
 
 def test_an_op_with_operations_is_worth_cutting(logical):
@@ -209,7 +212,7 @@ def test_rules_that_are_refused(monkeypatch, logical):
         register_rule(op, lambda view: [])
     register_rule(op, module("ops").relu2_loops, flops=lambda operands, results: -1, replace=True)
     with pytest.raises(CostModelError, match=r"operations of extras.relu2.default = -1"):
-        body_work(fxpar.lower(logical, "dp1"))
+        node_costs(fxpar.lower(logical, "dp1"), CLUSTER)
 
 
 # ----------------------------------------------------------------------------------------------------------- pass

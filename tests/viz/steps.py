@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fxpar.batching.profile import Rates
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import Device
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.runtime.micro import replica_of
@@ -18,7 +18,7 @@ from fxpar.viz.timeline import ShownStep
 from fxpar.viz.viewed import Viewed
 from tests.captured import llama
 
-RATES = Rates(ClusterSpec(1, 4, 100.0, 10.0, 10.0), 10.0, 1000.0, 4.0)
+CLUSTER = ClusterSpec(1, 4, 100.0, 10.0, 10.0, device=Device(10.0, 1000.0, 4.0))
 STRATEGIES = ("dp2.tp2+sp", "pp2.dp2", "dp4+zero2")
 
 
@@ -29,13 +29,13 @@ def program(strategy: str) -> TrainGraph:
 
 @functools.cache
 def inside(strategy: str) -> Inside:
-    return Inside(program(strategy), RATES)
+    return Inside(program(strategy), CLUSTER)
 
 
 def views(*strategies: str, tokens: int = 256, micro_batches: int = 3) -> list[Viewed]:
     sizes = {"T": tokens}
     return [
-        Viewed(s, program(s), llama(layers=2).graph, program(s), RATES.cluster, sizes, micro_batches)
+        Viewed(s, program(s), llama(layers=2).graph, program(s), CLUSTER, sizes, micro_batches)
         for s in strategies or STRATEGIES
     ]
 
