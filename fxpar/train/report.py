@@ -21,6 +21,7 @@ from fxpar.errors import FxparError, OutputError
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.runtime.engine import Engine
 from fxpar.runtime.micro import replica_of
+from fxpar.runtime.mini_batch import schedule_of
 from fxpar.runtime.session import Session
 from fxpar.runtime.spans import GroupRun
 from fxpar.train.metrics import METRICS
@@ -99,7 +100,8 @@ def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSp
         planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s))
         visited.append(name)
     programs = [insides[one.group.strategy].program for one in planned]
-    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster))
+    order = schedule_of(visited, engine.switching.schedule.resident, engine.options.overlap)
+    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster), order)
     replicas = [[replica_of(program, rank) for program in programs] for rank in range(len(ranks))]
     measured = measured_step(predicted.groups, [one.spans for one in ranks], replicas)
     return ShownStep(f"Step {ranks[0].step}, the {('last', 'slowest')[position]} one", predicted, measured)

@@ -11,6 +11,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.spans import RunSpan
+from fxpar.schedule.mini_batch import MiniBatchSchedule
 from fxpar.viz.inside import Inside
 from fxpar.viz.measured import measured_step
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
@@ -46,14 +47,17 @@ def planned(strategy: str, *replicas: Any, switch_ms: float = 0.5, reduce_ms: fl
 
 
 @functools.cache
-def predicted() -> StepTimeline:
+def step_groups() -> list[Planned]:
     """Three groups on four ranks: unequal replicas, a pipeline, and one in lock step with an idle replica."""
-    groups = [
+    return [
         planned("dp2.tp2+sp", [[100, 20], [64]], [[90]]),
         planned("pp2.dp2", [[300], [200], [100]], [[250], [50]], switch_ms=0.0),
         planned("dp4+zero2", [[64], [64]], [[128]], [[60]], []),
     ]
-    return predict_step(groups, 4, optimizer_ms=0.125)
+
+
+def predicted(order: MiniBatchSchedule | None = None) -> StepTimeline:
+    return predict_step(step_groups(), 4, optimizer_ms=0.125, order=order)
 
 
 def shown_step(step: int = 7) -> ShownStep:

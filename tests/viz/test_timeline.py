@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,15 +13,44 @@ from fxpar.cost.group import group_cost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.schedule import Costs, simulate
+from fxpar.schedule.mini_batch import blocking, overlapped
 from fxpar.viz.inside import ACTION_PARTS, Inside, block_of
-from fxpar.viz.step import Lane
+from fxpar.viz.step import Lane, predict_step
 from fxpar.viz.timeline import timeline_section
-from tests.viz.steps import CLUSTER, inside, planned, predicted, program, shown_step, views
+from tests.viz.steps import CLUSTER, inside, planned, predicted, program, shown_step, step_groups, views
 
 
 def lanes_of(timeline):
     for lane in range(len(timeline.lanes)):
         yield sorted((s for s in timeline.spans if s.lane == lane), key=lambda s: s.start_ms)
+
+
+def test_borders_that_block_are_the_default():
+    assert predicted(blocking(3)) == predicted()
+
+
+@pytest.mark.parametrize("border_ms", [1e-3, 50.0])
+def test_of_borders_beside_groups_the_waits_are_shown(border_ms):
+    """The first switch and the last reduction at least; between them what a run is too short to hide."""
+    groups = [replace(one, switch_ms=border_ms, reduce_ms=border_ms) for one in step_groups()]
+    run_ms = [predict_step([replace(one, switch_ms=0.0, reduce_ms=0.0)], 4).end_ms for one in groups]
+    found = predict_step(groups, 4, 0.125, overlapped([False] * 3))
+    # On paper: transfers in the order s0 s1 r0 s2 r1 r2, each behind the run that it needs.
+    end_0 = border_ms + run_ms[0]
+    end_s1 = 2 * border_ms
+    end_1 = max(end_0, end_s1) + run_ms[1]
+    end_r0 = max(end_s1, end_0) + border_ms
+    end_s2 = end_r0 + border_ms
+    end_2 = max(end_1, end_s2) + run_ms[2]
+    end_r2 = max(max(end_s2, end_1) + border_ms, end_2) + border_ms
+    assert found.end_ms == pytest.approx(end_r2 + 0.125)
+    waits = [sum(found.group_ms(g)[kind] for g in range(3)) for kind in ("switch", "reduce")]
+    assert sum(waits) == pytest.approx(end_r2 - sum(run_ms))
+    if border_ms < min(run_ms):
+        assert waits == pytest.approx([border_ms, border_ms])
+    for spans in lanes_of(found):
+        for before, after in itertools.pairwise(spans):
+            assert before.start_ms <= before.end_ms <= after.start_ms + 1e-9
 
 
 @pytest.mark.parametrize("timeline", [predicted(), shown_step().measured], ids=["predicted", "measured"])
