@@ -24,7 +24,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.losses import causal_lm
 from fxpar.monitor import Monitor
 from fxpar.precision import Precision
-from fxpar.runtime.options import CompiledModel, CostModel, LossFunction, ParallelizeOptions
+from fxpar.runtime.options import CompiledModel, CostModel, Ladder, LossFunction, ParallelizeOptions
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.session import Session, open_session
 from fxpar.store import MemoryReport
@@ -63,6 +63,7 @@ def parallelize(
     timeout_s: float | None = None,
     monitor: bool | Monitor = True,
     plain: str | None = None,
+    passes: Ladder | None = None,
     compiled: CompiledModel | None = None,
     initializer: Callable[[nn.Module], object] | None = None,
     meta_init: Literal["slice", "whole"] = "slice",
@@ -102,6 +103,8 @@ def parallelize(
     - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
       no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
+    - `passes(ladder)` returns the passes that each strategy is lowered with, from the default ones: add, replace, leave
+      out. Plain calls and `evaluate` are lowered as ever.
     - `compiled`: what `fxpar.compile_strategies` returned for the same model, loss and strategies (made before forking
       ranks, or loaded), instead of compiling again.
     - `initializer(module)`: for a model on the meta device, fills what one module has itself; by default the module's

@@ -19,9 +19,10 @@ from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import ParallelizeError, PositionTableError, nearest
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import LogicalGraph, Packing
+from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower
+from fxpar.lowering import default_passes, lower
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import Precision, with_precision
@@ -29,6 +30,8 @@ from fxpar.runtime.gradients import Mode
 from fxpar.runtime.runner import Backend
 from fxpar.tracer import capture
 
+Ladder = Callable[[list[GraphPass]], list[GraphPass]]
+"""From the passes of the lowering to those that run instead: `lambda ladder: [*ladder, Mine()]`."""
 LossFunction = Callable[[nn.Module, Any], Tensor]
 CostModel = Callable[[TrainGraph, ClusterSpec], GroupCost]
 """What a micro-batch of a program takes on a cluster."""
@@ -69,6 +72,7 @@ class ParallelizeOptions:
     timeout_s: float | None = None
     monitor: bool | Monitor = True
     plain: str | None = None
+    passes: Ladder | None = None
     compiled: CompiledModel | None = None
     initializer: Callable[[nn.Module], object] | None = None
     meta_init: Literal["slice", "whole"] = "slice"
@@ -115,11 +119,12 @@ def compile_strategies(
     token_budget: int | Mapping[int, int] | None = None,
     precision: Precision | str | None = None,
     packed: bool | None = None,
+    passes: Ladder | None = None,
 ) -> CompiledModel:
     """Capture `module` and lower it for all strategies; no process group. Raises what `capture`, `with_precision` and
     `lower` raise.
 
-    A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`, and `packed`, as in
+    A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`; `packed` and `passes`, as in
     `parallelize`.
     """
     begun = time.process_time()
@@ -134,10 +139,10 @@ def compile_strategies(
     groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
     tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
     sizes = {dim.name for dim in logical.dims} & {"T"}
-    programs = {
-        name: lower(computed, strategy, for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
-        for name, strategy in by_name.items()
-    }
+    programs = {}
+    for name, strategy in by_name.items():
+        ladder = default_passes(for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
+        programs[name] = lower(computed, strategy, passes=ladder if passes is None else passes(ladder))
     timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
     return CompiledModel(logical, programs, timings, how, rows.packing, unpacked)
 

@@ -20,7 +20,7 @@ from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
-from fxpar.passes.pack_documents import pack_documents
+from fxpar.passes.pack_documents import DOCUMENTS, pack_documents
 from fxpar.precision import with_precision
 from fxpar.runtime.agree import check_same_programs
 from fxpar.runtime.binding import Bound, bind_here
@@ -152,13 +152,17 @@ def _open(
     device = _device(module)
     cluster = options.cluster or default_cluster(world, device)
     compiled = options.compiled or compile_strategies(
-        module, strategies, loss, example, options.token_budget, options.precision, options.packed
+        module, strategies, loss, example, options.token_budget, options.precision, options.packed, options.passes
     )
     programs = compiled.programs
     if options.precision is not None and as_precision(options.precision) != compiled.precision:
         raise ParallelizeError(f"compiled is for precision {compiled.precision}, not {options.precision}")
     if set(programs) != set(names):
         raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
+    if options.compiled is not None and options.passes is not None:
+        raise ParallelizeError("compiled is lowered already; give passes to fxpar.compile_strategies")
+    if compiled.packing is not None:
+        _check_packed(programs)
     order = None if options.order is None else check_order(options.order, list(programs))
     groups = with_multiples(groups, [programs[name] for name in names], options.length_multiple)
     packed = compiled.packing is not None and options.packed is not False
@@ -234,6 +238,18 @@ def _open(
 
     evaluation = Evaluation(engine, calls, loss, capture_again, tuple(keys), compiled.logical.averaged)
     return Session(compiled, store, engine, memory, options, calls, evaluation)
+
+
+def _check_packed(programs: Mapping[str, TrainGraph]) -> None:
+    """Raise ParallelizeError for a program that was lowered from the graph of one sequence, though rows hold several:
+    it would let them see each other.
+    """
+    for name, program in programs.items():
+        if DOCUMENTS not in {info.fqn for info in program.inputs}:
+            raise ParallelizeError(
+                f"rows hold several sequences, but the program of {name!r} knows nothing of documents: it was lowered "
+                "from the graph of one sequence. Name the passes that you want: fxpar.compile_strategies(passes=...)"
+            )
 
 
 def with_multiples(
