@@ -18,8 +18,9 @@ from fxpar.batching.work import (
     fitted,
 )
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.ops import ATTENTION, flops, is_kernel, touched_bytes
+from fxpar.cost.ops import flops, is_kernel, touched_bytes
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
+from fxpar.ops.traits import ATTENTION
 
 Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 COMPUTE = ("product", "attention", "memory")

@@ -13,10 +13,11 @@ from fractions import Fraction
 
 from torch import fx
 
-from fxpar.cost.ops import ATTENTION, SizesAt, flops, is_kernel, touched_bytes
+from fxpar.cost.ops import SizesAt, flops, is_kernel, touched_bytes
 from fxpar.ir.exec_graph import Communication, Program
 from fxpar.ir.graph import Dim, TensorMeta
 from fxpar.ir.mesh import Mesh
+from fxpar.ops.traits import ATTENTION
 
 TOKEN_KEYS = ("input_ids", "tokens", "labels", "position_ids")
 

@@ -26,6 +26,7 @@ from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UN
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.ir.dist_config import Partial, Shard
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
+from fxpar.ops.traits import MATRIX_PRODUCTS, is_random
 from fxpar.rules.option import Option
 from fxpar.rules.table import rule_of
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
@@ -54,14 +55,7 @@ PADDED_KEYS = {*PADDING, "document_ids", "document_positions", "position_ids", "
 
 _SCALINGS = {aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default}
 # Operands that are multiplied and then summed: zeros in one of them drop out.
-_CONTRACTIONS = {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mm.default,
-    aten.bmm.default,
-    aten.mv.default,
-    aten.dot.default,
-}
+_CONTRACTIONS = MATRIX_PRODUCTS | {aten.sum.default, aten.sum.dim_IntList}
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,7 @@ class _Walk:
         call = FlowCall(
             node, view, flows, shapes, self.question, self.token, self.sites, self._first_trained(operands), self.keys
         )
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node.target):
             return row(node, "draws random numbers")
         if self._uses_length(node):
             return row(node, "computes with the number of tokens")

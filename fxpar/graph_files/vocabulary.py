@@ -34,6 +34,7 @@ from fxpar.errors import GraphFormatError
 from fxpar.ir import collectives, markers
 from fxpar.ir.serialize import OpOverload, target_name
 from fxpar.ops import layout
+from fxpar.ops.traits import IN_PLACE, OUT
 from fxpar.rules.installed import import_ops
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, TABLE
 from fxpar.torch_api.schemas import Argument, schema_of
@@ -94,13 +95,7 @@ REVIEWED = _words(
 _TRUST_AN_INDEX = _words("max_pool2d_with_indices_backward max_pool3d_with_indices_backward _embedding_bag")
 _KNOWN_TAGS = {torch.Tag.core, torch.Tag.pointwise}
 _HARMFUL_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
-_IN_PLACE = _words(
-    "add_.Scalar add_.Tensor div_.Scalar div_.Tensor exp_.default gelu_.default gelu_backward.grad_input "
-    "log_.default masked_fill_.Scalar mul_.Scalar mul_.Tensor neg_.default pow_.Scalar reciprocal_.default "
-    "relu_.default rsqrt_.default sigmoid_.default sigmoid_backward.grad_input silu_.default "
-    "silu_backward.grad_input sqrt_.default sub_.Tensor tanh_.default tanh_backward.grad_input "
-    "threshold_backward.grad_input"
-)
+_IN_PLACE = {*IN_PLACE.values(), *(op for op, _ in OUT.values())}
 _COLLECTIVES = _words(
     "all_gather_into_tensor all_reduce all_reduce_ all_to_all_single reduce_scatter_tensor wait_tensor"
 )
@@ -170,13 +165,13 @@ def check_target(target: Any) -> None:
             raise GraphFormatError(f"function {target_name(target)!r} is none that graphs are made of")
         return
     schema, namespace = schema_of(target), target.namespace  # type: ignore[attr-defined]
-    packet, overload = str(target).split(".")[1:]
+    packet = str(target).split(".")[1]
     if namespace == "_c10d_functional":
         allowed = packet in _COLLECTIVES
     elif namespace != "aten":
         allowed = (namespace == "fxpar" or target in TABLE) and not schema.writes
     elif schema.writes:
-        allowed = f"{packet}.{overload}" in _IN_PLACE
+        allowed = target in _IN_PLACE
     else:
         listed = target in TABLE or target in REPLICATED_ON_PURPOSE or packet in REVIEWED
         known = listed or bool(_KNOWN_TAGS & schema.tags)

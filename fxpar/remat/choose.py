@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import sympy
 from torch import fx
 
-from fxpar.cost.ops import SizesAt, flops, touched_bytes
+from fxpar.cost.ops import SizesAt, flops, is_kernel, touched_bytes
 from fxpar.errors import RematBudgetError, RematGlobError
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.strategy import Remat
 from fxpar.remat.cut import Cut, least_bytes, least_flops
-from fxpar.remat.forward import ForwardValues, forward_values, is_communication, is_view
+from fxpar.remat.forward import ForwardValues, forward_values, is_communication
 from fxpar.remat.storages import trace_storages
 
 # What an accelerator could compute while it moves a byte (300 TFLOP/s against 2000 and 200 GB/s), so that work of all
@@ -79,6 +79,6 @@ def _work(node: fx.Node, shape: SizesAt) -> float:
     if "comm" in node.meta:
         sent: TensorMeta = node.meta["comm"][1]
         return float(math.prod(shape(sent)) * sent.dtype.itemsize * _FLOPS_PER_WIRE_BYTE)
-    if is_communication(node) or is_view(node):
+    if not is_kernel(node):
         return 1.0
     return float(flops(node, shape) or touched_bytes(node, shape) * _FLOPS_PER_BYTE) + 1.0

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.torch_api import kernels
+from fxpar.ops.traits import is_random
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")  # up to the first number
@@ -95,24 +95,12 @@ def is_communication(node: fx.Node) -> bool:
     return is_wait(node) or collective_kind(node) is not None
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the node computes nothing on the device (a reshape may copy, which is cheap enough)."""
-    return bool(getattr(node.target, "is_view", False)) or node.target in _FREE
-
-
-_FREE = {
-    torch.ops.aten.reshape.default,
-    kernels.unsafe_view,
-}
-
-
 def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:
     # What an in-place op has written to is another value from then on, so its operands are not read again either.
     written = {operand for node in body for operand in _written(node)}
     for node in forward:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         touched = node in written or any(o in written for o in node.all_input_nodes)
-        if random or touched or _written(node):
+        if is_random(node.target) or touched or _written(node):
             yield node
 
 

@@ -12,6 +12,7 @@ import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
 from fxpar.errors import NotAnOpError, RuleExistsError
 from fxpar.ir.dist_config import OuterShard, P, R, Shard
 from fxpar.ir.serialize import OpOverload
+from fxpar.ops.traits import LOOKS_ELEMENTWISE, is_elementwise
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
 from fxpar.rules.option import Cut, Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
 from fxpar.rules.sub_axes import nest_all
@@ -148,7 +149,7 @@ TABLE: dict[Any, OpRule] = {
     own.embedding.default: OpRule(own_ops.embedding),
     own.embedding_backward.default: OpRule(own_ops.embedding_backward),
     **dict.fromkeys(reduction.REDUCTIONS, _REDUCTION),
-    **dict.fromkeys(pointwise.LOOKS_POINTWISE, POINTWISE),
+    **dict.fromkeys(LOOKS_ELEMENTWISE, POINTWISE),
 }
 
 # Run the same everywhere; nothing to gain from cutting them, so they are no surprise without a rule.
@@ -191,9 +192,7 @@ def rule_of(target: Any) -> OpRule | None:
     """The rule of an op, or None where there is none (it then runs replicated)."""
     if target in TABLE:
         return TABLE[target]
-    if torch.Tag.pointwise in getattr(target, "tags", ()):
-        return POINTWISE
-    return None
+    return POINTWISE if is_elementwise(target) else None
 
 
 def options(op: OpView, degree: int, seeds: list[tuple[Seed, Cut]]) -> list[Option]:
