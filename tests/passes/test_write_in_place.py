@@ -90,6 +90,14 @@ def test_through_a_view_of_all_of_it():
     assert after(graph)[-1] == "aten.exp_"
 
 
+@pytest.mark.parametrize("squeezed", [(aten.squeeze.dims, [0]), (aten.squeeze.default,)], ids=["dims", "all"])
+def test_through_a_squeeze(squeezed):
+    s, _, y = sketch()
+    wide = s.call(aten.unsqueeze.default, y, 0, shape=(1, *SHAPE))
+    narrow = s.call(squeezed[0], wide, *squeezed[1:], shape=SHAPE)
+    assert after(s.done(s.call(aten.exp.default, narrow, shape=SHAPE)))[-1] == "aten.exp_"
+
+
 def test_each_result_of_an_op_has_memory_of_its_own():
     import operator
 

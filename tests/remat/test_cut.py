@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from fxpar.cost.ops import SizesAt
 from fxpar.ir.graph import TensorMeta
+from fxpar.remat.choose import _work
 from fxpar.remat.cut import Cut, least_bytes, least_flops
 from fxpar.remat.forward import ForwardValues
 from fxpar.remat.storages import Storages, trace_storages
@@ -90,3 +93,17 @@ def test_least(small, data):
     assert (within.saved_bytes, within.flops) == by_hand(small, set(within.recomputed), flops)
     assert within.saved_bytes <= budget
     assert within.flops == min(work for nbytes, work in every if nbytes <= budget)
+
+
+def test_one_of_several_results_is_no_work():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    parts = graph.call_function(torch.ops.aten.split.Tensor, (x, 50))
+    part = graph.call_function(operator.getitem, (parts, 0))
+    power = graph.call_function(torch.ops.aten.exp.default, (part,))
+    meta = TensorMeta((50,), torch.float32)
+    x.meta["tensor"] = TensorMeta((100,), torch.float32)
+    parts.meta["tensor"] = (meta, meta)
+    part.meta["tensor"] = power.meta["tensor"] = meta
+    assert _work(parts, SizesAt({})) == _work(part, SizesAt({})) == 1.0
+    assert _work(power, SizesAt({})) > 100.0
