@@ -18,6 +18,7 @@ from fxpar.flow.call import FlowCall
 from fxpar.flow.value import Flow, row
 from fxpar.ir.dist_config import Shard
 from fxpar.ops import traits
+from fxpar.rules.view import tensor_metas
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -167,6 +168,40 @@ def compare(call: FlowCall) -> Flows | None:
     if all(f.kind == "number" for f in call.flows) and len(call.flows) == 2:
         return None
     return row(call.node, "uses the numbers of documents") if any(f.kind == "number" for f in call.flows) else None
+
+
+# ------------------------------------------------------------------------------- for `register_op(..., flow=...)`
+def per_token(call: FlowCall) -> Flows | None:
+    """Each token by itself, wherever the op may be cut."""
+    return _of_tokens(call)
+
+
+def tokens_before(call: FlowCall) -> Flows | None:
+    """A token sees those before it in the row, and none behind it."""
+    found = _of_tokens(call)
+    return row(call.node, "lets tokens see those of other documents") if found and call.packs else found
+
+
+def own_document(call: FlowCall) -> Flows | None:
+    """A token sees those of its document. An operand must tell the op which that is: the batch's `document_ids`."""
+    found = _of_tokens(call)
+    told = any(f.kind == "number" for f in call.flows)
+    return row(call.node, "is not told the documents") if found and not told else found
+
+
+def _of_tokens(call: FlowCall) -> Flows | None:
+    """Results with a value per token, of operands with a value per token and of constants; None for any others."""
+    for i, flow in enumerate(call.flows):
+        plain = flow.kind in ("same", "number") and len(flow.dims) <= 1
+        if not plain or not all(call.is_token(i, s.dim) and not s.sections for s in flow.dims):
+            return None
+    found = []
+    for meta in tensor_metas(call.node):
+        dims = tuple(Shard(d) for d, size in enumerate(meta.shape if meta else ()) if size == call.token)
+        if len(dims) != 1:
+            return None
+        found.append(Flow(dims=dims))
+    return tuple(found) if isinstance(call.node.meta["tensor"], tuple) else found[0]
 
 
 STATEMENTS: dict[Any, Statement] = {

@@ -4,8 +4,8 @@ A graph file may be anybody's, and `fxpar check` runs what it holds. So a name t
 identifier and nothing else, and a call is one of
 
     functions   the arithmetic of sizes, and those that fxpar's passes put into graphs: FUNCTIONS
-    own ops     of fxpar, and ops of others for which this process has a sharding rule; the module that an installed
-                package names for them is imported if need be
+    own ops     of fxpar, and ops of others that this process has registered; the module that an installed package
+                names for them is imported if need be
     ATen        ops that torch counts to its core or calls pointwise, those with a sharding rule, and those in REVIEWED;
                 of these only what computes tensors or sizes from tensors and plain numbers: nothing that reads or
                 writes files, draws random numbers, shows values to Python, or writes to an operand
@@ -34,7 +34,7 @@ from fxpar.errors import GraphFormatError
 from fxpar.ir import collectives, markers
 from fxpar.ir.serialize import OpOverload, target_name
 from fxpar.ops import layout
-from fxpar.ops.traits import IN_PLACE, OUT
+from fxpar.ops.traits import DECLARED, IN_PLACE, OUT
 from fxpar.rules.installed import import_ops
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, TABLE
 from fxpar.torch_api.schemas import Argument, schema_of
@@ -147,7 +147,7 @@ def find_target(name: Any) -> Any:
     if _is_known(namespace):
         found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
     else:
-        raise GraphFormatError(f"op {name!r} is not available here, or without a sharding rule {_RULE}")
+        raise GraphFormatError(f"op {name!r} is not available here, or not registered {_RULE}")
     if not isinstance(found, OpOverload):
         raise GraphFormatError(f"op {name!r} is not available here")
     check_target(found)
@@ -155,7 +155,8 @@ def find_target(name: Any) -> Any:
 
 
 def _is_known(namespace: str) -> bool:
-    return namespace in ("aten", "fxpar", "_c10d_functional") or any(op.namespace == namespace for op in TABLE)
+    registered = {op.namespace for op in (*TABLE, *DECLARED)}
+    return namespace in {"aten", "fxpar", "_c10d_functional", *registered}
 
 
 def check_target(target: Any) -> None:
@@ -169,7 +170,7 @@ def check_target(target: Any) -> None:
     if namespace == "_c10d_functional":
         allowed = packet in _COLLECTIVES
     elif namespace != "aten":
-        allowed = (namespace == "fxpar" or target in TABLE) and not schema.writes
+        allowed = (namespace == "fxpar" or target in TABLE or target in DECLARED) and not schema.writes
     elif schema.writes:
         allowed = target in _IN_PLACE
     else:
@@ -180,7 +181,7 @@ def check_target(target: Any) -> None:
         raise GraphFormatError(f"op {target} is not known to be harmless {_RULE}")
 
 
-_RULE = "(an op of your own is, once this process has registered a sharding rule for it, see docs/how-to-add.md)"
+_RULE = "(an op of your own is, once this process has registered it, see docs/how-to-add.md)"
 
 
 def check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -23,22 +23,23 @@ Computes = Literal["low", "fp32", "norm", "softmax", "loss", "loss_backward", "m
 unless the precision says otherwise ("loss": the loss begins here, "loss_backward": its gradient begins behind this);
 whatever its readers want, as it only moves values.
 """
-COMPUTES: tuple[str, ...] = get_args(Computes)
 
 Flops = Callable[[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]], int]
 """(shapes of the tensor operands, shapes of the results) -> floating-point operations of one call."""
+
+Statement = Callable[[Any], Any]
+"""`fxpar.flow.statements.Statement`: (a call with the flows of its operands) -> the flows of its results, or None."""
 
 
 @dataclass(frozen=True)
 class OpTraits:
     """What a package declares of its op; None where it says nothing.
 
-    `flops`: floating-point operations of a call. `flow`: how tokens flow through it, a statement as those of
-    `fxpar.flow.statements`. `computes`: what it computes in under mixed precision.
+    `flops`: its work. `flow`: how tokens flow through it. `computes`: what it computes in under mixed precision.
     """
 
     flops: Flops | None = None
-    flow: Callable[[Any], Any] | None = None
+    flow: Statement | None = None
     computes: Computes | None = None
 
 

@@ -16,9 +16,10 @@ from fxpar.ir.exec_graph import compile_graph
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
+from fxpar.ops.traits import IN_PLACE
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
-from fxpar.passes.write_in_place import IN_PLACE, WriteInPlace, functional
+from fxpar.passes.write_in_place import WriteInPlace, functional
 from fxpar.runtime.stage import BoundStage
 from tests.captured import gpt, llama
 from tests.passes.sketch import Sketch, names
