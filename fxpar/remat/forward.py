@@ -86,13 +86,9 @@ def forward_values(graph: AnnotatedGraph) -> ForwardValues:
     return ForwardValues(tuple(forward), frozenset(needed), frozenset(_fixed(body, forward)) | held, twins)
 
 
-def is_wait(node: fx.Node) -> bool:
-    return node.target is _WAIT
-
-
 def is_communication(node: fx.Node) -> bool:
     """A collective, or the wait for one."""
-    return is_wait(node) or collective_kind(node) is not None
+    return node.target is _WAIT or collective_kind(node) is not None
 
 
 def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.annotate.driver import annotate_and_search
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import GraphFormatError, OpContractError, OpExistsError, PackingError
 from fxpar.flow import padding_hazard
@@ -267,6 +269,32 @@ def test_an_op_that_counts_operations_is_a_product(flops, dtype):
     low = with_precision(logical, Precision.parse("bf16")).gm.graph
     (root,) = low.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default)
     assert root.meta["tensor"].dtype == dtype
+
+
+class FewKeys(nn.Module):
+    """Keys and values of one head, each made by a product of the package; queries of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.q = nn.Linear(6, 8), nn.Linear(8, 32)
+        self.k, self.v = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x).tanh()
+        q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = (torch.ops.extras.relu2(x, w)[:, None] for w in (self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def test_what_makes_keys_begins_at_a_product():
+    logical = fxpar.capture(FewKeys(), lambda m, b: m(b["x"]).square().sum(), {"x": torch.randn(1, 5, 6)})
+    graph, (search,) = annotate_and_search(logical, fxpar.Strategy.parse("tp4"))
+    params = {
+        info.fqn
+        for node, info in zip(graph.placeholders, graph.inputs, strict=True)
+        if info.kind == "param" and search.problem.class_of[node] in search.problem.narrow
+    }
+    assert params == {"k", "v"}
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
