@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fxpar.api import ParallelModule, parallelize
     from fxpar.checking import CheckResult, check
     from fxpar.cost.cluster import ClusterSpec
+    from fxpar.cost.device import Device
     from fxpar.errors import FxparError, FxparWarning
     from fxpar.ir.dist_config import DistConfig, Partial, Replicate, Shard
     from fxpar.ir.exec_graph import ExecGraph
@@ -31,6 +32,7 @@ _WHERE = {
     "AnnotatedGraph": "fxpar.ir.graph",
     "CheckResult": "fxpar.checking",
     "ClusterSpec": "fxpar.cost.cluster",
+    "Device": "fxpar.cost.device",
     "DistConfig": "fxpar.ir.dist_config",
     "ExecGraph": "fxpar.ir.exec_graph",
     "FxparError": "fxpar.errors",
@@ -56,6 +58,7 @@ __all__ = [
     "AnnotatedGraph",
     "CheckResult",
     "ClusterSpec",
+    "Device",
     "DistConfig",
     "ExecGraph",
     "FxparError",

@@ -49,7 +49,6 @@ def parallelize(
     gradients: Literal["home", "chain"] = "home",
     overlap: bool = True,
     cluster: ClusterSpec | None = None,
-    device_tflops: float | None = None,
     cost: CostModel | None = None,
     planner: str = "auto",
     execution: str = "auto",
@@ -90,8 +89,9 @@ def parallelize(
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
     - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs: on ranks of CPUs
       with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
-    - `cluster`, `device_tflops`: what costs are predicted with. `cost(program, cluster)` returns the `GroupCost` of a
-      micro-batch instead; every rank calls it, and what rank 0 returns counts on all.
+    - `cluster`: the devices and links that costs are predicted for; by default usual figures of the kind that it runs
+      on. `cost(program, cluster)` returns the `GroupCost` of a micro-batch instead; every rank calls it, and what rank
+      0 returns counts on all.
     - `planner`, `execution`, `staging_bytes`, `checked`: see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that
       is no number does.
     - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by

@@ -319,7 +319,7 @@ class DuplicateNameError(FxparError):
 class EntryLoadError(FxparError):
     """Something is known by name, but the place that its entry names cannot be imported."""
 
-    def __init__(self, noun: str, name: str, value: str, owner: str, cause: Exception) -> None:
+    def __init__(self, noun: str, name: str, value: str, owner: str, cause: BaseException) -> None:
         super().__init__(
             f"the {noun} {name!r} of {owner} cannot be loaded from {value!r}: "
             f"{type(cause).__name__}: {cause}. An entry is written 'module:attribute'; fix it or "
@@ -466,6 +466,13 @@ class ClusterError(FxparError):
         super().__init__(f"cluster {source}: {why}")
 
 
+class ProfileError(FxparError):
+    """A measurement that would not say what it should, or would write over a file."""
+
+    def __init__(self, why: str, what_to_do: str) -> None:
+        super().__init__(f"fxpar profile {why}. {what_to_do}")
+
+
 class LayoutError(FxparError):
     """Two weight layouts that do not belong together, or a model that a strategy cannot be laid out for."""
 
@@ -558,13 +565,34 @@ class ParallelizeError(FxparError):
         super().__init__(f"parallelize: {why}")
 
 
+class ChangedParameterError(FxparError):
+    """A parameter of a parallel module was replaced, added, converted, frozen or thawed after `fxpar.parallelize`."""
+
+    def __init__(self, fqn: str, how: str) -> None:
+        super().__init__(
+            f"the parameter {fqn} {how} at fxpar.parallelize. Make such changes before that; new values are copied "
+            "into a parameter: param.copy_(...) under torch.no_grad(), or load_state_dict without assign=True"
+        )
+
+
+class GradientHookError(FxparError):
+    """A parameter of a parallel module has a hook, but its gradient does not come from autograd."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(
+            f"the parameter {fqn} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), "
+            "which would never run: gradients go into .grad beside autograd. Remove the hook, and do its work on .grad "
+            "after train_step or backward"
+        )
+
+
 class BatchMismatchError(FxparError):
     """The ranks were given different mini-batches, or planned them differently."""
 
     def __init__(self, ranks: str, what: str = "mini-batch") -> None:
         super().__init__(
             f"the {what} on rank {ranks} differs from rank 0's. Every rank must pass the same sequences in the "
-            "same order to train_step; draw them from the same seed"
+            "same order to train_step and evaluate; draw them from the same seed"
         )
 
 
@@ -711,7 +739,7 @@ class CostModelError(FxparError):
     """A number of a cost model that no device can have."""
 
     def __init__(self, name: str, value: float) -> None:
-        super().__init__(f"{name} = {value!r} must be finite and >= 0, a rate > 0; measure it on one device")
+        super().__init__(f"{name} = {value!r} must be finite and >= 0; measure it on one device")
 
 
 class CostContractError(FxparError):

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta, local_meta
 from fxpar.ir.pass_base import Tier, right_behind, set_results
 from fxpar.ir.strategy import Strategy
 
@@ -112,5 +112,5 @@ def _add_product(chain: list[fx.Node], accumulator: fx.Node) -> None:
 
 def _local(node: fx.Node) -> Any:
     """Local shape and dtype, if there is one tensor."""
-    found = node.meta.get("local", node.meta.get("tensor"))
+    found = local_meta(node)
     return found if isinstance(found, TensorMeta) else None

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta, local_meta
 from fxpar.ir.pass_base import Tier, ancestors
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import IN_PLACE, OUT, RELABELS
@@ -181,5 +181,5 @@ def _is_known(node: Any) -> bool:
 
 def _meta(node: fx.Node) -> TensorMeta | None:
     """Local shape and dtype; None for several results."""
-    found = node.meta.get("local", node.meta.get("tensor"))
+    found = local_meta(node)
     return found if isinstance(found, TensorMeta) else None

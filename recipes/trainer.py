@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import fxpar
 from fxpar.api import ParallelModule
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.losses import cross_entropy_sum
 from fxpar.monitor import Monitor
 from fxpar.recipes import torchtitan_api as titan
@@ -58,8 +59,8 @@ class FxparConfig:
     nan: Literal["error", "skip"] = "error"
     """What a mini-batch does whose loss is no number: end the run, or be left out."""
 
-    device_tflops: float | None = None
-    """Speed of one device in Tflop/s, for predictions; by default usual figures of its kind."""
+    cluster: str | None = None
+    """A cluster file: the devices and links that times are predicted for; by default usual figures of their kind."""
 
     data_ranks: int = 1
     """Draw data as so many data-parallel ranks of torchtitan would: to go on from their checkpoint."""
@@ -117,7 +118,7 @@ class FxparTrainer(Trainer):
             token_budget=self.settings.token_budget,
             merge=self.settings.merge,
             memory_budget_bytes=None if budget is None else int(budget * 2**30),
-            device_tflops=self.settings.device_tflops,
+            cluster=None if self.settings.cluster is None else ClusterSpec.from_file(self.settings.cluster),
             precision=_precision(training),
             nan=self.settings.nan,
             compile="inductor" if compiled else "eager",

@@ -26,14 +26,15 @@ from fxpar.annotate.policy import (
     grad_cost,
     resolve_overrides,
 )
-from fxpar.annotate.problem import AxisProblem, build, normalize_fqn
+from fxpar.annotate.problem import AxisProblem, build
 from fxpar.annotate.roles import check_options, context_policy, tensor_policy
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
+from fxpar.ir.fqn import block_or_module_of, starred
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
-from fxpar.ir.pass_base import Tier, block_of, tensor_operands
+from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
@@ -133,7 +134,7 @@ def _label_placeholders(graph: AnnotatedGraph) -> None:
     """Parameters of repeated layers share a class; every other input is a class of its own."""
     for node, info in zip(graph.placeholders, graph.inputs, strict=True):
         node.meta["kind"] = info.kind
-        name = normalize_fqn(info.fqn) if info.kind == "param" else info.fqn
+        name = starred(info.fqn) if info.kind == "param" else info.fqn
         node.meta["class"] = (info.kind, name, info.requires_grad)
 
 
@@ -142,14 +143,14 @@ def _label_variants(graph: AnnotatedGraph, overrides: dict[str, Placement]) -> N
     variants: dict[str, list[str]] = defaultdict(list)
     for node, info in zip(graph.placeholders, graph.inputs, strict=True):
         if node.name in overrides:
-            block = block_of(info.fqn)
+            block = block_or_module_of(info.fqn)
             variants[block].append(f"{info.fqn.removeprefix(block)}={overrides[node.name]}")
     for node, info in zip(graph.placeholders, graph.inputs, strict=True):
         if info.kind == "param":
-            node.meta["class"] = (*node.meta["class"], *variants.get(block_of(info.fqn), ()))
+            node.meta["class"] = (*node.meta["class"], *variants.get(block_or_module_of(info.fqn), ()))
     for node in graph.graph.nodes:
         if node.op == "call_function" and variants:
-            node.meta["variant"] = tuple(variants.get(block_of(node.meta.get("fqn", "")), ()))
+            node.meta["variant"] = tuple(variants.get(block_or_module_of(node.meta.get("fqn", "")), ()))
 
 
 def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, sp: bool | None) -> list[Demand]:
@@ -274,7 +275,7 @@ def _note_attention(graph: AnnotatedGraph, tp: Choice, cp: Choice) -> None:
         for node, option in choice.items():
             if node.target is own.attention.default and not any(isinstance(p, Shard) for p in option.inputs):
                 heads = tuple(node.args[i].meta["tensor"].shape[1] for i in (0, 1))  # type: ignore[union-attr]
-                places[(normalize_fqn(node.meta["fqn"]), heads)].append(node)
+                places[(starred(node.meta["fqn"]), heads)].append(node)
         for (fqn, (heads, kv_heads)), nodes in places.items():
             graph.notes.append(
                 f"{len(nodes)} attention op(s) in {fqn or 'the root'}: {heads} query / {kv_heads} key-value heads do "

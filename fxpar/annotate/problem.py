@@ -6,7 +6,6 @@ that module, same op and sizes). A class is solved once, so a model of 80 layers
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,17 +15,11 @@ import sympy
 from torch import fx
 
 from fxpar.ir.dist_config import OuterShard, Placement, Shard
+from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Size
 from fxpar.rules.option import Cut, Option, OpView, Seed, divides
 from fxpar.rules.table import options
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
-
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-
-
-def normalize_fqn(fqn: str) -> str:
-    """`model.layers.7.mlp` -> `model.layers.*.mlp`."""
-    return _NUMBER.sub(".*", fqn)
 
 
 @dataclass
@@ -107,7 +100,7 @@ def build(
         elif is_op(node):
             view, operands = make_view(node, sizes, inner, inner_degree)
             place = (node.meta.get("fqn", ""), bool(node.meta.get("backward")))
-            key = (normalize_fqn(place[0]), place[1], counts[place], view, node.meta.get("variant", ()))
+            key = (starred(place[0]), place[1], counts[place], view, node.meta.get("variant", ()))
             counts[place] += 1
         else:
             continue
@@ -197,4 +190,4 @@ def _learn(entry: OpClass, result: int, placement: Placement) -> bool:
     return True
 
 
-__all__ = ["AxisProblem", "OpClass", "build", "normalize_fqn"]
+__all__ = ["AxisProblem", "OpClass", "build"]

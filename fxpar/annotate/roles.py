@@ -14,9 +14,10 @@ import sympy
 from fxpar.annotate.policy import ContextAxis, TensorAxis
 from fxpar.annotate.problem import AxisProblem
 from fxpar.errors import RoleContractError, UnknownRoleError
-from fxpar.ir.dist_config import Placement
+from fxpar.ir.dist_config import OuterShard, Partial, Placement, Replicate, Shard
 from fxpar.ir.registry import Registry
 from fxpar.ir.strategy import Strategy
+from fxpar.rules.option import Option, OpView
 
 BUILTIN = {"tp": "fxpar.annotate.policy:TensorAxis", "cp": "fxpar.annotate.policy:ContextAxis"}
 ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
@@ -37,10 +38,29 @@ def context_policy(strategy: Strategy, token: sympy.Symbol | None) -> ContextAxi
 
 
 def check_options(strategy: Strategy, axis: str, problem: AxisProblem) -> None:
-    """Raise RoleContractError if the axis' role leaves a node without any placement."""
+    """Raise RoleContractError if the axis' role leaves a node without any placement, or gives it an impossible one."""
+    role = role_of(strategy, axis)
     for entry in problem.classes:
+        name, view = entry.nodes[0].name, entry.view
         if not entry.options:
-            raise RoleContractError(role_of(strategy, axis), f"it leaves {entry.nodes[0].name!r} without a placement")
+            raise RoleContractError(role, f"it leaves {name!r} without a placement")
+        for option in entry.options:
+            if not _is_possible(option, view):
+                shapes = f"operands {list(view.inputs)} and results {list(view.outputs)}"
+                raise RoleContractError(role, f"it gives {name!r}, with {shapes}, the placements {option}")
+
+
+def _is_possible(option: Option, view: OpView) -> bool:
+    """A placement of each operand and result, by dims that it has. No input of the graph comes in terms of a sum."""
+    if (len(option.inputs), len(option.outputs)) != (len(view.inputs), len(view.outputs)):
+        return False
+    found = zip((*option.inputs, *option.outputs), (*view.inputs, *view.outputs), strict=True)
+    return all(
+        0 <= placement.dim < len(shape)
+        if isinstance(placement, Shard | OuterShard)
+        else isinstance(placement, Replicate) or (isinstance(placement, Partial) and view.target != "input")
+        for placement, shape in found
+    )
 
 
 def role_of(strategy: Strategy, axis: str) -> str:

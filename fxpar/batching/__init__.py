@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from fxpar.batching.cost import GroupCost
 from fxpar.batching.groups import LengthGroup, length_groups
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
 from fxpar.batching.planner import plan_batch
+from fxpar.cost.group import GroupCost
 
 __all__ = ["BatchPlan", "GroupCost", "GroupPlan", "LengthGroup", "MicroBatch", "length_groups", "plan_batch"]

@@ -54,8 +54,8 @@ class GroupPlan:
 class BatchPlan:
     """A whole mini-batch: the groups that have sequences, by ascending limit.
 
-    `merged` lists (from, into): all sequences of group `from` run in group `into`. `switch_s` is the predicted time of
-    the switches and reductions, `predicted_s` the time of everything.
+    `merged` lists (from, into): all sequences of group `from` run in group `into`. `switch_s` is the predicted time
+    that switches and reductions add, `predicted_s` the time of everything.
     """
 
     groups: tuple[GroupPlan, ...]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.batching.balance import Share, lower_bound, makespan, share_out
-from fxpar.batching.cost import GroupCost
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import TICKS_PER_S, PackingRule, SequenceItem, longest_first, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
+from fxpar.cost.group import GroupCost
 from fxpar.errors import (
     EmptyMiniBatchError,
     GroupCostsError,
@@ -21,22 +21,23 @@ from fxpar.errors import (
 
 EXHAUSTIVE = 6  # groups: 63 choices of those that run
 Running = tuple[int, ...]  # indices of the groups that run, ascending
-SwitchSeconds = Callable[[Running], float]
+BorderSeconds = Callable[[Running, tuple[float, ...]], float]
 
 
 def plan_batch(
     lengths: Sequence[int],
     groups: Sequence[LengthGroup],
     costs: Sequence[GroupCost],
-    switch_s: SwitchSeconds,
+    border_s: BorderSeconds,
     *,
     packed: bool = True,
     merge: bool = True,
 ) -> BatchPlan:
     """Plan a mini-batch of sequences with these `lengths` in tokens.
 
-    `groups` are sorted by limit, `costs[g]` predicts group g, `switch_s(order)` gives the seconds of all switches and
-    reductions of a mini-batch that runs the groups `order` (indices, ascending). Each sequence goes to the first group
+    `groups` are sorted by limit, `costs[g]` predicts group g. `border_s(groups, run_s)` gives the seconds that switches
+    and reductions add to a mini-batch that runs these groups (indices, ascending) for so long each; what runs longer
+    may hide more of them, but no mini-batch may become shorter by it. Each sequence goes to the first group
     whose limit holds it. With `merge`, a group moves as a whole to the next larger one that runs if the predicted time
     of everything is then less: all choices of running groups are compared up to six groups, beyond that by local
     search. Without `packed`, each sequence is a micro-batch of its own. Groups whose cost has several pipeline stages
@@ -51,7 +52,7 @@ def plan_batch(
     """
     if len(costs) != len(groups):
         raise GroupCostsError(len(groups), len(costs))
-    planner = _Planner(groups, costs, switch_s, packed, _by_group(lengths, groups))
+    planner = _Planner(groups, costs, border_s, packed, _by_group(lengths, groups))
     start = tuple(g for g, members in enumerate(planner.members) if members)
     merge = merge and all(group.multiple == 1 for group in groups)
     return planner.plan(planner.search(start) if merge else start)
@@ -90,19 +91,18 @@ class _Planner:
 
     groups: Sequence[LengthGroup]
     costs: Sequence[GroupCost]
-    switch_s: SwitchSeconds
+    border_s: BorderSeconds
     packed: bool
     members: list[list[tuple[int, int]]]
     _loads: dict[tuple[int, int], _Load] = field(default_factory=dict)
     _shares: dict[tuple[int, int], tuple[list[Share], int]] = field(default_factory=dict)
-    _switches: dict[Running, int] = field(default_factory=dict)
 
     def plan(self, running: Running) -> BatchPlan:
         """The plan in which the groups `running` take all sequences."""
         plans = tuple(self._group_plan(first, into) for first, into in _ranges(running))
         merged = tuple((g, into) for first, into in _ranges(running) for g in range(first, into) if self.members[g])
-        time, switch = self._price(running)[0], self._switch(running)
-        return BatchPlan(plans, merged, switch / TICKS_PER_S, time / TICKS_PER_S)
+        time, runs = self._price(running)[0], sum(self._worked_out(*range_)[1] for range_ in _ranges(running))
+        return BatchPlan(plans, merged, (time - runs) / TICKS_PER_S, time / TICKS_PER_S)
 
     def search(self, start: Running) -> Running:
         """The best choice of running groups."""
@@ -149,18 +149,16 @@ class _Planner:
 
     def _price(self, running: Running) -> tuple[int, int, Running]:
         """What the search minimises: time in ticks, then the number of groups that are merged."""
-        time = self._switch(running) + sum(self._worked_out(first, into)[1] for first, into in _ranges(running))
+        time = self._with_borders(running, [self._worked_out(first, into)[1] for first, into in _ranges(running)])
         moved = sum(bool(members) for g, members in enumerate(self.members) if g not in running)
         return time, moved, running
 
     def _bound(self, running: Running) -> int:
         """Ticks that `running` cannot undercut."""
-        return self._switch(running) + sum(self._load(first, into).bound for first, into in _ranges(running))
+        return self._with_borders(running, [self._load(first, into).bound for first, into in _ranges(running)])
 
-    def _switch(self, running: Running) -> int:
-        if running not in self._switches:
-            self._switches[running] = ticks(self.switch_s(running))
-        return self._switches[running]
+    def _with_borders(self, running: Running, runs: Sequence[int]) -> int:
+        return sum(runs) + ticks(self.border_s(running, tuple(run / TICKS_PER_S for run in runs)))
 
     def _load(self, first: int, into: int) -> _Load:
         """The sequences of the groups `first` to `into`, as group `into` sees them."""

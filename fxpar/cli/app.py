@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fxpar.cli.commands import check, diff, dump, explain, memory, order, passes, switch, train, viz
+from fxpar.cli.commands import check, diff, dump, explain, memory, order, passes, profile, switch, train, viz
 from fxpar.cli.console import reporting
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ COMMANDS: tuple[tuple[str, str, Callable[..., Any], Sequence[str]], ...] = (
     ("memory", "Predict the memory of a rank and of each pipeline stage.", memory.memory_command, memory.EXAMPLES),
     ("switch", "Plan how weights move from one strategy to another.", switch.switch_command, switch.EXAMPLES),
     ("order", "Find the order of strategies that switches cheapest.", order.order_command, order.EXAMPLES),
+    ("profile", "Measure devices, memory and links for a cluster file.", profile.profile_command, profile.EXAMPLES),
     ("passes", "List passes, describe one, or run one on a graph file.", passes.passes_command, passes.EXAMPLES),
 )
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import GraphSource, read_for_store, read_rows
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
@@ -26,6 +27,7 @@ class MemoryRequest:
     tokens: int | None = None
     longest: int | None = None
     micro_batches: int | None = None
+    cluster: str | None = None
     json: str | None = None
 
 
@@ -33,6 +35,9 @@ def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
     (strategy,) = request.source.strategies((request.strategy,))
+    cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
+    if cluster is not None:
+        cluster.require(strategy.world)
     if request.json is not None:
         check_output(request.json)
     notes: list[str] = []
@@ -41,13 +46,17 @@ def run_memory(request: MemoryRequest) -> None:
         sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
         program = read_for_store(request.source, strategy, sizes)
         count = request.micro_batches or (strategy.degree("pp") if strategy.degree("pp") > 1 else 2)
-        found = predict_memory(program, sizes, micro_batches=count, conditions=Conditions(longest=request.longest))
+        conditions = Conditions(longest=request.longest)
+        found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
     document = {"model": request.source.model, "world": strategy.world, **found.to_json()}
     document["cpu_s"] = time.process_time() - begun
     if request.json is not None:
         write_output(request.json, to_json(document))
     if request.json != "-":
-        show(stdout_console(), request.source.model, strategy.world, found, [*notes, *program.notes])
+        console = stdout_console()
+        show(console, request.source.model, strategy.world, found, [*notes, *program.notes])
+        if cluster is not None and cluster.device.memory_gb is not None:
+            _show_room(console, found.peak_bytes, int(cluster.device.memory_gb * 1e9))
 
 
 def _token_name(source: GraphSource) -> str:
@@ -72,6 +81,12 @@ def show(console: Console, model: str, world: int, found: MemoryPrediction, note
         _print_folded(console, line, margin)
     for note in dict.fromkeys(notes):
         console.print(f"note: {note}", markup=False)
+
+
+def _show_room(console: Console, peak_bytes: int, device_bytes: int) -> None:
+    """Whether a device holds the peak."""
+    verdict = "fits" if peak_bytes <= device_bytes else "does not fit"
+    console.print(f"it {verdict}: a device has {human_bytes(device_bytes)}", markup=False)
 
 
 def _print_stages(console: Console, rows: list[tuple[str, ...]]) -> None:
@@ -131,6 +146,8 @@ def _rows(found: MemoryPrediction) -> list[tuple[str, str, str]]:
         ("staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"),
         ("peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
     ]
+    if found.sums_bytes:
+        rows.insert(-1, ("sums", found.sums_bytes, "of gradients inside a node, with the staging"))
     if found.stages:
         rows.insert(8, ("messages", body.message_bytes, "between stages, at the peak, and batches under way"))
     return [(name, human_bytes(size), why) for name, size, why in rows]

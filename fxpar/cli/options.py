@@ -25,6 +25,12 @@ class Backend(StrEnum):
     inductor = "inductor"
 
 
+class DeviceKind(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class GradientMode(StrEnum):
     chain = "chain"
     home = "home"
@@ -48,7 +54,7 @@ Tokens = Annotated[str | None, typer.Option(metavar="N,...", help="Lengths of th
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Capture and lower again, whatever the cache holds.")]
 Cluster = Annotated[
-    str, typer.Option(metavar="FILE", help="TOML or JSON: nodes, devices_per_node, intra_gb_per_s, inter_gb_per_s, ...")
+    str, typer.Option(metavar="FILE", help="Devices and links, as `fxpar profile` writes them, TOML or JSON.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 Dtype = Annotated[str, typer.Option(help="Dtype of the parameters in the graph.")]

@@ -102,14 +102,19 @@ def check_output(path: str) -> None:
         raise OutputError(path, PermissionError(0, "permission denied"))
 
 
+def check_replaced(path: str) -> None:
+    """The same for a file that is written beside and put in its place when it is whole. Raises OutputError."""
+    check_output(path)
+    if path != "-" and not os.access(Path(path).parent, os.W_OK):
+        raise OutputError(path, PermissionError(0, f"nothing can be written in {str(Path(path).parent)!r}"))
+
+
 def check_graph_output(path: str) -> None:
     """The same for a graph file, which has to be named as one. Raises OutputError, GraphFileError."""
-    check_output(path)
+    check_replaced(path)
     if not path.endswith(SUFFIX):
         why = f"its name does not end in {SUFFIX}, so no command would take it for a graph"
         raise GraphFileError(path, why, f"Write -o {path}{SUFFIX}")
-    if not os.access(Path(path).parent, os.W_OK):  # what stands there is replaced, not written over
-        raise OutputError(path, PermissionError(0, f"nothing can be written in {str(Path(path).parent)!r}"))
 
 
 def write_output(path: str, text: str) -> None:
@@ -120,6 +125,19 @@ def write_output(path: str, text: str) -> None:
         return
     try:
         Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(path, error) from error
+
+
+def replace_output(path: str, text: str) -> None:
+    """The same, but a file that is there stays as it is until the new one is whole. Raises OutputError."""
+    if path == "-":
+        write_output(path, text)
+        return
+    part = f"{path}.part"
+    write_output(part, text)
+    try:
+        os.replace(part, path)
     except OSError as error:
         raise OutputError(path, error) from error
 

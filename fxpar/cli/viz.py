@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpar.batching.work import token_dim
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import GraphSource, read_for_store, read_lowered, read_rows
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.polynomial import token_dim
 from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
 from fxpar.graph_files import load_graph
 from fxpar.ir.graph import LogicalGraph
@@ -28,7 +28,7 @@ from fxpar.viz.inside import Inside
 from fxpar.viz.memory import memory_section
 from fxpar.viz.mesh import mesh_section
 from fxpar.viz.model_explorer import graph_collection, node_data, open_model_explorer, shown_parts
-from fxpar.viz.timeline import assumed_rates, inside_of, shown_steps, timeline_section
+from fxpar.viz.timeline import inside_of, shown_steps, timeline_section
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _document(
 
 def _trace(views: list[Viewed], insides: Mapping[str, Inside]) -> dict[str, Any]:
     """The predicted steps, with what is inside of micro-batches."""
-    steps = shown_steps(views, assumed_rates(views), insides)
+    steps = shown_steps(views, insides)
     return chrome_trace({step.title: step.predicted for step in steps}, insides)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fxpar.errors import ClusterError, nearest
+from fxpar.cost.device import CPU, GPU, Device, check_keys, check_numbers
+from fxpar.errors import ClusterError
+
+MEASURED = "measured"  # a table of cluster files that says where the figures come from; nothing is predicted with it
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,10 @@ class ClusterSpec:
 
     Bandwidths are in GB/s (1e9 bytes) per device and direction: links are full duplex, and `intra` (NVLink or PCIe)
     and `inter` (the network) carry traffic at the same time. `node_gb_per_s` caps what all devices of a node put on
-    the network together, per direction (None: no cap). `latency_us` is paid once per step of a switch.
+    the network together, per direction (None: no cap). `latency_us` is paid by every collective and message, and once
+    per step of a switch. `device` is what each of them sustains; unless told, usual figures of a GPU.
+
+    Raises ClusterError for a number that no cluster can have.
     """
 
     nodes: int
@@ -28,11 +34,12 @@ class ClusterSpec:
     inter_gb_per_s: float
     latency_us: float
     node_gb_per_s: float | None = None
+    device: Device = GPU
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None:
-                _check_value("description", name, value)
+        if not isinstance(self.device, Device):
+            raise ClusterError("description", f"device = {self.device!r} must be a fxpar.Device")
+        check_numbers(_numbers(self.to_json()), "description")
 
     @property
     def world(self) -> int:
@@ -42,6 +49,19 @@ class ClusterSpec:
     def node_of(self, rank: int) -> int:
         """Node of `rank`."""
         return rank // self.devices_per_node
+
+    def bytes_per_s(self, between: bool) -> Fraction:
+        """What a device sends over the links between nodes, or over those inside, while all devices of its node do."""
+        if not between:
+            return Fraction(self.intra_gb_per_s) * 10**9
+        inter = Fraction(self.inter_gb_per_s)
+        if self.node_gb_per_s is not None:
+            inter = min(inter, Fraction(self.node_gb_per_s) / self.devices_per_node)
+        return inter * 10**9
+
+    @property
+    def latency_s(self) -> Fraction:
+        return Fraction(self.latency_us) / 10**6
 
     def require(self, ranks: int) -> None:
         """Raise ClusterError unless the cluster has `ranks` devices."""
@@ -68,26 +88,33 @@ class ClusterSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "description") -> ClusterSpec:
         """The cluster with these values. Raises ClusterError that names `source`."""
-        known = {field.name: field for field in fields(cls)}
-        for key in data:
-            if key not in known:
-                hint = nearest(key, known) or f"; there are {', '.join(known)}"
-                raise ClusterError(source, f"key {key!r} is unknown{hint}")
-        missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
-        if missing:
-            raise ClusterError(source, f"lacks {', '.join(missing)}")
-        for key, value in data.items():
-            _check_value(source, key, value)
-        return cls(**data)
+        values = {key: value for key, value in data.items() if key != MEASURED}
+        check_keys(cls, values, source)
+        check_numbers(_numbers(values), source)
+        if "device" in values:
+            if not isinstance(values["device"], Mapping):
+                raise ClusterError(source, f"device = {values['device']!r} must be a table: [device]")
+            values["device"] = Device.from_dict(values["device"], source)
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        """What `from_dict` reads; values that are None are left out."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {key: value for key, value in found.items() if value is not None} | {"device": self.device.to_json()}
 
 
-def _check_value(source: str, key: str, value: object) -> None:
-    whole = key in ("nodes", "devices_per_node")
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise ClusterError(source, f"{key} = {value!r} must be {'an integer' if whole else 'a number'}")
-    least_ok = value >= 0 if key == "latency_us" else value > 0  # type: ignore[operator]
-    if not least_ok or not math.isfinite(value):  # type: ignore[arg-type]
-        raise ClusterError(source, f"{key} = {value!r} must be {'>= 0' if key == 'latency_us' else '> 0'} and finite")
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "device"}
+
+
+# Where the user describes no cluster. Links of a CPU are those of gloo on one machine.
+USUAL = {
+    "cpu": ClusterSpec(1, 1, intra_gb_per_s=2.0, inter_gb_per_s=1.0, latency_us=200.0, device=CPU),
+    "cuda": ClusterSpec(1, 1, intra_gb_per_s=200.0, inter_gb_per_s=25.0, latency_us=20.0, device=GPU),
+}
+
+
+def usual_cluster(world: int, devices_per_node: int = 8, kind: str = "cuda") -> ClusterSpec:
+    """Nodes for `world` devices with usual figures of this kind of device (a `torch.device.type`)."""
+    local = min(world, devices_per_node)
+    return replace(USUAL.get(kind, USUAL["cuda"]), nodes=-(-world // local), devices_per_node=local)

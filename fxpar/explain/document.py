@@ -10,12 +10,12 @@ from torch import fx
 
 from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost
-from fxpar.annotate.problem import normalize_fqn
 from fxpar.explain.reshards import Reshard
 from fxpar.explain.subject import Placed, Subject, alike
 from fxpar.explain.traffic import CollectiveTraffic
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
+from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Dim, Input
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name, type_of, without_folders
@@ -93,7 +93,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 def _name(known: Placed, nodes: tuple[fx.Node, ...]) -> str:
     (first, *rest) = nodes
     if first in known.inputs:
-        return normalize_fqn(known.inputs[first].fqn) if rest else known.inputs[first].fqn
+        return starred(known.inputs[first].fqn) if rest else known.inputs[first].fqn
     return known.label(first)
 
 
@@ -152,9 +152,9 @@ def moves_document(known: Placed, found: Iterable[Reshard]) -> list[Document]:
         key = (
             document["have"],
             document["wanted"],
-            normalize_fqn(document["module"]),
+            starred(document["module"]),
             bool(move.value.meta.get("backward")),
-            tuple((op_name(u), normalize_fqn(u.meta.get("fqn") or "")) for u in move.users),
+            tuple((op_name(u), starred(u.meta.get("fqn") or "")) for u in move.users),
         )
         if key in rows:
             rows[key]["count"] += 1
@@ -303,7 +303,7 @@ def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Docume
     for info, stored in program.params():
         decided = decided_by(strategy, info)
         text = stored.dist.describe(stored.meta.shape)
-        key = (normalize_fqn(info.fqn), text, decided.get("glob"))
+        key = (starred(info.fqn), text, decided.get("glob"))
         row = rows.setdefault(
             key,
             {

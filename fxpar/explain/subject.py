@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import fx
 
-from fxpar.annotate.problem import normalize_fqn
 from fxpar.annotate.solve import AxisSearch
 from fxpar.explain.reshards import Reshard, moves, weights_of
+from fxpar.ir.fqn import starred
 from fxpar.ir.graph import AnnotatedGraph, Input
 from fxpar.ir.printer import parts
 from fxpar.rules.view import is_op, resolve
@@ -93,7 +93,7 @@ def alike(known: Placed, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
     for node in nodes:
         key: object = tuple(search.problem.class_of[node] for search in known.searches)
         if not key:
-            key = normalize_fqn(known.inputs[node].fqn) if node in known.inputs else node
+            key = starred(known.inputs[node].fqn) if node in known.inputs else node
         groups.setdefault(key, []).append(node)
     return [tuple(group) for group in groups.values()]
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from torch import fx
 
-from fxpar.annotate.problem import normalize_fqn
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
+from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Output
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
@@ -111,7 +111,7 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
     if what == "activations" and comm.kind in _REDUCES and makers:
         module = makers[0].meta.get("fqn") or ""
     elif what != "activations":
-        owners = {normalize_fqn(name.rpartition(".")[0]) for name in params}
+        owners = {starred(name.rpartition(".")[0]) for name in params}
         module = owners.pop() if len(owners) == 1 else ""
     return CollectiveTraffic(
         walker.printed.names[node],
@@ -248,7 +248,7 @@ def by_module(found: tuple[CollectiveTraffic, ...]) -> list[dict[str, Any]]:
     kinds: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
     total = sum(each.wire_bytes for each in found) or 1.0
     for each in found:
-        key = (normalize_fqn(each.module), each.what)
+        key = (starred(each.module), each.what)
         row = rows.setdefault(key, {"module": key[0], "what": each.what, "calls": 0, "wire_bytes": 0.0})
         row["calls"] += 1
         row["wire_bytes"] += each.wire_bytes

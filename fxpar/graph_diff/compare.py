@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,9 +12,9 @@ from fxpar.errors import DifferentModelsError
 from fxpar.graph_diff.digest import Digest, SentTensor
 from fxpar.graph_diff.lines import SectionDiff, compare_sections
 from fxpar.graph_diff.modules import PARTS, ModulePlace
+from fxpar.ir.fqn import starred
 
 Key = TypeVar("Key", bound=Hashable)
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class GraphDiff:
         for fqn, old in self.old.params.items():
             new = self.new.params[fqn]
             if old != new:
-                found[_NUMBER.sub("*", fqn), old.text, new.text].append(fqn)
+                found[starred(fqn), old.text, new.text].append(fqn)
         return [
             ParamChange(name if len(fqns) > 1 else fqns[0], len(fqns), old, new)
             for (name, old, new), fqns in found.items()

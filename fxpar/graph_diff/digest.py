@@ -16,7 +16,7 @@ import sympy
 from torch import fx
 
 from fxpar.graph_diff.lines import Section, places_of, sections_of
-from fxpar.graph_diff.modules import ModulePlace, block_of
+from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
@@ -172,7 +172,7 @@ def _moves(
     whole = sum(size for _, size in members) or 1
     shown = [(name, size) for name, size in members if matches(name, only)]
     for i, (name, size) in enumerate(shown):
-        yield SentTensor(kind, axis, place._replace(block=block_of(name)), nbytes * size / whole, int(i == 0))
+        yield SentTensor(kind, axis, place._replace(block=part_of(name)), nbytes * size / whole, int(i == 0))
 
 
 def _communication(node: fx.Node) -> tuple[str, str, TensorMeta] | None:

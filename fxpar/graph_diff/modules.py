@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
+from fxpar.ir.fqn import block_of
+
 PARTS = ("prologue", "forward", "backward", "epilogue")
 ROOT = "(root)"
-_BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _NUMBERED = re.compile(r"(.*?\.)?(\d+)")
 
 
@@ -22,11 +22,9 @@ class ModulePlace(NamedTuple):
     part: str
 
 
-@functools.cache
-def block_of(fqn: str) -> str:
+def part_of(fqn: str) -> str:
     """`layers.3` for `layers.3.mlp.up`, `model.norm` for itself, ROOT for the model."""
-    match = _BLOCK.match(fqn)
-    return match[1] if match else fqn or ROOT
+    return block_of(fqn) or fqn or ROOT
 
 
 def place_of(node: fx.Node, graph: str) -> ModulePlace:
@@ -34,7 +32,7 @@ def place_of(node: fx.Node, graph: str) -> ModulePlace:
     part = node.meta.get("phase") if graph == "step" else graph
     if part not in ("prologue", "epilogue"):
         part = "backward" if node.meta.get("backward") else "forward"
-    return ModulePlace(block_of(node.meta.get("fqn") or ""), part)
+    return ModulePlace(part_of(node.meta.get("fqn") or ""), part)
 
 
 def ranges(blocks: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from fxpar.errors import GraphFormatError, PlacementError
 from fxpar.graph_files.vocabulary import shown
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, collective_kind
-from fxpar.ir.graph import AnnotatedGraph, Dim, LogicalGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, Dim, LogicalGraph, TensorMeta, local_meta
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.serialize import OpOverload
@@ -220,7 +220,7 @@ def _check_meshes(program: Program) -> None:
 
 def _local(node: fx.Node) -> Any:
     """What a rank holds of a value: shape and dtype, or the expression of an integer."""
-    return node.meta.get("local", node.meta.get("tensor", node.meta.get("sym")))
+    return local_meta(node) or node.meta.get("sym")
 
 
 def _check_same(node: fx.Node, found: Any, given: Any) -> None:

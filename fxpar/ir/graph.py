@@ -13,6 +13,7 @@ Both hold `torch.fx` graphs whose nodes carry light, picklable metadata instead 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,15 +42,21 @@ class TensorMeta:
     shape: tuple[Size, ...]
     dtype: torch.dtype
 
+    def sizes(self, dims: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+        """The shape with the dynamic dims at `dims`."""
+        return tuple(size if isinstance(size, int) else int(size.subs(dims)) for size in self.shape)  # type: ignore[arg-type]
+
     def numel(self, dims: Mapping[sympy.Symbol, int]) -> int:
         """Number of elements with the dynamic dims at `dims`."""
-        count = 1
-        for size in self.shape:
-            count *= size if isinstance(size, int) else int(size.subs(dims))  # type: ignore[arg-type]
-        return count
+        return math.prod(self.sizes(dims))
 
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def local_meta(node: fx.Node) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
+    """What one rank has of a node's result, or results; the whole in a graph without local shapes. None: an integer."""
+    return node.meta.get("local", node.meta.get("tensor"))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -12,11 +11,11 @@ from torch import fx
 
 from fxpar.errors import VerifyError
 from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.fqn import block_of, block_or_module_of
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 
 Tier = Literal["exact", "numeric"]
 Phase = Literal["prologue", "body", "epilogue"]
-_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
 @runtime_checkable
@@ -115,12 +114,6 @@ def sort_topologically(graph: fx.Graph) -> None:
         cursor = node
 
 
-def block_of(fqn: str) -> str:
-    """`model.layers.3` for a parameter of layer 3; its own module for one outside of repeated blocks."""
-    match = _BLOCK.match(fqn)
-    return match[1] if match else fqn.rpartition(".")[0]
-
-
 def gathered_together(graph: AnnotatedGraph) -> dict[str, str]:
     """Parameter -> name of the parameters that are gathered, and whose gradients are scattered, together with it.
 
@@ -134,8 +127,8 @@ def gathered_together(graph: AnnotatedGraph) -> dict[str, str]:
     found: dict[str, str] = {}
     between = ""  # the first block since a layer
     for fqn in sorted(first, key=first.__getitem__):
-        block = block_of(fqn)
-        between = "" if _BLOCK.match(fqn) else between or block
+        block = block_or_module_of(fqn)
+        between = "" if block_of(fqn) else between or block
         found[fqn] = between or block
     return found
 

@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpar.ir.dist_config import DistConfig, short_dtype
 from fxpar.ir.exec_graph import PlainGraph, Program, collective_kind
+from fxpar.ir.fqn import block_of, starred
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.printer_tables import collective_list, collective_table, reshard_table, stage_list, tensor_operands_of
@@ -30,8 +31,6 @@ from fxpar.ir.serialize import OpOverload
 
 AnyGraph = LogicalGraph | AnnotatedGraph | Program
 
-_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAME = re.compile(r"%[\w.]+")
 _MANY = 16  # longer lists of operands are shortened when folding
 _SHORT = 6  # fewer nodes than this do not interrupt a run
@@ -112,7 +111,7 @@ def parameters(graph: AnyGraph, glob: str | None = None) -> list[str]:
                 text += f"   local {stored.local}"
         elif isinstance(graph, AnnotatedGraph):
             text = graph.placeholders[i].meta["dist"].describe(info.meta.shape)
-        name = _NUMBER.sub("*", info.fqn)
+        name = starred(info.fqn)
         aliases = f" = {', '.join(info.aliases)}" if info.aliases else ""
         frozen = "" if info.requires_grad else "   frozen"
         rows[(name + aliases, text + frozen)] += 1
@@ -203,8 +202,7 @@ def runs(graph: fx.Graph) -> list[Run]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        match = _BLOCK.match(node.meta.get("fqn") or "")
-        block, backward = match[1] if match else "", bool(node.meta.get("backward"))
+        block, backward = block_of(node.meta.get("fqn") or ""), bool(node.meta.get("backward"))
         if not found or found[-1].title != Run(block, backward).title:
             found.append(Run(block, backward))
         found[-1].nodes.append(node)

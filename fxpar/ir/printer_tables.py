@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -10,17 +9,16 @@ from torch import fx
 
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
+from fxpar.ir.fqn import starred
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def collective_list(graph: Program) -> list[str]:
     """Collectives in program order; those of repeated blocks share a line."""
     rows: dict[tuple[str, ...], int] = Counter()
     for c in graph.communications():
-        where = _NUMBER.sub("*", c.fqn) or "the root"
+        where = starred(c.fqn) or "the root"
         fused = f" in {c.fused} tensors" if c.fused > 1 else ""
         rows[(c.part, c.kind, c.axis, f"{c.sent}{fused}", where + ", backward" * c.backward)] += 1
     cells = [(*row[:3], f"x{n}", *row[3:]) for row, n in rows.items()]

@@ -54,7 +54,7 @@ class Registry:
             if not entry.attr and not self.modules:
                 raise ValueError("the entry names a module and no attribute in it")
             return entry.load()
-        except Exception as cause:
+        except (Exception, SystemExit) as cause:  # a module may end the process when it is imported
             raise EntryLoadError(self.noun, name, entry.value, _owner(entry), cause) from cause
 
     def _table(self) -> dict[str, EntryPoint]:

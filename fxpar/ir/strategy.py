@@ -249,7 +249,9 @@ def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
 def _parse_role(text: str, flag: str, word: str) -> tuple[str, str]:
     match = _ROLE.fullmatch(word)
     if not match:
-        raise StrategySyntaxError(text, flag, f"{word!r} is no axis and role; write role(tp=name)")
+        raise StrategySyntaxError(
+            text, flag, f"{word!r} is no axis and role; write role(tp=name), a name of letters, digits and _"
+        )
     return match[1], match[2]
 
 

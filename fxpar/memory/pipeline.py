@@ -24,6 +24,7 @@ def pipeline_over_time(
     micro_batches: int | None,
     staging_bytes: int,
     conditions: Conditions,
+    sums_bytes: int = 0,
 ) -> MemoryOverTime:
     """All pipeline ranks, and the prediction for the fullest one with all stages; `micro_batches` per replica, by
     default one per pipeline rank. `sizes` are padded. Raises MicroBatchCountError.
@@ -51,6 +52,7 @@ def pipeline_over_time(
             staging_bytes=min(staging_bytes, 2 * weights),
             body=peak.whole,
             schedule=str(plan),
+            sums_bytes=sums_bytes,
         )
         lines = [_stage_memory(program, stage, in_flight[stage.index], peak, dims) for stage in mine]
         stages += [replace(line, rank_peak_bytes=here.peak_bytes) for line in lines]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import sympy
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.memory.liveness import ONE_THREAD, body_series
@@ -15,7 +16,10 @@ from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
 from fxpar.memory.state import home_bytes, padded_sizes
 from fxpar.memory.workspace import Conditions
+from fxpar.store.home import home_layout
+from fxpar.store.weights import param_specs
 from fxpar.switch.layout import layout_of
+from fxpar.switch.node_first import room_for_sums
 
 
 def predict_memory(
@@ -25,19 +29,26 @@ def predict_memory(
     micro_batches: int | None = None,
     staging_bytes: int = 64 << 20,
     conditions: Conditions = ONE_THREAD,
+    cluster: ClusterSpec | None = None,
 ) -> MemoryPrediction:
     """Predict from a program that was lowered for a store (`lower(..., for_store=True)`), optimizer AdamW.
 
     `sizes` are the dynamic dims of a replica's micro-batch by name (the captured example's where missing), rounded up
     as the runtime pads them. `micro_batches` of 2 or more (default 1): later ones add to what the first has left.
-    Pipeline stages keep several of them, as the schedule says; the default is then one per rank of the pp axis.
+    Pipeline stages keep several of them, as the schedule says; the default is then one per rank of the pp axis. On a
+    `cluster` of several nodes gradients may be added up inside of each node first (by default it is one node).
 
-    Raises DimNameError for a name that is no dynamic dim, MicroBatchCountError for a number that a schedule cannot run.
+    Raises DimNameError for a name that is no dynamic dim, MicroBatchCountError for a number that a schedule cannot run,
+    ClusterError for a cluster with fewer devices than ranks.
     """
-    found = memory_over_time(
-        program, sizes, micro_batches=micro_batches, staging_bytes=staging_bytes, conditions=conditions
-    )
-    return found.prediction
+    return memory_over_time(
+        program,
+        sizes,
+        micro_batches=micro_batches,
+        staging_bytes=staging_bytes,
+        conditions=conditions,
+        cluster=cluster,
+    ).prediction
 
 
 def memory_over_time(
@@ -47,12 +58,17 @@ def memory_over_time(
     micro_batches: int | None = None,
     staging_bytes: int = 64 << 20,
     conditions: Conditions = ONE_THREAD,
+    cluster: ClusterSpec | None = None,
 ) -> MemoryOverTime:
     """The prediction with all moments that it is the maximum of; arguments and errors as in `predict_memory`."""
     whole = padded_sizes(program, sizes or {})
     dims = {dim.symbol: whole[dim.name] for dim in program.dims}
+    sums = 0
+    if cluster is not None:
+        cluster.require(program.strategy.world)
+        sums = room_for_sums(home_layout(param_specs(program), program.strategy.world), cluster, staging_bytes)
     if isinstance(program, PipelineGraph):
-        return pipeline_over_time(program, whole, dims, micro_batches, staging_bytes, conditions)
+        return pipeline_over_time(program, whole, dims, micro_batches, staging_bytes, conditions, sums)
     layout, count = layout_of(program), micro_batches or 1
     masters, optimizer, gradients = home_bytes(program)
     grads = [s for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.kind == "grad"]
@@ -68,6 +84,7 @@ def memory_over_time(
         gradient_bytes=sum(s.local.numel(dims) * s.local.dtype.itemsize for s in grads),
         staging_bytes=min(staging_bytes, 2 * layout.max_bytes()) if program.strategy.world > 1 else 0,
         body=series.peak,
+        sums_bytes=sums,
     )
     return MemoryOverTime(found, (RankMemory((0, program.strategy.world - 1), found, series),))
 

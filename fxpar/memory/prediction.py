@@ -42,7 +42,8 @@ class MemoryPrediction:
 
     `master_bytes`: the home layout; `optimizer_bytes`: its two moments; `weight_bytes`: what the graph computes with;
     `home_gradient_bytes`: gradients as the optimizer sees them; `gradient_bytes`: what the graph accumulates in;
-    `staging_bytes`: the bound of a switch's messages; `body`: the peak of one micro-batch above all that.
+    `staging_bytes`: the bound of a switch's messages; `sums_bytes`: gradients that are added up inside a node on their
+    way home; `body`: the peak of one micro-batch above all that.
 
     With pipeline stages (`schedule` says in which order they run) `body` is the peak over all micro-batches of the
     schedule, accumulators included, and `stages` has a line for each.
@@ -60,6 +61,7 @@ class MemoryPrediction:
     body: Peak
     schedule: str | None = None
     stages: tuple[StageMemory, ...] = ()
+    sums_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -74,8 +76,8 @@ class MemoryPrediction:
 
     @property
     def switch_bytes(self) -> int:
-        """The peak of what lies between: gradients on their way home, messages of a switch."""
-        return self.gradient_bytes + self.staging_bytes
+        """The peak of what lies between: gradients on their way home, their sums, messages of a switch."""
+        return self.gradient_bytes + self.staging_bytes + self.sums_bytes
 
     @property
     def peak_bytes(self) -> int:

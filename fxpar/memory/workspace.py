@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
-from fxpar.ir.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta, local_meta
 
 own, aten = torch.ops.fxpar, torch.ops.aten
 Shape = tuple[int, ...]
@@ -40,14 +40,13 @@ def workspace_bytes(node: fx.Node, dims: Mapping[sympy.Symbol, int], conditions:
         return 0
 
     def shape(value: Any) -> tuple[int, ...]:
-        meta = _meta(value)
-        return tuple(s if isinstance(s, int) else int(s.subs(dims)) for s in meta.shape)  # type: ignore[arg-type]
+        return _meta(value).sizes(dims)
 
     return int(rule(node, shape, conditions))
 
 
 def _meta(value: Any) -> TensorMeta:
-    meta = value.meta.get("local", value.meta.get("tensor"))
+    meta: Any = local_meta(value)
     return meta[0] if isinstance(meta, tuple) else meta
 
 

@@ -45,12 +45,19 @@ def _locate(ids: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor | None]:
     return row, ascending[row] == ids + 1
 
 
-def _forward(weight: Tensor, ids: Tensor, row_ids: Tensor) -> Tensor:
+def _check(weight: Tensor, ids: Tensor, row_ids: Tensor) -> None:
     if weight.dim() != 2 or row_ids.shape != weight.shape[:1]:
         raise OpInputError(
             "embedding",
             f"weight {tuple(weight.shape)} and row_ids {tuple(row_ids.shape)} are not [V, D], [V]",
         )
+    if ids.dtype not in (torch.int64, torch.int32):
+        # A search would find rows for others too, so that of several ranks only some would fail.
+        raise OpInputError("embedding", f"ids are {ids.dtype}; give torch.int64 or torch.int32")
+
+
+def _forward(weight: Tensor, ids: Tensor, row_ids: Tensor) -> Tensor:
+    _check(weight, ids, row_ids)
     if weight.shape[0] == 0:
         return weight.new_zeros(*ids.shape, weight.shape[1])
     row, here = _locate(ids, row_ids)
@@ -74,6 +81,7 @@ def _backward(grad: Tensor, ids: Tensor, row_ids: Tensor, padding_idx: int) -> T
 
 
 def _forward_fake(weight: Tensor, ids: Tensor, row_ids: Tensor) -> Tensor:
+    _check(weight, ids, row_ids)
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import sympy
 from torch import fx
 
-from fxpar.cost.ops import SizesAt, flops, is_kernel, touched_bytes
+from fxpar.cost.calls import busy_s
+from fxpar.cost.cluster import USUAL
+from fxpar.cost.ops import SizesAt, flops
 from fxpar.errors import RematBudgetError, RematGlobError
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.strategy import Remat
-from fxpar.remat.cut import Cut, least_bytes, least_flops
+from fxpar.remat.cut import Cut, least_bytes, least_work
 from fxpar.remat.forward import ForwardValues, forward_values, is_communication
 from fxpar.remat.storages import trace_storages
 
-# What an accelerator could compute while it moves a byte (300 TFLOP/s against 2000 and 200 GB/s), so that work of all
-# kinds has one unit.
-_FLOPS_PER_BYTE = 150
-_FLOPS_PER_WIRE_BYTE = 1500
+# What a graph computes again must not depend on where it was lowered: ranks compare graphs, and a cache keeps them.
+_CLUSTER = USUAL["cuda"]
+_LEAST_S = 1e-15  # views take no time, but of two cuts the one that repeats fewer of them is better
 
 
 def choose(graph: AnnotatedGraph, remat: Remat, dims: Mapping[sympy.Symbol, int]) -> frozenset[fx.Node]:
@@ -62,7 +62,7 @@ def _cheapest(
     if remat.collectives == "keep" or (remat.mode == "selective" and remat.collectives == "auto"):
         allowed -= {n for n in allowed if is_communication(n)}
     shape = SizesAt(dims)
-    work = {node: _work(node, shape) for node in allowed}
+    work = {node: float(busy_s(node, shape, _CLUSTER)) + _LEAST_S for node in allowed}
     returned = frozenset(s for node in graph.results for s in storages.of[node])
     if remat.mode == "selective":
         allowed = {n for n in allowed if not flops(n, shape)}
@@ -71,14 +71,4 @@ def _cheapest(
     least = least_bytes(cut)
     if least.saved_bytes > remat.budget_bytes:
         raise RematBudgetError(remat.budget_bytes, least.saved_bytes, {str(k): v for k, v in dims.items()})
-    return least_flops(cut, remat.budget_bytes, least).recomputed
-
-
-def _work(node: fx.Node, shape: SizesAt) -> float:
-    """Work of one node in floating-point operations of equal time."""
-    if "comm" in node.meta:
-        sent: TensorMeta = node.meta["comm"][1]
-        return float(math.prod(shape(sent)) * sent.dtype.itemsize * _FLOPS_PER_WIRE_BYTE)
-    if not is_kernel(node):
-        return 1.0
-    return float(flops(node, shape) or touched_bytes(node, shape) * _FLOPS_PER_BYTE) + 1.0
+    return least_work(cut, remat.budget_bytes, least).recomputed

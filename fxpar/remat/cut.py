@@ -29,12 +29,12 @@ _LIMITS = {"mip_rel_gap": 2e-3, "node_limit": 500}
 
 @dataclass(frozen=True)
 class Cut:
-    """`allowed`: nodes that may run again; `flops`: work of each; `returned`: storages that live on as results."""
+    """`allowed`: nodes that may run again; `work`: seconds of each; `returned`: storages that live on as results."""
 
     values: ForwardValues
     storages: Storages
     allowed: frozenset[fx.Node]
-    flops: Mapping[fx.Node, float]
+    work: Mapping[fx.Node, float]
     returned: frozenset[int]
 
 
@@ -42,17 +42,17 @@ class Cut:
 class CutSolution:
     recomputed: frozenset[fx.Node]
     saved_bytes: int
-    flops: float
+    work: float
 
 
 def least_bytes(cut: Cut) -> CutSolution:
     """Save as few bytes as possible; among such cuts, recompute as little as possible."""
     program = _Program(cut)
-    work = program.work / max(1.0, program.work.sum())  # less than one byte altogether
+    work = program.work / (program.work.sum() or 1.0)  # less than one byte altogether
     return program.solve(np.concatenate([work, program.nbytes]), whole=False) or program.solution(frozenset())
 
 
-def least_flops(cut: Cut, budget_bytes: int, fallback: CutSolution) -> CutSolution:
+def least_work(cut: Cut, budget_bytes: int, fallback: CutSolution) -> CutSolution:
     """Recompute as little as possible with at most `budget_bytes` saved; `fallback` is a solution that fits."""
     program = _Program(cut)
     none = program.solution(frozenset())
@@ -60,7 +60,7 @@ def least_flops(cut: Cut, budget_bytes: int, fallback: CutSolution) -> CutSoluti
         return none
     nbytes = program.nbytes / (program.nbytes.sum() + 1.0)
     # Ties between cuts of equal work go to the one that saves less.
-    weights = np.concatenate([program.work / max(1.0, program.work.max()), nbytes * 1e-6])
+    weights = np.concatenate([program.work / (program.work.max(initial=0) or 1.0), nbytes * 1e-6])
     best = program.solve(weights, whole=True, budget_bytes=budget_bytes)
     return best if best is not None and best.saved_bytes <= budget_bytes else fallback
 
@@ -100,7 +100,7 @@ class _Program:
         self.free = cut.storages.borrowed | cut.storages.weights | cut.returned
         self.owned = [of[len(self.nodes) + i] for i in range(len(of))]
         self.nbytes = np.array([0 if s in self.free else cut.storages.nbytes[s] for s in self.owned], dtype=float)
-        self.work = np.array([cut.flops[n] for n in self.nodes], dtype=float)
+        self.work = np.array([cut.work[n] for n in self.nodes], dtype=float)
 
     def _relevant(self) -> list[fx.Node]:
         """Allowed nodes on the way to what the backward needs, in order."""
@@ -152,7 +152,7 @@ class _Program:
         saved -= self.free
         again = frozenset(seen & recomputed)
         nbytes = sum(self.cut.storages.nbytes[s] for s in saved)
-        return CutSolution(again, nbytes, sum(self.cut.flops[n] for n in again))
+        return CutSolution(again, nbytes, sum(self.cut.work[n] for n in again))
 
     def solve(self, weights: np.ndarray, *, whole: bool, budget_bytes: int | None = None) -> CutSolution | None:
         width = len(self.nodes) + len(self.owned)

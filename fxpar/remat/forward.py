@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ops.traits import is_random
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")  # up to the first number
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class ForwardValues:
 
     def blocks(self) -> dict[fx.Node, str]:
         """The repeated block (`layers.3`) of each node in one."""
-        return {node: match[0] for node in self.nodes if (match := _BLOCK.match(node.meta.get("fqn", "")))}
+        return {node: block for node in self.nodes if (block := block_of(node.meta.get("fqn", "")))}
 
     def modules(self, globs: Collection[str]) -> tuple[dict[fx.Node, str], list[str]]:
         """The outermost module that a glob matches, of each node inside one; and the globs that match no module."""

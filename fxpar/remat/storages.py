@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpar.ir.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta, local_meta
 
 c10d = torch.ops._c10d_functional
 _META = torch.device("meta")
@@ -108,11 +108,11 @@ def _is_weight(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
 
 
 def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
-    meta: TensorMeta | None = node.meta.get("local", node.meta.get("tensor"))
+    meta = local_meta(node)
     if meta is None:
         return int(node.meta["sym"].subs(dims))
-    shape = [size if isinstance(size, int) else int(size.subs(dims)) for size in meta.shape]  # type: ignore[arg-type]
-    return torch.empty(shape, dtype=meta.dtype, device=_META)
+    assert isinstance(meta, TensorMeta)
+    return torch.empty(meta.sizes(dims), dtype=meta.dtype, device=_META)
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any], places: Mapping[str, int]) -> Any:

@@ -127,7 +127,7 @@ class PlainCalls:
             seed=((self.seed * 6364136223846793005 + self.calls) * 65_537 + replica) % 2**63,
             on_gradients=lambda grads: self._take_home(ready, grads),
             on_buffers=write_back,
-            weights=self._version,
+            weights=self.switching.store.version,  # a step of the engine brings the same ones
         )
         return _apart(found, ready.weights) if ready.place.in_arena else found
 

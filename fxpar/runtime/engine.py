@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
-from fxpar.batching.collate import check_keys, check_sequences, documents_of, valid_tokens
+from fxpar.batching.collate import check_keys, check_present, check_sequences, documents_of, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
@@ -37,7 +37,7 @@ from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
-from fxpar.runtime.mini_batch import GroupWork, MiniBatch, fastest_order
+from fxpar.runtime.mini_batch import Borders, GroupWork, MiniBatch
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
 from fxpar.runtime.switching import Switching
@@ -94,45 +94,46 @@ class Engine:
     id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
     keys: Mapping[str, TensorMeta] = field(default_factory=dict)
     steps: int = 0
-    _switch_s: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
-        """What `step` would run (`packed`: instead of what the options say). Raises the errors of `fxpar.batching`."""
-        return self._plan(self._apart(sequences), packed)
+    def __post_init__(self) -> None:
+        self._borders = Borders(self.switching, self.gradients, self.options.overlap)
 
-    def _apart(self, sequences: Sequence[Sequence_]) -> Sequence[Sequence_]:
-        """What runs: the sequences, or their documents where the graph would not keep those apart."""
+    def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
+        """What `step` would run. Raises the errors of `fxpar.batching`."""
+        return self._plan(self._apart(sequences, self.options.split), self.options.packed)
+
+    def _apart(self, sequences: Sequence[Sequence_], split: bool) -> Sequence[Sequence_]:
+        """What runs: the sequences, or (`split`) their documents where the graph would not keep those apart."""
         check_sequences(sequences)
         check_keys(sequences, self.keys)
         check_ids(sequences, self.id_limits)
-        return [part for one in sequences for part in documents_of(one)] if self.options.split else sequences
+        return [part for one in sequences for part in documents_of(one)] if split else sequences
 
-    def _plan(self, sequences: Sequence[Sequence_], packed: bool | None = None) -> BatchPlan:
+    def _plan(self, sequences: Sequence[Sequence_], packed: bool) -> BatchPlan:
         options = self.options
-        packed = options.packed if packed is None else packed
         lengths = [sequence_length(one) for one in sequences]
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
-        return plan_batch(lengths, self.groups, self.costs, self.switch_seconds, packed=packed, merge=options.merge)
+        return plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
 
-    def switch_seconds(self, groups: tuple[int, ...]) -> float:
-        """Predicted seconds of all switches and reductions of a mini-batch with these groups."""
-        if groups not in self._switch_s:
-            order = self._order_of_strategies(groups)
-            switches = self.switching.schedule.cost(order)[0]
-            self._switch_s[groups] = switches + sum(self.gradients.predicted_s(name) for name in order)
-        return self._switch_s[groups]
+    def border_seconds(self, groups: Sequence[int], run_s: Sequence[float]) -> float:
+        """Predicted seconds that switches and reductions add to a mini-batch whose groups take `run_s`."""
+        return self._borders.exposed_s(self._order_of_strategies(groups), self._by_strategy(groups, run_s))
 
     def _in_order(self, groups: Sequence[GroupPlan]) -> list[GroupPlan]:
         """The groups in the order of running, those of one strategy together."""
-        order = self._order_of_strategies([g.group for g in groups])
-        if self.options.overlap and self.options.order is None and len(order) > 1:
-            run_s: dict[str, float] = defaultdict(float)
-            for group in groups:
-                run_s[self.names[group.group]] += group.predicted_s
-            order = fastest_order(order, run_s, self.switching, self.gradients)
+        numbers = [group.group for group in groups]
+        order = self._order_of_strategies(numbers)
+        if self.options.order is None:
+            order = self._borders.fastest(order, self._by_strategy(numbers, [group.predicted_s for group in groups]))
         return sorted(groups, key=lambda g: (order.index(self.names[g.group]), g.group))
+
+    def _by_strategy(self, groups: Sequence[int], run_s: Sequence[float]) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for group, seconds in zip(groups, run_s, strict=True):
+            found[self.names[group]] += seconds
+        return found
 
     def _order_of_strategies(self, groups: Sequence[int]) -> tuple[str, ...]:
         wanted = {self.names[g] for g in groups}
@@ -157,7 +158,8 @@ class Engine:
         begun = time.perf_counter()
         if self.recorder is not None:
             self.recorder.begin()
-        plan, valid, sequences = self._agreed_plan(sequences)
+        with self._phase("compare mini-batches"):
+            plan, valid, sequences = self.agreed_plan(sequences)
         planned = time.perf_counter()
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
@@ -183,20 +185,24 @@ class Engine:
             trace=self._trace(by_strategy, sequences),
         )
 
-    def _agreed_plan(self, sequences: Sequence[Sequence_]) -> tuple[BatchPlan, int, Sequence[Sequence_]]:
+    def agreed_plan(
+        self, sequences: Sequence[Sequence_], forward_keys: Collection[str] | None = None
+    ) -> tuple[BatchPlan, int, Sequence[Sequence_]]:
         """The plan, the number of valid tokens and what runs, once all ranks have found the same: an error is every
-        rank's.
+        rank's. `forward_keys`: for a forward outside of the captured step, which reads these keys of a batch and would
+        not keep documents apart.
         """
+        alone = forward_keys is not None
         plan, valid, parts, problem = None, 0, sequences, None
         try:
-            parts = self._apart(sequences)
-            plan, valid = self._plan(parts), valid_tokens(parts)
+            parts = self._apart(sequences, self.options.split or alone)
+            check_present(sequences, forward_keys or ())
+            plan, valid = self._plan(parts, self.options.packed and not alone), valid_tokens(parts)
         except FxparError as error:
             problem = error
         if self.options.check_batches and self.switching.world > 1:
-            with self._phase("compare mini-batches"):
-                mine = plan.fingerprint() if plan is not None else str(problem)
-                check_same_batch(sequences, mine, self.device, self.world_group)
+            mine = plan.fingerprint() if plan is not None else str(problem)
+            check_same_batch(sequences, mine, self.device, self.world_group)
         if plan is None:
             assert problem is not None
             raise problem

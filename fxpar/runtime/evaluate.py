@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.batching import GroupPlan, MicroBatch
-from fxpar.batching.collate import check_keys, check_present, check_sequences, collate, documents_of, valid_tokens
+from fxpar.batching.collate import collate
 from fxpar.errors import EvaluateLossError
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
@@ -49,15 +49,9 @@ class Evaluation:
         All ranks pass the same sequences. Raises as `train_step` does.
         """
         engine = self.engine
-        check_sequences(sequences)
-        check_keys(sequences, engine.keys)
-        check_present(sequences, self.keys)
-        # Documents are kept apart in the captured step; a forward alone would not see that.
-        sequences = [document for sequence in sequences for document in documents_of(sequence)]
-        plan = engine.plan(sequences, packed=False)
-        count = valid_tokens(sequences)
+        plan, count, sequences = engine.agreed_plan(sequences, self.keys)
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
-        training = module.training
+        modes = {part: part.training for part in module.modules()}  # parts may be in another one than the whole
         module.eval()
         try:
             for group in plan.groups:
@@ -68,7 +62,8 @@ class Evaluation:
                     with self.calls.using(name), torch.no_grad():
                         total += self._share(module, name, sequences, group)
         finally:
-            module.train(training)
+            for part, training in modes.items():
+                part.training = training
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=engine.world_group)
         return float(total) / count

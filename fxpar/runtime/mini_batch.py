@@ -138,26 +138,34 @@ def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) 
     return overlapped([not all(stays[: number + 1]) for number in range(len(stays))])
 
 
-def fastest_order(
-    names: Sequence[str], run_s: Mapping[str, float], switching: Switching, gradients: Gradients
-) -> tuple[str, ...]:
-    """The order of strategies whose overlapped mini-batch is predicted to end first; `names` if no other is better.
+@dataclass
+class Borders:
+    """What switches and reductions add to a mini-batch, as predicted; the same on all ranks."""
 
-    `run_s`: predicted seconds of all groups of a strategy. All orders are tried up to 4 strategies.
-    """
-    if len(names) > EXHAUSTIVE:
-        return tuple(names)
+    switching: Switching
+    gradients: Gradients
+    overlap: bool
+    _known: dict[tuple[str, ...], Mapping[GroupAction, float]] = field(default_factory=dict)
 
-    def seconds(order: tuple[str, ...]) -> float:
-        took: dict[GroupAction, float] = {}
-        for number, name in enumerate(order):
-            took[GroupAction("switch", number)] = switching.predicted_s(name, order[:number])
-            took[GroupAction("run", number)] = run_s[name]
-            took[GroupAction("reduce", number)] = gradients.predicted_s(name)
-        plan = schedule_of(order, switching.schedule.resident, overlap=True)
-        return round(simulate_mini_batch(plan, took).makespan_s, 9)
+    def exposed_s(self, order: tuple[str, ...], run_s: Mapping[str, float]) -> float:
+        """Seconds beyond the runs, if the strategies run in this `order`; `run_s` are of all groups of a strategy."""
+        runs = {GroupAction("run", number): run_s[name] for number, name in enumerate(order)}
+        plan = schedule_of(order, self.switching.schedule.resident, self.overlap)
+        return round(simulate_mini_batch(plan, {**self._transfers(order), **runs}).exposed_s, 9)
 
-    return min(itertools.permutations(names), key=seconds)  # the first one is `names`
+    def fastest(self, order: tuple[str, ...], run_s: Mapping[str, float]) -> tuple[str, ...]:
+        """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies."""
+        if not self.overlap or len(order) > EXHAUSTIVE:
+            return order
+        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, run_s))  # the first is `order`
+
+    def _transfers(self, order: tuple[str, ...]) -> Mapping[GroupAction, float]:
+        if order not in self._known:
+            took = self._known[order] = {}
+            for number, name in enumerate(order):
+                took[GroupAction("switch", number)] = self.switching.predicted_s(name, order[:number])
+                took[GroupAction("reduce", number)] = self.gradients.predicted_s(name)
+        return self._known[order]
 
 
 def length_counts(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxpar.batching import GroupCost, MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.batching.lengths import LengthLimits, length_limits
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import ParallelizeError, PositionTableError, nearest
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import LogicalGraph, Packing
@@ -34,35 +34,10 @@ CostModel = Callable[[TrainGraph, ClusterSpec], GroupCost]
 """What a micro-batch of a program takes on a cluster."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Usual figures of a device and its links, for predictions where the user describes no cluster."""
-
-    intra_gb_per_s: float
-    inter_gb_per_s: float
-    latency_us: float
-    tflops: float
-    memory_gb_per_s: float
-    launch_us: float
-
-
-_FIGURES = {
-    "cpu": Figures(2.0, 1.0, 200.0, 0.03, 5.0, 10.0),
-    "cuda": Figures(200.0, 25.0, 20.0, 300.0, 2000.0, 4.0),
-}
-
-
-def figures(device: torch.device) -> Figures:
-    """The figures of this kind of device."""
-    return _FIGURES.get(device.type, _FIGURES["cuda"])
-
-
 def default_cluster(world: int, device: torch.device) -> ClusterSpec:
     """All ranks on nodes of equal size (a node is what the launcher calls one), with usual figures of the device."""
-    known = figures(device)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # set by torchrun
-    local = local if 0 < local <= world else world
-    return ClusterSpec(-(-world // local), local, known.intra_gb_per_s, known.inter_gb_per_s, known.latency_us)
+    return usual_cluster(world, local if 0 < local <= world else world, device.type)
 
 
 @dataclass(frozen=True)
@@ -80,7 +55,6 @@ class ParallelizeOptions:
     gradients: Mode = "home"
     overlap: bool = True
     cluster: ClusterSpec | None = None
-    device_tflops: float | None = None
     cost: CostModel | None = None
     planner: str = "auto"
     execution: str = "auto"

@@ -225,8 +225,7 @@ class BoundPipeline:
         arriving = []
         for fqn, stored in expected.items():
             meta = stored.local
-            shape = [s if isinstance(s, int) else int(s.subs(dims)) for s in meta.shape]  # type: ignore[arg-type]
-            buffer = torch.empty(shape, dtype=meta.dtype, device=self._device)
+            buffer = torch.empty(meta.sizes(dims), dtype=meta.dtype, device=self._device)
             arriving.append((fqn, buffer, self._channels.receive(buffer, source)))
         group.arriving[transfer] = arriving
 

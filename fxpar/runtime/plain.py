@@ -183,18 +183,18 @@ class PlainRunner(Runner[PlainGraph]):
         return back | {("param", fqn): grad for fqn, grad in grads.items()}
 
     def kept(self, call: _Call) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Inputs that the backward needs, by position: (tensors of the call, weights and buffers).
+        """Inputs that the backward needs, by position: (tensors of the call, weights).
 
-        Tensors of the call are watched by autograd for writes between forward and backward; weights are not, as whoever
-        stores them may well write the same again.
+        Tensors of the call, buffers among them, are watched by autograd for writes between forward and backward; what
+        the forward itself has written is copied. Weights are not, as whoever stores them may well write the same again.
         """
         own, shared = {}, {}
         for i, value in self.read("backward", "input", call.inputs).items():
             info = self.program.inputs[i]
-            if info.kind == "batch":
-                own[i] = value
+            if info.kind in ("batch", "buffer"):
+                own[i] = value.clone() if info.kind == "buffer" and info.fqn in self._written else value
             elif info.kind != "tangent":
-                shared[i] = value.clone() if info.kind == "buffer" and info.fqn in self._written else value
+                shared[i] = value
         return own, shared
 
     def _run(self, name: str, tables: Mapping[str, Values]) -> list[Any]:

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpar.batching import GroupCost, LengthGroup, length_groups
-from fxpar.batching.cost import group_cost
 from fxpar.batching.ids import id_limits
-from fxpar.batching.pipeline_cost import pipeline_cost
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group import group_cost
 from fxpar.errors import CostContractError, ParallelizeError, nearest, warn
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
-from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
@@ -40,7 +39,6 @@ from fxpar.runtime.options import (
     capture_step,
     compile_strategies,
     default_cluster,
-    figures,
     strategy_names,
 )
 from fxpar.runtime.report import StepReport
@@ -80,6 +78,7 @@ class Session:
 
     def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
+        self.store.check_adopted(module, trained=True)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         before = dict(buffers)
         report = self.engine.step(sequences, buffers)
@@ -92,11 +91,13 @@ class Session:
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
+        self.store.check_adopted(module, trained=False)
         with self.engine.watched("a plain call"):
             return self.calls.call(module, args, kwargs)
 
     def evaluate(self, module: nn.Module, sequences: Sequence[Any]) -> float:
         """Mean loss of sequences without training on them."""
+        self.store.check_adopted(module, trained=False)
         with self.engine.watched("evaluation"):
             return self.evaluation.run(module, sequences)
 
@@ -186,7 +187,7 @@ def _open(
         groups=groups,
         names=names,
         bound=_bind_all(programs, process_groups, device, options),
-        costs=_costs(ordered, cluster, device, options),
+        costs=_costs(ordered, cluster, options),
         switching=Switching(store, schedule, transport),
         gradients=Gradients(store, programs, cluster, options.gradients, transport, options.planner),
         cluster=cluster,
@@ -325,24 +326,14 @@ def _device(module: nn.Module) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _costs(
-    programs: Sequence[TrainGraph], cluster: ClusterSpec, device: torch.device, options: ParallelizeOptions
-) -> list[GroupCost]:
-    """What a micro-batch costs under each program, by usual figures of the device: the same on all ranks.
+def _costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, options: ParallelizeOptions) -> list[GroupCost]:
+    """What a micro-batch costs under each program: the same on all ranks.
 
     Raises CostContractError for a `cost` that returns something else.
     """
     if options.cost is not None:
         return _given_costs(programs, cluster, options.cost)
-    known = figures(device)
-    tflops = options.device_tflops or known.tflops
-    rates = {"memory_gb_per_s": known.memory_gb_per_s, "launch_us": known.launch_us}
-    return [
-        pipeline_cost(program, cluster, tflops, **rates)
-        if isinstance(program, PipelineGraph)
-        else group_cost(program, cluster, tflops, **rates)
-        for program in programs
-    ]
+    return [group_cost(program, cluster) for program in programs]
 
 
 def _given_costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, cost: CostModel) -> list[GroupCost]:

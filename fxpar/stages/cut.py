@@ -22,8 +22,8 @@ def cut_stages(logical: LogicalGraph, stages: int, *, cuts: Sequence[str] | None
     """Cut forward, loss and backward of one replica into `stages` consecutive stages.
 
     A new stage begins with each module of `cuts` (FQNs, in the order in which they run). By default the cuts are at
-    repeated layers and balance the FLOPs of the stages: what runs before the first layer counts to the first stage,
-    head and loss to the last. `logical` is left alone.
+    repeated layers and balance the predicted times of the stages' forwards: what runs before the first layer counts to
+    the first stage, head and loss to the last. `logical` is left alone.
 
     The stages run one after the other give the bits of `logical`. Cheap values made of batch tensors and buffers alone
     (masks, rotary tables, sizes) are computed by each stage that needs them; any other value that a later stage reads

@@ -5,23 +5,28 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
 
+from fxpar.cost.calls import busy_s
+from fxpar.cost.cluster import USUAL
 from fxpar.errors import StageCountError
+from fxpar.ir.fqn import block_of
 from fxpar.stages.nodes import Nodes
 
-# A list of modules counts as layers if it does at least this share of the forward's work.
+# A list of modules counts as layers if it takes at least this share of the forward's time.
 _SHARE = 0.1
+_CLUSTER = USUAL["cuda"]  # where a model is cut must not depend on where it is lowered
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A repeated module. It is cut off from what runs before its first op, number `start` of the forward; `flops` are
-    those of its forward up to the next layer (the first layer's with what comes before it).
+    """A repeated module. It is cut off from what runs before its first op, number `start` of the forward; `seconds`
+    are those of its forward up to the next layer (the first layer's with what comes before it).
     """
 
     fqn: str
     start: int
-    flops: int
+    seconds: Fraction
 
 
 def find_layers(nodes: Nodes) -> list[Layer]:
@@ -32,10 +37,10 @@ def find_layers(nodes: Nodes) -> list[Layer]:
     """
     bound = nodes.bound
     starts: dict[str, int] = {}
-    work: dict[str, int] = defaultdict(int)
-    costs = [nodes.flops(node) for node in bound]
+    work: dict[str, Fraction] = defaultdict(Fraction)
+    costs = [busy_s(node, nodes.shape, _CLUSTER) for node in bound]
     for i, node in enumerate(bound):
-        fqn = _outermost_block(node.meta.get("fqn", ""))
+        fqn = block_of(node.meta.get("fqn", ""))
         if fqn and not node.meta.get("backward"):
             starts.setdefault(fqn, i)
             work[_parent(fqn)] += costs[i]
@@ -45,16 +50,9 @@ def find_layers(nodes: Nodes) -> list[Layer]:
     begins = [0, *(i for i, _ in usable[1:])][: len(usable)]
     ends = [*begins[1:], len(bound)]
     return [
-        Layer(fqn, i, sum(costs[begin:end]))
+        Layer(fqn, i, sum(costs[begin:end], Fraction(0)))
         for (i, fqn), begin, end in zip(usable, begins, ends[: len(usable)], strict=True)
     ]
-
-
-def _outermost_block(fqn: str) -> str:
-    """`model.layers.3` for `model.layers.3.experts.1.up`; nothing outside of numbered modules."""
-    parts = fqn.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
 
 
 def _parent(fqn: str) -> str:
@@ -91,12 +89,12 @@ def balanced_cuts(layers: list[Layer], stages: int, model: str) -> list[str]:
         raise StageCountError(
             model, f"{stages} stages need {stages} layers, there are {len(layers)}", "Use fewer stages (a smaller pp)"
         )
-    total = [0]
+    total = [Fraction(0)]
     for layer in layers:
-        total.append(total[-1] + layer.flops)
+        total.append(total[-1] + layer.seconds)
 
     @functools.cache
-    def best(begin: int, left: int) -> tuple[int, int, tuple[int, ...]]:
+    def best(begin: int, left: int) -> tuple[Fraction, Fraction, tuple[int, ...]]:
         """(dearest stage, sum of squares, negated ends) of layers[begin:] in `left` stages."""
         if left == 1:
             cost = total[-1] - total[begin]

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxpar.errors import ParallelizeError
+from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeError
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
 from fxpar.store.pages import lazy_zeros
 from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
-from fxpar.torch_api.dtensors import local_of
+from fxpar.torch_api.dtensors import has_gradient_hook, local_of
 
 
 def param_specs(program: Program) -> list[ParamSpec]:
@@ -77,6 +77,7 @@ class WeightStore:
         }
         self._meshes = HomeMeshes(device.type)
         self.params: dict[str, nn.Parameter] = {}
+        self._adopted: dict[str, tuple[nn.Parameter, torch.dtype, bool]] = {}  # by every name, with what it was then
         self._steps = 0
         weakref.finalize(self, register_optimizer_step_post_hook(_counts_steps(weakref.ref(self))).remove)
 
@@ -115,6 +116,8 @@ class WeightStore:
                 whole = module.get_parameter(fqn)
                 if isinstance(whole, DTensor):
                     raise ParallelizeError(f"{fqn} is a DTensor already; hand over a model that nobody has sharded")
+                if has_gradient_hook(whole):
+                    raise GradientHookError(fqn)
                 self._take_home(fqn, whole)
                 local = self.home_tensors[fqn]
                 shown = nn.Parameter(self._meshes.as_dtensor(local, self.home.params[fqn]), whole.requires_grad)
@@ -123,6 +126,23 @@ class WeightStore:
                     owner, _, attribute = alias.rpartition(".")
                     setattr(module.get_submodule(owner), attribute, shown)
             broadcast_replicated(self.home_tensors[f] for f in names if self._is_replicated(f))
+        self._adopted = {fqn: (p, p.dtype, p.requires_grad) for fqn, p in _parameters(module).items()}
+
+    def check_adopted(self, module: nn.Module, *, trained: bool) -> None:
+        """Raise ChangedParameterError unless the module's parameters are those that live here, in their dtype, and
+        (`trained`) those that had a gradient then have one; GradientHookError for hooks that nobody would call.
+        """
+        now = _parameters(module)
+        for fqn in {**self._adopted, **now}:
+            known, dtype, had_gradient = self._adopted.get(fqn, (None, None, False))
+            if known is None or now.get(fqn) is not known:
+                raise ChangedParameterError(fqn, "is another one than")
+            if known.dtype != dtype:
+                raise ChangedParameterError(fqn, f"is {known.dtype}, unlike")
+            if trained and known.requires_grad != had_gradient:
+                raise ChangedParameterError(fqn, f"has requires_grad={known.requires_grad}, unlike")
+            if has_gradient_hook(known):
+                raise GradientHookError(fqn)
 
     def fill_slice(self, fqn: str, value: Tensor) -> None:
         """Set this rank's piece of a parameter: `home_box` of it."""
@@ -229,6 +249,11 @@ class WeightStore:
     def gather(self) -> dict[str, Tensor]:
         """Whole parameters by FQN, on every rank; for tests and exports of small models."""
         return {fqn: param.detach().full_tensor() for fqn, param in self.params.items()}  # type: ignore[attr-defined]
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By every name, those of tied ones too."""
+    return dict(module.named_parameters(remove_duplicate=False))
 
 
 def _counts_steps(store: weakref.ref[WeightStore]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from fxpar.annotate import annotate
 from fxpar.errors import LayoutError
 from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.fqn import starred
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.strategy import Strategy
 from fxpar.passes.zero_shard import shard_over
 from fxpar.switch.layout import ParamLayout, PlacedParam
 
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _FIRST_NUMBER = re.compile(r"^(.*?)\.(\d+)\.")
 LossFn = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
@@ -66,7 +66,7 @@ class ModelShapes:
         placed = self._placements(strategy)
         params = {}
         for fqn, info in self.params.items():
-            dist = placed[_pattern(fqn), info.shape]
+            dist = placed[starred(fqn), info.shape]
             owners = sorted({_stage_of(layer, starts) for layer in info.layers})
             copies = dict.fromkeys(
                 _on_mesh(dist, strategy.of_stage(stage).mesh, info.dtype, strategy) for stage in owners
@@ -94,7 +94,7 @@ class ModelShapes:
         if alone not in self.by_tp:
             graph = annotate(self.logical, alone)
             self.by_tp[alone] = {
-                (_pattern(i.fqn), tuple(map(int, i.meta.shape))): node.meta["dist"]
+                (starred(i.fqn), tuple(map(int, i.meta.shape))): node.meta["dist"]
                 for i, node in zip(graph.inputs, graph.placeholders, strict=True)
                 if i.kind == "param"
             }
@@ -118,11 +118,6 @@ def _on_mesh(dist: DistConfig, mesh: Mesh, dtype: torch.dtype, strategy: Strateg
     if strategy.zero == 3 and strategy.data_axes and dist.ndim:
         placed = shard_over(placed, ".".join(strategy.data_axes))
     return placed
-
-
-def _pattern(fqn: str) -> str:
-    """`layers.7.mlp.weight` -> `layers.*.mlp.weight`."""
-    return _NUMBER.sub(".*", fqn)
 
 
 def model_shapes(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, Tensor], name: str) -> ModelShapes:

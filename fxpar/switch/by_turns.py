@@ -126,11 +126,9 @@ class ByTurns:
     def predicted_s(self) -> float:
         """Seconds on the cluster of the problem, of the fullest sampled rank."""
         cluster = self.problem.cluster
-        rates = np.array([cluster.intra_gb_per_s, cluster.inter_gb_per_s] * 2) * 1e9
-        if cluster.node_gb_per_s is not None:
-            rates[1::2] = np.minimum(rates[1::2], cluster.node_gb_per_s * 1e9 / cluster.devices_per_node)
-        by_step = (self._sample / rates).max((0, 2))
-        return float(by_step.sum()) + cluster.latency_us * 1e-6 * int((by_step > 0).sum())
+        rates = [float(cluster.bytes_per_s(between)) for between in (False, True)]
+        by_step = (self._sample / (2 * rates)).max((0, 2))
+        return float(by_step.sum()) + float(cluster.latency_s) * int((by_step > 0).sum())
 
     @cached_property
     def total_bytes(self) -> int:

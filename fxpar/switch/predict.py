@@ -61,7 +61,7 @@ def _step_seconds(problem: SwitchProblem, load: LinkTraffic) -> float:
     inside = max(load.sent_inside.max(), load.received_inside.max()) / (cluster.intra_gb_per_s * 1e9)
     between = max(load.sent_between.max(), load.received_between.max()) / (cluster.inter_gb_per_s * 1e9)
     worst = max(inside, between)
-    if cluster.node_gb_per_s is not None:
+    if cluster.node_gb_per_s is not None:  # the bytes of each node are known: no device needs an equal share of the cap
         crossing = load.by_node - np.diag(np.diag(load.by_node))
         worst = max(worst, max(crossing.sum(0).max(), crossing.sum(1).max()) / (cluster.node_gb_per_s * 1e9))
     return float(worst) + cluster.latency_us * 1e-6

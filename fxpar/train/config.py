@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fxpar.batching import length_groups
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
 from fxpar.ir.strategy import Strategy
 from fxpar.precision import Precision
@@ -58,7 +59,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How strategies are run; see `fxpar.parallelize`. `token_budgets` has numbers for some lengths of [strategies]."""
+    """How strategies are run; see `fxpar.parallelize`. `token_budgets` has numbers for some lengths of [strategies],
+    `cluster` is a cluster file or what stands in one.
+    """
 
     token_budget: int | None = field(default=None, metadata=_POSITIVE)
     token_budgets: dict[str, Any] = field(default_factory=dict)
@@ -68,8 +71,7 @@ class EngineConfig:
     merge: bool = True
     compile: Literal["eager", "inductor"] = "eager"
     checked: bool = False
-    device_tflops: float | None = field(default=None, metadata={"above": 0})
-    cluster: str | None = None
+    cluster: str | dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,13 @@ def check_together(config: TrainConfig, source: str) -> None:
         problems.append("[data] needs one of batch_tokens and batch_sequences")
     if problems:
         raise ConfigError(source, problems)
+
+
+def described_cluster(engine: EngineConfig) -> ClusterSpec | None:
+    """What the run is predicted for, if the configuration says so. Raises ClusterError."""
+    if engine.cluster is None or isinstance(engine.cluster, str):
+        return ClusterSpec.from_file(engine.cluster) if engine.cluster else None
+    return ClusterSpec.from_dict(engine.cluster, "[engine.cluster]")
 
 
 def token_budget(engine: EngineConfig, problems: list[str]) -> int | dict[int, int] | None:

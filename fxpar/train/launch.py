@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -46,36 +46,43 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
     """
     logs = job.config.folder / "logs"
     make_writable(logs)
-    world = job.config.world
     with tempfile.TemporaryDirectory(prefix="fxpar-") as name:
         folder = Path(name)
         (folder / JOB).write_text(json.dumps(job.to_json()))
-        # Ranks must not write over the view of rank 0.
-        redirects = {rank: Std.ALL if rank else Std.ERR for rank in range(world)}
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world,
-            run_id="ranks",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=0.1,
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # SIGINT is ours
-            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
-            shutdown_timeout=5,
-        )
-        entry = elastic_launch(config, sys.executable)
-        try:
-            with _importable(), _quiet_launcher(), _interrupts(folder / STOP, say):
-                entry("-m", "fxpar.train.worker", str(folder))
-        except ChildFailedError as error:
-            rank, failure = first_failure(error.failures)
-            raise describe_failure(rank, failure, logs) from None
-        except SignalException as error:
-            raise LauncherSignalError(signal.Signals(error.sigval).name) from None
+        with _interrupts(folder / STOP, say):
+            run_ranks(job.config.world, ("-m", "fxpar.train.worker", str(folder)), logs)
         return Outcome(**json.loads((folder / OUTCOME).read_text()))
+
+
+def run_ranks(world: int, words: Sequence[str], logs: Path) -> None:
+    """Run `python WORDS` as `world` ranks on this machine, with the environment of torchrun; what they write to stderr,
+    and what other ranks than 0 print, goes below the folder `logs`. Raises as `launch` does.
+    """
+    # Ranks must not write over the view of rank 0.
+    redirects = {rank: Std.ALL if rank else Std.ERR for rank in range(world)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id="ranks",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # SIGINT is ours
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
+        shutdown_timeout=5,
+    )
+    entry = elastic_launch(config, sys.executable)
+    try:
+        with _importable(), _quiet_launcher():
+            entry(*words)
+    except ChildFailedError as error:
+        rank, failure = first_failure(error.failures)
+        raise describe_failure(rank, failure, logs) from None
+    except SignalException as error:
+        raise LauncherSignalError(signal.Signals(error.sigval).name) from None
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
 from fxpar.checkpoint.lock import holder, release, take
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import CheckpointError, RunFolderError, RunInUseError
-from fxpar.train.config import TrainConfig
+from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.session import latest
 
 
 def preflight(config: TrainConfig) -> None:
     """Raises ClusterError and what `check_folders` raises."""
-    if config.engine.cluster:
-        ClusterSpec.from_file(config.engine.cluster).require(config.world)
+    cluster = described_cluster(config.engine)
+    if cluster is not None:
+        cluster.require(config.world)
     check_folders(config)
 
 

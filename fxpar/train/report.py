@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from fxpar import __version__
-from fxpar.batching.profile import Rates
 from fxpar.errors import FxparError, OutputError
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.runtime.engine import Engine
 from fxpar.runtime.micro import replica_of
-from fxpar.runtime.options import figures
+from fxpar.runtime.mini_batch import schedule_of
 from fxpar.runtime.session import Session
 from fxpar.runtime.spans import GroupRun
 from fxpar.train.metrics import METRICS
@@ -50,7 +49,6 @@ class ReportParts:
     """What the report needs of a run beside its metrics; plain data."""
 
     views: tuple[Viewed, ...]
-    rates: Rates
     insides: Mapping[str, Inside]
     steps: tuple[ShownStep, ...]
     environment: tuple[str, ...]
@@ -64,23 +62,14 @@ def collect(session: TrainSession) -> ReportParts | None:
     if not steps:
         return None
     fxpar: Session = session.model.fxpar_session
-    rates = rates_of(fxpar)
-    insides = {name: Inside(program, rates) for name, program in fxpar.programs.items()}
+    insides = {name: Inside(program, fxpar.engine.cluster) for name, program in fxpar.programs.items()}
     last = steps[0][0].groups
     return ReportParts(
         views=tuple(_view(fxpar, name, program, last) for name, program in fxpar.programs.items()),
-        rates=rates,
         insides=insides,
         steps=tuple(_shown(fxpar.engine, insides, ranks, i) for i, ranks in enumerate(steps)),
         environment=_environment(session, fxpar),
     )
-
-
-def rates_of(session: Session) -> Rates:
-    """What the engine predicts with."""
-    known = figures(session.engine.device)
-    tflops = session.options.device_tflops or known.tflops
-    return Rates(session.engine.cluster, tflops, known.memory_gb_per_s, known.launch_us)
 
 
 def _view(session: Session, name: str, program: TrainGraph, last: Sequence[GroupRun]) -> Viewed:
@@ -111,7 +100,8 @@ def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSp
         planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s))
         visited.append(name)
     programs = [insides[one.group.strategy].program for one in planned]
-    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], planned[0].inside.rates))
+    order = schedule_of(visited, engine.switching.schedule.resident, engine.options.overlap)
+    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster), order)
     replicas = [[replica_of(program, rank) for program in programs] for rank in range(len(ranks))]
     measured = measured_step(predicted.groups, [one.spans for one in ranks], replicas)
     return ShownStep(f"Step {ranks[0].step}, the {('last', 'slowest')[position]} one", predicted, measured)
@@ -140,7 +130,7 @@ def write_report(folder: Path, name: str, parts: ReportParts, comparison: Mappin
     steps = read_metrics(folder)
     sections: dict[str, dict[str, Any] | None] = {
         "run": run_section(steps, comparison=comparison, environment=parts.environment),
-        "timeline": timeline_section(parts.views, parts.rates, parts.steps, parts.insides),
+        "timeline": timeline_section(parts.views, parts.steps, parts.insides),
         **_model_sections(parts),
     }
     made_with = f"fxpar {__version__}"
@@ -171,7 +161,7 @@ def _model_sections(parts: ReportParts) -> dict[str, dict[str, Any] | None]:
     from fxpar.viz.mesh import mesh_section
 
     made: dict[str, Section] = {
-        "graph": partial(graph_section, rates=parts.rates),
+        "graph": graph_section,
         "mesh": mesh_section,
         "memory": partial(memory_section, insides=parts.insides),
     }

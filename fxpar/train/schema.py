@@ -1,7 +1,8 @@
 """From tables of plain values to frozen dataclasses: unknown keys, wrong types and bad values, all reported at once.
 
 A field's annotation is its type: `int`, `float` (takes integers), `bool`, `str`, a `Literal` of words, `tuple[float,
-float]`, `list[str]`, `dict[str, Any]`, each also with `| None`. Field metadata may hold `least` and `above` (bounds).
+float]`, `list[str]`, `dict[str, Any]`, or several of them and None joined by `|`. Field metadata may hold `least` and
+`above` (bounds).
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def fits(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str:
 
 def expected(hint: Any) -> str:
     """A type annotation in the words of the user."""
-    if is_optional(hint):
-        return expected(_without_none(hint))
+    if _alternatives(hint):
+        return " or ".join(map(expected, _alternatives(hint)))
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(word) for word in get_args(hint))
     if get_origin(hint) is tuple:
@@ -75,18 +76,15 @@ def shown(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def is_optional(hint: Any) -> bool:
-    return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
-
-
-def _without_none(hint: Any) -> Any:
-    (inner,) = (part for part in get_args(hint) if part is not type(None))
-    return inner
+def _alternatives(hint: Any) -> list[Any]:
+    """Of a union its members other than None; none of any other type."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    return [member for member in members if member is not type(None)]
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    if is_optional(hint):
-        return value is None or _is_a(value, _without_none(hint))
+    if _alternatives(hint):
+        return any(_is_a(value, member) for member in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint) and isinstance(value, str)
     if get_origin(hint) is tuple:
@@ -102,8 +100,8 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    if is_optional(hint):
-        return None if value is None else _converted(value, _without_none(hint))
+    if _alternatives(hint):
+        return _converted(value, next((one for one in _alternatives(hint) if _is_a(value, one)), None))
     if get_origin(hint) is tuple:
         return tuple(_converted(v, h) for v, h in zip(value, get_args(hint), strict=True))
     return float(value) if hint is float else value

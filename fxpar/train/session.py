@@ -12,11 +12,10 @@ import torch
 
 from fxpar.api import parallelize
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
-from fxpar.train.config import TrainConfig, token_budget
+from fxpar.train.config import TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
 from fxpar.train.model import build_model
 from fxpar.train.optimize import make_optimizer, make_schedule
@@ -119,7 +118,7 @@ def open_session(
         strategies=dict(config.strategies),
         loss=loaded.loss_fn,
         token_budget=token_budget(engine, []),
-        cluster=ClusterSpec.from_file(engine.cluster) if engine.cluster else None,
+        cluster=described_cluster(engine),
         memory_budget_bytes=engine.memory_budget_bytes,
         gradients=engine.gradients,
         order=engine.order,
@@ -129,7 +128,6 @@ def open_session(
         precision=config.precision.compute,
         loss_scale=config.precision.loss_scale,
         deterministic=config.precision.deterministic,
-        device_tflops=engine.device_tflops,
         nan=config.run.nan,
         timeout_s=config.run.timeout_s,
         monitor=monitor if monitor is not None else False,

@@ -2,6 +2,6 @@
 
 from fxpar.viz.document import view_document
 from fxpar.viz.page import page_html
-from fxpar.viz.viewed import Viewed, assumed_cluster
+from fxpar.viz.viewed import Viewed
 
-__all__ = ["Viewed", "assumed_cluster", "page_html", "view_document"]
+__all__ = ["Viewed", "page_html", "view_document"]

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.batching.profile import Rates, node_costs
+from fxpar.cost.calls import node_costs
 from fxpar.cost.ops import SizesAt, flops, local_metas
 from fxpar.ir.dist_config import DistConfig, short_dtype
 from fxpar.ir.exec_graph import Communication, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.printer import PrintedPart, op_name, parts, type_of
 from fxpar.viz.inside import Term
-from fxpar.viz.viewed import GPU, Viewed, wire_bytes, wire_ms
+from fxpar.viz.viewed import Viewed
 
 MANY = 12  # longer lists of numbers are shortened
 END = 2**62  # slices to the end are written with a huge number
@@ -69,12 +69,9 @@ class PartFacts:
     results: tuple[int | str, ...]
 
 
-def program_facts(view: Viewed, program: Program, rates: Rates | None = None) -> list[PartFacts]:
-    """The parts of one stage of a view, or of the whole model, that compute or move anything. Times are predicted with
-    `rates`, by default with the links of the view and usual figures of a GPU.
-    """
-    rates = rates or Rates(view.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
-    costs = node_costs(program, rates, parts=program.parts)
+def program_facts(view: Viewed, program: Program) -> list[PartFacts]:
+    """The parts of one stage of a view, or of the whole model, that compute or move anything, with predicted times."""
+    costs = node_costs(program, view.links, parts=program.parts)
     lengths = view.lengths
     spent = {(cost.part, cost.name): Term.of([cost.seconds], 1e3).at(lengths) for cost in costs}
     reader = _Reader(view, program, SizesAt(view.dims()), spent)
@@ -121,7 +118,7 @@ class _Reader:
             axes=self.axes_text(node.meta.get("dist")),
             local_bytes=self.nbytes(node),
             flops=round(flops(node, self.shape)),
-            ms=wire.ms if wire else self.spent.get((part.name, node.name), 0.0),
+            ms=self.spent.get((part.name, node.name), 0.0),
             source=(node.meta.get("source") or "").replace("\\", "/").rpartition("/")[2],  # nothing of the machine
             why=why_text(node, wire),
             wire=wire,
@@ -148,8 +145,8 @@ class _Reader:
         axis, sent = node.meta["comm"]
         whole = TensorMeta(self.shape(sent), sent.dtype)
         found = Communication(kind, axis, whole, part, node.meta.get("fqn", ""), bool(node.meta.get("backward")))
-        ms = wire_ms(self.program, found, self.shape.dims, self.view.links)
-        return Wire(kind, axis, wire_bytes(self.program, found, self.shape.dims), ms, node.meta.get("fused", 1))
+        nbytes = round(found.wire_bytes(self.program.strategy.mesh.degree(axis), {}))
+        return Wire(kind, axis, nbytes, self.spent[part, node.name], node.meta.get("fused", 1))
 
 
 def argument_text(value: Any, number: Mapping[fx.Node, int | str], operands: list[int | str]) -> str:

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from fxpar.batching.profile import Rates
 from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import TensorMeta, local_meta
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.ir.printer import type_of
 from fxpar.viz.facts import NodeFacts, PartFacts, program_facts
@@ -42,10 +42,10 @@ TITLES = {
 }
 
 
-def graph_section(views: Sequence[Viewed], rates: Rates | None = None) -> dict[str, Any]:
-    """The section of the page; see the head of this file. `rates` as in `program_facts`."""
+def graph_section(views: Sequence[Viewed]) -> dict[str, Any]:
+    """The section of the page; see the head of this file."""
     tables = Tables()
-    by_strategy = {view.strategy: _strategy(view, tables, rates) for view in views}
+    by_strategy = {view.strategy: _strategy(view, tables) for view in views}
     return {"tables": tables.to_json(), "by_strategy": by_strategy}
 
 
@@ -78,13 +78,13 @@ class Tables:
         return {name: table.things for name, table in vars(self).items()}
 
 
-def _strategy(view: Viewed, tables: Tables, rates: Rates | None) -> dict[str, Any]:
+def _strategy(view: Viewed, tables: Tables) -> dict[str, Any]:
     graphs: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     params: list[list[Any]] = []
     for program in view.stages:
         params += _params(view, program)
-        for part in program_facts(view, program, rates):
+        for part in program_facts(view, program):
             shown = _Part(view, program, part, tables)
             for name, numbers in directions(part).items():
                 parts.append(shown.encoded(name, numbers, len(graphs)))
@@ -263,8 +263,8 @@ class _Part:
 
 def value_bytes(node: Any, view: Viewed) -> int:
     """Bytes of an input on one rank; 0 for an integer."""
-    local = node.meta.get("local", node.meta.get("tensor"))
-    return local.numel(view.dims()) * local.dtype.itemsize if local is not None else 0
+    local = local_meta(node)
+    return local.numel(view.dims()) * local.dtype.itemsize if isinstance(local, TensorMeta) else 0
 
 
 def rounded(value: float) -> float:

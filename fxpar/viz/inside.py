@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fxpar.batching.profile import COMPUTE, NodeCost, Rates, node_costs
-from fxpar.batching.work import Polynomial, sent_bytes
+from fxpar.cost.calls import COMPUTE, NodeCost, node_costs
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.links import handed_on_s
+from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.exec_graph import Part, Program
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TrainGraph
 from fxpar.runtime.pipeline import plan_pipeline
@@ -96,7 +98,7 @@ class Inside:
     """Costs of a program's parts, by stage (0 without pp) and name."""
 
     program: TrainGraph
-    rates: Rates
+    cluster: ClusterSpec
     sends: dict[tuple[int, str], Term] = field(default_factory=dict)
 
     @cached_property
@@ -107,7 +109,7 @@ class Inside:
             index = program.index if isinstance(program, StageProgram) else 0
             parts = self._parts(program)
             found |= {(index, name): [] for name in parts}
-            for cost in node_costs(program, self.rates, parts=parts):
+            for cost in node_costs(program, self.cluster, parts=parts):
                 found[index, cost.part].append(cost)
         return found
 
@@ -134,18 +136,10 @@ class Inside:
     def send_ms(self, stage: int, what: str, lengths: Sequence[int]) -> float:
         """ms of the messages with which a stage hands a micro-batch on ("activation" or "gradient")."""
         if (stage, what) not in self.sends:
-            self.sends[stage, what] = self._send(stage, what)
+            assert isinstance(self.program, PipelineGraph)
+            kind = "sent" if what == "activation" else "sent_grad"
+            self.sends[stage, what] = Term.of([handed_on_s(self.program, stage, kind, self.cluster)], 1e3)
         return self.sends[stage, what].at(lengths)
-
-    def _send(self, stage: int, what: str) -> Term:
-        assert isinstance(self.program, PipelineGraph)
-        program, cluster = self.program.stages[stage], self.rates.cluster
-        sent = [stored.local for stored in program.given("sent" if what == "activation" else "sent_grad").values()]
-        other = (stage + 1 if what == "activation" else stage - 1) % len(self.program.stages)
-        ends = {cluster.node_of(self.program.stages[index].mesh.offset) for index in (stage, other)}
-        per_byte = 1e-6 / (cluster.intra_gb_per_s if len(ends) == 1 else cluster.inter_gb_per_s)
-        nbytes = Term.of([sent_bytes(program, sent)], per_byte)
-        return Term(nbytes.c0 + len(sent) * cluster.latency_us / 1e3, nbytes.c1, nbytes.c2)
 
     def _parts(self, program: Program) -> Mapping[str, Part]:
         """The graphs that run: the backward of a stage whole, or in halves where the schedule has it so."""

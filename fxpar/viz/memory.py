@@ -81,7 +81,7 @@ def _strategy_json(view: Viewed, inside: Inside) -> dict[str, Any]:
     """
     assert view.stored is not None
     program, count = view.stored, micro_batches_of(view)
-    found = memory_over_time(program, view.sizes, micro_batches=count)
+    found = memory_over_time(program, view.sizes, micro_batches=count, cluster=view.cluster)
     if isinstance(program, PipelineGraph):
         clocks = _schedule_clocks(schedule_of(program, count), inside, view.lengths)
     else:
@@ -110,7 +110,7 @@ def peak_parts(rank: RankMemory) -> dict[str, int]:
         return {
             **level_parts(rank),
             LEVELS["accumulator_bytes"]: found.gradient_bytes,
-            "messages of a switch": found.staging_bytes,
+            "messages of a switch": found.staging_bytes + found.sums_bytes,
         }
     fullest = max(rank.series.moments, key=lambda moment: moment.total_bytes)
     return {**level_parts(rank), **moment_parts(fullest)}
@@ -145,6 +145,7 @@ def table_rows(found: MemoryPrediction) -> list[list[Any]]:
         ["backward", backward, "at the peak" if staged else "at the peak, new gradients included"],
         ["workspace", body.workspace_bytes, "of the kernel at the peak"],
         ["staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"],
+        *([["sums", found.sums_bytes, "of gradients inside a node, with the staging"]] if found.sums_bytes else []),
         ["peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"],
     ]
     if staged:

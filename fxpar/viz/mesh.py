@@ -6,22 +6,21 @@ that cut a tensor alike are one *placement*, so that the section stays small for
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.ir.dist_config import short_dtype
+from fxpar.ir.fqn import numbers_in, starred, with_numbers
 from fxpar.ir.strategy import Strategy
 from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of, plan_switch
 from fxpar.switch.layout import PlacedParam
 from fxpar.viz.transfers import MOST_RANKS, switch_json
-from fxpar.viz.viewed import Viewed, assumed_cluster
+from fxpar.viz.viewed import Viewed
 
 HOME = "home"
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
     if not layouts or not any(layout.params for layout in layouts.values()):
         return None
     world = max(layout.world for layout in layouts.values())
-    cluster = next((view.cluster for view in views if view.cluster is not None), assumed_cluster(world))
+    cluster = next((view.cluster for view in views if view.cluster is not None), usual_cluster(world))
     cluster.require(world)
     specs = param_specs(views[0].stored or views[0].graph)
     home = home_layout(specs, world)
@@ -91,7 +90,7 @@ def parameter_kinds(layouts: Sequence[ParamLayout]) -> list[ParamKind]:
     found: dict[tuple, list[str]] = {}
     for fqn in layouts[0].params:
         placed = tuple(layout.params[fqn] for layout in layouts)
-        found.setdefault((_NUMBER.sub("*", fqn), placed), []).append(fqn)
+        found.setdefault((starred(fqn), placed), []).append(fqn)
     return [ParamKind(pattern, tuple(members), placed) for (pattern, placed), members in found.items()]
 
 
@@ -146,15 +145,15 @@ def kind_json(kind: ParamKind) -> dict[str, Any]:
 
 def _title(kind: ParamKind) -> str:
     """`layers.0-15.wq.weight` for layers 0 to 15, the pattern where the numbers leave gaps."""
-    numbers = [_NUMBER.findall(fqn) for fqn in kind.members]
+    numbers = [numbers_in(fqn) for fqn in kind.members]
     varying = [i for i in range(len(numbers[0])) if len({found[i] for found in numbers}) > 1]
     if len(kind.members) == 1:
         return kind.members[0]
     ends = [int(found[varying[0]]) for found in (numbers[0], numbers[-1])]
     if len(varying) != 1 or ends[1] - ends[0] != len(kind.members) - 1:
         return kind.pattern
-    texts = iter([f"{ends[0]}-{ends[1]}" if i in varying else numbers[0][i] for i in range(len(numbers[0]))])
-    return _NUMBER.sub(lambda _: next(texts), kind.members[0])
+    texts = [f"{ends[0]}-{ends[1]}" if i in varying else numbers[0][i] for i in range(len(numbers[0]))]
+    return with_numbers(kind.members[0], texts)
 
 
 def _switches(

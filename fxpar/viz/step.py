@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.schedule import Action, Costs, Span, Transfer, simulate
+from fxpar.schedule.mini_batch import GroupAction, MiniBatchSchedule, blocking, simulate_mini_batch
 from fxpar.viz.inside import ACTION_PARTS, Inside
 
 Lengths = tuple[int, ...]  # of the sequences of a micro-batch
@@ -94,21 +95,18 @@ class StepTimeline:
         return min((s.start_ms for s in mine), default=0.0), max((s.end_ms for s in mine), default=0.0)
 
     def group_ms(self, group: int) -> dict[str, float]:
-        """Mean over the lanes' ranks: "switch", "reduce", and "run", which is all between them."""
-        found: dict[str, float] = {}
-        ranks = sum(len(lane.ranks) for lane in self.lanes)
-        for lane, name, (start, end) in self._phases(group):
-            found[name] = found.get(name, 0.0) + (end - start) * len(self.lanes[lane].ranks) / ranks
-        return {name: found.get(name, 0.0) for name in ("switch", "run", "reduce")}
-
-    def _phases(self, group: int) -> Iterator[tuple[int, str, tuple[float, float]]]:
-        windows: dict[tuple[int, str], tuple[float, float]] = {}
+        """Mean over the lanes' ranks: "switch", "reduce", and "run", from the first of the other spans to the last."""
+        found = {"switch": 0.0, "run": 0.0, "reduce": 0.0}
+        share = [len(lane.ranks) / sum(len(lane.ranks) for lane in self.lanes) for lane in self.lanes]
+        runs: dict[int, tuple[float, float]] = {}
         for span in self.spans:
-            if span.group == group:
-                key = span.lane, span.kind if span.kind in ("switch", "reduce") else "run"
-                start, end = windows.get(key, (span.start_ms, span.end_ms))
-                windows[key] = min(start, span.start_ms), max(end, span.end_ms)
-        return ((lane, name, window) for (lane, name), window in windows.items())
+            if span.group == group and span.kind in ("switch", "reduce"):
+                found[span.kind] += (span.end_ms - span.start_ms) * share[span.lane]
+            elif span.group == group:
+                start, end = runs.get(span.lane, (span.start_ms, span.end_ms))
+                runs[span.lane] = min(start, span.start_ms), max(end, span.end_ms)
+        found["run"] = sum((end - start) * share[lane] for lane, (start, end) in runs.items())
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Spans as rows [lane, kind, group, start, ms, micro-batch, stage]."""
@@ -129,33 +127,54 @@ class StepTimeline:
         }
 
 
-def predict_step(planned: Sequence[Planned], world: int, optimizer_ms: float = 0.0) -> StepTimeline:
-    """Groups one after another: switch, prologue, micro-batches, epilogue, reduction; then the optimizer.
+def predict_step(
+    planned: Sequence[Planned], world: int, optimizer_ms: float = 0.0, order: MiniBatchSchedule | None = None
+) -> StepTimeline:
+    """Each group: switch, prologue, micro-batches, epilogue, reduction; after them the optimizer.
 
     All ranks begin a switch and a reduction together. Micro-batches take what `group_cost` says of them; under pipeline
     stages they run by the schedule: each part of a stage takes its share of that, a message its bytes over the link.
+    `order` says what may run beside what, by default nothing: the spans of a switch and a reduction are then what the
+    ranks wait for it.
     """
     lanes, places = _lanes(planned, world)
+    runs = [_group_spans(one, number, [where[number] for where in places]) for number, one in enumerate(planned)]
+    took = {GroupAction("run", number): end for number, (_, end) in enumerate(runs)}
+    for number, one in enumerate(planned):
+        took |= {GroupAction("switch", number): one.switch_ms, GroupAction("reduce", number): one.reduce_ms}
+    simulated = simulate_mini_batch(order or blocking(len(planned)), took)
+    end_ms = simulated.makespan_s  # all times here are in ms
     spans: list[StepSpan] = []
     now = 0.0
-    for number, one in enumerate(planned):
-        now = _everyone(spans, lanes, "switch", number, now, one.switch_ms)
-        now = _everyone(spans, lanes, "prologue", number, now, one.inside.once_ms("prologue"))
-        found = {place: _run(one, *place) for place in {where[number] for where in places}}
-        for lane, where in enumerate(places):
-            for kind, start, end, micro, stage in found[where[number]]:
-                spans.append(StepSpan(lane, kind, number, now + start, now + end, micro, stage))
-        now += max((end for run in found.values() for _, _, end, _, _ in run), default=0.0)
-        now = _everyone(spans, lanes, "epilogue", number, now, one.inside.once_ms("epilogue"))
-        now = _everyone(spans, lanes, "reduce", number, now, one.reduce_ms)
-    _everyone(spans, lanes, "optimizer", -1, now, optimizer_ms)
+    for number, (found, _) in enumerate([*runs, ([], 0.0)]):
+        begin, end = simulated.spans.get(GroupAction("run", number), (end_ms, end_ms))
+        for action, (start, stop) in sorted(simulated.spans.items(), key=lambda item: item[1]):
+            if action.kind != "run":  # the ranks wait for what moves while nothing runs
+                _everyone(spans, lanes, action.kind, action.group, max(start, now), min(stop, begin))
+        spans += [replace(span, start_ms=span.start_ms + begin, end_ms=span.end_ms + begin) for span in found]
+        now = end
+    _everyone(spans, lanes, "optimizer", -1, end_ms, end_ms + optimizer_ms)
     return StepTimeline("predicted", tuple(one.group for one in planned), lanes, tuple(spans))
 
 
-def _everyone(spans: list[StepSpan], lanes: Sequence[Lane], kind: str, group: int, start_ms: float, ms: float) -> float:
-    if ms > 0:
-        spans += [StepSpan(lane, kind, group, start_ms, start_ms + ms) for lane in range(len(lanes))]
-    return start_ms + ms
+def _group_spans(one: Planned, number: int, places: Sequence[_Place]) -> tuple[list[StepSpan], float]:
+    """What each lane does between the switch and the reduction of a group, from 0, and when the last one is done."""
+    lanes, now = range(len(places)), one.inside.once_ms("prologue")
+    spans: list[StepSpan] = []
+    _everyone(spans, lanes, "prologue", number, 0.0, now)
+    found = {place: _run(one, *place) for place in set(places)}
+    for lane, place in enumerate(places):
+        for kind, start, end, micro, stage in found[place]:
+            spans.append(StepSpan(lane, kind, number, now + start, now + end, micro, stage))
+    now += max((end for run in found.values() for _, _, end, _, _ in run), default=0.0)
+    end = now + one.inside.once_ms("epilogue")
+    _everyone(spans, lanes, "epilogue", number, now, end)
+    return spans, end
+
+
+def _everyone(spans: list[StepSpan], lanes: Sized, kind: str, group: int, start_ms: float, end_ms: float) -> None:
+    if end_ms > start_ms:
+        spans += [StepSpan(lane, kind, group, start_ms, end_ms) for lane in range(len(lanes))]
 
 
 _Place = tuple[int, int]  # replica, position in the pipeline

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.batching.profile import Rates
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory.state import home_bytes
 from fxpar.runtime.gradients import gradient_placements
@@ -15,7 +15,7 @@ from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.node_first import cheapest_reduction
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
-from fxpar.viz.viewed import GPU, Viewed
+from fxpar.viz.viewed import Viewed
 
 MOST_LANES = 32
 
@@ -31,7 +31,6 @@ class ShownStep:
 
 def timeline_section(
     views: Sequence[Viewed],
-    rates: Rates | None = None,
     steps: Sequence[ShownStep] = (),
     insides: Mapping[str, Inside] | None = None,
 ) -> dict[str, Any] | None:
@@ -41,25 +40,23 @@ def timeline_section(
     """
     if not views:
         return None
-    used = rates or assumed_rates(views)
-    known = insides or inside_of(views, used)
+    known = insides or inside_of(views)
     return {
-        "steps": [_step_json(step) for step in steps or shown_steps(views, used, known)],
+        "steps": [_step_json(step) for step in steps or shown_steps(views, known)],
         "inside": {name: inside.to_json() for name, inside in known.items()},
-        "assumed": assumptions(used, rates is None and any(view.cluster is None for view in views), bool(steps)),
+        "assumed": assumptions(cluster_of(views), any(view.cluster is None for view in views), bool(steps)),
     }
 
 
-def assumed_rates(views: Sequence[Viewed]) -> Rates:
-    """The cluster of the views, and usual figures of a GPU."""
-    largest = max(views, key=lambda view: view.links.world)
-    return Rates(largest.links, GPU.tflops, GPU.memory_gb_per_s, GPU.launch_us)
+def cluster_of(views: Sequence[Viewed]) -> ClusterSpec:
+    """The cluster that all views have a place on."""
+    return max((view.links for view in views), key=lambda cluster: cluster.world)
 
 
-def inside_of(views: Sequence[Viewed], rates: Rates | None = None) -> dict[str, Inside]:
+def inside_of(views: Sequence[Viewed]) -> dict[str, Inside]:
     """Costs by strategy, which a page works out once for all of its tabs."""
-    used = rates or assumed_rates(views)
-    return {view.strategy: Inside(program_of(view), used) for view in views}
+    cluster = cluster_of(views)
+    return {view.strategy: Inside(program_of(view), cluster) for view in views}
 
 
 def program_of(view: Viewed) -> TrainGraph:
@@ -67,11 +64,11 @@ def program_of(view: Viewed) -> TrainGraph:
     return view.graph if view.stored is None else view.stored
 
 
-def shown_steps(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, Inside]) -> list[ShownStep]:
+def shown_steps(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> list[ShownStep]:
     """One step with a group per strategy; strategies on different numbers of ranks get a step each."""
     worlds = {view.graph.strategy.world for view in views}
     together = [list(views)] if len(worlds) == 1 else [[view] for view in views]
-    return [ShownStep(_title(some), predicted_step(some, rates, insides)) for some in together]
+    return [ShownStep(_title(some), predicted_step(some, insides)) for some in together]
 
 
 def _title(views: Sequence[Viewed]) -> str:
@@ -80,21 +77,22 @@ def _title(views: Sequence[Viewed]) -> str:
     return "One step with a group under each strategy"
 
 
-def predicted_step(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, Inside]) -> StepTimeline:
+def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> StepTimeline:
     """A step in which each view's micro-batches are a group, in the given order, with switches from the home layout."""
     programs = {view.strategy: program_of(view) for view in views}
     world = views[0].graph.strategy.world
     specs = param_specs(next(iter(programs.values())))
     home = home_layout(specs, world)
     layouts = {name: layout_of(program, name) for name, program in programs.items()}
-    schedule = SwitchSchedule(layouts, wire_layout(home, specs), tuple(programs), rates.cluster)
+    cluster = insides[views[0].strategy].cluster
+    schedule = SwitchSchedule(layouts, wire_layout(home, specs), tuple(programs), cluster)
     planned, visited = [], []
     for view in views:
         program = programs[view.strategy]
         switch = schedule.plan(view.strategy, visited)
         placements = gradient_placements(program)
         trained = ParamLayout("home", world, {fqn: home.params[fqn] for fqn in placements})
-        reduction = cheapest_reduction(placements, trained, rates.cluster, name=view.strategy)
+        reduction = cheapest_reduction(placements, trained, cluster, name=view.strategy)
         group = StepGroup(
             "",
             view.strategy,
@@ -105,26 +103,24 @@ def predicted_step(views: Sequence[Viewed], rates: Rates, insides: Mapping[str, 
         one = Planned(group, insides[view.strategy], switch.predicted_s * 1e3, reduction.predicted_s * 1e3)
         planned.append(one)
         visited.append(view.strategy)
-    return predict_step(planned, world, optimizer_ms(next(iter(programs.values())), rates))
+    return predict_step(planned, world, optimizer_ms(next(iter(programs.values())), cluster))
 
 
-def optimizer_ms(program: TrainGraph, rates: Rates) -> float:
+def optimizer_ms(program: TrainGraph, cluster: ClusterSpec) -> float:
     """AdamW on the fullest rank: masters and moments are read and written, gradients are read."""
     masters, moments, gradients = home_bytes(program)
-    return (2 * masters + 2 * moments + gradients) / (rates.memory_gb_per_s * 1e6)
+    return (2 * masters + 2 * moments + gradients) / (cluster.device.memory_gb_per_s * 1e6)
 
 
-def assumptions(rates: Rates, is_assumed: bool, is_run: bool) -> list[str]:
+def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[str]:
     """What the predictions stand on, in sentences for the page."""
-    cluster = rates.cluster
     links = f"{cluster.intra_gb_per_s:g} GB/s inside a node"
     if cluster.nodes > 1:
         links += f", {cluster.inter_gb_per_s:g} GB/s between nodes"
     shape = f"{cluster.nodes} × {cluster.devices_per_node} devices"
     source = "usual figures; name a cluster for yours" if is_assumed else "as the cluster says"
     return [
-        f"Devices of {rates.device_tflops:g} TFLOP/s and {rates.memory_gb_per_s:g} GB/s of memory, "
-        f"{rates.launch_us:g} µs per kernel.",
+        f"Devices of {cluster.device}.",
         f"{shape}, {links}, {cluster.latency_us:g} µs per message ({source}).",
         "Nothing overlaps inside of a micro-batch: kernels and collectives add up, as in the planner of mini-batches.",
         "The optimizer is AdamW, limited by memory."

@@ -6,19 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
-import torch
 
-from fxpar.batching.cost import seconds_per_byte
-from fxpar.batching.work import TOKEN_KEYS, base_rows, token_dim
-from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.exec_graph import Communication, Program
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.cost.polynomial import TOKEN_KEYS, base_rows, token_dim
+from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.memory.state import padded_sizes
-from fxpar.runtime.options import Figures, figures
-
-DEVICES_PER_NODE = 8
-GPU: Figures = figures(torch.device("cuda"))
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,8 @@ class Viewed:
 
     @property
     def links(self) -> ClusterSpec:
-        """The cluster that times are predicted for."""
-        return self.cluster or assumed_cluster(self.graph.strategy.world)
+        """The cluster that times are predicted for: nodes of eight usual GPUs where the user named none."""
+        return self.cluster or usual_cluster(self.graph.strategy.world)
 
     @property
     def stages(self) -> tuple[Program, ...]:
@@ -87,22 +81,3 @@ class Viewed:
         """Micro-batches of a mini-batch: as told, else one, under pipeline stages one per rank of the pp axis."""
         degree = self.graph.strategy.degree("pp") if isinstance(self.graph, PipelineGraph) else 1
         return self.micro_batches or degree
-
-
-def assumed_cluster(world: int) -> ClusterSpec:
-    """Nodes of eight devices with usual figures of a GPU, enough for `world` ranks."""
-    nodes, local = -(-world // DEVICES_PER_NODE), min(world, DEVICES_PER_NODE)
-    return ClusterSpec(nodes, local, GPU.intra_gb_per_s, GPU.inter_gb_per_s, GPU.latency_us)
-
-
-def wire_bytes(program: Program, found: Communication, dims: Mapping[sympy.Symbol, int]) -> int:
-    """Bytes that one rank sends in a collective of `program`."""
-    return round(found.wire_bytes(program.strategy.mesh.degree(found.axis), dict(dims)))
-
-
-def wire_ms(program: Program, found: Communication, dims: Mapping[sympy.Symbol, int], cluster: ClusterSpec) -> float:
-    """Predicted time of a collective, as `fxpar.batching.group_cost` counts it; nothing overlaps."""
-    if program.strategy.mesh.degree(found.axis) == 1:
-        return 0.0
-    per_byte = float(seconds_per_byte(program.mesh, found.axis, cluster))
-    return 1e3 * per_byte * wire_bytes(program, found, dims) + cluster.latency_us / 1e3

@@ -14,7 +14,7 @@ SQUARE = GroupCost(1e-3, 1e-6, 1e-9)
 CHOICES = ("dp4", "dp2.tp2", "tp4", "cp4", "dp4+zero2", "dp2.cp2+zero3", "dp4+zero1", "dp2.pp2", "pp4", "dp2.pp2+zero2")
 
 
-def no_switches(order: tuple[int, ...]) -> float:
+def no_switches(order: tuple[int, ...], run_s: tuple[float, ...]) -> float:
     return 0.0
 
 

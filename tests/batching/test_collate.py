@@ -91,7 +91,7 @@ def test_a_plan_neither_loses_nor_mixes_tokens(lengths, strategy):
     starts = torch.tensor([0, *lengths]).cumsum(0)
     sequences = [torch.arange(int(a), int(b)) for a, b in itertools.pairwise(starts)]  # every token once
     groups = length_groups({10: "dp4", 30: strategy}, world=4)
-    plan = plan_batch(lengths, groups, [GroupCost(1e-3, 1e-6, 1e-8)] * 2, lambda order: 0.0)
+    plan = plan_batch(lengths, groups, [GroupCost(1e-3, 1e-6, 1e-8)] * 2, lambda order, run_s: 0.0)
     micros = [m for group in plan.groups for m in group.micro_batches()]
     rows = [collate(sequences, m, KEYS) for m in micros]
     tokens = torch.cat([row["input_ids"][0] for row in rows])

@@ -18,7 +18,7 @@ TWO = length_groups({100: "dp4", 1000: "cp4"}, world=4)
 
 
 def per_hop(seconds: float):
-    return lambda order: seconds * (len(order) - 1)
+    return lambda order, run_s: seconds * (len(order) - 1)
 
 
 def test_a_dear_switch_merges():
@@ -52,7 +52,7 @@ def test_no_gain_no_merge():
 
 
 def test_never_into_a_smaller_group():
-    plan = plan_batch([50] * 1000 + [900], TWO, [FAST, SLOW], lambda order: 0.0 if order == (0,) else 100.0)
+    plan = plan_batch([50] * 1000 + [900], TWO, [FAST, SLOW], lambda order, run_s: 0.0 if order == (0,) else 100.0)
     check_plan(plan, [50] * 1000 + [900], TWO, [FAST, SLOW])
     assert 1 in plan.order
 
@@ -65,12 +65,26 @@ def test_merge_can_be_switched_off():
 
 def test_into_an_empty_group_that_saves_the_switch():
     """The weights already lie as group 1 needs them; group 0 alone would need a switch."""
-    plan = plan_batch([50], TWO, [FAST, SLOW], lambda order: 0.0 if order == (1,) else 1.0)
+    plan = plan_batch([50], TWO, [FAST, SLOW], lambda order, run_s: 0.0 if order == (1,) else 1.0)
     assert plan.order == (1,)
     assert plan.merged == ((0, 1),)
 
 
-def brute_force(lengths, groups, costs, switch_s) -> float:
+def hidden_behind_runs(seconds: float):
+    """A border is hidden by the run before it, as far as that lasts."""
+    return lambda order, run_s: sum(max(0.0, seconds - run) for run in run_s[:-1])
+
+
+def test_a_border_that_a_run_hides_does_not_merge():
+    lengths = [50] * 400 + [900]
+    apart = plan_batch(lengths, TWO, [FAST, SLOW], per_hop(0.0), merge=False)
+    border = 0.9 * apart.groups[0].predicted_s
+    assert plan_batch(lengths, TWO, [FAST, SLOW], hidden_behind_runs(border)).merged == ()
+    assert plan_batch(lengths, TWO, [FAST, SLOW], hidden_behind_runs(border)).switch_s == 0.0
+    assert plan_batch(lengths, TWO, [FAST, SLOW], hidden_behind_runs(100.0)).merged == ((0, 1),)
+
+
+def brute_force(lengths, groups, costs, border_s) -> float:
     """Least time over all choices of running groups, each planned on its own."""
     best = float("inf")
     for size in range(1, len(groups) + 1):
@@ -78,23 +92,25 @@ def brute_force(lengths, groups, costs, switch_s) -> float:
             if max(lengths) > groups[chosen[-1]].limit:
                 continue
             part = plan_batch(
-                lengths, [groups[g] for g in chosen], [costs[g] for g in chosen], lambda order: 0.0, merge=False
+                lengths, [groups[g] for g in chosen], [costs[g] for g in chosen], lambda order, run_s: 0.0, merge=False
             )
             if len(part.order) == size:
-                best = min(best, part.predicted_s + switch_s(chosen))
+                run_s = tuple(group.predicted_s for group in part.groups)
+                best = min(best, part.predicted_s + border_s(chosen, run_s))
     return best
 
 
-@given(mini_batches(most=15), st.lists(st.sampled_from([0.0, 1e-5, 1e-3]), min_size=4, max_size=4))
+@given(mini_batches(most=15), st.lists(st.sampled_from([0.0, 1e-5, 1e-3, 1e-2]), min_size=4, max_size=4), st.booleans())
 @settings(max_examples=examples(25))
-def test_the_best_choice_is_found(case, hops):
+def test_the_best_choice_is_found(case, hops, hidden):
     lengths, groups, costs = case
 
-    def switch_s(order):
-        return sum(hops[g] for g in order)
+    def border_s(order, run_s):
+        before = (0.0, *run_s) if hidden else itertools.repeat(0.0)
+        return sum(max(0.0, hops[g] - run) for g, run in zip(order, before, strict=False))
 
-    plan = plan_batch(lengths, groups, costs, switch_s)
-    assert plan.predicted_s == pytest.approx(brute_force(lengths, groups, costs, switch_s), rel=1e-9, abs=1e-12)
+    plan = plan_batch(lengths, groups, costs, border_s)
+    assert plan.predicted_s == pytest.approx(brute_force(lengths, groups, costs, border_s), rel=1e-9, abs=1e-12)
 
 
 def test_more_groups_than_are_searched_through(monkeypatch):

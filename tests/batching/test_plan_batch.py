@@ -35,7 +35,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 @settings(max_examples=examples(40))
 def test_every_sequence_runs_once_within_the_budget(case, packed, merge, hop_s):
     lengths, groups, costs = case
-    plan = plan_batch(lengths, groups, costs, lambda order: hop_s * len(order), packed=packed, merge=merge)
+    plan = plan_batch(lengths, groups, costs, lambda order, run_s: hop_s * len(order), packed=packed, merge=merge)
     check_plan(plan, lengths, groups, costs)
     assert merge or not plan.merged
     if not packed:
@@ -56,7 +56,7 @@ def fingerprint_of_a_long_plan() -> str:
     lengths = [min(4000, int(draw.lognormvariate(5, 1.3)) + 1) for _ in range(300)]
     groups = length_groups({200: "dp4", 1000: "dp2.tp2+zero2", 4000: "cp4"}, world=4)
     costs = [GroupCost(0.01, 3e-5, 1e-9), GroupCost(0.015, 2e-5, 7e-10), GroupCost(0.02, 1e-5, 5e-10)]
-    return plan_batch(lengths, groups, costs, lambda order: 0.01 * len(order)).fingerprint()
+    return plan_batch(lengths, groups, costs, lambda order, run_s: 0.01 * len(order)).fingerprint()
 
 
 @pytest.mark.nightly  # ranks compare their plans in every step

@@ -147,3 +147,26 @@ def make():
     batch = {"input_ids": ids, "labels": losses.next_token_labels(ids)}
     return model, lambda m, b: losses.cross_entropy_sum(m(b["input_ids"]), b["labels"]), batch
 """
+
+
+def test_a_cluster_adds_sums_of_nodes_and_says_what_fits(tmp_path):
+    links = "nodes = 2\ndevices_per_node = 2\nintra_gb_per_s = 200\ninter_gb_per_s = 1\nlatency_us = 10\n"
+    device = "[device]\ntflops = 300\nmemory_gb_per_s = 2000\nlaunch_us = 4\nmemory_gb = {}\n"
+    words = ("memory", "llama", "-s", "dp4", "--tokens", "512")
+    plain = json.loads(fxpar(*words, "--json", "-")[1])
+    assert plain["sums_bytes"] == 0
+    for memory_gb, verdict in ((80, "it fits: a device has 80.0 GB"), (0.001, "it does not fit: a device has 1.0 MB")):
+        path = tmp_path / f"{memory_gb}.toml"
+        path.write_text(links + device.format(memory_gb))
+        status, out, err = fxpar(*words, "--cluster", path, "--json", tmp_path / "found.json")
+        assert (status, err) == (0, "")
+        assert out.splitlines()[-1] == verdict
+        assert re.search(r"^sums +\d", out, re.MULTILINE)
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found["switch_bytes"] == plain["switch_bytes"] + found["sums_bytes"] > plain["switch_bytes"]
+    (tmp_path / "links.toml").write_text(links)
+    assert "a device has" not in fxpar(*words, "--cluster", tmp_path / "links.toml")[1]
+    (tmp_path / "one.toml").write_text(links.replace("nodes = 2", "nodes = 1"))
+    status, out, err = fxpar(*words, "--cluster", tmp_path / "one.toml")
+    assert (status, out) == (1, "")
+    assert "is too small for strategies on 4 ranks" in err

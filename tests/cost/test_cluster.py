@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.cluster import USUAL, ClusterSpec, usual_cluster
+from fxpar.cost.device import GPU, Device
 from fxpar.errors import ClusterError
 
 GOOD = {"nodes": 4, "devices_per_node": 8, "intra_gb_per_s": 200.0, "inter_gb_per_s": 12.5, "latency_us": 10}
@@ -27,6 +28,24 @@ def test_both_formats(tmp_path):
     assert (spec.world, spec.node_of(7), spec.node_of(8), spec.node_of(31)) == (32, 0, 1, 3)
 
 
+def test_a_device_in_both_formats(tmp_path):
+    """And what `fxpar profile` writes beside it is left alone."""
+    device = "[device]\nlaunch_us = 5\nmemory_gb_per_s = 1500\ntflops = { bfloat16 = 250, float32 = 40 }\n"
+    (tmp_path / "c.toml").write_text(f"{toml(GOOD)}{device}[measured]\nversion = 1\n")
+    spec = ClusterSpec.from_file(tmp_path / "c.toml")
+    assert spec.device == Device({"bfloat16": 250, "float32": 40}, 1500, 5)
+    (tmp_path / "c.json").write_text(json.dumps({**spec.to_json(), "measured": {"points": []}}))
+    assert ClusterSpec.from_file(tmp_path / "c.json") == spec
+    assert ClusterSpec.from_dict(GOOD).device == GPU
+
+
+def test_usual_clusters():
+    assert usual_cluster(3).world == 3
+    assert (usual_cluster(12).nodes, usual_cluster(12).devices_per_node) == (2, 8)
+    assert usual_cluster(4, 2, "cpu").device == USUAL["cpu"].device
+    assert usual_cluster(4, 2, "xpu") == usual_cluster(4, 2)  # better than nothing
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -38,6 +57,8 @@ def test_both_formats(tmp_path):
         ({"inter_gb_per_s": float("inf")}, "must be > 0 and finite"),
         ({"latency_us": -1}, "latency_us = -1 must be >= 0"),
         ({"node_gb_per_s": 0}, "node_gb_per_s = 0 must be > 0"),
+        ({"device": 300}, "device = 300 must be a table: [device]"),
+        ({"device": {"tflops": 300}}, "lacks device.memory_gb_per_s, device.launch_us"),
     ],
 )
 def test_bad_values(change, message):
@@ -70,3 +91,5 @@ def test_no_file(tmp_path):
 def test_constructed_ones_are_checked_too():
     with pytest.raises(ClusterError, match="devices_per_node = 0"):
         ClusterSpec(1, 0, 1, 1, 1)
+    with pytest.raises(ClusterError, match=r"device = 300 must be a fxpar\.Device"):
+        ClusterSpec(1, 1, 1, 1, 1, device=300)

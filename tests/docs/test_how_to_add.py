@@ -22,8 +22,8 @@ from fxpar.annotate.driver import annotate_and_search
 from fxpar.annotate.policy import TensorAxis
 from fxpar.annotate.roles import ROLES
 from fxpar.batching import GroupCost
-from fxpar.batching.work import body_work
 from fxpar.cli.cache import model_files
+from fxpar.cost.calls import node_costs
 from fxpar.errors import (
     CostContractError,
     CostModelError,
@@ -44,7 +44,7 @@ from fxpar.errors import (
 )
 from fxpar.graph_files import load_graph
 from fxpar.ir import pass_registry
-from fxpar.ir.dist_config import R, Shard
+from fxpar.ir.dist_config import P, R, Shard
 from fxpar.losses import causal_lm
 from fxpar.lowering import default_passes
 from fxpar.models import LoadedModel, load
@@ -52,7 +52,7 @@ from fxpar.models.loaders import LOADERS
 from fxpar.ops.traits import DECLARED
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.rules.installed import OPS
-from fxpar.rules.option import replicated
+from fxpar.rules.option import Option, replicated
 from fxpar.rules.table import TABLE, register_op
 from fxpar.rules.validate import trials, validate_op
 from fxpar.runtime.forked import run_forked
@@ -165,9 +165,12 @@ def test_the_op_is_cut_and_agrees_with_one_device(logical, small):
 
 def test_operations_are_those_that_the_rule_counts(logical):
     """Products, forward and backward: 6 per token and weight of down and head, and of up 2 + 3 * 2."""
-    work = body_work(fxpar.lower(logical, "dp1")).product_flops
-    assert work.c1 == 6 * (96 * 24 + 24 * 131) + (2 + 6) * 24 * 96
-    assert body_work(fxpar.lower(logical, "tp2")).product_flops.c1 == pytest.approx(float(work.c1) / 2, rel=0.02)
+    one, two = (
+        sum(call.flops.c1 for call in node_costs(fxpar.lower(logical, strategy), CLUSTER))
+        for strategy in ("dp1", "tp2")
+    )
+    assert one == 6 * (96 * 24 + 24 * 131) + (2 + 6) * 24 * 96
+    assert float(two) == pytest.approx(float(one) / 2, rel=0.02)
 
 
 def test_an_op_with_operations_is_worth_cutting(logical):
@@ -211,7 +214,7 @@ def test_rules_that_are_refused(monkeypatch, logical):
         register_op(op, rule=lambda view: [])
     register_op(op, rule=module("ops").relu2_loops, flops=lambda operands, results: -1, replace=True)
     with pytest.raises(CostModelError, match=r"operations of extras.relu2.default = -1"):
-        body_work(fxpar.lower(logical, "dp1"))
+        node_costs(fxpar.lower(logical, "dp1"), CLUSTER)
 
 
 # ----------------------------------------------------------------------------------------------------------- pass
@@ -313,6 +316,16 @@ def test_roles_that_are_refused(logical, monkeypatch):
     monkeypatch.setattr(module("roles").SmallWhole, "sources", lambda self, entry: [])
     with pytest.raises(RoleContractError, match=r"role 'small_whole': it leaves '.*' without a placement"):
         _placements(logical, ROLE)
+    for impossible in (
+        Option((), (Shard(7),)),
+        Option((), (P,)),
+        Option((), (R, R)),
+        Option((R,), (R,)),
+        Option((), ("R",)),
+    ):
+        monkeypatch.setattr(module("roles").SmallWhole, "sources", lambda self, entry, one=impossible: [one])
+        with pytest.raises(RoleContractError, match=r"it gives '.*', with operands \[\] and results .* placements"):
+            _placements(logical, ROLE)
 
 
 # -------------------------------------------------------------------------------------------------------- planner

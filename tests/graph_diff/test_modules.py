@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.graph_diff.modules import block_of, ranges
+from fxpar.graph_diff.modules import part_of, ranges
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from fxpar.graph_diff.modules import block_of, ranges
         ("", "(root)"),
     ],
 )
-def test_block_of(fqn, block):
-    assert block_of(fqn) == block
+def test_part_of(fqn, block):
+    assert part_of(fqn) == block
 
 
 @pytest.mark.parametrize(

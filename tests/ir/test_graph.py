@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.annotate import annotate
+from fxpar.ir.fqn import block_or_module_of
 from fxpar.ir.graph import Dim, Input, TensorMeta, dim_symbol
-from fxpar.ir.pass_base import block_of, gathered_together
+from fxpar.ir.pass_base import gathered_together
 from fxpar.ir.strategy import Strategy
 from fxpar.tracer import capture
 from tests.captured import gpt, llama, odd
@@ -100,8 +101,8 @@ def test_annotated_graph_is_a_copy():
         ("layers.1.experts.7.up.weight", "layers.1"),
     ],
 )
-def test_block_of(fqn, block):
-    assert block_of(fqn) == block
+def test_block_or_module_of(fqn, block):
+    assert block_or_module_of(fqn) == block
 
 
 def test_what_is_gathered_together():

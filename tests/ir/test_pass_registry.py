@@ -87,6 +87,7 @@ def test_unknown_name_far_from_all_lists_what_there_is():
     [
         ("plug_bad:MyPass", "import no_such_module_at_all\n", "ModuleNotFoundError"),
         ("plug_bad:MyPass", "raise RuntimeError('half installed')\n", "half installed"),
+        ("plug_bad:MyPass", "raise SystemExit(3)\n", "SystemExit: 3"),
         ("plug_bad:MyPass", "", "AttributeError"),
         ("plug_bad", "", "no attribute"),
     ],

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fxpar.errors import DimNameError
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ClusterError, DimNameError
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.memory import Conditions, body_peak, predict_memory, program_peak
 from fxpar.passes.pack_documents import pack_documents
+from fxpar.runtime.gradients import gradient_placements
+from fxpar.store import home_layout, param_specs
+from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
 from tests.captured import llama
 from tests.memory.measured import allocated_bytes, body_bytes, model
 from tests.repeat import thinned
@@ -129,3 +134,19 @@ def test_longer_documents_take_more():
     short, long, row = (program_peak(program, dims, conditions=Conditions(longest=n)) for n in (32, 200, None))
     assert short.total_bytes <= long.total_bytes <= row.total_bytes
     assert short.total_bytes < row.total_bytes
+
+
+def test_sums_of_a_node_are_those_of_the_reductions_plan():
+    """What `cheapest_reduction` plans with, where the network is slow; nothing on one node."""
+    program = lower(model("llama", 64).graph, "dp4", for_store=True)
+    slow = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
+    found = predict_memory(program, cluster=slow, staging_bytes=1 << 16)
+    home = home_layout(param_specs(program), 4)
+    plan = cheapest_reduction(gradient_placements(program), home, slow, "dp4", 1 << 16)
+    assert isinstance(plan, NodeFirstPlan)
+    assert 0 < plan.sums_bytes <= found.sums_bytes
+    assert found.sums_bytes < found.home_gradient_bytes  # in several rounds
+    assert found.switch_bytes == predict_memory(program, staging_bytes=1 << 16).switch_bytes + found.sums_bytes
+    assert predict_memory(program, cluster=replace(slow, nodes=1, devices_per_node=4)).sums_bytes == 0
+    with pytest.raises(ClusterError, match="too small"):
+        predict_memory(program, cluster=replace(slow, nodes=1))

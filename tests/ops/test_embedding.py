@@ -111,6 +111,16 @@ def test_bad_shapes_are_named():
         own.embedding(torch.randn(5, 3), torch.tensor([0]), rows_of(4))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # what runs, and what a capture runs
+def test_ids_of_another_kind_are_an_error_whatever_rows_a_rank_has(device):
+    weight, ids = torch.randn(5, 3, device=device), torch.tensor([0, 1], device=device)
+    for rows in (rows_of(5), torch.tensor([3, 4, 5, 0, 0])):
+        own.embedding(weight, ids.int(), rows.to(device))
+        for wrong in (torch.float64, torch.bool, torch.int16):
+            with pytest.raises(OpInputError, match=f"ids are {wrong}"):
+                own.embedding(weight, ids.to(wrong), rows.to(device))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [100, 5000])  # ATen has one kernel for few ids and one for many
 def test_gpu_equals_cpu_without_synchronising(count):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+from fxpar.cost.cluster import usual_cluster
 from fxpar.errors import UnsupportedRecipeError
 from fxpar.ir.strategy import Strategy
 from fxpar.recipes import llama3, qwen3
@@ -138,7 +141,7 @@ def test_every_field_is_an_option():
         "--fxpar.memory-budget-gib": ("2.5",),
         "--fxpar.no-merge": (),
         "--fxpar.nan": ("skip",),
-        "--fxpar.device-tflops": ("10",),
+        "--fxpar.cluster": ("cluster.toml",),
         "--fxpar.data-ranks": ("2",),
         "--fxpar.no-log-groups": (),
     }
@@ -148,7 +151,7 @@ def test_every_field_is_an_option():
         memory_budget_gib=2.5,
         merge=False,
         nan="skip",
-        device_tflops=10.0,
+        cluster="cluster.toml",
         data_ranks=2,
         log_groups=False,
     )
@@ -175,3 +178,14 @@ def test_help_says_what_the_settings_are(capsys):
         assert f"--fxpar.{f.name.replace('_', '-')}" in said
     assert "Strategy of each length group by its longest sequence" in said
     assert "(default: 256 dp2 1024 tp2+sp 2048 cp2)" in said
+
+
+def test_a_cluster_file_is_read(monkeypatch, tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps(usual_cluster(2, 1).to_json()))
+    trainer = FxparTrainer.__new__(FxparTrainer)
+    trainer.config = parsed("debug_hot_switch")
+    trainer.config.debug.seed = 0
+    trainer.settings = replace(trainer.config.fxpar, cluster=str(tmp_path / "c.json"))
+    monkeypatch.setattr("fxpar.recipes.trainer.fxpar.parallelize", lambda model, **given: given)
+    words = {"training": trainer.config.training, "compile_config": trainer.config.compile}
+    assert trainer._parallelize(torch.nn.Linear(1, 1), **words)["cluster"] == usual_cluster(2, 1)

@@ -127,6 +127,8 @@ def gradients_beside(rank):
             with torch.no_grad(), model.using("dp2"):
                 loss()
             model.evaluate(sequences(1, LENGTHS))
+            model.train_step(sequences(1, LENGTHS))
+            model.zero_grad()
         value.backward()
         found.append({name: p.grad.full_tensor().clone() for name, p in model.named_parameters()})
         model.zero_grad()

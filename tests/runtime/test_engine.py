@@ -107,8 +107,6 @@ OPTIONS = {
     "one resident": {"resident": ["dp2.tp2+sp"], "order": ["cp2.tp2", "dp2.tp2+sp", "dp4"]},
     "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 16, "resident": []},
     "zero3 and zero2": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"}},
-    "chain with zero": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"}, "gradients": "chain"},
-    "one strategy twice": {"strategies": {16: "dp4", 64: "dp4", 512: "tp4"}, "gradients": "chain"},
     "static": {"strategies": {512: "dp2.cp2"}},
     "sums of nodes first": {
         "cluster": SLOW_NETWORK,
@@ -119,6 +117,10 @@ OPTIONS = {
         "strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"},
         **{"planner": "turns", "cluster": SLOW_NETWORK, "checked": True, "staging_bytes": 1 << 14, "resident": []},
     },
+}
+MORE_OPTIONS = {
+    "chain with zero": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"}, "gradients": "chain"},
+    "one strategy twice": {"strategies": {16: "dp4", 64: "dp4", 512: "tp4"}, "gradients": "chain"},
     "by turns, chain, home rules": {
         "planner": "turns",
         "gradients": "chain",
@@ -132,15 +134,32 @@ CASES = {
 }
 
 
+MORE = {name: Case(BATCHES, options, shallow) for name, options in MORE_OPTIONS.items()}
+
+
 @pytest.fixture(scope="module")
 def trained():
     return hot(CASES)
 
 
+@pytest.fixture(scope="module")
+def trained_more():
+    return hot(MORE)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_neither_options_nor_few_sequences_change_a_result(trained, name):
-    case = CASES[name]
-    have, want = trained[name], case.one_device()
+    equal_to_one_device(trained[name], CASES[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE)
+def test_nor_do_these(trained_more, name):
+    equal_to_one_device(trained_more[name], MORE[name])
+
+
+def equal_to_one_device(have: dict, case: Case) -> None:
+    want = case.one_device()
     assert sum(group.sequences for group in have["reports"][0].groups) == len(case.batches[0])
     assert loss_error(have["losses"], want["losses"]) <= 1e-12
     assert largest_error(have["params"], want["params"]) <= 1e-9

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.runtime.mini_batch import fastest_order, schedule_of
+from fxpar.runtime.mini_batch import Borders, schedule_of
 from fxpar.schedule.mini_batch import GroupAction
 
 
@@ -30,19 +30,40 @@ class Predicted:
 def test_the_cheapest_first_switch_and_last_reduction_are_exposed():
     switching: Any = Predicted({"a": 3.0, "b": 1.0, "c": 2.0})
     gradients: Any = Predicted({"a": 1.0, "b": 2.0, "c": 3.0})
-    long = dict.fromkeys("abc", 100.0)
-    assert fastest_order(("a", "b", "c"), long, switching, gradients) == ("b", "c", "a")
-    assert fastest_order(("b", "c", "a"), long, switching, gradients) == ("b", "c", "a")
+    long, borders = dict.fromkeys("abc", 100.0), Borders(switching, gradients, overlap=True)
+    assert borders.fastest(("a", "b", "c"), long) == ("b", "c", "a")
+    assert borders.fastest(("b", "c", "a"), long) == ("b", "c", "a")
+    assert borders.exposed_s(("b", "c", "a"), long) == 1.0 + 1.0
+    assert borders.exposed_s(("a", "b", "c"), long) == 3.0 + 3.0
+
+
+def test_what_runs_shortly_hides_little():
+    """switch a 3, run a 1 beside switch b 4, run b 1 beside reduce a 2, then reduce b 2: 2 of 12 seconds are runs."""
+    switching: Any = Predicted({"a": 3.0, "b": 4.0})
+    even: Any = Predicted({"a": 2.0, "b": 2.0})
+    run_s = {"a": 1.0, "b": 1.0}
+    assert Borders(switching, even, overlap=True).exposed_s(("a", "b"), run_s) == (3.0 + 4.0 + 2.0 + 2.0) - 2.0
+    assert Borders(switching, even, overlap=False).exposed_s(("a", "b"), run_s) == 3.0 + 4.0 + 2.0 + 2.0
+    # What is filled in the arena waits until the gradients before it have left.
+    switching.resident = ("a",)
+    run_s = {"a": 1.0, "b": 9.0}
+    assert Borders(switching, even, overlap=True).exposed_s(("a", "b"), run_s) == 3.0 + 2.0 + 4.0 + 2.0
+
+
+def test_blocking_borders_leave_the_order():
+    switching: Any = Predicted({"a": 3.0, "b": 1.0})
+    assert Borders(switching, switching, overlap=False).fastest(("a", "b"), {"a": 9.0, "b": 9.0}) == ("a", "b")
 
 
 def test_equal_orders_leave_what_was():
     even: Any = Predicted(dict.fromkeys("abc", 1.0))
-    assert fastest_order(("c", "a", "b"), dict.fromkeys("abc", 9.0), even, even) == ("c", "a", "b")
+    assert Borders(even, even, overlap=True).fastest(("c", "a", "b"), dict.fromkeys("abc", 9.0)) == ("c", "a", "b")
 
 
 def test_many_strategies_keep_their_order():
     switching: Any = Predicted({"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0})
-    assert fastest_order(tuple("abcde"), dict.fromkeys("abcde", 9.0), switching, switching) == tuple("abcde")
+    borders = Borders(switching, switching, overlap=True)
+    assert borders.fastest(tuple("abcde"), dict.fromkeys("abcde", 9.0)) == tuple("abcde")
 
 
 @pytest.mark.parametrize(

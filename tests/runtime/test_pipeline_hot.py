@@ -46,7 +46,6 @@ BATCHES = [sequences(seed) for seed in (3, 4)]
 TIED = [sequences(seed, (5, 60, 33, 130, 8, 12)) for seed in (3, 4)]
 OPTIONS = {
     "chain, zero": {"strategies": {16: "dp2.pp2+zero3", 64: "pp2.tp2+sp+zb_h1", 512: "cp4"}, "gradients": "chain"},
-    "interleaved": {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}},
 }
 CASES = {
     "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep),
@@ -61,6 +60,9 @@ CASES = {
     "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
 }
 NIGHTLY = {
+    "interleaved": Case(
+        BATCHES[:1], {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}}, deep
+    ),
     "other cuts": Case(
         BATCHES,
         {"strategies": {64: "pp2.dp2+cut(layers.1)", 512: "pp2.dp2+gpipe+cut(layers.3)"}},

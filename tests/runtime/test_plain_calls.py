@@ -301,6 +301,22 @@ def test_the_backward_reads_the_old_buffer():
     assert found["layer.bias"].tolist() == [10.0] * 4
 
 
+class Fixed(Gain):
+    """The buffer is only read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gain
+
+
+def test_a_buffer_that_somebody_writes_before_the_backward():
+    model, x = Fixed(), torch.randn(5, 6)
+    runner, params, buffers = single(model, x)
+    y = runner(params, buffers, (x,), seed=0, on_gradients=lambda grads: None)
+    buffers["gain"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_autocast_is_part_of_the_graph():
     """Run inside autocast, the graph does not cast again; captured inside, it casts as eager does."""
     model, x = Several(), torch.randn(5, 6)

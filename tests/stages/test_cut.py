@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from fxpar.errors import NotAChainError, StageCountError, UnknownCutError
 from fxpar.stages import StagedGraph, cut_stages
+from tests.captured import squared, vectors
 from tests.repeat import examples, thinned
-from tests.stages.models import Model, loaded, odd, random_model
+from tests.stages.models import Model, loaded, odd, random_model, take
 from tests.stages.running import pipeline, runners_of, same, whole
 
 MODELS = {
@@ -228,3 +229,26 @@ def test_a_buffer_that_changes_has_one_stage():
     graph = odd("counted late").graph
     with pytest.raises(NotAChainError, match=r"buffer 'average'.* stages"):
         cut_stages(graph, 2, cuts=["layers.2"])
+
+
+def test_stages_are_balanced_by_time():
+    """Layers with the same products; the first one also does what memory limits, which takes longer than they do."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, sines: int) -> None:
+            super().__init__()
+            self.into, self.sines = torch.nn.Linear(64, 64), sines
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.into(x)
+            for _ in range(self.sines):
+                x = torch.sin(x)
+            return x
+
+    def cuts(*sines: int) -> tuple[str, ...]:
+        model = torch.nn.Sequential(*map(Layer, sines))
+        graph = take(model, squared, vectors(64, 64, 5)).graph
+        return cut_stages(graph, 2).cuts
+
+    assert cuts(1, 1, 1, 1) == ("2",)
+    assert cuts(9, 1, 1, 1) == ("1",)

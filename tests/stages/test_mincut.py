@@ -56,22 +56,22 @@ def test_hints_only_break_ties():
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 5))
-def test_balance(flops, stages):
+def test_balance(seconds, stages):
     """The dearest stage is as cheap as any way to share out the layers makes it."""
-    layers = [Layer(f"layers.{i}", i, f) for i, f in enumerate(flops)]
+    layers = [Layer(f"layers.{i}", i, f) for i, f in enumerate(seconds)]
     if stages > len(layers):
         with pytest.raises(StageCountError, match=f"{stages} stages need {stages} layers"):
             balanced_cuts(layers, stages, "m")
         return
 
     def dearest(ends) -> int:
-        return max(sum(flops[a:b]) for a, b in itertools.pairwise([0, *ends, len(flops)]))
+        return max(sum(seconds[a:b]) for a, b in itertools.pairwise([0, *ends, len(seconds)]))
 
     cuts = [int(fqn.split(".")[1]) for fqn in balanced_cuts(layers, stages, "m")]
     assert cuts == sorted(set(cuts))
     assert len(cuts) == stages - 1
     assert 0 not in cuts
-    assert dearest(cuts) == min(dearest(ends) for ends in itertools.combinations(range(1, len(flops)), stages - 1))
+    assert dearest(cuts) == min(dearest(ends) for ends in itertools.combinations(range(1, len(seconds)), stages - 1))
 
 
 def test_first_stages_are_larger():

@@ -6,7 +6,9 @@ import re
 import pytest
 
 from fxpar import errors
-from fxpar.train.config import config_from_json, parse_config, read_config
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import Device
+from fxpar.train.config import config_from_json, described_cluster, parse_config, read_config
 from fxpar.train.demo import DEMO
 
 SMALL = """
@@ -63,6 +65,22 @@ def test_json_holds_everything():
     assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
+def test_a_cluster_is_a_file_or_a_table(tmp_path):
+    table = (
+        "[engine.cluster]\nnodes = 1\ndevices_per_node = 4\nintra_gb_per_s = 2\ninter_gb_per_s = 1\nlatency_us = 90\n"
+    )
+    device = "[engine.cluster.device]\ntflops = { float32 = 0.1 }\nmemory_gb_per_s = 20\nlaunch_us = 2\n"
+    described = described_cluster(parse(SMALL + table + device).engine)
+    assert described == ClusterSpec(1, 4, 2, 1, 90, device=Device({"float32": 0.1}, 20, 2))
+    config = parse(SMALL + table + device, "engine.cluster.nodes=3")
+    assert described_cluster(config_from_json(json.loads(json.dumps(config.to_json()))).engine).nodes == 3
+    (tmp_path / "c.json").write_text(json.dumps(described.to_json()))
+    assert described_cluster(parse(SMALL, f"engine.cluster={tmp_path / 'c.json'}").engine) == described
+    assert described_cluster(parse().engine) is None
+    with pytest.raises(errors.ClusterError, match=r"\[engine.cluster\]: lacks devices_per_node"):
+        described_cluster(parse(SMALL, "engine.cluster.nodes=3").engine)
+
+
 def test_the_demo_is_valid():
     assert parse_config(DEMO, "demo", "demo").world == 4
 
@@ -84,6 +102,8 @@ def test_the_demo_is_valid():
         ("model.name=3", "model.name = 3 must be a text"),
         ("model.options=3", "model.options = 3 must be a table"),
         ("engine.order=[1]", "engine.order = [1] must be a list of texts"),
+        ("engine.cluster=3", "engine.cluster = 3 must be a text or a table"),
+        ("engine.device_tflops=3", "engine.device_tflops is no key; [engine] has token_budget"),
         ("strategies.512=dq4", "strategies.512: strategy 'dq4': unknown axis 'dq'"),
         ("strategies.many=dp4", "strategies.many is no length in tokens"),
         ("strategies.512=4", "strategies.512 = 4 must be a strategy"),

@@ -13,7 +13,7 @@ from fxpar.runtime.spans import RunSpan, StepTrace
 from fxpar.train import report
 from fxpar.train.report import ReportParts, read_metrics, write_report
 from fxpar.train.traces import StepTraces, gathered
-from tests.viz.steps import COMPARISON, RATES, STRATEGIES, inside, metrics, shown_step, views
+from tests.viz.steps import COMPARISON, STRATEGIES, inside, metrics, shown_step, views
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 def parts():
     insides = {strategy: inside(strategy) for strategy in STRATEGIES}
-    return ReportParts(tuple(views()), RATES, insides, (shown_step(),), ("4 ranks",))
+    return ReportParts(tuple(views()), insides, (shown_step(),), ("4 ranks",))
 
 
 def page_data(path):

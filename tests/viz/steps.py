@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fxpar.batching.profile import Rates
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import Device
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.spans import RunSpan
+from fxpar.schedule.mini_batch import MiniBatchSchedule
 from fxpar.viz.inside import Inside
 from fxpar.viz.measured import measured_step
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
@@ -18,7 +19,7 @@ from fxpar.viz.timeline import ShownStep
 from fxpar.viz.viewed import Viewed
 from tests.captured import llama
 
-RATES = Rates(ClusterSpec(1, 4, 100.0, 10.0, 10.0), 10.0, 1000.0, 4.0)
+CLUSTER = ClusterSpec(1, 4, 100.0, 10.0, 10.0, device=Device(10.0, 1000.0, 4.0))
 STRATEGIES = ("dp2.tp2+sp", "pp2.dp2", "dp4+zero2")
 
 
@@ -29,13 +30,13 @@ def program(strategy: str) -> TrainGraph:
 
 @functools.cache
 def inside(strategy: str) -> Inside:
-    return Inside(program(strategy), RATES)
+    return Inside(program(strategy), CLUSTER)
 
 
 def views(*strategies: str, tokens: int = 256, micro_batches: int = 3) -> list[Viewed]:
     sizes = {"T": tokens}
     return [
-        Viewed(s, program(s), llama(layers=2).graph, program(s), RATES.cluster, sizes, micro_batches)
+        Viewed(s, program(s), llama(layers=2).graph, program(s), CLUSTER, sizes, micro_batches)
         for s in strategies or STRATEGIES
     ]
 
@@ -46,14 +47,17 @@ def planned(strategy: str, *replicas: Any, switch_ms: float = 0.5, reduce_ms: fl
 
 
 @functools.cache
-def predicted() -> StepTimeline:
+def step_groups() -> list[Planned]:
     """Three groups on four ranks: unequal replicas, a pipeline, and one in lock step with an idle replica."""
-    groups = [
+    return [
         planned("dp2.tp2+sp", [[100, 20], [64]], [[90]]),
         planned("pp2.dp2", [[300], [200], [100]], [[250], [50]], switch_ms=0.0),
         planned("dp4+zero2", [[64], [64]], [[128]], [[60]], []),
     ]
-    return predict_step(groups, 4, optimizer_ms=0.125)
+
+
+def predicted(order: MiniBatchSchedule | None = None) -> StepTimeline:
+    return predict_step(step_groups(), 4, optimizer_ms=0.125, order=order)
 
 
 def shown_step(step: int = 7) -> ShownStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.viz import Viewed, assumed_cluster, view_document
+from fxpar.viz import Viewed, view_document
 from fxpar.viz.document import about
 from tests.viz.shown import tall, viewed
 
@@ -24,8 +24,6 @@ def test_head():
 
 
 def test_the_clusters_of_a_view():
-    assert assumed_cluster(3).world == 3
-    assert (assumed_cluster(12).nodes, assumed_cluster(12).devices_per_node) == (2, 8)
     cluster = ClusterSpec(2, 2, 100, 10, 5)
     view = Viewed("tp2", viewed("dp2.tp2+sp").graph, cluster=cluster, sizes={"T": 9})
     assert view.links is cluster

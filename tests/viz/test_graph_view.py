@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.cost.cluster import usual_cluster
+from fxpar.cost.device import GPU
 from fxpar.ir.graph import Dim, dim_symbol
 from fxpar.ir.printer import parts
 from fxpar.viz.facts import program_facts
 from fxpar.viz.graph_view import graph_section
 from fxpar.viz.inside import Inside
-from fxpar.viz.timeline import assumed_rates
 from tests.viz.shown import STRATEGIES, tall, viewed
 
 
@@ -104,15 +105,15 @@ def test_a_layer_more_costs_little():
 
 def test_times_of_the_body_are_those_of_a_micro_batch():
     """Two rows that are fixed in the graph, whose costs are those of both; both pictures agree."""
-    view = replace(viewed("dp2.tp2+sp"), graph=viewed("dp2.tp2+sp").stored, sizes={"T": 4096})
-    rates = replace(assumed_rates([view]), device_tflops=1e-3)  # arithmetic outweighs all else
-    inside = Inside(view.graph, rates)
+    slow = replace(usual_cluster(4), device=replace(GPU, tflops=1e-3))  # arithmetic outweighs all else
+    view = replace(viewed("dp2.tp2+sp"), graph=viewed("dp2.tp2+sp").stored, sizes={"T": 4096}, cluster=slow)
+    inside = Inside(view.graph, slow)
     assert (view.lengths, view.tokens) == ((4096,), 8192)
-    (body,) = [part for part in program_facts(view, view.graph, rates) if part.name == "body"]
+    (body,) = [part for part in program_facts(view, view.graph) if part.name == "body"]
     found = inside.node_ms(0, "body", view.lengths)
     assert sum(node.ms for node in body.nodes) == pytest.approx(sum(found.values()))
     largest = max(body.nodes, key=lambda node: node.flops)
-    computing_ms = largest.flops / (rates.device_tflops * 1e9)
+    computing_ms = largest.flops / (1e-3 * 1e9)
     assert computing_ms < largest.ms < 1.01 * computing_ms
 
 

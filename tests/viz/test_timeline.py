@@ -4,26 +4,53 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
-from fxpar.batching.cost import group_cost
-from fxpar.batching.pipeline_cost import pipeline_cost
-from fxpar.batching.profile import node_costs
-from fxpar.batching.work import Polynomial
+from fxpar.cost.calls import node_costs
+from fxpar.cost.group import group_cost
+from fxpar.cost.polynomial import Polynomial
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.schedule import Costs, simulate
+from fxpar.schedule.mini_batch import blocking, overlapped
 from fxpar.viz.inside import ACTION_PARTS, Inside, block_of
-from fxpar.viz.step import Lane
+from fxpar.viz.step import Lane, predict_step
 from fxpar.viz.timeline import timeline_section
-from tests.viz.steps import RATES, inside, planned, predicted, program, shown_step, views
-
-ARGUMENTS = {"memory_gb_per_s": RATES.memory_gb_per_s, "launch_us": RATES.launch_us}
+from tests.viz.steps import CLUSTER, inside, planned, predicted, program, shown_step, step_groups, views
 
 
 def lanes_of(timeline):
     for lane in range(len(timeline.lanes)):
         yield sorted((s for s in timeline.spans if s.lane == lane), key=lambda s: s.start_ms)
+
+
+def test_borders_that_block_are_the_default():
+    assert predicted(blocking(3)) == predicted()
+
+
+@pytest.mark.parametrize("border_ms", [1e-3, 50.0])
+def test_of_borders_beside_groups_the_waits_are_shown(border_ms):
+    """The first switch and the last reduction at least; between them what a run is too short to hide."""
+    groups = [replace(one, switch_ms=border_ms, reduce_ms=border_ms) for one in step_groups()]
+    run_ms = [predict_step([replace(one, switch_ms=0.0, reduce_ms=0.0)], 4).end_ms for one in groups]
+    found = predict_step(groups, 4, 0.125, overlapped([False] * 3))
+    # On paper: transfers in the order s0 s1 r0 s2 r1 r2, each behind the run that it needs.
+    end_0 = border_ms + run_ms[0]
+    end_s1 = 2 * border_ms
+    end_1 = max(end_0, end_s1) + run_ms[1]
+    end_r0 = max(end_s1, end_0) + border_ms
+    end_s2 = end_r0 + border_ms
+    end_2 = max(end_1, end_s2) + run_ms[2]
+    end_r2 = max(max(end_s2, end_1) + border_ms, end_2) + border_ms
+    assert found.end_ms == pytest.approx(end_r2 + 0.125)
+    waits = [sum(found.group_ms(g)[kind] for g in range(3)) for kind in ("switch", "reduce")]
+    assert sum(waits) == pytest.approx(end_r2 - sum(run_ms))
+    if border_ms < min(run_ms):
+        assert waits == pytest.approx([border_ms, border_ms])
+    for spans in lanes_of(found):
+        for before, after in itertools.pairwise(spans):
+            assert before.start_ms <= before.end_ms <= after.start_ms + 1e-9
 
 
 @pytest.mark.parametrize("timeline", [predicted(), shown_step().measured], ids=["predicted", "measured"])
@@ -37,8 +64,8 @@ def test_spans_of_a_lane_never_overlap(timeline):
 
 @pytest.mark.parametrize("strategy", ["dp2.tp2+sp", "dp4+zero2", "cp4"])
 def test_calls_add_up_to_the_cost_of_a_group(strategy):
-    cost = group_cost(program(strategy), RATES.cluster, RATES.device_tflops, **ARGUMENTS)
-    total = sum((node.seconds for node in node_costs(program(strategy), RATES)), Polynomial())
+    cost = group_cost(program(strategy), CLUSTER)
+    total = sum((node.seconds for node in node_costs(program(strategy), CLUSTER)), Polynomial())
     assert (float(total.c0), float(total.c1), float(total.c2)) == (
         cost.fixed_s,
         cost.per_token_s,
@@ -52,7 +79,7 @@ def test_calls_add_up_to_the_cost_of_a_group(strategy):
 
 def test_calls_of_a_pipeline_add_up_to_its_cost_but_for_messages():
     pipeline = program("pp2.dp2")
-    cost = pipeline_cost(pipeline, RATES.cluster, RATES.device_tflops, **ARGUMENTS)
+    cost = group_cost(pipeline, CLUSTER)
     lengths = (4096,)
     found = inside("pp2.dp2")
     busy = [
@@ -65,7 +92,7 @@ def test_calls_of_a_pipeline_add_up_to_its_cost_but_for_messages():
 
 def test_micro_batches_take_what_the_planner_predicts():
     timeline = predicted()
-    cost = group_cost(program("dp2.tp2+sp"), RATES.cluster, RATES.device_tflops, **ARGUMENTS)
+    cost = group_cost(program("dp2.tp2+sp"), CLUSTER)
     long, short = (next(i for i, lane in enumerate(timeline.lanes) if lane.replicas[0] == r) for r in (0, 1))
     for lane, expected in ((long, [(100, 20), (64,)]), (short, [(90,)])):
         mine = [s for s in timeline.spans if s.lane == lane and s.group == 0 and s.kind == "micro_batch"]
@@ -103,7 +130,7 @@ def test_pipeline_spans_are_those_of_the_schedule():
 
 
 def test_halves_of_a_backward():
-    found = Inside(program("pp2.tp2+zb_h1"), RATES)
+    found = Inside(program("pp2.tp2+zb_h1"), CLUSTER)
     assert {name for _, name in found.parts} == {"prologue", "forward", "input_part", "weight_part", "epilogue"}
 
 
@@ -120,7 +147,7 @@ def test_lock_step_waits_for_the_slowest_replica():
 
 
 def test_equal_ranks_share_a_lane():
-    section = timeline_section(views("dp2.tp2+sp", "pp2.dp2"), RATES)
+    section = timeline_section(views("dp2.tp2+sp", "pp2.dp2"))
     lanes = section["steps"][0]["timelines"][0]["lanes"]
     assert [lane["name"] for lane in lanes] == ["ranks 0-1", "ranks 2-3"]
     assert str(Lane((0, 1, 4, 7), ())) == "ranks 0-1,4,7"
@@ -144,12 +171,12 @@ def test_section_of_views():
 
 
 def test_strategies_on_other_numbers_of_ranks_get_steps_of_their_own():
-    section = timeline_section(views("dp2.tp2+sp", "tp2"), RATES)
+    section = timeline_section(views("dp2.tp2+sp", "tp2"))
     assert [step["title"] for step in section["steps"]] == ["A step under dp2.tp2+sp", "A step under tp2"]
 
 
 def test_measured_beside_predicted():
-    section = timeline_section(views(), RATES, [shown_step()])
+    section = timeline_section(views(), [shown_step()])
     (step,) = section["steps"]
     predicted_json, measured = step["timelines"]
     assert (predicted_json["source"], measured["source"]) == ("predicted", "measured")
@@ -160,7 +187,7 @@ def test_measured_beside_predicted():
 
 def test_more_lanes_than_are_shown(monkeypatch):
     monkeypatch.setattr("fxpar.viz.timeline.MOST_LANES", 3)
-    section = timeline_section(views(), RATES, [shown_step()])
+    section = timeline_section(views(), [shown_step()])
     measured = section["steps"][0]["timelines"][1]
     assert (len(measured["lanes"]), measured["hidden_lanes"]) == (3, 1)
     assert {span[0] for span in measured["spans"]} == {0, 1, 2}

@@ -9,7 +9,7 @@ from fxpar.viz.run import run_section
 from fxpar.viz.timeline import timeline_section
 from tests.viz.browser import console_errors, open_page, open_tab
 from tests.viz.shown import tall
-from tests.viz.steps import COMPARISON, RATES, inside, metrics, shown_step, views
+from tests.viz.steps import COMPARISON, inside, metrics, shown_step, views
 
 pytestmark = pytest.mark.browser
 pytest.importorskip("plotly", reason="charts need plotly")
@@ -28,7 +28,7 @@ def page(tmp_path_factory):
     shown = views()
     insides = {view.strategy: inside(view.strategy) for view in shown}
     sections = {
-        "timeline": timeline_section(shown, RATES, [shown_step(7), shown_step(3)], insides),
+        "timeline": timeline_section(shown, [shown_step(7), shown_step(3)], insides),
         "run": run_section(metrics(6), comparison=COMPARISON, environment=["4 ranks on CPU"]),
     }
     path = tmp_path_factory.mktemp("page") / "page.html"

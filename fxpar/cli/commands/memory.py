@@ -8,7 +8,10 @@ import typer
 
 from fxpar.cli.options import Debug, Json, ModelOrGraph, NoCache, Override, Set, World
 
-EXAMPLES = ("fxpar memory hf:llama@8b -s tp8+sp+remat --tokens 8192",)
+EXAMPLES = (
+    "fxpar memory hf:llama@8b -s tp8+sp+remat --tokens 8192",
+    "fxpar memory llama -s dp4.tp2 --cluster c.toml",
+)
 
 
 def memory_command(
@@ -29,6 +32,12 @@ def memory_command(
             show_default=False,
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Cluster, .toml or .json: its nodes, and what a device holds.", show_default=False
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters in the graph; masters are fp32.")] = "float32",
     json: Json = None,
     set_: Set = [],  # noqa: B006
@@ -42,4 +51,4 @@ def memory_command(
     from fxpar.cli.source import GraphSource
 
     source = GraphSource(model, dtype, None, tuple(set_), tuple(override), world, cache=not no_cache)
-    run_memory(MemoryRequest(source, strategy, tokens, longest, micro_batches, json))
+    run_memory(MemoryRequest(source, strategy, tokens, longest, micro_batches, cluster, json))

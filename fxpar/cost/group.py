@@ -1,20 +1,22 @@
-"""What a micro-batch costs, in three numbers per length group, worked out from the group's ExecGraph."""
+"""What a micro-batch costs, in three numbers per program: the sum over its calls."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 
-from fxpar.batching.work import Polynomial, body_work, link_crosses_nodes
+from fxpar.cost.calls import node_costs
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.links import handed_on_s
+from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 
-MEMORY_GB_PER_S = 2000.0
-LAUNCH_US = 4.0
+NOMINAL_TOKENS = 4096  # which ranks are slowest may depend on the length
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class GroupCost:
             elif not (math.isfinite(value) and value >= 0):
                 raise CostModelError(name, value)
 
+    @classmethod
+    def of(cls, seconds: Polynomial, stages: int = 1, virtual: int = 1) -> GroupCost:
+        """With the numbers of a polynomial."""
+        return cls(float(seconds.c0), float(seconds.c1), float(seconds.c2), stages, virtual)
+
     def seconds(self, lengths: Sequence[int]) -> float:
         """Time of a micro-batch of sequences with these lengths in tokens."""
         squares = sum(length * length for length in lengths)
@@ -70,48 +77,26 @@ class GroupCost:
         return self.per_token_s * length + self.per_square_s * (length * length)
 
 
-def group_cost(
-    program: Program,
-    cluster: ClusterSpec,
-    device_tflops: float,
-    *,
-    memory_gb_per_s: float = MEMORY_GB_PER_S,
-    launch_us: float = LAUNCH_US,
-) -> GroupCost:
-    """Predicted cost of one micro-batch of `program` on `cluster`; nothing runs, all ranks find the same.
+def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:
+    """Predicted cost of one micro-batch of `program` on `cluster`, whose calls add up (`fxpar.cost.calls`); nothing
+    runs, all ranks find the same. Of a pipeline it is that of the slowest ranks, with all of their stages and what
+    these hand on; a replica takes longer by the bubble.
 
-    `device_tflops` (1e12 operations per second) and `memory_gb_per_s` (1e9 bytes per second) are what a device
-    sustains; `launch_us` is paid by every kernel. Terms add up, so nothing is taken to overlap:
-
-        products and attention   operations / device_tflops, plus their weights' bytes over the memory
-        other ops                bytes read and written / memory_gb_per_s
-        collectives              bytes sent / bandwidth of the link, plus latency_us; an axis whose process groups
-                                 leave a node takes `inter_gb_per_s`, any other `intra_gb_per_s`
-
-    Raises ClusterError (fewer devices than ranks), CostModelError (a rate that is not positive and finite).
+    Raises ClusterError for a cluster with fewer devices than ranks.
     """
     cluster.require(program.strategy.world)
-    rates = {"device_tflops": device_tflops, "memory_gb_per_s": memory_gb_per_s}
-    for name, value in rates.items():
-        if not (math.isfinite(value) and value > 0):
-            raise CostModelError(name, value)
-    if not (math.isfinite(launch_us) and launch_us >= 0):
-        raise CostModelError("launch_us", launch_us)
-    work = body_work(program)
-    total = work.flops * (1 / (Fraction(device_tflops) * 10**12))
-    total += work.memory_bytes * (1 / (Fraction(memory_gb_per_s) * 10**9))
-    total += Polynomial(work.kernels * Fraction(launch_us) / 10**6)
-    per_byte = {axis: seconds_per_byte(program.mesh, axis, cluster) for axis in {t.axis for t in work.traffic}}
-    for one in work.traffic:
-        total += one.sent_bytes * per_byte[one.axis] + Polynomial(Fraction(cluster.latency_us) / 10**6)
-    return GroupCost(float(total.c0), float(total.c1), float(total.c2))
+    if not isinstance(program, PipelineGraph):
+        return GroupCost.of(_total(program, cluster))
+    totals: dict[Mesh, Polynomial] = {}
+    for stage in program.stages:
+        sent = (handed_on_s(program, stage.index, kind, cluster) for kind in ("sent", "sent_grad"))
+        mine = sum(sent, _total(stage, cluster))
+        totals[stage.mesh] = totals.get(stage.mesh, Polynomial()) + mine
+    slowest = max(totals.values(), key=lambda one: one.at(NOMINAL_TOKENS))
+    return GroupCost.of(slowest, program.strategy.degree("pp"), program.strategy.pipeline.virtual)
 
 
-def seconds_per_byte(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Fraction:
-    """Of one rank, while all ranks take part in a collective of theirs over `axis`."""
-    bandwidth = cluster.intra_gb_per_s
-    if link_crosses_nodes(mesh, axis, cluster.node_of):
-        shared = cluster.node_gb_per_s
-        share = cluster.inter_gb_per_s if shared is None else shared / cluster.devices_per_node
-        bandwidth = min(cluster.inter_gb_per_s, share)
-    return 1 / (Fraction(bandwidth) * 10**9)
+def _total(program: Program, cluster: ClusterSpec) -> Polynomial:
+    """Seconds of all calls of a micro-batch; equal ones, of which there are many, are added once."""
+    counts = Counter(cost.seconds for cost in node_costs(program, cluster))
+    return sum((seconds * count for seconds, count in counts.items()), Polynomial())

@@ -1,0 +1,124 @@
+"""`fxpar profile`: what this machine sustains, as a cluster file, measured by one rank or by several."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from fxpar.cli.console import plain_table, stdout_console
+from fxpar.cli.request import check_replaced, replace_output, to_json
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ProfileError
+from fxpar.profiling.points import Point, measured
+from fxpar.profiling.record import described, device_name, file_content
+from fxpar.profiling.trials import device_series, link_series
+from fxpar.train.launch import run_ranks
+from fxpar.train.rank import choose_device
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """The words of the command line."""
+
+    output: str = "cluster.json"
+    ranks: int = 1
+    seconds: float = 0.2
+    threads: int = 1
+    device: str = "auto"
+    force: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """The same as words."""
+        values = {f"--{one.name}": getattr(self, one.name) for one in fields(self) if one.name != "force"}
+        return [*(word for pair in values.items() for word in map(str, pair)), *(["--force"] if self.force else [])]
+
+
+def run_profile(request: ProfileRequest) -> None:
+    """Do it. Raises OutputError, ProfileError, DeviceCountError, and what `run_ranks` raises."""
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not is_rank or os.environ["RANK"] == "0":
+        check_target(request)
+    if is_rank:
+        record(_as_rank)(request)
+    elif request.ranks > 1:
+        logs = Path(tempfile.mkdtemp(prefix="fxpar-profile-"))  # stays if a rank fails: its error names the log
+        run_ranks(request.ranks, ("-m", "fxpar", "profile", *request.words), logs)
+        shutil.rmtree(logs, ignore_errors=True)
+    else:
+        _measure(request, choose_device(request.device, 0, 1), 0, 1, 1)
+
+
+def check_target(request: ProfileRequest) -> None:
+    """Find out before anything is measured that the file cannot be written. Raises OutputError, ProfileError."""
+    check_replaced(request.output)
+    if request.output == "-":
+        return
+    if not request.output.endswith(".json"):
+        raise ProfileError(f"writes JSON, and {request.output!r} would be read as TOML", "Call it FILE.json")
+    if Path(request.output).exists() and not request.force:
+        raise ProfileError(
+            f"finds a file {request.output!r}", "Replace it with --force, or choose another name with -o"
+        )
+
+
+def _as_rank(request: ProfileRequest) -> None:
+    rank, world, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if request.ranks not in (1, world):
+        raise ProfileError(f"runs on the {world} ranks of a launcher, not on {request.ranks}", "Leave out --ranks")
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % local_world:
+        raise ProfileError(
+            f"needs equal nodes, and {world} ranks are no multiple of {local_world}", "Start as many on each node"
+        )
+    device = choose_device(request.device, local_rank, local_world)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        _measure(request, device, rank, world, world // local_world)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(request: ProfileRequest, device: torch.device, rank: int, world: int, nodes: int) -> None:
+    torch.set_num_threads(request.threads)
+    console = stdout_console()
+    series = device_series(device) + (link_series(device, nodes) if world > 1 else [])
+    with console.status("") as status:
+        points = measured(series, device, request.seconds, status.update if rank == 0 else lambda text: None)
+    if rank:
+        return
+    cluster = described(points, device, nodes, world)
+    replace_output(request.output, to_json(file_content(cluster, points, device, request.threads)))
+    if request.output != "-":
+        console.print(f"{request.output}: {world} x {device_name(device)}", markup=False)
+        console.print(plain_table(("", "sustained", ""), shown(cluster, points)), markup=False)
+
+
+def shown(cluster: ClusterSpec, points: Sequence[Point]) -> list[tuple[str, str, str]]:
+    """(what, how much, how it was found) for people."""
+    device, levels = cluster.device, {point.of for point in points}
+    widest = {point.of: point.size for point in points if point.kind == "product"}
+    rows = [
+        (
+            f"products in {name}",
+            f"{float(device.flops_per_s(getattr(torch, name))) / 1e12:.4g} TFLOP/s",
+            f"matrices up to {width:,} wide",
+        )
+        for name, width in widest.items()
+    ]
+    rows.append(("memory", f"{device.memory_gb_per_s:g} GB/s", f"copies and sums; {device.memory_gb:g} GB of it"))
+    rows.append(("launch", f"{device.launch_us:g} µs", "per kernel"))
+    for level, where in (("intra", "inside a node"), ("inter", "between nodes")):
+        how = "messages, all-reduces, all-gathers" if level in levels else "usual figure, not measured"
+        rows.append((f"links {where}", f"{getattr(cluster, f'{level}_gb_per_s'):g} GB/s", how))
+    how = "per collective and message" if levels & {"intra", "inter"} else "usual figure, not measured"
+    rows.append(("latency", f"{cluster.latency_us:g} µs", how))
+    return rows

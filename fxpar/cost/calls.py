@@ -1,0 +1,143 @@
+"""What each call of a program costs, in program order: the one walk that every predicted time comes from.
+
+Nothing is taken to overlap, so times add up:
+
+    products and attention   operations over what the device sustains in their dtype, plus the bytes of what does not
+                             grow with T (weights are read, their gradients written) over its memory
+    other kernels            bytes read and written over its memory
+    every kernel             the launch
+    collectives              bytes sent over the link, plus the latency; an axis whose process groups leave a node takes
+                             the links between nodes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import fx
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.links import seconds_per_byte
+from fxpar.cost.ops import SizesOf, flops, is_kernel, local_metas, touched_bytes
+from fxpar.cost.polynomial import Polynomial, Sizes, fitted
+from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
+from fxpar.ir.graph import TensorMeta
+from fxpar.ops.traits import ATTENTION
+
+PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
+Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+COMPUTE = ("product", "attention", "memory")
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One call: a kernel, or a collective over the mesh axes `axis`, joined by '.'.
+
+    `seconds`, `flops` and `nbytes` are polynomials in the tokens of a replica's micro-batch. A collective's bytes are
+    what one rank sends, a kernel's what it reads and writes.
+    """
+
+    part: str
+    name: str
+    fqn: str
+    kind: Kind
+    axis: str
+    backward: bool
+    seconds: Polynomial
+    nbytes: Polynomial
+    flops: Polynomial
+
+
+def node_costs(program: Program, cluster: ClusterSpec, *, parts: Mapping[str, Part] | None = None) -> list[NodeCost]:
+    """The calls of `parts` (by default of those that run per micro-batch) on one rank, in program order."""
+    if parts is None:
+        parts = {name: part for name, part in program.parts.items() if name in PER_MICRO_BATCH}
+    walk = _Walk(program, cluster)
+    return [cost for name, part in parts.items() for cost in walk.part(name, part)]
+
+
+def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
+    """Seconds that one call keeps the device or a link inside a node busy, at these sizes; 0 for a view. Launch and
+    latency are left out: they say how a call is made, not what it does.
+    """
+    if "comm" in node.meta:
+        sent: TensorMeta = node.meta["comm"][1]
+        return math.prod(shape(sent)) * sent.dtype.itemsize / cluster.bytes_per_s(between=False)
+    if not is_kernel(node):
+        return Fraction(0)
+    work = flops(node, shape)
+    if work:
+        return work / cluster.device.flops_per_s(_dtype(node))
+    return touched_bytes(node, shape) / cluster.device.bytes_per_s
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """What a product computes in."""
+    return next(local_metas(node)).dtype
+
+
+@dataclass
+class _Walk:
+    """Layers repeat: a polynomial is worked out once for calls with the same counts."""
+
+    program: Program
+    cluster: ClusterSpec
+    _fitted: dict[tuple[Fraction, ...], Polynomial] = field(default_factory=dict)
+    _per_byte: dict[str, Fraction] = field(default_factory=dict)
+    _seconds: dict[tuple[Polynomial, Polynomial, torch.dtype], Polynomial] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._samples = [Sizes(self.program, k) for k in (1, 2, 3)]
+
+    def part(self, name: str, part: Part) -> Iterator[NodeCost]:
+        for node in part.graph.nodes:
+            kind = collective_kind(node)
+            if kind is not None:
+                yield self._collective(name, node, kind)
+            elif is_kernel(node):
+                yield self._kernel(name, node)
+
+    def _collective(self, part: str, node: fx.Node, kind: str) -> NodeCost:
+        axis, sent = node.meta["comm"]
+        fqn, backward = node.meta.get("fqn", ""), bool(node.meta.get("backward"))
+        found = Communication(kind, axis, sent, part, fqn, backward)
+        if axis not in self._per_byte:
+            self._per_byte[axis] = seconds_per_byte(self.program.mesh, axis, self.cluster)
+        elements = self._fit(*(Fraction(sizes.numel(sent)) for sizes in self._samples))
+        nbytes = elements * _bytes_per_element(found, self.program.strategy.mesh.degree(axis))
+        seconds = nbytes * self._per_byte[axis] + Polynomial(self.cluster.latency_s)
+        return NodeCost(part, node.name, fqn, kind, axis, backward, seconds, nbytes, Polynomial())  # type: ignore[arg-type]
+
+    def _kernel(self, part: str, node: fx.Node) -> NodeCost:
+        work = self._fit(*(flops(node, sizes) for sizes in self._samples))
+        touched = self._fit(*(Fraction(touched_bytes(node, sizes)) for sizes in self._samples))
+        is_memory = work == Polynomial()
+        # Of a product what grows with T hides behind the arithmetic.
+        moved = touched if is_memory else Polynomial(touched.c0)
+        kind: Kind = "memory" if is_memory else "attention" if node.target in ATTENTION else "product"
+        fqn, backward = node.meta.get("fqn", ""), bool(node.meta.get("backward"))
+        seconds = self._kernel_s(work, moved, _dtype(node))
+        return NodeCost(part, node.name, fqn, kind, "", backward, seconds, touched, work)
+
+    def _kernel_s(self, work: Polynomial, moved: Polynomial, dtype: torch.dtype) -> Polynomial:
+        key, device = (work, moved, dtype), self.cluster.device
+        if key not in self._seconds:
+            computing = work * (1 / device.flops_per_s(dtype))
+            self._seconds[key] = computing + moved * (1 / device.bytes_per_s) + Polynomial(device.launch_s)
+        return self._seconds[key]
+
+    def _fit(self, *values: Fraction) -> Polynomial:
+        if values not in self._fitted:
+            self._fitted[values] = fitted(values, self._samples[0].tokens)
+        return self._fitted[values]
+
+
+def _bytes_per_element(found: Communication, degree: int) -> Fraction:
+    """Bytes that a rank sends for each element that it puts in."""
+    one = replace(found, sent=TensorMeta((1,), found.sent.dtype))
+    return Fraction(one.wire_bytes(degree, {})).limit_denominator(10**9)

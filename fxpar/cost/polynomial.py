@@ -1,0 +1,78 @@
+"""What a micro-batch counts, as polynomials in the lengths of its documents: fitted to counts at three sizes.
+
+The square term is attention's, which stays inside of documents: it is meant per document, c2 * sum(len**2). The other
+two are meant per row, c0 + c1 * T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fxpar.cost.ops import SizesAt
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import Dim, TensorMeta
+
+TOKEN_KEYS = ("input_ids", "tokens", "labels", "position_ids")
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """c0 + c1 * T + c2 * sum(len**2), exact."""
+
+    c0: Fraction = Fraction(0)
+    c1: Fraction = Fraction(0)
+    c2: Fraction = Fraction(0)
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        return Polynomial(self.c0 + other.c0, self.c1 + other.c1, self.c2 + other.c2)
+
+    def __mul__(self, factor: Fraction | int) -> Polynomial:
+        return Polynomial(self.c0 * factor, self.c1 * factor, self.c2 * factor)
+
+    def at(self, tokens: int) -> Fraction:
+        """Value for one document of `tokens`."""
+        return self.c0 + self.c1 * tokens + self.c2 * tokens * tokens
+
+
+def sent_bytes(program: Program, sent: Sequence[TensorMeta]) -> Polynomial:
+    """Bytes of these local tensors of `program`, with one row of T tokens."""
+    samples = [Sizes(program, k) for k in (1, 2, 3)]
+    values = [Fraction(sum(s.numel(meta) * meta.dtype.itemsize for meta in sent)) for s in samples]
+    return fitted(values, samples[0].tokens)
+
+
+def fitted(values: Sequence[Fraction], tokens: int) -> Polynomial:
+    """The polynomial with these values at `tokens`, twice and three times as many."""
+    a, b, c = values
+    linear, square = -5 * a + 8 * b - 3 * c, a - 2 * b + c
+    return Polynomial(3 * a - 3 * b + c, linear / (2 * tokens), square / (2 * tokens * tokens))
+
+
+class Sizes(SizesAt):
+    """Sizes of local tensors with `k` times a base number of tokens in one row."""
+
+    def __init__(self, program: Program, k: int) -> None:
+        token = token_dim(program)
+        self.tokens = 4096 * k * math.lcm(*program.divisors.values())
+        super().__init__({d.symbol: self.tokens if d is token else base_rows(program, d) for d in program.dims})
+
+    def numel(self, meta: TensorMeta) -> int:
+        return math.prod(self(meta))
+
+
+def token_dim(program: Program) -> Dim | None:
+    """The dynamic dim that counts tokens: the last dim of the token ids; without such a batch, the first one."""
+    by_symbol = {d.symbol: d for d in program.dims}
+    batch = {i.fqn: i.meta for i in program.inputs if i.kind == "batch"}
+    for key in TOKEN_KEYS:
+        if key in batch and batch[key].shape and batch[key].shape[-1] in by_symbol:
+            return by_symbol[batch[key].shape[-1]]  # type: ignore[index]
+    return next(iter(program.dims), None)
+
+
+def base_rows(program: Program, dim: Dim) -> int:
+    """Size of a further dynamic dim: one packed row, or as few as the strategy can divide."""
+    return max(dim.minimum, program.divisors.get(dim.name, 1))

@@ -1,0 +1,1 @@
+"""What this machine's devices, memory and links sustain, measured, as a cluster file says it."""

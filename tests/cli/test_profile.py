@@ -1,0 +1,111 @@
+"""`fxpar profile`: a file that other commands read, ranks of its own, nothing lost by mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fxpar.cli import profile
+from fxpar.cost.cluster import ClusterSpec
+from tests.cli.helpers import fxpar
+
+TINY = ("--seconds", "0.002")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    """Small matrices and arrays, in an empty folder."""
+    monkeypatch.setattr(profile, "device_series", lambda device: SERIES(device, (16, 32), (1 << 12,)))
+    monkeypatch.chdir(tmp_path)
+
+
+SERIES = profile.device_series
+
+
+def test_a_file_that_other_commands_read():
+    status, out, _ = fxpar("profile", *TINY)
+    assert status == 0
+    lines = [line.split()[0] for line in out.splitlines()]
+    assert lines == [
+        "cluster.json:",
+        "sustained",
+        "products",
+        "products",
+        "memory",
+        "launch",
+        "links",
+        "links",
+        "latency",
+    ]
+    assert out.count("usual figure, not measured") == 3
+    cluster = ClusterSpec.from_file("cluster.json")
+    assert cluster.world == 1
+    assert set(cluster.device.tflops) == {"float32", "bfloat16"}
+    status, out, _ = fxpar("switch", "mlp", "--from", "dp1", "--to", "tp1", "--cluster", "cluster.json")
+    assert status == 0
+
+
+def test_stdout(tmp_path):
+    status, out, _ = fxpar("profile", *TINY, "-o", "-")
+    assert status == 0
+    assert ClusterSpec.from_dict(json.loads(out)).world == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_when_told(tmp_path):
+    (tmp_path / "cluster.json").write_text("mine")
+    status, _, err = fxpar("profile", *TINY)
+    assert (status, (tmp_path / "cluster.json").read_text()) == (1, "mine")
+    assert "'cluster.json'" in err
+    assert "--force" in err
+    assert fxpar("profile", *TINY, "--force")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+    assert ClusterSpec.from_file("cluster.json").world == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "c.toml"], "'c.toml' would be read as TOML. Call it FILE.json"),
+        (["-o", "none/c.json"], "there is no folder 'none'"),
+        (["--device", "cuda"], "torch sees 0"),
+    ],
+)
+def test_refusals(words, message, tmp_path):
+    status, out, err = fxpar("profile", *TINY, *words)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "cluster.json").write_text("mine")
+    monkeypatch.setattr("fxpar.cli.request.os.access", lambda path, mode: Path(path).name == "cluster.json")
+    status, _, err = fxpar("profile", *TINY, "--force")
+    assert status == 1
+    assert "nothing can be written in '.'" in err
+    assert (tmp_path / "cluster.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "3 ranks are no multiple of 2"), (["--ranks", "2"], "on the 3 ranks of a launcher, not on 2")],
+)
+def test_ranks_of_a_launcher(words, message, monkeypatch):
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(key, str(value))
+    status, _, err = fxpar("profile", *TINY, *words)
+    assert status == 1
+    assert message in err
+
+
+def test_two_ranks_of_its_own(capfd):
+    """The real thing: the launcher starts them, they measure each other."""
+    status, _, err = fxpar("profile", "--seconds", "0.001", "--ranks", "2")
+    assert status == 0, err + capfd.readouterr().err
+    assert "links inside a node" in capfd.readouterr().out
+    content = json.loads(Path("cluster.json").read_text())
+    assert (content["devices_per_node"], content["measured"]["assumed"]) == (2, ["inter_gb_per_s"])
+    assert {point["kind"] for point in content["measured"]["points"]} >= {"send", "all_reduce", "all_gather"}

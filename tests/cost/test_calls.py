@@ -1,0 +1,130 @@
+"""What each call costs, read off lowered programs: textbook counts, what an axis divides, what is sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fxpar import losses
+from fxpar.cost.calls import NodeCost, busy_s, node_costs
+from fxpar.cost.ops import SizesAt
+from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.lowering import lower
+from fxpar.tracer import capture
+from tests.captured import mlp
+from tests.cost.programs import DEVICE, DIM, FFN, LAYERS, NODE, VOCAB, program
+
+PRODUCT_WEIGHTS = LAYERS * (4 * DIM * DIM + 3 * DIM * FFN) + DIM * VOCAB
+# Causal: 2 * E * len**2 per head forward (two products of 2 * len**2 * E, half of them), 2.5 times that backward.
+ATTENTION_PER_SQUARE = 3.5 * 2 * LAYERS * DIM
+STRATEGIES = ("dp4", "tp4", "cp4", "dp2.tp2", "cp2.tp2", "tp4+sp")
+
+
+def ranks_per_replica(strategy: str) -> int:
+    return 4 // program(strategy).strategy.degree("dp")
+
+
+def operations(calls: list[NodeCost], kind: str) -> Polynomial:
+    return sum((call.flops for call in calls if call.kind == kind), Polynomial())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_flops_are_the_textbook_ones(strategy):
+    calls, ranks = node_costs(program(strategy), NODE), ranks_per_replica(strategy)
+    products, attention = operations(calls, "product"), operations(calls, "attention")
+    assert float(products.c1) * ranks == pytest.approx(6 * PRODUCT_WEIGHTS, rel=0.01)
+    assert float(attention.c2) * ranks == pytest.approx(ATTENTION_PER_SQUARE, rel=0.01)
+    assert products.c0 == products.c2 == attention.c0 == attention.c1 == 0
+
+
+def test_collectives_are_those_of_the_body():
+    """Bytes that grow with T are what the TrainGraph says of its body; ZeRO-3 gathers weights in every micro-batch."""
+    for strategy in ("tp4", "cp4", "tp4+sp", "dp4"):
+        lowered = program(strategy)
+        (dim,) = lowered.dims
+        mesh = lowered.strategy.mesh
+        body = [c for c in lowered.communications() if c.part == "body"]
+        sent = sum(c.wire_bytes(mesh.degree(c.axis), {dim.symbol: 4096}) for c in body)
+        assert float(sum(call.nbytes.at(4096) for call in collectives(lowered))) == pytest.approx(sent)
+    assert collectives(program("dp4")) == []
+    gathered = sum(call.nbytes.c0 for call in collectives(program("dp4+zero3")))
+    assert gathered > 2 * PRODUCT_WEIGHTS
+
+
+def collectives(lowered: TrainGraph) -> list[NodeCost]:
+    return [call for call in node_costs(lowered, NODE) if call.axis]
+
+
+def test_weights_are_read_once_per_micro_batch():
+    """The constant part: forward and backward read each weight of two bytes, and write its gradient."""
+    constant = float(sum(call.nbytes.c0 for call in node_costs(program("dp4"), NODE)))
+    assert constant == pytest.approx(3 * 2 * PRODUCT_WEIGHTS, rel=0.15)
+
+
+def test_window_is_linear_and_full_attention_is_not_halved():
+    class Windowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.into(x).view(1, -1, 2, 8).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(1, -1, 16)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return losses.mse_sum(model(batch["x"]), batch["y"])
+
+    batch = {"x": torch.randn(1, 13, 16), "y": torch.randn(1, 13, 16)}
+    full = lower(capture(Windowed(), loss, batch, dynamic={"x": {1: "T"}, "y": {1: "T"}}), "dp1")
+    assert operations(node_costs(full, NODE), "attention").c2 == 3.5 * 4 * 16
+    for node in full.body.graph.nodes:
+        if str(node.target).startswith("fxpar.attention"):
+            node.args = (*node.args[:-4], True, 100, *node.args[-2:])
+    windowed = operations(node_costs(full, NODE), "attention")
+    assert windowed.c2 == 0
+    assert windowed.c1 == 3.5 * 4 * 16 * 100
+
+
+def test_models_without_tokens():
+    calls = node_costs(lower(mlp().graph, "dp2"), NODE)
+    assert operations(calls, "product").c1 > 0
+    assert operations(calls, "attention") == Polynomial()
+
+
+def test_products_take_the_speed_of_their_dtype():
+    """All parameters are bfloat16; what is computed in float32 are no products."""
+
+    def with_speeds(**tflops: float) -> list[NodeCost]:
+        return node_costs(program("dp4"), replace(NODE, device=replace(DEVICE, tflops=tflops)))
+
+    usual, no_wide, slow = (
+        with_speeds(bfloat16=400.0),
+        with_speeds(bfloat16=400.0, float32=1.0),
+        with_speeds(bfloat16=1.0),
+    )
+    assert usual == no_wide == node_costs(program("dp4"), NODE)
+    one, other = (next(call.seconds for call in calls if call.kind == "attention") for calls in (usual, slow))
+    assert other.c2 == 400 * one.c2
+
+
+def test_one_call_keeps_the_device_busy_for_what_its_walk_says_without_launch():
+    """At the sizes of a micro-batch: arithmetic of products, memory of others, the links for collectives."""
+    lowered = program("tp4+sp")
+    shape = SizesAt({dim.symbol: 4096 for dim in lowered.dims})
+    found = {node.name: busy_s(node, shape, NODE) for node in lowered.body.graph.nodes}
+    for call in node_costs(lowered, NODE):
+        if call.kind in ("product", "attention"):
+            assert found[call.name] == pytest.approx(float(call.flops.at(4096)) / 400e12)
+        elif call.kind == "memory":
+            assert found[call.name] == pytest.approx(float(call.nbytes.at(4096)) / 2000e9)
+        else:
+            assert found[call.name] > 0
+    views = [
+        node for node in lowered.body.graph.nodes if "reshape" in str(node.target) or "getitem" in str(node.target)
+    ]
+    assert views
+    assert {found[node.name] for node in views} == {0.0}

@@ -1,0 +1,85 @@
+"""The cost of a micro-batch: monotone, less with better devices and links, and of a pipeline its slowest ranks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.cost.calls import node_costs
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group import GroupCost, group_cost
+from fxpar.cost.links import handed_on_s
+from fxpar.cost.polynomial import Polynomial
+from fxpar.errors import ClusterError, CostModelError
+from tests.cost.programs import DEVICE, NODE, PAIR, program
+
+
+def test_a_replica_of_four_ranks_is_four_times_as_fast():
+    fast = ClusterSpec(1, 4, 1e9, 1e9, 0.0, device=replace(DEVICE, launch_us=0.0))
+    one, four = group_cost(program("dp4"), fast), group_cost(program("cp4"), fast)
+    assert four.per_square_s == pytest.approx(one.per_square_s / 4)
+    assert four.per_token_s == pytest.approx(one.per_token_s / 4, rel=0.2)
+    two = group_cost(program("dp2.tp2"), fast)
+    assert two.per_square_s == pytest.approx(one.per_square_s / 2)
+
+
+@given(st.lists(st.integers(1, 10**6), max_size=5), st.integers(1, 10**6))
+def test_cost_is_monotone(lengths, more):
+    cost = group_cost_of_tp()
+    assert cost.seconds([*lengths, more]) > cost.seconds(lengths)
+    assert cost.seconds([*lengths, more + 1]) > cost.seconds([*lengths, more])
+
+
+@functools.cache
+def group_cost_of_tp() -> GroupCost:
+    return group_cost(program("tp4"), NODE)
+
+
+def test_faster_devices_links_and_memory_cost_less():
+    def total(cluster: ClusterSpec = NODE, **better: Any) -> float:
+        device = replace(cluster.device, **better)
+        return group_cost(program("tp4"), replace(cluster, device=device)).seconds([4096])
+
+    assert total(tflops=800.0) < total()
+    assert total(memory_gb_per_s=4000.0) < total()
+    assert total(launch_us=0.0) < total()
+    assert total(replace(NODE, intra_gb_per_s=800.0)) < total()
+    assert total(replace(NODE, latency_us=0.0)) < total()
+
+
+def test_an_axis_between_nodes_takes_the_network():
+    def token_s(strategy: str, cluster: ClusterSpec) -> float:
+        return group_cost(program(strategy), cluster).per_token_s
+
+    assert token_s("tp4", PAIR) > 2 * token_s("tp4", NODE)
+    assert token_s("dp2.tp2", PAIR) == token_s("dp2.tp2", NODE)  # its tp is inside of a node
+    assert token_s("cp2.tp2", NODE) < token_s("cp2.tp2", PAIR) < token_s("tp4", PAIR)
+    capped = replace(PAIR, node_gb_per_s=20.0)
+    assert token_s("tp4", capped) > 2 * token_s("tp4", PAIR)
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_costs_that_cannot_be(bad):
+    with pytest.raises(CostModelError, match="per_token_s"):
+        GroupCost(0.0, bad, 0.0)
+
+
+def test_cluster_with_too_few_devices():
+    with pytest.raises(ClusterError, match="too small"):
+        group_cost(program("dp4"), replace(NODE, devices_per_node=2))
+
+
+def test_a_pipeline_costs_what_its_slowest_ranks_compute_and_hand_on():
+    pipeline = program("pp2.tp2")
+    stages = [sum((call.seconds for call in node_costs(stage, NODE)), Polynomial()) for stage in pipeline.stages]
+    sent = [handed_on_s(pipeline, 0, "sent", NODE), handed_on_s(pipeline, 1, "sent_grad", NODE)]
+    busy = [float((one + message).at(4096)) for one, message in zip(stages, sent, strict=True)]
+    cost = group_cost(pipeline, NODE)
+    assert cost.seconds([4096]) == pytest.approx(max(busy))
+    assert (cost.stages, cost.virtual) == (2, 1)

@@ -1,0 +1,77 @@
+"""How things are timed: medians, series that end in time, the slowest rank."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+
+from fxpar.profiling.points import LEAST_RUNS, MOST_RUNS, Trial, measured
+from fxpar.runtime.forked import run_forked
+
+CPU = torch.device("cpu")
+
+
+def sleeping(*seconds: float, runs: list[float] | None = None):
+    """Trials that take so long, and as much work as time."""
+    for one in seconds:
+
+        def run(one: float = one) -> None:
+            time.sleep(one)
+            if runs is not None:
+                runs.append(one)
+
+        yield Trial("product", "float32", round(1e3 * one), one, lambda run=run: run)
+
+
+def points_of(*seconds: float, budget: float, runs: list[float] | None = None):
+    return measured([sleeping(*seconds, runs=runs)], CPU, budget, lambda text: None)
+
+
+def test_seconds_are_those_of_one_run():
+    (point,) = points_of(0.01, budget=0.03)
+    assert (point.kind, point.of, point.size, point.amount) == ("product", "float32", 10, 0.01)
+    assert 0.01 <= point.seconds < 0.1
+
+
+def test_several_times_in_one_run():
+    (point,) = measured(
+        [iter([Trial("launch", "kernel", 1, 1.0, lambda: partial(time.sleep, 0.02), 10)])], CPU, 0.01, print
+    )
+    assert 0.002 <= point.seconds < 0.02
+
+
+def test_a_series_ends_before_a_trial_that_would_take_too_long():
+    assert [point.size for point in points_of(0.002, 0.004, 0.4, budget=0.05)] == [2, 4]
+    assert [point.size for point in points_of(0.02, 0.2, budget=0.001)] == [20]  # something is measured in any case
+
+
+def test_runs_are_bounded():
+    runs: list[float] = []
+    points_of(0.02, budget=0.001, runs=runs)
+    assert len(runs) == LEAST_RUNS + 2  # one to warm up, one to see how long it takes
+    runs.clear()
+    points_of(0.0, budget=10.0, runs=runs)
+    assert len(runs) == MOST_RUNS + 2
+
+
+def test_what_is_measured_is_said():
+    said: list[str] = []
+    measured([sleeping(0.0)], CPU, 0.01, said.append)
+    assert said == ["product (float32), 0"]
+
+
+def test_the_slowest_rank_counts():
+    """Both ranks do the same trials as often, although one of them is twice as fast."""
+
+    def work(rank: int) -> tuple[list, int]:
+        runs: list[float] = []
+        series = [sleeping(*((0.02, 0.04, 2.0) if rank else (0.01, 0.02, 1.0)), runs=runs)]
+        points = measured(series, CPU, 0.3, lambda text: None)
+        return [point.seconds for point in points], len(runs)
+
+    (first, runs), (second, runs_of_other) = run_forked(2, work, 60.0)
+    assert first == second
+    assert [0.02, 0.04] <= first < [0.2, 0.4]
+    assert runs == runs_of_other

@@ -1,0 +1,64 @@
+"""What is tried: a tiny form of all of it, on one rank and on two emulated nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpar.profiling.points import measured
+from fxpar.profiling.trials import device_series, link_series
+from fxpar.runtime.forked import run_forked
+
+CPU = torch.device("cpu")
+SIZES = (1 << 10, 1 << 12)
+
+
+def test_a_device():
+    points = measured(device_series(CPU, (8, 16), (1 << 12, 1 << 14)), CPU, 0.005, lambda text: None)
+    found = {(point.kind, point.of): point for point in points}
+    assert set(found) == {
+        ("product", "float32"),
+        ("product", "bfloat16"),
+        ("copy", "memory"),
+        ("add", "memory"),
+        ("launch", "kernel"),
+    }
+    assert found["product", "bfloat16"].amount == 2 * 16**3
+    assert found["copy", "memory"].amount == 2 * (1 << 14)
+    assert found["add", "memory"].amount == 3 * (1 << 14)
+    assert all(point.seconds > 0 for point in points)
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (2, 2)])
+def test_links(world, nodes):
+    def work(rank: int) -> list:
+        return measured(link_series(CPU, nodes, SIZES), CPU, 0.1, lambda text: None)
+
+    found = run_forked(world, work, 60.0)
+    level = "intra" if nodes == 1 else "inter"
+    for points in found:
+        assert points == found[0]
+        assert {(point.kind, point.of) for point in points} == {
+            ("send", level),
+            ("all_reduce", level),
+            ("all_gather", level),
+        }
+        last = {point.kind: point for point in points}
+        assert {kind: point.amount for kind, point in last.items()} == {
+            "send": 1 << 12,
+            "all_reduce": 1 << 12,  # 2 * (2 - 1) / 2 of it
+            "all_gather": 1 << 11,  # a half comes, a half is there
+        }
+
+
+def test_all_pairs_send_at_once():
+    """Two nodes of two ranks: both levels, and no rank is left out of a group."""
+
+    def work(rank: int) -> list:
+        return measured(link_series(CPU, 2, SIZES[:1]), CPU, 0.005, lambda text: None)
+
+    (points, *others) = run_forked(4, work, 60.0)
+    assert [(point.kind, point.of) for point in points] == [
+        (kind, level) for level in ("inter", "intra") for kind in ("send", "all_reduce", "all_gather")
+    ]
+    assert all(other == points for other in others)

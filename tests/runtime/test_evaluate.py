@@ -1,0 +1,59 @@
+"""Evaluation leaves the modes of a model as they were, and ranks with other sequences are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.errors import BatchMismatchError
+from tests.runtime.hot import World, parallel, precompile, sequences, shallow
+
+TWO = {32: "dp2", 128: "tp2"}
+LENGTHS = (5, 60, 8, 33)
+
+
+class Dropped(nn.Module):
+    """Its dropout can be in another mode than the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dropout, self.head = nn.Embedding(131, 8), nn.Dropout(0.5), nn.Linear(8, 131)
+
+    def forward(self, input_ids):
+        return self.head(self.dropout(self.embed(input_ids)))
+
+
+WORLD = World(2, lambda: precompile(shallow, TWO))
+
+
+@WORLD.case
+def modes(rank):
+    found = []
+    for frozen in (True, False):
+        model = fxpar.parallelize(Dropped(), strategies={128: "dp2"}, monitor=False)
+        model.train(frozen)
+        model.dropout.train(not frozen)
+        model.evaluate(sequences(1, LENGTHS))
+        found.append([part.training for part in model.modules()])
+    return found
+
+
+def test_each_module_keeps_its_mode():
+    for found in modes():
+        assert found == [[True, True, False, True], [False, False, True, False]]
+
+
+@WORLD.case
+def other_sequences(rank):
+    """What differs is all of them (a share of the data per rank), or one that is an error."""
+    model, given = parallel(shallow, strategies=TWO), sequences(1, LENGTHS)
+    for differing in (sequences(2, LENGTHS), [given[0], torch.zeros(0, dtype=torch.int64)], None):
+        with pytest.raises(BatchMismatchError, match=r"mini-batch on rank 1 differs .* evaluate"):
+            model.evaluate(differing if rank == 1 else given)
+    return model.evaluate(given)
+
+
+def test_ranks_with_other_sequences_are_named_before_anything_moves():
+    assert len(set(other_sequences())) == 1
