@@ -148,7 +148,8 @@ def view_of(target: Any, args: tuple[Any, ...]) -> OpView:
 
 
 def test_every_rule_has_a_case():
-    missing = set(TABLE) - {case.target for case in CASES}
+    own = {op for op in TABLE if op.namespace != "extras"}  # of the example package, if its tests ran before
+    missing = own - {case.target for case in CASES}
     assert not missing, sorted(map(str, missing))
 
 
