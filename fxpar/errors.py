@@ -219,15 +219,22 @@ class GraphFileError(FxparError):
         super().__init__(f"graph file {str(path)!r}: {why}. {do}.")
 
 
-class RuleExistsError(FxparError):
-    """A sharding rule is registered for an op that has one."""
+class OpExistsError(FxparError):
+    """An op is registered that has a sharding rule, or is registered already."""
 
-    def __init__(self, op: str, rule: str) -> None:
-        super().__init__(f"op {op} has the sharding rule {rule}. Pass replace=True to put another in its place.")
+    def __init__(self, op: str, known: str) -> None:
+        super().__init__(f"op {op} {known}. Pass replace=True to put something else in its place.")
+
+
+class OpContractError(FxparError):
+    """What another package says of its op is not what can be said of one."""
+
+    def __init__(self, op: str, why: str) -> None:
+        super().__init__(f"op {op}: {why}.")
 
 
 class NotAnOpError(FxparError):
-    """A sharding rule is registered for something that stands in no graph."""
+    """Something is registered as an op that stands in no graph."""
 
     def __init__(self, given: object) -> None:
         super().__init__(

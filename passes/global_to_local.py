@@ -23,26 +23,10 @@ from torch import fx
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.pass_base import Tier
+from fxpar.ops.traits import SIZES
 
 aten = torch.ops.aten
 
-# Ops with a list of result sizes, and where it stands.
-_SIZES = {
-    aten.view.default: 1,
-    aten.reshape.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.expand.default: 1,
-    aten.new_zeros.default: 1,
-    aten.new_ones.default: 1,
-    aten.new_full.default: 1,
-    aten.new_empty.default: 1,
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 0,
-    aten.empty.memory_format: 0,
-    aten.slice_backward.default: 1,
-    aten.select_backward.default: 1,
-}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _END = 2**62  # slices to the end are written with a huge number
 
@@ -120,7 +104,7 @@ def _rewrite(node: fx.Node, divide: Divider) -> None:
     handler = _SPECIAL.get(node.target)  # type: ignore[call-overload]
     if handler is not None:
         handler(node, divide)
-    position = _SIZES.get(node.target)  # type: ignore[call-overload]
+    position = SIZES.get(node.target)  # type: ignore[call-overload]
     if position is None:
         return
     dist = node.meta["dist"]

@@ -23,44 +23,11 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import Tier, insert, replace_operands, set_results, tensor_operands
 from fxpar.ops.layout import zero_padding
+from fxpar.ops.traits import KEEPS_ZERO
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
 
-# f(0) = 0, in every operand at once.
-_KEEP_ZERO = {
-    aten.neg.default,
-    aten.silu.default,
-    aten.gelu.default,
-    aten.relu.default,
-    aten.tanh.default,
-    aten.sin.default,
-    aten.abs.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Scalar,
-    aten.silu_backward.default,
-    aten.gelu_backward.default,
-    aten.tanh_backward.default,
-    aten.threshold_backward.default,
-    aten.sigmoid_backward.default,
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.sum.dim_IntList,
-    aten.mm.default,
-    aten.bmm.default,
-    aten.mv.default,
-    own.dropout.default,
-}
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 _ALWAYS_ZERO = {own.cross_entropy_backward.default, own.embedding_backward.default}
 # These know which columns are classes and leave padding out by themselves.
@@ -147,4 +114,4 @@ def _stays_zero(node: fx.Node, padded: dict, zero: dict) -> bool:
     if node.target in _SUMS:
         # A term that is broadcast over the padded dim would not be zero there.
         return len(operands) == 2 and len(relevant) == 2
-    return node.target in _KEEP_ZERO
+    return node.target in KEEPS_ZERO

@@ -27,56 +27,12 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta, local_meta
 from fxpar.ir.pass_base import Tier, ancestors
 from fxpar.ir.serialize import OpOverload
-from fxpar.torch_api import kernels
+from fxpar.ops.traits import IN_PLACE, OUT, RELABELS
 
 aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
-IN_PLACE: dict[Any, Any] = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.add.Scalar: aten.add_.Scalar,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.mul.Scalar: aten.mul_.Scalar,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.div.Scalar: aten.div_.Scalar,
-    aten.pow.Tensor_Scalar: aten.pow_.Scalar,
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
-    aten.neg.default: aten.neg_.default,
-    aten.exp.default: aten.exp_.default,
-    aten.log.default: aten.log_.default,
-    aten.sqrt.default: aten.sqrt_.default,
-    aten.rsqrt.default: aten.rsqrt_.default,
-    aten.reciprocal.default: aten.reciprocal_.default,
-    aten.tanh.default: aten.tanh_.default,
-    aten.sigmoid.default: aten.sigmoid_.default,
-    aten.relu.default: aten.relu_.default,
-    aten.silu.default: aten.silu_.default,
-    aten.gelu.default: aten.gelu_.default,
-}
-"""Elementwise op -> the one that writes over its first operand, with the same operands."""
-
-OUT: dict[Any, tuple[Any, str]] = {
-    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
-    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
-    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
-    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
-    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
-}
-"""Elementwise op -> (the one that writes into a given tensor, the name of that operand)."""
-
 _COMMUTE = {aten.add.Tensor, aten.mul.Tensor}  # without alpha
-# Views of all elements of their operand (or copies of it), one to one.
-_RELABEL = {
-    aten.reshape.default,
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    kernels.unsafe_view,
-    _c10d.wait_tensor.default,
-}
+_RELABEL = RELABELS | {_c10d.wait_tensor.default}
 # These keep what their schemas say about memory; an op of somebody else's may well return its operand.
 _TRUSTED = ("aten", "fxpar", "_c10d_functional")
 _FUNCTIONAL = {new: old for old, new in IN_PLACE.items()}

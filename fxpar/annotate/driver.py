@@ -20,7 +20,6 @@ import sympy
 from torch import fx
 
 from fxpar.annotate.policy import (
-    ATTENTION,
     ContextAxis,
     TensorAxis,
     boundary_placement,
@@ -38,7 +37,7 @@ from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option
-from fxpar.rules.table import REPLICATED_ON_PURPOSE, rule_of
+from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
 from fxpar.rules.view import Sizes, is_op, resolve, tensor_metas
 
 Choice = dict[fx.Node, Option]
@@ -274,7 +273,7 @@ def _note_attention(graph: AnnotatedGraph, tp: Choice, cp: Choice) -> None:
     for axis, choice in (("tp", tp), ("cp", cp)):
         places = defaultdict(list)
         for node, option in choice.items():
-            if node.target is ATTENTION[0] and not any(isinstance(p, Shard) for p in option.inputs):
+            if node.target is own.attention.default and not any(isinstance(p, Shard) for p in option.inputs):
                 heads = tuple(node.args[i].meta["tensor"].shape[1] for i in (0, 1))  # type: ignore[union-attr]
                 places[(starred(node.meta["fqn"]), heads)].append(node)
         for (fqn, (heads, kv_heads)), nodes in places.items():

@@ -9,16 +9,23 @@ of it: it would be cut less for the sake of keys and values.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from fxpar.annotate.problem import AxisProblem, OpClass
-from fxpar.cost.ops import PRODUCTS
+from fxpar.ops.traits import ATTENTION, is_product
 from fxpar.rules.own_ops import narrow_attention
-from fxpar.rules.table import own
 
-# Of the forward and the backward: operands that are queries, keys and values; results that are gradients of queries,
-# keys and values.
-_QUERIES = {own.attention.default: ((0,), ()), own.attention_backward.default: ((1,), (0,))}
-_KEYS_VALUES = {own.attention.default: ((1, 2), ()), own.attention_backward.default: ((2, 3), (1, 2))}
+
+def _queries(op: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Operands that are queries, and results that are gradients of queries."""
+    first = ATTENTION[op]
+    return (first,), (0,) if first else ()
+
+
+def _keys_values(op: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Operands that are keys and values, and results that are their gradients."""
+    first = ATTENTION[op]
+    return (first + 1, first + 2), (1, 2) if first else ()
 
 
 def narrow_classes(problem: AxisProblem) -> dict[int, int]:
@@ -26,12 +33,12 @@ def narrow_classes(problem: AxisProblem) -> dict[int, int]:
     found: dict[int, int] = {}
     queries: set[int] = set()
     for entry in problem.classes:
-        if entry.view.target not in _QUERIES or narrow_attention(entry.view, problem.degree) is None:
+        if entry.view.target not in ATTENTION or narrow_attention(entry.view, problem.degree) is None:
             continue
-        operands, _ = _KEYS_VALUES[entry.view.target]
+        operands, _ = _keys_values(entry.view.target)
         heads = entry.view.inputs[operands[0]][1]
-        found.update(dict.fromkeys(_around(problem, entry, *_KEYS_VALUES[entry.view.target]), heads))
-        queries |= _around(problem, entry, *_QUERIES[entry.view.target])
+        found.update(dict.fromkeys(_around(problem, entry, *_keys_values(entry.view.target)), heads))
+        queries |= _around(problem, entry, *_queries(entry.view.target))
     return {index: heads for index, heads in found.items() if index not in queries}
 
 
@@ -46,8 +53,11 @@ def _around(problem: AxisProblem, entry: OpClass, operands: Iterable[int], resul
         if index not in found:
             found.add(index)
             made = problem.classes[index]
-            is_product = made.view.target in PRODUCTS
-            todo += _weights(problem, made) if is_product else [p for each in made.operands for p, _ in each]
+            todo += (
+                _weights(problem, made)
+                if is_product(made.view.target)
+                else [p for each in made.operands for p, _ in each]
+            )
     values = {(entry.index, result) for result in results}
     todo = [user for user, position in entry.users if problem.classes[user].operands[position] & values]
     while todo:
@@ -55,7 +65,7 @@ def _around(problem: AxisProblem, entry: OpClass, operands: Iterable[int], resul
         if index not in found:
             found.add(index)
             reader = problem.classes[index]
-            todo += [] if reader.view.target in PRODUCTS else [user for user, _ in reader.users]
+            todo += [] if is_product(reader.view.target) else [user for user, _ in reader.users]
     return found
 
 

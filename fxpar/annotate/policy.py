@@ -12,30 +12,15 @@ from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.narrow import narrow_classes
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
-from fxpar.cost.ops import is_product
 from fxpar.errors import OverrideError, nearest
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.strategy import Strategy, parse_override
+from fxpar.ops.traits import ATTENTION, is_product, is_view
 from fxpar.rules.option import Option
 from fxpar.rules.own_ops import attention_options, narrow_attention
-from fxpar.rules.table import aten, own, passing
+from fxpar.rules.table import own, passing
 from fxpar.rules.view import tensor_metas
-
-ATTENTION = (own.attention.default, own.attention_backward.default)
-
-# These allocate nothing.
-VIEWS = {
-    aten.view.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-}
 
 # A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
 # outweighs communication unless the cut is absurd.
@@ -169,7 +154,7 @@ class TensorAxis:
         cost = 0.0
         if not _is_cut(option) and not one_head:
             cost = WHOLE_WORK * _work_bytes(problem, entry)
-        if self.sp and entry.weighted and entry.view.target not in VIEWS and not one_head:
+        if self.sp and entry.weighted and not is_view(entry.view.target) and not one_head:
             for placement, kinds, meta in zip(option.outputs, entry.token, tensor_metas(entry.nodes[0]), strict=True):
                 if meta is not None and any(kinds) and placement == R:
                     cost += WHOLE_ACTIVATION * problem.sizes.nbytes(meta)
@@ -242,8 +227,6 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
 
 
 __all__ = [
-    "ATTENTION",
-    "VIEWS",
     "ContextAxis",
     "TensorAxis",
     "boundary_placement",

@@ -16,33 +16,13 @@ from fxpar.batching.collate import ALIASES, Tokens, collate, is_whole
 from fxpar.batching.plan import MicroBatch
 from fxpar.errors import TokenIdError
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ops.traits import EMBEDDINGS, KEEPS_ALL, LABEL_LOSSES
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 
-# Ops that index a table: the operand numbers of ids and table, and the dim of the table that ids count.
-_LOOKUPS = {
-    own.embedding.default: (1, 0, 0),
-    aten.embedding.default: (1, 0, 0),
-    own.cross_entropy.default: (1, 0, 1),
-    aten.nll_loss_forward.default: (1, 0, 1),
-}
-_LOSSES = {own.cross_entropy.default, aten.nll_loss_forward.default}
-# Ops whose result has no values but those of their first operand, and numbers of the graph's own.
-_KEEP_VALUES = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.reshape.default,
-    aten.slice.Tensor,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-}
+# Ops whose result has no values but those of their first operand, and numbers of the graph's own. A select is none of
+# them: values of another place may index another table.
+_KEEP_VALUES = KEEPS_ALL | {aten.constant_pad_nd.default, aten.slice.Tensor}
 
 
 @dataclass(frozen=True)
@@ -85,11 +65,10 @@ def _limits(ids: fx.Node) -> Iterator[IdLimit]:
     for user in ids.users:
         if user.args[0] is ids and _keeps_values(user):
             yield from _limits(user)
-        elif user.target in _LOOKUPS:
-            at, table, dim = _LOOKUPS[user.target]
-            rows = user.args[table].meta["tensor"].shape[dim]  # type: ignore[union-attr]
-            if user.args[at] is ids and isinstance(rows, int):
-                yield IdLimit(rows, _name(user, table), _ignored(user, ids))
+        elif user.target in EMBEDDINGS | LABEL_LOSSES:
+            rows = user.args[0].meta["tensor"].shape[int(user.target in LABEL_LOSSES)]  # type: ignore[union-attr]
+            if user.args[1] is ids and isinstance(rows, int):
+                yield IdLimit(rows, _name(user), _ignored(user, ids))
 
 
 def _keeps_values(node: fx.Node) -> bool:
@@ -98,20 +77,20 @@ def _keeps_values(node: fx.Node) -> bool:
 
 def _ignored(lookup: fx.Node, ids: fx.Node) -> frozenset[int]:
     """Labels that a loss leaves out: it compares them with a number, or is told the number."""
-    if lookup.target not in _LOSSES:
+    if lookup.target not in LABEL_LOSSES:
         return frozenset()
     numbers = [user.args[1] for user in ids.users if user.target in (aten.eq.Scalar, aten.ne.Scalar)]
-    if lookup.target is aten.nll_loss_forward.default:
+    if lookup.target is not own.cross_entropy.default:
         numbers.append(lookup.args[4])
     return frozenset(n for n in numbers if isinstance(n, int))
 
 
-def _name(lookup: fx.Node, table: int) -> str:
+def _name(lookup: fx.Node) -> str:
     """What a user calls the table of a lookup."""
     return (
         "the table of logits"
-        if lookup.target in _LOSSES
-        else f"the table of {lookup.meta.get('fqn') or lookup.args[table]!r}"
+        if lookup.target in LABEL_LOSSES
+        else f"the table of {lookup.meta.get('fqn') or lookup.args[0]!r}"
     )
 
 

@@ -10,11 +10,9 @@ from torch import fx
 
 from fxpar.batching.ids import IdLimit
 from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ops.traits import EMBEDDINGS
 
-aten, own = torch.ops.aten, torch.ops.fxpar
-
-# Lookups: the operand numbers of table and ids.
-_LOOKUPS = {own.embedding.default: (0, 1), aten.embedding.default: (0, 1)}
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ def _table(logical: LogicalGraph, most: int) -> str:
     found: list[tuple[int, str]] = []
     cut: list[tuple[int, str]] = []
     for node in logical.gm.graph.nodes:
-        if node.target in _LOOKUPS:
-            table, ids = (node.args[at] for at in _LOOKUPS[node.target])
+        if node.target in EMBEDDINGS:
+            table, ids = node.args[:2]
             rows = table.meta["tensor"].shape[0]
             if isinstance(rows, int) and rows >= most and not batch & set(_values(ids)):
                 found.append((rows, f"the table of {node.meta.get('fqn') or table.name!r}"))

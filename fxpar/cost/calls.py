@@ -23,10 +23,11 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.links import seconds_per_byte
-from fxpar.cost.ops import ATTENTION, SizesOf, flops, is_kernel, local_metas, touched_bytes
+from fxpar.cost.ops import SizesOf, flops, is_kernel, local_metas, touched_bytes
 from fxpar.cost.polynomial import Polynomial, Sizes, fitted
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
+from fxpar.ops.traits import ATTENTION
 
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
 Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]

@@ -16,26 +16,26 @@ import sympy
 import torch
 from torch import fx
 
-import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
 from fxpar.errors import CostModelError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.pass_base import tensor_operands
-from fxpar.rules.table import Flops, rule_of
+from fxpar.ops.traits import (
+    ADDED_PRODUCTS,
+    ATTENTION,
+    CONVOLUTIONS,
+    MATRIX_PRODUCTS,
+    READS_ROWS,
+    Flops,
+    declared,
+    is_view,
+)
 
-aten, own = torch.ops.aten, torch.ops.fxpar
-ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}  # op -> position of q in its arguments
-# op -> position of the first factor; convolutions have counts of their own
-_MATRIX_PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.mv.default: 0, aten.dot.default: 0}
-_MATRIX_PRODUCTS |= {aten.addmm.default: 1, aten.baddbmm.default: 1}
-_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
-PRODUCTS = frozenset(_MATRIX_PRODUCTS) | _CONVOLUTIONS
+aten = torch.ops.aten
 # Five products instead of two (Dao, "FlashAttention-2", arXiv 2307.08691, section 4.1).
 _BACKWARD_FACTOR = Fraction(5, 2)
-_NO_KERNEL = {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
-_NO_KERNEL |= {torch.ops._c10d_functional.wait_tensor.default}
-# They read about as much as they return, not all of their first argument.
-_READS_ROWS = {own.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+# Calls that do nothing on the device, besides views.
+_NO_KERNEL = {operator.getitem, torch.ops._c10d_functional.wait_tensor.default}
 Shape = tuple[int, ...]
 SizesOf = Callable[[TensorMeta], Shape]
 
@@ -58,29 +58,23 @@ class SizesAt:
 
 
 def flops(node: fx.Node, shape: SizesOf) -> Fraction:
-    """Floating-point operations (2 per multiply-add) of a product, a convolution or attention, and of an op whose
-    sharding rule says so; 0 for any other op.
+    """Floating-point operations (2 per multiply-add) of a product, a convolution or attention, and of an op that
+    another package declares them for; 0 for any other op.
 
     Attention over one document is 4 * B * H * Sq * Skv * E forward, half of that if causal, and 2.5 times that backward
     (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less.
 
-    Raises CostModelError for a rule that counts less than nothing.
+    Raises CostModelError for a declared count of less than nothing.
     """
     if node.target in ATTENTION:
         return _attention(node, shape)
-    if node.target in _MATRIX_PRODUCTS:
-        first = shape(_meta(node.args[_MATRIX_PRODUCTS[node.target]]))
+    if node.target in MATRIX_PRODUCTS or node.target in ADDED_PRODUCTS:
+        first = shape(_meta(node.args[int(node.target in ADDED_PRODUCTS)]))
         return Fraction(2 * first[-1] * math.prod(shape(_meta(node))))
-    if node.target in _CONVOLUTIONS:
+    if node.target in CONVOLUTIONS:
         return Fraction(_convolution(node, shape))
-    rule = rule_of(node.target)
-    return Fraction(0) if rule is None or rule.flops is None else _by_rule(node, rule.flops, shape)
-
-
-def is_product(op: Any) -> bool:
-    """Whether an op other than attention is limited by arithmetic: its work is worth cutting."""
-    rule = rule_of(op)
-    return op in PRODUCTS or (rule is not None and rule.flops is not None)
+    count = declared(node.target).flops
+    return Fraction(0) if count is None else _declared(node, count, shape)
 
 
 def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
@@ -96,9 +90,9 @@ def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
     return forward * _BACKWARD_FACTOR if first else forward
 
 
-def _by_rule(node: fx.Node, rule: Flops, shape: SizesOf) -> Fraction:
+def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:
     operands = [shape(_meta(operand)) for operand in tensor_operands(node)]
-    count = rule(operands, [shape(meta) for meta in local_metas(node)])
+    count = given(operands, [shape(meta) for meta in local_metas(node)])
     if count < 0:
         raise CostModelError(f"operations of {node.target}", count)
     return Fraction(count)
@@ -120,7 +114,7 @@ def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
     def nbytes(value: fx.Node) -> int:
         return sum(math.prod(shape(meta)) * meta.dtype.itemsize for meta in local_metas(value))
 
-    if node.target in _READS_ROWS:
+    if node.target in READS_ROWS:
         return 2 * nbytes(node)
     return nbytes(node) + sum(map(nbytes, node.all_input_nodes))
 
@@ -128,8 +122,8 @@ def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
 def is_kernel(node: fx.Node) -> bool:
     """Whether a call computes on the device: no view, no collective."""
     computes = node.op == "call_function" and any(True for _ in local_metas(node))
-    is_view = node.target in _NO_KERNEL or getattr(node.target, "is_view", False)
-    return computes and not is_view and not collective_kind(node)
+    idle = is_view(node.target) or node.target in _NO_KERNEL or collective_kind(node)
+    return computes and not idle
 
 
 def local_metas(value: Any) -> Iterator[TensorMeta]:

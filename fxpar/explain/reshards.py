@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from fxpar.annotate.policy import VIEWS
 from fxpar.ir.collectives import partial, reshard, shard
 from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.exec_graph import Communication
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.pass_base import tensor_operands
+from fxpar.ops.traits import is_view
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.reshard_to_collectives import steps
 from fxpar.rules.view import resolve
@@ -98,7 +98,7 @@ def _steps(
 
 def _readers(user: fx.Node) -> Iterator[fx.Node]:
     """A user; where it is a view of its operand, those who read the view."""
-    if user.target is reshard or (user.op == "call_function" and user.target in VIEWS and user.users):
+    if user.target is reshard or (user.op == "call_function" and is_view(resolve(user)[0].target) and user.users):
         for reader in user.users:
             yield from _readers(reader)
     else:

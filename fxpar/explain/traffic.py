@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
-from fxpar.annotate.policy import VIEWS
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import starred
@@ -18,12 +16,11 @@ from fxpar.ir.graph import Output
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
 from fxpar.ops import layout
+from fxpar.ops.traits import is_view
 from fxpar.rules.view import resolve
-from fxpar.torch_api import kernels
 
 What = Literal["parameters", "gradients", "loss", "buffers", "activations"]
 _ENDS: dict[str, What] = {"grad": "gradients", "loss": "loss", "buffer": "buffers"}
-_VIEWS = {*VIEWS, torch.ops.aten.reshape.default, kernels.unsafe_view}
 _REDUCES = ("all_reduce", "reduce_scatter")
 _WAIT = "_c10d_functional.wait_tensor"
 
@@ -168,8 +165,8 @@ def _behind(node: fx.Node) -> fx.Node:
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """The ops of the model that read a value, what passes put in and views looked through."""
-    passed = _is_layout(node) or _is_wait(node) or collective_kind(node) or node.target in _VIEWS
-    through = passed or (resolve(node)[0] is not node and _is_layout(resolve(node)[0]))
+    made = resolve(node)[0]
+    through = _is_layout(made) or is_view(made.target) or _is_wait(node) or collective_kind(node)
     if node.op == "call_function" and through:
         for user in node.users:
             yield from _readers(user)
@@ -218,7 +215,7 @@ def _weights(program: Program) -> dict[fx.Node, str]:
                 behind = _behind(node)
                 if behind in found and behind is not node:
                     found[node] = found[behind]
-                elif len(operands) == 1 and operands[0] in found and node.target in _VIEWS:
+                elif len(operands) == 1 and operands[0] in found and is_view(node.target):
                     found[node] = found[operands[0]]
     return found
 

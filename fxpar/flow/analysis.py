@@ -20,12 +20,14 @@ import sympy
 import torch
 from torch import fx
 
+from fxpar.errors import OpContractError
 from fxpar.flow import numbers
 from fxpar.flow.call import FlowCall, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.ir.dist_config import Partial, Shard
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
+from fxpar.ops.traits import MATRIX_PRODUCTS, declared, is_random
 from fxpar.rules.option import Option
 from fxpar.rules.table import rule_of
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
@@ -54,14 +56,7 @@ PADDED_KEYS = {*PADDING, "document_ids", "document_positions", "position_ids", "
 
 _SCALINGS = {aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default}
 # Operands that are multiplied and then summed: zeros in one of them drop out.
-_CONTRACTIONS = {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mm.default,
-    aten.bmm.default,
-    aten.mv.default,
-    aten.dot.default,
-}
+_CONTRACTIONS = MATRIX_PRODUCTS | {aten.sum.default, aten.sum.dim_IntList}
 
 
 @dataclass(frozen=True)
@@ -171,10 +166,13 @@ class _Walk:
         call = FlowCall(
             node, view, flows, shapes, self.question, self.token, self.sites, self._first_trained(operands), self.keys
         )
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node.target):
             return row(node, "draws random numbers")
         if self._uses_length(node):
             return row(node, "computes with the number of tokens")
+        said = self._declared(call)
+        if said is not None:
+            return said
         if any(f.kind == "number" for f in flows) and node.target not in NUMBERED:
             return row(node, "uses the numbers of documents")
         sums = [f for f in flows if f.kind == "sum"]
@@ -188,6 +186,18 @@ class _Walk:
         if all(f.constant for f in flows) and not tokens:
             return Flow(everywhere=numbers.everywhere(call))
         return self._by_rule(call)
+
+    def _declared(self, call: FlowCall) -> Flows | None:
+        """What another package states of its op. Raises OpContractError."""
+        statement = declared(call.node.target).flow
+        found = statement(call) if statement else None
+        wanted = len(call.view.outputs) if isinstance(call.node.meta["tensor"], tuple) else None
+        given = len(found) if isinstance(found, tuple) else None
+        flows = found if isinstance(found, tuple) else (found,)
+        if found is not None and (given != wanted or not all(isinstance(flow, Flow) for flow in flows)):
+            count = "a Flow" if wanted is None else f"a tuple of {wanted} Flows"
+            raise OpContractError(str(call.node.target), f"its flow statement returned {found!r}, not {count} or None")
+        return found
 
     def _first_trained(self, operands: list[Any]) -> bool:
         return bool(operands) and operands[0][0] in self.trained

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpar.flow.call import FlowCall
 from fxpar.flow.statements import MOVES
-from fxpar.rules.pointwise import LOOKS_POINTWISE
+from fxpar.ops.traits import is_elementwise
 
 aten = torch.ops.aten
 _FILLED: dict[Any, float] = {
@@ -64,7 +64,7 @@ def _result(call: FlowCall, known: list[float | None]) -> float | None:
         return None if known[0] is None else known[1] if known[0] else known[2]
     if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         return _filled(call.node, known)
-    if None in known or not _is_elementwise(target):
+    if None in known or not is_elementwise(target):
         return None
     return _evaluated(call.node, [float(k) for k in known if k is not None])
 
@@ -77,10 +77,6 @@ def _filled(node: fx.Node, known: list[float | None]) -> float | None:
         return known[0]
     value = node.args[2]
     return known[2] if isinstance(value, fx.Node) else float(value)  # type: ignore[arg-type]
-
-
-def _is_elementwise(target: Any) -> bool:
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in LOOKS_POINTWISE
 
 
 def _evaluated(node: fx.Node, known: list[float]) -> float | None:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
 from fxpar.flow.call import FlowCall
 from fxpar.flow.value import Flow, row
 from fxpar.ir.dist_config import Shard
+from fxpar.ops import traits
+from fxpar.rules.view import tensor_metas
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -169,6 +170,40 @@ def compare(call: FlowCall) -> Flows | None:
     return row(call.node, "uses the numbers of documents") if any(f.kind == "number" for f in call.flows) else None
 
 
+# ------------------------------------------------------------------------------- for `register_op(..., flow=...)`
+def per_token(call: FlowCall) -> Flows | None:
+    """Each token by itself, wherever the op may be cut."""
+    return _of_tokens(call)
+
+
+def tokens_before(call: FlowCall) -> Flows | None:
+    """A token sees those before it in the row, and none behind it."""
+    found = _of_tokens(call)
+    return row(call.node, "lets tokens see those of other documents") if found and call.packs else found
+
+
+def own_document(call: FlowCall) -> Flows | None:
+    """A token sees those of its document. An operand must tell the op which that is: the batch's `document_ids`."""
+    found = _of_tokens(call)
+    told = any(f.kind == "number" for f in call.flows)
+    return row(call.node, "is not told the documents") if found and not told else found
+
+
+def _of_tokens(call: FlowCall) -> Flows | None:
+    """Results with a value per token, of operands with a value per token and of constants; None for any others."""
+    for i, flow in enumerate(call.flows):
+        plain = flow.kind in ("same", "number") and len(flow.dims) <= 1
+        if not plain or not all(call.is_token(i, s.dim) and not s.sections for s in flow.dims):
+            return None
+    found = []
+    for meta in tensor_metas(call.node):
+        dims = tuple(Shard(d) for d, size in enumerate(meta.shape if meta else ()) if size == call.token)
+        if len(dims) != 1:
+            return None
+        found.append(Flow(dims=dims))
+    return tuple(found) if isinstance(call.node.meta["tensor"], tuple) else found[0]
+
+
 STATEMENTS: dict[Any, Statement] = {
     own.attention.default: attention,
     own.dropout.default: dropout,
@@ -191,19 +226,8 @@ STATEMENTS: dict[Any, Statement] = {
 """Op -> what is known of it."""
 
 # Argument positions that may be sizes: these ops do nothing else with them.
-SIZES: dict[Any, tuple[int, ...]] = {
-    aten.view.default: (1,),
-    aten.reshape.default: (1,),
-    aten._unsafe_view.default: (1,),
-    aten.expand.default: (1,),
-    aten.full.default: (0,),
-    aten.zeros.default: (0,),
-    aten.ones.default: (0,),
-    aten.empty.memory_format: (0,),
-    aten.new_zeros.default: (1,),
-    aten.new_ones.default: (1,),
-    aten.new_full.default: (1,),
-    aten.new_empty.default: (1,),
+SIZES: dict[Any, tuple[int, ...]] = {op: (position,) for op, position in traits.SIZES.items()}
+SIZES |= {
     aten.arange.default: (0,),
     aten.arange.start: (0, 1),
     aten.arange.start_step: (0, 1),
@@ -213,31 +237,13 @@ SIZES: dict[Any, tuple[int, ...]] = {
 # Ops of whose operands only the dtype counts.
 UNREAD = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 
-# Ops that give the elements of operand 0 in other places, and nothing else.
-_VIEWS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.clone.default,
-    aten.alias.default,
-}
-MOVES = _VIEWS | {aten.repeat.default, aten._to_copy.default, operator.getitem}
+MOVES = traits.TAKES | {aten._to_copy.default, operator.getitem}
 """Ops whose result has the elements of operand 0, cast at most."""
 
 NUMBERED = MOVES | {aten.eq.Tensor, aten.ne.Tensor, own.attention.default}
 """Ops that may be given the numbers of documents: they ask at most which are equal."""
 
-LINEAR = _VIEWS | {
+LINEAR = traits.TAKES | {
     aten.neg.default,
     aten.sum.default,
     aten.sum.dim_IntList,

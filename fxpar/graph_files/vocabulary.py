@@ -4,8 +4,8 @@ A graph file may be anybody's, and `fxpar check` runs what it holds. So a name t
 identifier and nothing else, and a call is one of
 
     functions   the arithmetic of sizes, and those that fxpar's passes put into graphs: FUNCTIONS
-    own ops     of fxpar, and ops of others for which this process has a sharding rule; the module that an installed
-                package names for them is imported if need be
+    own ops     of fxpar, and ops of others that this process has registered; the module that an installed package
+                names for them is imported if need be
     ATen        ops that torch counts to its core or calls pointwise, those with a sharding rule, and those in REVIEWED;
                 of these only what computes tensors or sizes from tensors and plain numbers: nothing that reads or
                 writes files, draws random numbers, shows values to Python, or writes to an operand
@@ -34,6 +34,7 @@ from fxpar.errors import GraphFormatError
 from fxpar.ir import collectives, markers
 from fxpar.ir.serialize import OpOverload, target_name
 from fxpar.ops import layout
+from fxpar.ops.traits import DECLARED, IN_PLACE, OUT
 from fxpar.rules.installed import import_ops
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, TABLE
 from fxpar.torch_api.schemas import Argument, schema_of
@@ -94,13 +95,7 @@ REVIEWED = _words(
 _TRUST_AN_INDEX = _words("max_pool2d_with_indices_backward max_pool3d_with_indices_backward _embedding_bag")
 _KNOWN_TAGS = {torch.Tag.core, torch.Tag.pointwise}
 _HARMFUL_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
-_IN_PLACE = _words(
-    "add_.Scalar add_.Tensor div_.Scalar div_.Tensor exp_.default gelu_.default gelu_backward.grad_input "
-    "log_.default masked_fill_.Scalar mul_.Scalar mul_.Tensor neg_.default pow_.Scalar reciprocal_.default "
-    "relu_.default rsqrt_.default sigmoid_.default sigmoid_backward.grad_input silu_.default "
-    "silu_backward.grad_input sqrt_.default sub_.Tensor tanh_.default tanh_backward.grad_input "
-    "threshold_backward.grad_input"
-)
+_IN_PLACE = {*IN_PLACE.values(), *(op for op, _ in OUT.values())}
 _COLLECTIVES = _words(
     "all_gather_into_tensor all_reduce all_reduce_ all_to_all_single reduce_scatter_tensor wait_tensor"
 )
@@ -152,7 +147,7 @@ def find_target(name: Any) -> Any:
     if _is_known(namespace):
         found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
     else:
-        raise GraphFormatError(f"op {name!r} is not available here, or without a sharding rule {_RULE}")
+        raise GraphFormatError(f"op {name!r} is not available here, or not registered {_RULE}")
     if not isinstance(found, OpOverload):
         raise GraphFormatError(f"op {name!r} is not available here")
     check_target(found)
@@ -160,7 +155,8 @@ def find_target(name: Any) -> Any:
 
 
 def _is_known(namespace: str) -> bool:
-    return namespace in ("aten", "fxpar", "_c10d_functional") or any(op.namespace == namespace for op in TABLE)
+    registered = {op.namespace for op in (*TABLE, *DECLARED)}
+    return namespace in {"aten", "fxpar", "_c10d_functional", *registered}
 
 
 def check_target(target: Any) -> None:
@@ -170,13 +166,13 @@ def check_target(target: Any) -> None:
             raise GraphFormatError(f"function {target_name(target)!r} is none that graphs are made of")
         return
     schema, namespace = schema_of(target), target.namespace  # type: ignore[attr-defined]
-    packet, overload = str(target).split(".")[1:]
+    packet = str(target).split(".")[1]
     if namespace == "_c10d_functional":
         allowed = packet in _COLLECTIVES
     elif namespace != "aten":
-        allowed = (namespace == "fxpar" or target in TABLE) and not schema.writes
+        allowed = (namespace == "fxpar" or target in TABLE or target in DECLARED) and not schema.writes
     elif schema.writes:
-        allowed = f"{packet}.{overload}" in _IN_PLACE
+        allowed = target in _IN_PLACE
     else:
         listed = target in TABLE or target in REPLICATED_ON_PURPOSE or packet in REVIEWED
         known = listed or bool(_KNOWN_TAGS & schema.tags)
@@ -185,7 +181,7 @@ def check_target(target: Any) -> None:
         raise GraphFormatError(f"op {target} is not known to be harmless {_RULE}")
 
 
-_RULE = "(an op of your own is, once this process has registered a sharding rule for it, see docs/how-to-add.md)"
+_RULE = "(an op of your own is, once this process has registered it, see docs/how-to-add.md)"
 
 
 def check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

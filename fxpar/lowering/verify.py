@@ -16,12 +16,11 @@ from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import tensor_operands
+from fxpar.ops.traits import ATTENTION
 from fxpar.rules.option import Cut, Option, Seed, replicated
 from fxpar.rules.own_ops import attention_options, narrow_attention
-from fxpar.rules.table import options, own, passing
+from fxpar.rules.table import options, passing
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
-
-_ATTENTION = (own.attention.default, own.attention_backward.default)
 
 
 def verify(graph: AnnotatedGraph, after: str) -> None:
@@ -104,7 +103,7 @@ def legal(view: Any, option: Option, degree: int) -> bool:
     for is_result, placements in ((False, option.inputs), (True, option.outputs)):
         seeds += [((is_result, i), p) for i, p in enumerate(placements) if isinstance(p, Shard | OuterShard)]
     found = [*options(view, degree, seeds), *passing(view)]
-    if view.target in _ATTENTION:
+    if view.target in ATTENTION:
         narrow = narrow_attention(view, degree)
         found += [*attention_options(view, degree), *([narrow] if narrow else [])]
     return option in found

@@ -11,19 +11,10 @@ from torch import fx
 
 from fxpar.errors import PrecisionGlobError
 from fxpar.ir.graph import LogicalGraph, TensorMeta
-from fxpar.precision.loss_region import loss_region
+from fxpar.ops.traits import INDEX_PUTS, computes
+from fxpar.precision.loss_region import is_model_op, loss_region
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import (
-    ACCUMULATING,
-    BATCH_NORMS,
-    INDEX_PUTS,
-    NORM_NAMES,
-    NORMS,
-    PAIRS,
-    PRODUCTS,
-    SOFTMAXES,
-    VIEWS,
-)
+from fxpar.precision.tables import NORM_NAMES
 
 aten = torch.ops.aten
 _VALUES = ("param", "batch", "tangent")
@@ -56,8 +47,8 @@ def active_nodes(logical: LogicalGraph) -> set[fx.Node]:
 def find_islands(logical: LogicalGraph, precision: Precision, active: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes that compute in the captured dtype. Raises PrecisionGlobError."""
     calls = [n for n in logical.gm.graph.nodes if n.op == "call_function"]
-    ops = BATCH_NORMS | PAIRS | (NORMS if precision.norms else set()) | (SOFTMAXES if precision.softmax else set())
-    islands = {n for n in calls if n.target in ops or _adds_rows(n)}
+    wide = {"fp32", *(("norm",) if precision.norms else ()), *(("softmax",) if precision.softmax else ())}
+    islands = {n for n in calls if computes(n.target) in wide and not _only_writes(n)}
     modules = _matching(logical, precision.fp32)
     if precision.norms:
         modules |= _norm_modules(calls)
@@ -69,9 +60,9 @@ def find_islands(logical: LogicalGraph, precision: Precision, active: Collection
     return islands | _averages(logical, calls)
 
 
-def _adds_rows(node: fx.Node) -> bool:
-    """Whether any number of rows may be added into one; without its flag, `index_put` only writes."""
-    return node.target in ACCUMULATING and not (node.target in INDEX_PUTS and not any(a is True for a in node.args[3:]))
+def _only_writes(node: fx.Node) -> bool:
+    """Whether the node is an `index_put` without the flag that makes it add rows into one."""
+    return node.target in INDEX_PUTS and not any(a is True for a in node.args[3:])
 
 
 def prefixes(fqn: str) -> Iterator[str]:
@@ -99,7 +90,7 @@ def _norm_modules(calls: Iterable[fx.Node]) -> set[str]:
     for node in calls:
         if fqn := node.meta.get("fqn"):
             targets[fqn].add(node.target)
-    rooted = {fqn for fqn, ops in targets.items() if aten.rsqrt.default in ops and ops.isdisjoint(PRODUCTS)}
+    rooted = {fqn for fqn, ops in targets.items() if aten.rsqrt.default in ops and not any(map(is_model_op, ops))}
     return rooted | {fqn for fqn in targets if _sounds_like_norm(fqn)}
 
 
@@ -113,7 +104,7 @@ def _logsumexp_backward(calls: Iterable[fx.Node]) -> set[fx.Node]:
     sums, shifted, weights, found = set[fx.Node](), set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in calls:
         operands = set(node.all_input_nodes)
-        if node.target is aten.logsumexp.default or (node.target in VIEWS and operands & sums):
+        if node.target is aten.logsumexp.default or (computes(node.target) == "moves" and operands & sums):
             sums.add(node)
         elif node.meta.get("backward") and node.target is aten.sub.Tensor and operands & sums:
             shifted.add(node)

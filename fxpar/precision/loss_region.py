@@ -8,11 +8,13 @@ parameter or matrix product. Its backward ends where the first of those is read 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.ir.graph import LogicalGraph
-from fxpar.precision.tables import LOSSES, LOSSES_BACKWARD, PRODUCTS, VIEWS
+from fxpar.ops.traits import ATTENTION, EMBEDDINGS, computes, is_product
 
 
 def loss_region(logical: LogicalGraph, active: Collection[fx.Node]) -> set[fx.Node]:
@@ -31,13 +33,21 @@ def _weights(logical: LogicalGraph) -> set[fx.Node]:
     """Parameters, and views of them."""
     found = {n for n, i in zip(logical.placeholders, logical.inputs, strict=True) if i.kind == "param"}
     for node in logical.gm.graph.nodes:
-        if node.target in VIEWS and any(o in found for o in node.all_input_nodes):
+        if computes(node.target) == "moves" and any(o in found for o in node.all_input_nodes):
             found.add(node)
     return found
 
 
+def is_model_op(op: Any) -> bool:
+    """Whether an op makes a model of parameters and activations: no loss goes on behind one of these."""
+    return is_product(op) or op in _MODEL_OPS
+
+
+_MODEL_OPS = {*ATTENTION, *EMBEDDINGS, torch.ops.fxpar.embedding_backward.default}
+
+
 def _is_model(node: fx.Node, weights: set[fx.Node]) -> bool:
-    return node in weights or node.target in PRODUCTS or any(o in weights for o in node.all_input_nodes)
+    return node in weights or is_model_op(node.target) or any(o in weights for o in node.all_input_nodes)
 
 
 def _forward(calls: list[fx.Node], weights: set[fx.Node], loss: fx.Node) -> set[fx.Node]:
@@ -49,13 +59,13 @@ def _forward(calls: list[fx.Node], weights: set[fx.Node], loss: fx.Node) -> set[
             needed.add(node)
         if _is_model(node, weights) or any(u in model_ahead for u in users):
             model_ahead.add(node)
-        if any(u.target in LOSSES or u in loss_ahead for u in users):
+        if any(computes(u.target) == "loss" or u in loss_ahead for u in users):
             loss_ahead.add(node)
     region: set[fx.Node] = set()
     for node in calls:
         behind = any(o in region for o in node.all_input_nodes)
         if node in needed:
-            behind |= node.target in LOSSES or (node not in model_ahead and node not in loss_ahead)
+            behind |= computes(node.target) == "loss" or (node not in model_ahead and node not in loss_ahead)
         if behind:
             region.add(node)
     return region
@@ -66,7 +76,7 @@ def _backward(calls: list[fx.Node], forward: set[fx.Node], weights: set[fx.Node]
     for node in calls:
         sources = [o for o in node.all_input_nodes if o in inside]
         if sources:
-            behind = all(o in region and o.target not in LOSSES_BACKWARD for o in sources)
+            behind = all(o in region and computes(o.target) != "loss_backward" for o in sources)
         else:  # made of what the forward has computed, such as a sign
             behind = any(o in forward for o in node.all_input_nodes)
         if behind and not _is_model(node, weights):

@@ -11,9 +11,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxpar.ir.graph import LogicalGraph, Output
+from fxpar.ops.traits import computes
 from fxpar.precision.islands import active_nodes, find_islands, is_float, metas
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import AS_THEY_COME, LIKE, VIEWS
+from fxpar.precision.tables import AS_THEY_COME, LIKE
 from fxpar.torch_api import kernels
 
 
@@ -65,7 +66,8 @@ def _is_rewritten(node: fx.Node, active: set[fx.Node], captured: torch.dtype) ->
 
 def is_moving(node: fx.Node) -> bool:
     """Whether the node only moves values, so that its readers may choose its dtype."""
-    return node.target in VIEWS or node.target is operator.getitem or (is_cast(node) and "dtype" not in node.kwargs)
+    relaid = is_cast(node) and "dtype" not in node.kwargs
+    return relaid or node.target is operator.getitem or computes(node.target) == "moves"
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -26,11 +26,12 @@ from torch import fx
 from fxpar.errors import PrecisionDtypeError
 from fxpar.ir.dist_config import short_dtype
 from fxpar.ir.graph import LogicalGraph, Output, TensorMeta
+from fxpar.ops.traits import FACTORIES, is_elementwise
 from fxpar.precision.dtypes import ResultDtypes
 from fxpar.precision.islands import metas
 from fxpar.precision.plan import PrecisionPlan, is_cast, kept, make_plan
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import FACTORIES, LIKE
+from fxpar.precision.tables import LIKE
 from fxpar.torch_api import kernels
 
 G = TypeVar("G", bound=LogicalGraph)
@@ -143,8 +144,7 @@ class _Rewrite:
         made = [m for m in metas(node) if m.dtype.is_floating_point]
         if meta.dtype != self.plan.captured and not any(m.dtype == self.plan.captured for m in made):
             return False
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return not (pointwise and not meta.shape and all(m.shape for m in metas(node)))
+        return not (is_elementwise(node.target) and not meta.shape and all(m.shape for m in metas(node)))
 
     def _arguments(self, value: Any, dtype: torch.dtype | None) -> Any:
         """Arguments as they have to be: `dtype` for the captured one; for a number out of the range of the low dtype,

@@ -13,6 +13,7 @@ from torch import fx
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ops.traits import is_random
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -84,22 +85,17 @@ def forward_values(graph: AnnotatedGraph) -> ForwardValues:
     return ForwardValues(tuple(forward), frozenset(needed), frozenset(_fixed(body, forward)) | held, twins)
 
 
-def is_wait(node: fx.Node) -> bool:
-    return node.target is _WAIT
-
-
 def is_communication(node: fx.Node) -> bool:
     """A collective, or the wait for one."""
-    return is_wait(node) or collective_kind(node) is not None
+    return node.target is _WAIT or collective_kind(node) is not None
 
 
 def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:
     # What an in-place op has written to is another value from then on, so its operands are not read again either.
     written = {operand for node in body for operand in _written(node)}
     for node in forward:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         touched = node in written or any(o in written for o in node.all_input_nodes)
-        if random or touched or _written(node):
+        if is_random(node.target) or touched or _written(node):
             yield node
 
 

@@ -9,27 +9,6 @@ from fxpar.rules.option import Factor, Option, OpView, linear
 
 aten = torch.ops.aten
 
-# Not tagged pointwise by torch although each result element depends on the operands' same element only.
-LOOKS_POINTWISE = (
-    aten._to_copy.default,
-    aten.alias.default,
-    aten._conj.default,
-    aten.resolve_conj.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.hardtanh_backward.default,
-    aten.elu_backward.default,
-    aten.leaky_relu_backward.default,
-    aten.softplus_backward.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardswish_backward.default,
-    aten.log_sigmoid_backward.default,
-    aten.floor_divide.default,
-    aten.copy.default,
-)
-
 # Linear in every operand at once, in each operand alone, in the first only.
 _ADDS = (aten.add.Tensor, aten.sub.Tensor)
 _MULTIPLIES = (aten.mul.Tensor,)

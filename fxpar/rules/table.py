@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
-from fxpar.errors import NotAnOpError, RuleExistsError
+from fxpar.errors import NotAnOpError, OpContractError, OpExistsError, nearest
 from fxpar.ir.dist_config import OuterShard, P, R, Shard
 from fxpar.ir.serialize import OpOverload
+from fxpar.ops import traits
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
 from fxpar.rules.option import Cut, Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
 from fxpar.rules.sub_axes import nest_all
@@ -20,7 +20,6 @@ aten = torch.ops.aten
 own = torch.ops.fxpar
 Factors = Callable[[OpView], list[Factor]]
 Partials = Callable[[OpView], list[Option]]
-Flops = Callable[[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]], int]
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,13 @@ class OpRule:
     """How an op may be cut: by a sharded operand or result (`cuts`), and by partial operands (`partials`).
 
     `factors` are the loops that `cuts` speaks of, where it is made of loops. `terms` are partial operands that could
-    pass through as well, but are better summed up before: they count where the axis asks for them. `flops(operands,
-    results)` are the floating-point operations of a call, from the shapes of its tensors; None: as `fxpar.cost` knows.
+    pass through as well, but are better summed up before: they count where the axis asks for them.
     """
 
     cuts: Rule
     partials: Partials | None = None
     factors: Factors | None = None
     terms: Partials | None = None
-    flops: Flops | None = None
 
     @property
     def name(self) -> str:
@@ -45,13 +42,11 @@ class OpRule:
         return f"{written.__module__.removeprefix('fxpar.')}.{written.__name__}"
 
 
-def _by(
-    factors: Factors, partials: Partials | None = None, terms: Partials | None = None, flops: Flops | None = None
-) -> OpRule:
+def _by(factors: Factors, partials: Partials | None = None, terms: Partials | None = None) -> OpRule:
     def cuts(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
         return from_factors(factors(op), op, degree, seed, shard)
 
-    return OpRule(cuts, partials, factors, terms, flops)
+    return OpRule(cuts, partials, factors, terms)
 
 
 def _pass_through(op: OpView) -> list[Option]:
@@ -148,7 +143,7 @@ TABLE: dict[Any, OpRule] = {
     own.embedding.default: OpRule(own_ops.embedding),
     own.embedding_backward.default: OpRule(own_ops.embedding_backward),
     **dict.fromkeys(reduction.REDUCTIONS, _REDUCTION),
-    **dict.fromkeys(pointwise.LOOKS_POINTWISE, POINTWISE),
+    **dict.fromkeys(traits.LOOKS_ELEMENTWISE, POINTWISE),
 }
 
 # Run the same everywhere; nothing to gain from cutting them, so they are no surprise without a rule.
@@ -164,36 +159,55 @@ REPLICATED_ON_PURPOSE = {
 }
 
 
-def register_rule(
+def register_op(
     op: Any,
-    factors: Factors,
-    partials: Partials | None = None,
     *,
-    flops: Flops | None = None,
+    rule: Factors | None = None,
+    partials: Partials | None = None,
+    flops: traits.Flops | None = None,
+    flow: traits.Statement | None = None,
+    precision: traits.Computes | None = None,
     replace: bool = False,
 ) -> None:
-    """Let an op be cut along the loops that `factors(view)` lists; `partials(view)` lists options in which operands
-    that are sums still spread over ranks pass through. `flops(operands, results)` are the floating-point operations of
-    one call (2 per multiply-add), from the shapes of its tensor operands and results: with it the op counts as a
-    product, whose work an axis should cut; without, as one that memory limits.
+    """Say what an op is; what is left out stays as it was.
+
+    `rule(view)` lists the loops along which the op may be cut, `partials(view)` options in which operands that are sums
+    still spread over ranks pass through. `flops(operands, results)` are the floating-point operations of one call
+    (2 per multiply-add), from the shapes of its tensor operands and results: with it the op counts as a product, whose
+    work an axis should cut; without, as one that memory limits. `flow(call)` says how tokens flow through it: one of
+    the statements of `fxpar.flow.statements`, or one's own. `precision` is what it computes in under mixed precision,
+    a word of `fxpar.ops.traits.Computes`.
 
     It counts for graphs that are placed afterwards, so call it where the op is defined. Raises NotAnOpError for what
-    is no overload of an op, RuleExistsError for an op that has a rule, unless `replace` is set.
+    is no overload of an op, OpContractError for a value that cannot be said, OpExistsError for an op that has a rule or
+    is registered, unless `replace` is set.
     """
     if not isinstance(op, OpOverload):
         raise NotAnOpError(op)
-    if op in TABLE and not replace:
-        raise RuleExistsError(str(op), TABLE[op].name)
-    TABLE[op] = _by(factors, partials, flops=flops)
+    for name, given in {"rule": rule, "partials": partials, "flops": flops, "flow": flow}.items():
+        if given is not None and not callable(given):
+            raise OpContractError(str(op), f"{name}={given!r} is no function")
+    if partials is not None and rule is None:
+        raise OpContractError(str(op), "partials= needs rule=, which says how the op may be cut at all")
+    words = get_args(traits.Computes)
+    if precision is not None and precision not in words:
+        near = nearest(str(precision), words)
+        raise OpContractError(str(op), f"precision={precision!r} is none of {', '.join(words)}{near}")
+    if not replace and op in TABLE:
+        raise OpExistsError(str(op), f"has the sharding rule {TABLE[op].name}")
+    if not replace and op in traits.DECLARED:
+        raise OpExistsError(str(op), "is registered already")
+    if rule is not None:
+        TABLE[op] = _by(rule, partials)
+    known = traits.declared(op)
+    traits.DECLARED[op] = traits.OpTraits(flops or known.flops, flow or known.flow, precision or known.computes)
 
 
 def rule_of(target: Any) -> OpRule | None:
     """The rule of an op, or None where there is none (it then runs replicated)."""
     if target in TABLE:
         return TABLE[target]
-    if torch.Tag.pointwise in getattr(target, "tags", ()):
-        return POINTWISE
-    return None
+    return POINTWISE if traits.is_elementwise(target) else None
 
 
 def options(op: OpView, degree: int, seeds: list[tuple[Seed, Cut]]) -> list[Option]:

@@ -158,8 +158,8 @@ class _Call:
             place = graph.placeholder(f"x{i}")
             place.meta.update(tensor=_meta(x), dist=self._config(x, placement))
             places.append(place)
-        if unknown:  # the passes know nothing of what comes out of an alias
-            places = [_like(graph.call_function(torch.ops.aten.alias.default, (p,)), p) for p in places]
+        if unknown:  # nobody says that this op keeps zeros
+            places = [_like(graph.call_function(torch.ops.aten.resolve_conj.default, (p,)), p) for p in places]
         supply = iter(places)
 
         def swap(value: Any) -> Any:

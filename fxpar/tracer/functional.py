@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MutationError, UnsupportedOpError
+from fxpar.ops.traits import is_random
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.signature import Signature
@@ -80,7 +81,7 @@ def _check_ops(gm: fx.GraphModule) -> None:
                 node.meta.get("fqn"),
                 node.meta.get("source"),
             )
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node.op == "call_function" and is_random(node.target):
             raise UnsupportedOpError(
                 f"the random op {node.target}",
                 "Each rank would draw other numbers: use dropout, or pass the noise in the batch.",

@@ -8,46 +8,38 @@ on the batch, on the way from the loss to the first op that is not a linear one,
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxpar.errors import LossError, MeanLossError
+from fxpar.ops.traits import MOVES, RELABELS
 from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.context import CaptureContext, Mean
 
 aten = torch.ops.aten
 
-_CASTS = {
-    aten._to_copy.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.neg.default,
-}
+_CASTS = RELABELS | {aten.clone.default, aten._to_copy.default, aten.neg.default}
 _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 # What a sum over tokens may be made of before the per-token losses are reached.
-_LINEAR = _CASTS | {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.where.self,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.index.Tensor,
-    aten.stack.default,
-    aten.cat.default,
-    aten.expand.default,
-    aten.mean.dim,
-}
+_LINEAR = (
+    MOVES
+    | _CASTS
+    | {
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.where.self,
+        aten.index.Tensor,
+        aten.mean.dim,
+        operator.getitem,
+    }
+)
 _MEANS = {aten.mean.default}
 
 

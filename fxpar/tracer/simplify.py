@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import TensorMeta
+from fxpar.ops.traits import FACTORIES
 
 aten = torch.ops.aten
-_FACTORIES = {aten.full.default, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default, aten.arange.default}
 _SCALAR_OPS = (aten.mul.Scalar, aten.div.Scalar)
 
 
@@ -32,7 +32,7 @@ def simplify(gm: fx.GraphModule) -> None:
 
 def _state_dtype(node: fx.Node) -> None:
     """A constant made without a dtype would take the default one, which the range of a wider graph may not fit."""
-    if node.target in _FACTORIES and "dtype" not in node.kwargs:
+    if node.target in FACTORIES | {aten.arange.default} and "dtype" not in node.kwargs:
         node.kwargs = {**node.kwargs, "dtype": node.meta["tensor"].dtype}
 
 

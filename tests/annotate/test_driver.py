@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.annotate import annotate
-from fxpar.annotate.driver import combine
+from fxpar.annotate.driver import annotate_and_search, combine
 from fxpar.checking import check
 from fxpar.errors import FxparWarning, NotYetError, OverrideError
 from fxpar.ir.dist_config import DistConfig, R, Shard
@@ -19,6 +19,7 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.lowering.verify import verify, verify_placements
+from fxpar.rules.option import replicated
 from tests.captured import Captured, fused, gpt, llama, squared, take, vectors
 from tests.repeat import crossed
 
@@ -245,3 +246,12 @@ def test_context_cuts_tokens_outside_of_tensor():
     assert [e.axis for e in tokens.dims[0]] == ["cp", "tp"]
     assert [e.axis for e in heads.dims[0]] == ["tp", "cp"]
     assert combine(base, TensorMeta((8,), torch.int64), R, R, token) == base
+
+
+@pytest.mark.parametrize(("how", "kv_heads"), [("split", 2), ("chunk", 4), ("view", 4)])
+def test_parts_of_an_activation_allocate_nothing(how, kv_heads):
+    """Under sequence parallelism an activation that is whole on every rank costs its bytes, a view of it nothing."""
+    _, (search,) = annotate_and_search(fused(how, 4, kv_heads).graph, Strategy.parse("tp2+sp"))
+    parts = [entry for entry in search.problem.classes if len(entry.view.outputs) > 1 and entry.view.target.is_view]
+    assert len(parts) == 2
+    assert all(search.policy.node_cost(search.problem, entry, replicated(entry.view)) == 0 for entry in parts)

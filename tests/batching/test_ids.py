@@ -54,6 +54,35 @@ def test_limits_of_a_graph():
     assert limits_of(smooth)["labels"] == IdLimit(7, "the table of logits", frozenset({-100}))
 
 
+@pytest.mark.parametrize(
+    "moved",
+    [lambda x: x.repeat(2, 1), lambda x: x.flip(1), lambda x: x.roll(1, 1), lambda x: x[:, None].squeeze((0, 1))[None]],
+    ids=["repeated", "turned", "rolled", "relabelled"],
+)
+def test_ids_that_are_moved_index_their_table(moved):
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.table(moved(input_ids))
+
+    (batch,) = tokens(7, 6)
+    graph = capture(Moved(), lambda m, b: m(b["input_ids"]).square().sum(), {"input_ids": batch["input_ids"]})
+    assert id_limits(graph)["input_ids"] == IdLimit(9, "the table of 'table'")
+
+
+def test_labels_of_pixels_are_classes():
+    def loss(model, batch):
+        scores = model(batch["x"]).log_softmax(1)
+        return F.nll_loss(scores, batch["labels"], ignore_index=-3, reduction="sum")
+
+    batch = {"x": torch.randn(2, 3, 4, 4), "labels": torch.randint(5, (2, 4, 4))}
+    graph = capture(nn.Conv2d(3, 5, 1), loss, batch)
+    assert id_limits(graph)["labels"] == IdLimit(5, "the table of logits", frozenset({-3}))
+
+
 LIMITS = {
     "input_ids": IdLimit(9, "the table of 'tokens'"),
     "labels": IdLimit(7, "the table of logits", frozenset({-100})),

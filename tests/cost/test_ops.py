@@ -110,3 +110,19 @@ def test_what_runs_on_the_device():
     assert not is_kernel(node_of(aten.view.default, t(4), [2, 2]))
     assert not is_kernel(node_of(aten.reshape.default, t(4), [2, 2]))
     assert not is_kernel(next(iter(node_of(aten.mul.Tensor, t(2), t(2)).graph.nodes)))
+
+
+def test_a_product_that_adds_to_an_accumulator():
+    """As `accumulate_gradients` writes it."""
+    for name, in_place in (("addmm", aten.addmm_.default), ("baddbmm", aten.baddbmm_.default)):
+        target, *args = CALLS[name]
+        args[0] = target(*args)
+        assert flops(node_of(in_place, *args), NOTHING) == flops(node_of(target, *args), NOTHING) > 0
+    assert flops(node_of(aten.addmv.default, t(5), t(5, 7), t(7)), NOTHING) == 2 * 5 * 7
+
+
+@pytest.mark.parametrize("op", [own.embedding.default, aten.embedding.default], ids=str)
+def test_a_lookup_reads_the_rows_that_it_returns(op):
+    table, ids = t(1000, 8), torch.tensor([1, 2])
+    numbers = (torch.arange(1000),) if op is own.embedding.default else ()
+    assert touched_bytes(node_of(op, table, ids, *numbers), NOTHING) == 2 * 2 * 8 * 4

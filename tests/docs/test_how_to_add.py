@@ -32,10 +32,10 @@ from fxpar.errors import (
     ModelFunctionError,
     ModelTypeError,
     NotAnOpError,
+    OpExistsError,
     PlannerContractError,
     PlannerError,
     RoleContractError,
-    RuleExistsError,
     StrategySyntaxError,
     SwitchPlanError,
     UnknownModelError,
@@ -49,10 +49,11 @@ from fxpar.losses import causal_lm
 from fxpar.lowering import default_passes
 from fxpar.models import LoadedModel, load
 from fxpar.models.loaders import LOADERS
+from fxpar.ops.traits import DECLARED
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.rules.installed import OPS
 from fxpar.rules.option import Option, replicated
-from fxpar.rules.table import TABLE, register_rule
+from fxpar.rules.table import TABLE, register_op
 from fxpar.rules.validate import trials, validate_op
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import layout_of, plan_switch
@@ -206,11 +207,12 @@ def test_graph_files_find_the_op(tmp_path, monkeypatch):
 def test_rules_that_are_refused(monkeypatch, logical):
     op = torch.ops.extras.relu2.default
     monkeypatch.setattr("fxpar.rules.table.TABLE", dict(TABLE))
+    monkeypatch.setattr("fxpar.ops.traits.DECLARED", dict(DECLARED))
     with pytest.raises(NotAnOpError, match=r"torch.ops.mine.gate.default"):
-        register_rule(torch.ops.extras.relu2, lambda view: [])
-    with pytest.raises(RuleExistsError, match=r"extras.relu2.default has the sharding rule .*relu2_loops"):
-        register_rule(op, lambda view: [])
-    register_rule(op, module("ops").relu2_loops, flops=lambda operands, results: -1, replace=True)
+        register_op(torch.ops.extras.relu2, rule=lambda view: [])
+    with pytest.raises(OpExistsError, match=r"extras.relu2.default has the sharding rule .*relu2_loops"):
+        register_op(op, rule=lambda view: [])
+    register_op(op, rule=module("ops").relu2_loops, flops=lambda operands, results: -1, replace=True)
     with pytest.raises(CostModelError, match=r"operations of extras.relu2.default = -1"):
         node_costs(fxpar.lower(logical, "dp1"), CLUSTER)
 

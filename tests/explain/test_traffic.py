@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 
 import pytest
@@ -12,7 +13,7 @@ from fxpar.explain.traffic import by_module, traffic
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from tests.captured import llama
+from tests.captured import fused, llama
 
 STRATEGIES = ["tp2", "tp2+sp", "cp2.tp2", "dp2.tp2+sp+zero3"]
 
@@ -54,6 +55,16 @@ def test_all_collectives_are_explained(strategy):
     assert all(t.params for t in found if t.what in ("parameters", "gradients"))
     assert {p for t in found if t.what == "parameters" for p in t.params} <= {i.fqn for i in program.inputs}
     assert not zero3 or {t.added_by[0] for t in found if t.comm.axis == "dp"} <= {"zero_shard", "reduce_gradients"}
+
+
+def test_parts_of_a_value_are_looked_through():
+    """Who wants the keys is attention, not the split of the fused projection in front of it."""
+    graph = fused("split", 4, 2).graph
+    wanting = {node.target for move in moves(annotate(graph, Strategy.parse("cp4"))) for node in move.behind}
+    assert not any(target is operator.getitem or getattr(target, "is_view", False) for target in wanting)
+    users = {user for one in traffic(lower(graph, "cp4")) for user in one.users}
+    assert any("attention" in user for user in users)
+    assert not any("getitem" in user or "split" in user for user in users)
 
 
 def test_a_cause_is_named():

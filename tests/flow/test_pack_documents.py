@@ -146,6 +146,7 @@ def _extra(kind: str, net: Net, logits: torch.Tensor, labels: torch.Tensor) -> t
         "masked": size.masked_fill(labels == IGNORE_INDEX, 0.0).sum() * 0.1,
         "of the weights": net.a.square().sum(),
         "distance to what is nothing at padding": mse_sum(logits[..., 0], (labels != IGNORE_INDEX).double()),
+        "of sums that move": torch.stack(torch.stack((size.sum(), size.sum() * 3)).flip(0).unbind(0)).repeat(2).sum(),
         "a sum for each token": size.sum().expand(labels.shape[1]).sum(),
     }[kind]
 
@@ -157,6 +158,7 @@ def _extra(kind: str, net: Net, logits: torch.Tensor, labels: torch.Tensor) -> t
         ("of labelled tokens", True, True),
         ("masked", True, True),
         ("of the weights", False, False),
+        ("of sums that move", True, False),
         ("a sum for each token", False, False),
         ("distance to what is nothing at padding", True, False),
     ],

@@ -44,6 +44,19 @@ def test_no_mask_where_zero_stays_zero(activation):
     assert zero_padding.__name__ not in names(contracted(activation).graph)
 
 
+@pytest.mark.parametrize(
+    ("moved", "rows"),
+    [((aten.flip.default, [0]), 6), ((aten.roll.default, [2], [0]), 6), ((aten.repeat.default, [2, 1]), 12)],
+)
+def test_no_mask_where_rows_only_move(moved, rows):
+    s = Sketch("tp3")
+    h, w = s.place("h", (6, 10), ["", "tp"]), s.place("w", (10, 4), ["tp", ""])
+    y = s.call(moved[0], h, *moved[1:], shape=(rows, 10), dims=["", "tp"])
+    graph = s.done(s.call(aten.mm.default, y, w, shape=(rows, 4), partial="tp"))
+    MaskPadding()(graph)
+    assert zero_padding.__name__ not in names(graph.graph)
+
+
 def test_no_mask_where_the_dim_divides():
     assert zero_padding.__name__ not in names(contracted(aten.exp.default, dims=(6, 12)).graph)
 

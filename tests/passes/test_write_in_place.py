@@ -16,9 +16,10 @@ from fxpar.ir.exec_graph import compile_graph
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
+from fxpar.ops.traits import IN_PLACE
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
-from fxpar.passes.write_in_place import IN_PLACE, WriteInPlace, functional
+from fxpar.passes.write_in_place import WriteInPlace, functional
 from fxpar.runtime.stage import BoundStage
 from tests.captured import gpt, llama
 from tests.passes.sketch import Sketch, names
@@ -88,6 +89,14 @@ def test_through_a_view_of_all_of_it():
     turned = s.call(aten.t.default, y, shape=SHAPE[::-1])
     graph = s.done(s.call(aten.exp.default, turned, shape=SHAPE[::-1]))
     assert after(graph)[-1] == "aten.exp_"
+
+
+@pytest.mark.parametrize("squeezed", [(aten.squeeze.dims, [0]), (aten.squeeze.default,)], ids=["dims", "all"])
+def test_through_a_squeeze(squeezed):
+    s, _, y = sketch()
+    wide = s.call(aten.unsqueeze.default, y, 0, shape=(1, *SHAPE))
+    narrow = s.call(squeezed[0], wide, *squeezed[1:], shape=SHAPE)
+    assert after(s.done(s.call(aten.exp.default, narrow, shape=SHAPE)))[-1] == "aten.exp_"
 
 
 def test_each_result_of_an_op_has_memory_of_its_own():

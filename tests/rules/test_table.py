@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.errors import RuleExistsError
+from fxpar.errors import OpExistsError
 from fxpar.ir.dist_config import OuterShard, P, Placement, R, Shard
 from fxpar.ir.pass_registry import get
+from fxpar.ops.traits import DECLARED
 from fxpar.rules.option import Factor, Option, OpView, TensorRef, from_factors
 from fxpar.rules.own_ops import narrow_attention
-from fxpar.rules.table import TABLE, OpRule, options, register_rule, rule_of
+from fxpar.rules.table import TABLE, OpRule, options, register_op, rule_of
 from fxpar.rules.validate import trials, validate_op
 from tests.rules import cases, cases_own
 from tests.rules.cases import aten, own, x
@@ -195,7 +196,7 @@ def test_validator_finds_padding_that_leaks(monkeypatch):
 
 def test_validator_finds_a_false_claim_of_zero_padding(monkeypatch):
     module = sys.modules[get("mask_padding").__module__]
-    monkeypatch.setattr(module, "_KEEP_ZERO", module._KEEP_ZERO | {aten.cos.default})
+    monkeypatch.setattr(module, "KEEPS_ZERO", module.KEEPS_ZERO | {aten.cos.default})
     assert any("not zero" in t.error for t in validate_op(aten.cos.default, (x(6, 7),), degree=2))
 
 
@@ -209,10 +210,11 @@ def test_a_rule_of_the_user(monkeypatch):
     """Registered once; another one only on purpose."""
     op = torch.ops.aten.bernoulli.p
     monkeypatch.setattr("fxpar.rules.table.TABLE", dict(TABLE))
-    register_rule(op, lambda view: [Factor((0,), (0,))])
+    monkeypatch.setattr("fxpar.ops.traits.DECLARED", dict(DECLARED))
+    register_op(op, rule=lambda view: [Factor((0,), (0,))])
     view = OpView(op, (), (), ((4, 6),), ((4, 6),))
     assert any(option.inputs == (Shard(0),) for option in options(view, 2, [((False, 0), Shard(0))]))
-    with pytest.raises(RuleExistsError, match=r"bernoulli.*replace=True"):
-        register_rule(op, lambda view: [])
-    register_rule(op, lambda view: [], replace=True)
+    with pytest.raises(OpExistsError, match=r"bernoulli.*replace=True"):
+        register_op(op, rule=lambda view: [])
+    register_op(op, rule=lambda view: [], replace=True)
     assert all(option.inputs != (Shard(0),) for option in options(view, 2, [((False, 0), Shard(0))]))

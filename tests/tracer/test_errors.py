@@ -193,6 +193,8 @@ def test_no_trainable_parameter():
         lambda m, b: m(b["x"]).pow(2).sum() / (b["y"] > 0).sum(),
         lambda m, b: m(b["x"]).pow(2).sum() * (1.0 / (b["y"] > 0).sum()),
         lambda m, b: (m(b["x"]).pow(2) * (b["y"] > 0) / (b["y"] > 0).sum()).sum(),
+        lambda m, b: (m(b["x"]).pow(2) / (b["y"] > 0).sum()).transpose(0, 1).flip(0).sum(),
+        lambda m, b: sum(t.sum() for t in (m(b["x"]).pow(2) / (b["y"] > 0).sum()).unbind(1)),
         lambda m, b: m(b["x"]).pow(2).mean(0).sum(),
         lambda m, b: -(m(b["x"]).log_softmax(-1)).sum(-1).mean(),
     ],

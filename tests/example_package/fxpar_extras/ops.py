@@ -1,12 +1,13 @@
-"""An op, its gradient, and their sharding rules."""
+"""Ops, their gradients, and what fxpar has to know of them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from fxpar.flow.statements import own_document
 from fxpar.rules.option import Factor, OpView
-from fxpar.rules.table import register_rule
+from fxpar.rules.table import register_op
 
 
 @torch.library.custom_op("extras::relu2", mutates_args=())
@@ -56,9 +57,35 @@ def relu2_flops(operands, results) -> int:
     return 2 * torch.Size(rows).numel() * dim * width
 
 
-register_rule(torch.ops.extras.relu2.default, relu2_loops, flops=relu2_flops)
-register_rule(
+register_op(torch.ops.extras.relu2.default, rule=relu2_loops, flops=relu2_flops)
+register_op(
     torch.ops.extras.relu2_backward.default,
-    relu2_backward_loops,
+    rule=relu2_backward_loops,
     flops=lambda operands, results: 3 * relu2_flops(operands, results),
 )
+
+
+@torch.library.custom_op("extras::document_mean", mutates_args=())
+def document_mean(x: Tensor, document_ids: Tensor) -> Tensor:
+    """x [B, T, D] averaged over the tokens of each document; document_ids [B, T]."""
+    same = (document_ids[:, :, None] == document_ids[:, None, :]).to(x.dtype)
+    return same / same.sum(-1, keepdim=True) @ x
+
+
+@document_mean.register_fake
+def _(x, document_ids):
+    return torch.empty_like(x)
+
+
+document_mean.register_autograd(
+    lambda ctx, grad: (document_mean(grad, *ctx.saved_tensors), None),  # tokens weigh on each other alike
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+
+
+def document_mean_loops(op: OpView) -> list[Factor]:
+    """(x [B, T, D], document_ids [B, T]) -> [B, T, D]: rows, or D; a token needs all others of its document."""
+    return [Factor((0, 0), (0,)), Factor((2, None), (2,))]
+
+
+register_op(torch.ops.extras.document_mean.default, rule=document_mean_loops, flow=own_document, precision="fp32")
