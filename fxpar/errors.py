@@ -332,8 +332,9 @@ class PassContractError(FxparError):
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
-            f"{name!r} does not behave as a pass: {why}. A pass is an object with `run(gm)`, or a "
-            "callable `(gm)`; it returns the GraphModule, or True if it changed it and else False."
+            f"{name!r} does not behave as a pass: {why}. A pass of the lowering has a `name` and a `tier`, and is "
+            "called with an AnnotatedGraph; one of graph_trainer is an object with `run(gm)`, or a callable `(gm)`, "
+            "that returns the GraphModule, or True if it changed it and else False."
         )
 
 

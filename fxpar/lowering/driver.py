@@ -22,7 +22,7 @@ from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ir.pass_base import GraphPass, ancestors
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.ladder import OnPass, climb, common_fields, default_passes, remaining, run_passes
+from fxpar.lowering.ladder import OnPass, checked_ladder, climb, common_fields, default_passes, remaining, run_passes
 from fxpar.lowering.pipeline import lower_pipeline
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
@@ -57,7 +57,7 @@ def lower(
     A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
 
     Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, GivenPassesError, the
-    errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
@@ -66,7 +66,7 @@ def lower(
     given = [option for option, value in options.items() if value != signature.parameters[option].default]
     if passes is not None and given:
         raise GivenPassesError(given)
-    ladder = default_passes(**options) if passes is None else passes
+    ladder = default_passes(**options) if passes is None else checked_ladder(passes)
     if strategy.degree("pp") > 1:
         return lower_pipeline(logical, strategy, ladder, on_pass)
     started = time.process_time()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar.annotate import Annotate, unplaced
+from fxpar.errors import PassContractError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
@@ -33,7 +34,6 @@ from fxpar.passes.sink_waits import SinkWaits
 from fxpar.passes.write_in_place import WriteInPlace
 from fxpar.passes.zero_shard import ZeroShard
 
-_PLACING = (Annotate.name, InsertReshards.name)  # after these, placements are checked against the rules of their ops
 OnPass = Callable[[str, AnnotatedGraph], None]
 
 
@@ -67,6 +67,18 @@ def default_passes(
     ]
 
 
+def checked_ladder(passes: Sequence[object]) -> list[GraphPass]:
+    """The passes, if they are some. Raises PassContractError."""
+    if not passes:
+        raise PassContractError("an empty list", "the first pass of a ladder attaches placements, as `annotate` does")
+    for step in passes:
+        if isinstance(step, type):
+            raise PassContractError(step.__name__, "it is a class; make an instance with the options you want")
+        if not isinstance(step, GraphPass):
+            raise PassContractError(str(step), "it has no `name`, no `tier`, or cannot be called with a graph")
+    return list(passes)  # type: ignore[arg-type]
+
+
 def run_passes(
     logical: LogicalGraph, strategy: Strategy | str, ladder: list[GraphPass], on_pass: OnPass | None
 ) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...]]:
@@ -97,7 +109,7 @@ def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None
             if node.name not in known:
                 node.meta.setdefault("pass", step.name)
         verify(graph, step.name)
-        if step.name in _PLACING:
+        if len(graph.passes) == 1 or step.name == InsertReshards.name:  # the first one attaches placements
             verify_placements(graph, step.name, resharded=step.name == InsertReshards.name)
         report.append(_report(step.name, graph, time.process_time() - begun))
         if on_pass:

@@ -54,8 +54,9 @@ def verify_placements(graph: AnnotatedGraph, after: str, *, resharded: bool) -> 
     for node in graph.graph.nodes:
         if "dist_in" not in node.meta:
             continue
-        wanted: tuple[DistConfig, ...] = node.meta["dist_in"]
         operands = tensor_operands(node)
+        _check_form(node, operands, after)
+        wanted: tuple[DistConfig, ...] = node.meta["dist_in"]
         if resharded:
             for operand, config in zip(operands, wanted, strict=True):
                 if operand.meta["dist"] != config:
@@ -65,6 +66,23 @@ def verify_placements(graph: AnnotatedGraph, after: str, *, resharded: bool) -> 
                     )
         if is_op(node) and node.target is not reshard:
             _check_op(node, wanted, sizes, (("tp", tensor), ("cp", context)), known, after)
+
+
+def _check_form(node: fx.Node, operands: list[fx.Node], after: str) -> None:
+    """A placement for each operand and result, with as many dims; inputs are no terms of a sum."""
+    wanted, made = node.meta["dist_in"], node.meta.get("dist")
+    if not isinstance(wanted, tuple) or len(wanted) != len(operands):
+        raise VerifyError(
+            f"after pass {after!r}: {where(node)} needs a tuple of {len(operands)} placements in `dist_in`"
+        )
+    found = list(zip([operand.meta["tensor"] for operand in operands], wanted, strict=True))
+    if node.op != "output":
+        found += list(zip(tensor_metas(node), made if isinstance(made, tuple) else (made,), strict=True))
+    for meta, config in found:
+        if meta is not None and not (isinstance(config, DistConfig) and config.ndim == len(meta.shape)):
+            raise VerifyError(f"after pass {after!r}: {where(node)}: {config} is no placement of {meta}")
+    if node.op == "placeholder" and isinstance(made, DistConfig) and made.partial:
+        raise VerifyError(f"after pass {after!r}: {where(node)} comes in whole or cut, not as terms of a sum: {made}")
 
 
 def _check_op(

@@ -33,6 +33,7 @@ from fxpar.errors import (
     ModelTypeError,
     NotAnOpError,
     OpExistsError,
+    ParallelizeError,
     PlannerContractError,
     PlannerError,
     RoleContractError,
@@ -50,7 +51,6 @@ from fxpar.lowering import default_passes
 from fxpar.models import LoadedModel, load
 from fxpar.models.loaders import LOADERS
 from fxpar.ops.traits import DECLARED
-from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.rules.installed import OPS
 from fxpar.rules.option import Option, replicated
 from fxpar.rules.table import TABLE, register_op
@@ -441,12 +441,16 @@ STRATEGIES = {64: "dp2", 512: ROLE}
 def _train(rank: int) -> dict:
     model = load("extras:small", dtype="float64", noise=False, seed=3).model
     settings = {"strategies": STRATEGIES, "loss": causal_lm, "monitor": False, "planner": "nearest"}
-    compiled = fxpar.compile_strategies(model, STRATEGIES, causal_lm)
-    rows, _ = packed_if_proved(compiled.logical)
-    ladder = [*default_passes(for_store=True), module("passes").SquareByMul()]
-    programs = {name: fxpar.lower(rows, name, passes=ladder) for name in compiled.programs}
-    powers = [_squares(program) for program in (*compiled.programs.values(), *programs.values())]
-    compiled = replace(compiled, programs=programs)
+    without = fxpar.compile_strategies(model, STRATEGIES, causal_lm)
+    compiled = fxpar.compile_strategies(
+        model, STRATEGIES, causal_lm, passes=lambda ladder: [*ladder, module("passes").SquareByMul()]
+    )
+    powers = [_squares(program) for program in (*without.programs.values(), *compiled.programs.values())]
+    alone = {name: fxpar.lower(compiled.logical, name, for_store=True) for name in compiled.programs}
+    with pytest.raises(ParallelizeError, match=r"'dp2' knows nothing of documents.*compile_strategies\(passes="):
+        fxpar.parallelize(model, compiled=replace(compiled, programs=alone), **settings)
+    with pytest.raises(ParallelizeError, match="lowered already; give passes to"):
+        fxpar.parallelize(model, compiled=compiled, passes=list, **settings)
     model = fxpar.parallelize(model, compiled=compiled, merge=False, **settings)
     report = model.train_step(sequences(0))
     grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}

@@ -10,8 +10,15 @@ import torch
 
 from fxpar.annotate.driver import search_placements
 from fxpar.checking import check
-from fxpar.errors import GivenPassesError, NotYetError, OverrideError, StrategySyntaxError, VerifyError
-from fxpar.ir.dist_config import DistConfig
+from fxpar.errors import (
+    GivenPassesError,
+    NotYetError,
+    OverrideError,
+    PassContractError,
+    StrategySyntaxError,
+    VerifyError,
+)
+from fxpar.ir.dist_config import DistConfig, P
 from fxpar.ir.exec_graph import ExecGraph, compile_graph
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import Tier
@@ -100,6 +107,60 @@ def test_placements_of_another_pass():
     captured = llama()
     (result,) = check(captured.graph, [program], captured.params, captured.buffers, captured.batches)
     assert result.ok
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ([], "an empty list"),
+        (["annotate"], "'annotate' does not behave as a pass: it has no `name`"),
+        ([EverythingWhole], "'EverythingWhole' .* it is a class; make an instance"),
+        ([print], "has no `name`, no `tier`"),
+    ],
+    ids=["none", "text", "class", "function"],
+)
+def test_what_is_no_pass(passes, message):
+    with pytest.raises(PassContractError, match=message):
+        lower(llama().graph, "tp2", passes=passes)
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """`annotate`, and then another value under one key of the weight of the first layer's query."""
+
+    key: str
+    value: object
+    name: ClassVar[str] = "spoiled"
+    tier: ClassVar[Tier] = "exact"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        search_placements(graph)
+        weight = next(
+            n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.fqn.endswith("q_proj.weight")
+        )
+        mesh = graph.strategy.mesh
+        values = {
+            "few dims": DistConfig.replicated(mesh, 1, weight.meta["tensor"].dtype),
+            "a sum": DistConfig.replicated(mesh, 2, weight.meta["tensor"].dtype).with_placement("tp", P),
+        }
+        node = weight if self.key == "dist" else next(iter(weight.users))
+        node.meta[self.key] = values.get(str(self.value), self.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dist", "few dims", r"q_proj.* is no placement of f64\[32, 32\]"),
+        ("dist", "a sum", r"q_proj.* not as terms of a sum"),
+        ("dist", None, r"q_proj.* None is no placement of"),
+        ("dist_in", None, r"needs a tuple of \d placements in `dist_in`"),
+        ("dist_in", (), r"needs a tuple of \d placements in `dist_in`"),
+        ("dist_in", (None,), r"None is no placement of|needs a tuple of 2"),
+    ],
+)
+def test_placements_that_cannot_be(key, value, message):
+    with pytest.raises(VerifyError, match=f"after pass 'spoiled': .*{message}"):
+        lower(llama().graph, "tp2", passes=[Spoiled(key, value), *default_passes()[1:]])
 
 
 def test_a_ladder_that_attaches_no_placements():
