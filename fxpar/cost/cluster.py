@@ -67,7 +67,9 @@ class ClusterSpec:
         """Raise ClusterError unless the cluster has `ranks` devices."""
         if ranks > self.world:
             raise ClusterError(
-                f"of {self.nodes} x {self.devices_per_node} devices", f"is too small for strategies on {ranks} ranks"
+                f"of {self.nodes} x {self.devices_per_node} devices",
+                f"is too small for strategies on {ranks} ranks. Set nodes and "
+                "devices_per_node to what there will be, or take strategies of fewer ranks",
             )
 
     @classmethod

@@ -88,6 +88,10 @@ class ParallelizeOptions:
             value = getattr(self, name)
             if value not in known:
                 raise ParallelizeError(f"{name}={value!r} is none of {', '.join(known)}{nearest(str(value), known)}")
+        if not isinstance(self.cluster, ClusterSpec | None):
+            raise ParallelizeError(
+                f"cluster={self.cluster!r} is no ClusterSpec; a file is read with fxpar.ClusterSpec.from_file"
+            )
 
 
 @dataclass(frozen=True)

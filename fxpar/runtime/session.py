@@ -46,6 +46,7 @@ from fxpar.runtime.spans import Recorder
 from fxpar.runtime.storage import activation_bytes, open_storage, overlapped
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport, WeightStore, check_order
+from fxpar.torch_api.hooks import hooked_modules
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
 
@@ -61,6 +62,7 @@ class Session:
     options: ParallelizeOptions
     calls: PlainCalls
     evaluation: Evaluation
+    hooks: dict[str, int] | None  # of modules, at the capture; None once a user was told
 
     @property
     def programs(self) -> Mapping[str, TrainGraph]:
@@ -79,6 +81,7 @@ class Session:
     def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
         self.store.check_adopted(module, trained=True)
+        self._warn_of_hooks(module)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         before = dict(buffers)
         report = self.engine.step(sequences, buffers)
@@ -88,6 +91,18 @@ class Session:
                     if value is not before[fqn]:
                         before[fqn].copy_(value)
         return report
+
+    def _warn_of_hooks(self, module: nn.Module) -> None:
+        """Once, of hooks that came after the capture: a step runs the captured graph, in which they are not."""
+        if self.hooks is not None:
+            new = [fqn for fqn, count in hooked_modules(module).items() if count > self.hooks.get(fqn, 0)]
+            if new:
+                where = f"module {new[0]!r}" if new[0] else "the model"
+                self.hooks = None
+                warn(
+                    f"{where} has a hook on its forward or backward that came after fxpar.parallelize: train_step runs "
+                    "what was captured and does not call it (plain calls and evaluate may). Register it before"
+                )
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
@@ -237,7 +252,7 @@ def _open(
         return with_precision(logical, compiled.precision)
 
     evaluation = Evaluation(engine, calls, loss, capture_again, tuple(keys), compiled.logical.averaged)
-    return Session(compiled, store, engine, memory, options, calls, evaluation)
+    return Session(compiled, store, engine, memory, options, calls, evaluation, hooked_modules(module))
 
 
 def _check_packed(programs: Mapping[str, TrainGraph]) -> None:

@@ -26,7 +26,8 @@ from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
 from fxpar.store.pages import lazy_zeros
 from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
-from fxpar.torch_api.dtensors import has_gradient_hook, local_of
+from fxpar.torch_api.dtensors import local_of
+from fxpar.torch_api.hooks import has_gradient_hook
 
 
 def param_specs(program: Program) -> list[ParamSpec]:

@@ -120,11 +120,6 @@ def local_of(tensor: DTensor) -> Tensor:
     return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local).detach()
 
 
-def has_gradient_hook(parameter: Tensor) -> bool:
-    """Whether autograd would call somebody with the gradient of a parameter."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
 def sibling(tensor: DTensor, local: Tensor) -> DTensor:
     """A DTensor that lies as `tensor` does, with a local tensor of the same shape and dtype.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -49,6 +50,7 @@ def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) 
             if dist.is_initialized():
                 dist.destroy_process_group()
 
+    hook = sys.excepthook  # each process group puts a prefix with its rank before what is printed
     pg._install_threaded_pg()
     isolate(True)
     pg.ProcessLocalGroup.reset()
@@ -62,6 +64,7 @@ def run_threads(world: int, work: Callable[[int], T], timeout_s: float = 600.0) 
         pg.ProcessLocalGroup.reset()
         isolate(False)
         pg._uninstall_threaded_pg()
+        sys.excepthook = hook
     # A rank that was ended because another failed reports SystemExit; the cause is the other one.
     for error in sorted(errors.values(), key=lambda e: isinstance(e, SystemExit)):
         raise error

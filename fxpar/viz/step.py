@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -90,8 +91,11 @@ class StepTimeline:
         return max((span.end_ms for span in self.spans), default=0.0)
 
     def group_window(self, group: int) -> tuple[float, float]:
-        """When the first lane begins a group and the last one ends it."""
-        mine = [span for span in self.spans if span.group == group]
+        """When the first lane begins a group and the last one ends it; what waits of it behind the begin of the next
+        group (its gradients, where borders run beside groups) is left out.
+        """
+        following = min((s.start_ms for s in self.spans if s.group > group), default=math.inf)
+        mine = [span for span in self.spans if span.group == group and span.start_ms < following]
         return min((s.start_ms for s in mine), default=0.0), max((s.end_ms for s in mine), default=0.0)
 
     def group_ms(self, group: int) -> dict[str, float]:

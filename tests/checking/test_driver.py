@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -218,3 +219,10 @@ def test_results_are_plain_data():
     assert data["ok"] is True
     assert data["world"] == 2
     assert data["collectives"]["reduce_scatter"] > 0
+
+
+def test_what_prints_errors_is_left_as_it_was():
+    """Each process group of torch puts its rank before what is printed."""
+    hook, captured = sys.excepthook, llama()
+    check(captured.graph, ["tp2"], captured.params, captured.buffers, captured.batches)
+    assert sys.excepthook is hook

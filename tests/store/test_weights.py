@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
 import fxpar
-from fxpar.errors import ChangedParameterError, GradientHookError
+from fxpar.errors import ChangedParameterError, FxparWarning, GradientHookError, ParallelizeError
 from tests.runtime.hot import World
 
 IDS = torch.arange(6)
@@ -109,3 +111,35 @@ def hooked(rank: int) -> None:
 
 def test_a_hook_that_would_not_run_is_an_error():
     hooked()
+
+
+@WORLD.case
+def hooked_late(rank: int) -> None:
+    early = Tied()
+    early.embed.register_forward_hook(lambda module, args, out: out * 2)
+    early = fxpar.parallelize(early, strategies={16: "dp1"}, monitor=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxparWarning)
+        early.train_step([IDS])  # it was captured with the model
+    model = parallel()
+    before = model.train_step([IDS]).loss
+    model.embed.register_forward_hook(lambda module, args, out: out * 0)
+    with pytest.warns(FxparWarning, match=r"module 'embed' has a hook .* train_step runs what was captured"):
+        assert model.train_step([IDS]).loss == pytest.approx(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxparWarning)
+        model.train_step([IDS])  # said once
+
+
+def test_a_hook_on_a_module_that_comes_late_is_a_warning():
+    hooked_late()
+
+
+@WORLD.case
+def not_a_cluster(rank: int) -> None:
+    with pytest.raises(ParallelizeError, match=r"cluster='two.json' is no ClusterSpec.*from_file"):
+        fxpar.parallelize(Tied(), strategies={16: "dp1"}, monitor=False, cluster="two.json")
+
+
+def test_a_cluster_is_no_path():
+    not_a_cluster()

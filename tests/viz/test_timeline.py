@@ -53,6 +53,14 @@ def test_of_borders_beside_groups_the_waits_are_shown(border_ms):
             assert before.start_ms <= before.end_ms <= after.start_ms + 1e-9
 
 
+def test_windows_of_groups_do_not_overlap_where_gradients_leave_late():
+    groups = [replace(one, switch_ms=1.0, reduce_ms=500.0) for one in step_groups()]
+    found = predict_step(groups, 4, 0.125, overlapped([False] * 3))
+    windows = [found.group_window(number) for number in range(3)]
+    assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(windows))
+    assert all(begin < end for begin, end in windows)
+
+
 @pytest.mark.parametrize("timeline", [predicted(), shown_step().measured], ids=["predicted", "measured"])
 def test_spans_of_a_lane_never_overlap(timeline):
     for spans in lanes_of(timeline):
