@@ -67,8 +67,10 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 # ------------------------------------------------------------------------------------------------------ errors
 def errors_reference() -> str:
-    """One table per section of fxpar/errors.py: class, when it is raised, what it says."""
-    source = Path(inspect.getfile(fxpar.errors)).read_text(encoding="utf-8")
+    """One table per section of fxpar/errors: class, when it is raised, what it says."""
+    folder = Path(inspect.getfile(fxpar.errors)).parent
+    files = re.findall(r"from fxpar\.errors\.(\w+) import \*", (folder / "__init__.py").read_text(encoding="utf-8"))
+    source = "\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in files)
     headings = {
         number: match[1]
         for number, line in enumerate(source.splitlines(), 1)

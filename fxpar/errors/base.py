@@ -1,0 +1,35 @@
+"""The base of all errors, and the words that several of them use."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Iterable
+
+
+class FxparError(Exception):
+    """Base of all errors raised by fxpar for a condition that the user can act on."""
+
+
+class FxparWarning(UserWarning):
+    """Something runs correctly but not as a user may expect; the message names the node and the reason."""
+
+
+def warn(message: str) -> None:
+    """Issue an FxparWarning that points at the first caller outside of fxpar."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fxpar":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, FxparWarning, stacklevel=level)
+
+
+def one_line(text: object, most: int | None = 40) -> str:
+    """What a file or its reader says, in a message: without what a terminal would take for orders."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[:most])
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word closest to `word`, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,232 @@
+"""Errors of capturing a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fxpar.errors.base import FxparError, one_line
+
+
+# --------------------------------------------------------------------------------------------------------- capture
+class CaptureError(FxparError):
+    """Base of the errors of `fxpar.capture`."""
+
+
+def _at(fqn: str | None, line: str | None) -> str:
+    """` (in module 'x', at file:line)` with what is known."""
+    parts = [f"in module {fqn!r}"] * bool(fqn) + [f"at {line}"] * bool(line)
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+class BatchError(CaptureError):
+    """The example batch, a parameter or a buffer cannot become an input of the graph."""
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(
+            f"cannot use input {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
+            "what is not a tensor belongs into the loss function"
+        )
+
+
+class ForwardArgumentsError(CaptureError):
+    """The model's forward does not take what it is called with."""
+
+    def __init__(self, why: str, parameters: str, keys: Iterable[str]) -> None:
+        super().__init__(
+            f"{why}. The parameters of forward are {parameters or 'none'}; the keys of the batch are "
+            f"{', '.join(map(repr, keys))}. Name the keys of the batch as the parameters, or write a loss function "
+            "that calls the model with what its forward takes"
+        )
+
+
+class DynamicDimError(CaptureError):
+    """The `dynamic` argument does not fit the batch, or the automatic choice is ambiguous."""
+
+
+class DeviceError(CaptureError):
+    """The model lies on several devices, or its code asks for a device that it is not on."""
+
+
+class LossError(CaptureError):
+    """The loss function does not return a differentiable scalar tensor."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the loss function returned {why}. It must return one scalar tensor that depends on the parameters: "
+            "the sum of the losses of all valid tokens, not detached and without .item()"
+        )
+
+
+class ModelOutputError(FxparError):
+    """A ready-made loss function finds no logits in what the model returns."""
+
+    def __init__(self, function: str, outputs: object) -> None:
+        keys = f" with the keys {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
+        super().__init__(
+            f"{function}: the model returns no logits but a {type(outputs).__name__}{keys}. It may return logits, a "
+            "tuple that begins with them, or an object or mapping with `logits`; for all else write a loss function"
+        )
+
+
+class EvaluateLossError(FxparError):
+    """`evaluate` calls the loss function as it stands, and cannot make of its value what training makes of it."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(f"evaluate: the loss function {what}. {instead}")
+
+
+class MeanLossError(CaptureError):
+    """The loss averages over tokens in a way that cannot be turned into a sum exactly."""
+
+    def __init__(self, what: str, line: str | None) -> None:
+        super().__init__(
+            f"the loss divides by a number that depends on the batch: {what}{_at(None, line)}. Return the sum over "
+            "the valid tokens, for example F.cross_entropy(logits, labels, reduction='sum'); its gradient is then "
+            "scaled by 1/(valid tokens of the whole mini-batch), whatever the micro-batches are"
+        )
+
+
+class SpecializedShapeError(CaptureError):
+    """The model's code only holds for some sizes of a dynamic dim."""
+
+    def __init__(self, dims: str, condition: str, line: str | None) -> None:
+        super().__init__(
+            f"the traced program holds only where {condition}, but {dims} should be free{_at(None, line)}. Remove the "
+            "comparison or the fixed size from the model, give the dim its own name or none with `dynamic`, or use an "
+            "example batch whose sizes differ from the model's widths"
+        )
+
+
+class DataDependentError(CaptureError):
+    """Python code of the model needs a value that only the data has."""
+
+    def __init__(self, what: str, fqn: str | None, line: str | None) -> None:
+        super().__init__(
+            f"the program depends on the values of a tensor: {what}{_at(fqn, line)}. One graph must hold for all "
+            "batches: replace `if`, .item(), .tolist(), nonzero() and boolean indexing by torch.where or masks"
+        )
+
+
+class PositionTableError(CaptureError):
+    """The example is longer than a table of positions: the model could not run it either."""
+
+    def __init__(self, length: int, rows: int, fqn: str, line: str | None) -> None:
+        self.rows = rows
+        super().__init__(
+            f"the example has {length} tokens, but the model looks up a position for each in a table of {rows} rows "
+            f"(module {fqn!r}, {line}). Capture it with an example of at most {rows} tokens"
+        )
+
+
+class UnsupportedOpError(CaptureError):
+    """The model calls something that has no place in a captured graph."""
+
+    def __init__(self, what: str, instead: str, fqn: str | None = None, line: str | None = None) -> None:
+        super().__init__(f"{what} cannot be captured{_at(fqn, line)}. {instead}")
+
+
+class MutationError(CaptureError):
+    """The program writes into an input that is not a buffer."""
+
+    def __init__(self, name: str, line: str | None) -> None:
+        super().__init__(
+            f"the program writes into input {name!r} in place{_at(None, line)}. Only buffers may change: "
+            "work on a copy (for example x = x + 1 instead of x += 1)"
+        )
+
+
+# -------------------------------------------------------------------------- forward alone, and as a Dynamo backend
+class CallMismatchError(FxparError):
+    """A call of a captured forward that differs from the call it was captured with."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"this forward was captured for other arguments: {what}. Capture it again for these arguments; only the "
+            "dynamic dims may change from call to call"
+        )
+
+
+class StaleWeightsError(FxparError):
+    """A backward comes after the weights that its forward ran with have changed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the weights have changed since the forward whose backward runs now, so its gradients would be wrong. Call "
+            "backward() before the optimizer's step and before anything else that changes weights"
+        )
+
+
+class BackendOptionError(FxparError):
+    """An option of `torch.compile(model, backend="fxpar")` that is missing, unknown or does not fit."""
+
+    def __init__(self, option: str, why: str) -> None:
+        super().__init__(
+            f"torch.compile(backend='fxpar'), option {option!r}: {why}. Write for example "
+            'torch.compile(model, backend="fxpar", options={"strategy": "dp2.tp2"})'
+        )
+
+
+class CheckpointError(FxparError):
+    """Base of the errors of `fxpar.checkpoint`; the same error is raised on all ranks."""
+
+    def __init__(self, path: object, why: str) -> None:
+        self.path, self.why = str(path), one_line(why, None)
+        super().__init__(f"checkpoint {self.path!r}: {self.why}")
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (self.path, self.why)
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """Another process, or another thread of this one, saves its checkpoints to the same folder."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, truncated or changed; nothing was loaded."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is of another model or optimizer; nothing was loaded."""
+
+
+class CheckpointValueError(CheckpointError):
+    """Something to save is neither a tensor nor a plain value."""
+
+
+class MetaBufferError(FxparError):
+    """A buffer on the meta device that nothing would give values to."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(
+            f"buffer {fqn!r} is on the meta device and its module has no reset_parameters that fills it. Build the "
+            "model's buffers on a real device, or give the module a reset_parameters"
+        )
+
+
+class RankFailedError(FxparError):
+    """The first error of the local ranks; `trace` is its traceback there."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str, *, ours: bool) -> None:
+        self.rank, self.kind, self.trace = rank, kind, trace
+        super().__init__(f"{kind} on rank {rank}: {message}" + ("" if ours else ". Add --debug to see where"))
+
+
+class NoConfigError(FxparError):
+    """`fxpar train` was given neither a configuration nor --demo, or both."""
+
+    def __init__(self) -> None:
+        super().__init__("give either a configuration file (fxpar train CONFIG.toml) or --demo")
+
+
+class SecondDerivativeError(FxparError):
+    """The backward of a captured forward is to be differentiated itself."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a captured forward has first derivatives only, so create_graph=True cannot go through it. Compute "
+            "gradient penalties with the unwrapped model"
+        )

@@ -1,0 +1,197 @@
+"""Errors of models by name and of the commands that show something."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from fxpar.errors.base import FxparError, nearest
+
+
+# ------------------------------------------------------------------------------------- models and the command line
+class UnknownModelError(FxparError):
+    """MODEL names no built-in example, and is not written as another kind of model."""
+
+    def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
+        super().__init__(
+            f"there is no built-in model {spec!r}{hint or '.'} Built in are {', '.join(examples)}; other models are "
+            "written hf:TYPE, pkg.module:function or file.py:function, or with the prefix of an installed package"
+        )
+
+
+class ModelTypeError(FxparError):
+    """A transformers type that is unknown or not a dense decoder."""
+
+    def __init__(self, model_type: str, why: str) -> None:
+        super().__init__(f"model type {model_type!r} {why}")
+
+
+class ModelConfigError(FxparError):
+    """transformers refuses a configuration."""
+
+    def __init__(self, model_type: str, cause: Exception) -> None:
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        super().__init__(
+            f"transformers cannot build 'hf:{model_type}' with these options: {type(cause).__name__}: {reason}. "
+            "Change them with --set key=value"
+        )
+
+
+class PresetError(FxparError):
+    """A published configuration that fxpar does not know."""
+
+    def __init__(self, model_type: str, size: str, known: Iterable[str]) -> None:
+        sizes = ", ".join(f"hf:{model_type}@{name}" for name in [*known, "default"])
+        super().__init__(f"there is no configuration 'hf:{model_type}@{size}'. There are {sizes}")
+
+
+class ModelOptionError(FxparError):
+    """A `--set` option that a model does not take, or with a value that does not fit."""
+
+    def __init__(self, option: str, why: str) -> None:
+        super().__init__(f"option {option!r} {why}")
+
+    @classmethod
+    def unknown(cls, key: str, owner: str, known: Iterable[str]) -> ModelOptionError:
+        names = sorted(set(known))
+        hint = nearest(key, names)
+        if hint in ("", ".") and 0 < len(names) <= 12:
+            hint = f"; there are {', '.join(names)}"
+        return cls(key, f"is unknown to {owner}{hint}")
+
+
+class ModelFunctionError(FxparError):
+    """A user's model function cannot be found, or returns something else than a model, a loss and a batch."""
+
+    def __init__(self, spec: str, why: str) -> None:
+        super().__init__(f"model {spec!r}: {why}")
+
+
+class MissingPackageError(FxparError):
+    """A model needs a package that is not installed."""
+
+    def __init__(self, model: str, package: str, how: str) -> None:
+        super().__init__(f"models {model!r} need {package}: {how}")
+
+
+class DtypeError(FxparError):
+    """A dtype that a model cannot be loaded in."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(f"dtype {name!r} is not known{nearest(name, names) or '.'} Write one of {', '.join(names)}")
+
+
+class TokensError(FxparError):
+    """`--tokens` is no list of lengths."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            f"--tokens {text!r}: write the lengths of the micro-batches, such as 64,37,96; each is at least 2"
+        )
+
+
+class OutputError(FxparError):
+    """A result cannot be written where the user wants it."""
+
+    def __init__(self, path: str, cause: OSError) -> None:
+        super().__init__(f"cannot write {path!r}: {cause.strerror or cause}")
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+class VizDependencyError(FxparError):
+    """A package that draws is not installed."""
+
+    def __init__(self, package: str, what: str) -> None:
+        super().__init__(f'{what} need the package {package}, which is not installed: pip install "fxpar[viz]"')
+
+
+class OpenStdoutError(FxparError):
+    """`--open` for something that is written to stdout."""
+
+    def __init__(self) -> None:
+        super().__init__("--open opens a file, and --output is stdout. Name a file with -o")
+
+
+class SameOutputError(FxparError):
+    """Two results are to be written to the same place."""
+
+    def __init__(self, path: str) -> None:
+        place = "stdout" if path == "-" else repr(path)
+        super().__init__(f"--output and --trace are both {place}. Name another file for one of them")
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
+class DifferentModelsError(FxparError):
+    """Two graphs that are to be compared are of different models."""
+
+    def __init__(self, old: str, new: str, fqn: str, left: tuple | None, right: tuple | None) -> None:
+        def says(shape: tuple | None) -> str:
+            return "no such parameter" if shape is None else f"shape {list(shape)}"
+
+        super().__init__(
+            f"{old} and {new} are different models: {fqn!r} has {says(left)} in the first, {says(right)} in the "
+            "second. Compare graphs of one model, with the same options"
+        )
+
+
+class SidesError(FxparError):
+    """What `fxpar diff` is to compare is not said, or said twice."""
+
+    def __init__(self, why: str, do: str) -> None:
+        super().__init__(f"nothing to compare: {why}. {do}.")
+
+
+class PassNeedsError(FxparError):
+    """A pass was asked to run on a graph that is not what it needs."""
+
+    def __init__(self, name: str, what: str, lack: str, do: str) -> None:
+        super().__init__(f"pass {name!r} needs {what}; in this graph {lack}. {do}. See: fxpar passes {name}")
+
+
+class PassOptionError(FxparError):
+    """An option of a pass that it does not have, or a value that does not fit."""
+
+    def __init__(self, name: str, option: str, why: str) -> None:
+        super().__init__(f"option {option!r} of pass {name!r}: {why}")
+
+
+class GivenPassesError(FxparError):
+    """Options of `lower` that are options of its passes, beside passes that have theirs already."""
+
+    def __init__(self, options: list[str]) -> None:
+        given = ", ".join(f"{option}=" for option in options)
+        super().__init__(
+            f"lower(passes=...) cannot follow {given} which it would hand to the passes that it makes itself. Give "
+            f"{given} to fxpar.lowering.ladder.default_passes, and change the list that it returns"
+        )
+
+
+class PassRunError(FxparError):
+    """A pass failed on a graph for which it may not be meant."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(
+            f"pass {name!r} cannot run on this graph ({type(error).__name__}: {error}). See what holds before it with: "
+            f"fxpar passes {name}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- explanations
+class UnknownSubjectError(FxparError):
+    """`fxpar explain` is asked about something that the graph does not have."""
+
+    def __init__(self, name: str, model: str, known: Iterable[str]) -> None:
+        close = difflib.get_close_matches(name.removeprefix("%"), list(dict.fromkeys(known)), n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+        super().__init__(
+            f"{model} has nothing called {name!r}{hint} Name a parameter or a module (globs too), a node as "
+            "`fxpar dump --stage annotated` prints it, or a collective as `fxpar dump` does"
+        )
+
+
+class SubjectStageError(FxparError):
+    """A name that means something else on each pipeline stage."""
+
+    def __init__(self, name: str, stages: Iterable[int]) -> None:
+        super().__init__(f"{name!r} is on stages {', '.join(map(str, stages))} alike. Add --stage N to name one")
