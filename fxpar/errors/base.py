@@ -11,6 +11,10 @@ from collections.abc import Iterable
 class FxparError(Exception):
     """Base of all errors raised by fxpar for a condition that the user can act on."""
 
+    def __init_subclass__(cls) -> None:
+        if cls.__module__.startswith("fxpar.errors."):
+            cls.__module__ = "fxpar.errors"  # where it is imported from, and what a traceback says
+
 
 class FxparWarning(UserWarning):
     """Something runs correctly but not as a user may expect; the message names the node and the reason."""

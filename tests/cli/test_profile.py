@@ -101,6 +101,7 @@ def test_ranks_of_a_launcher(words, message, monkeypatch):
     assert message in err
 
 
+@pytest.mark.nightly  # the page on clusters runs it too
 def test_two_ranks_of_its_own(capfd):
     """The real thing: the launcher starts them, they measure each other."""
     status, _, err = fxpar("profile", "--seconds", "0.001", "--ranks", "2")

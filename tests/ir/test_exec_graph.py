@@ -153,6 +153,7 @@ for text in {texts!r}:
 """
 
 
+@pytest.mark.nightly  # ranks compare the fingerprints of their programs at the start of every session
 def test_the_fingerprint_is_the_same_in_another_process():
     """Ranks that are not forked have other addresses and another hash seed; they compare before they run."""
     texts = ["dp2.tp2+sp", "dp4+zero3", "dp2.pp2+zb_h1"]

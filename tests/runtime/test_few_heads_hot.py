@@ -26,7 +26,6 @@ CASES = {
         {"strategies": {64: "tp4", 512: "dp4+zero3"}, "gradients": "chain", "resident": [], "checked": True},
         two,
     ),
-    "one head, stages": Case(BATCHES, {"strategies": {64: "pp2.tp2", 512: "tp4+sp"}}, deep),
 }
 
 
@@ -46,7 +45,10 @@ def test_trained_weights_are_those_of_one_device(trained, name):
 
 
 MORE = {
-    4: {"one head, zero": Case(BATCHES, {"strategies": {64: "tp4", 512: "dp2.tp2+zero3"}}, one)},
+    4: {
+        "one head, zero": Case(BATCHES, {"strategies": {64: "tp4", 512: "dp2.tp2+zero3"}}, one),
+        "one head, stages": Case(BATCHES, {"strategies": {64: "pp2.tp2", 512: "tp4+sp"}}, deep),
+    },
     8: {
         "stages of four": Case(
             BATCHES[:1], {"strategies": {64: "pp2.tp4+sp", 512: "dp2.tp4+zero2"}}, functools.partial(few, 2, 2)

@@ -49,7 +49,6 @@ OPTIONS = {
 }
 CASES = {
     "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep),
-    **{name: Case(BATCHES[:1], options, deep) for name, options in OPTIONS.items()},
     # At last few sequences and empty groups.
     "chain, arena only": Case(
         [*BATCHES, sequences(11, (2,)), sequences(12, (9, 300))],
@@ -60,6 +59,7 @@ CASES = {
     "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
 }
 NIGHTLY = {
+    **{name: Case(BATCHES[:1], options, deep) for name, options in OPTIONS.items()},
     "interleaved": Case(
         BATCHES[:1], {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}}, deep
     ),

@@ -153,7 +153,7 @@ def test_bad_requests():
     "text",
     thinned(
         ["dp2.pp2.tp2", "pp4+zb_h1", "pp3+cut(layers.1|layers.4)", "pp2+interleaved_1f1b(2)"],
-        ["dp2.pp2.tp2", "pp3+cut(layers.1|layers.4)", "pp2+interleaved_1f1b(2)"],
+        ["pp3+cut(layers.1|layers.4)", "pp2+interleaved_1f1b(2)"],
     ),
 )
 def test_stages_as_the_lowered_graph_has_them(text):
