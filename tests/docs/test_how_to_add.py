@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,11 +18,9 @@ from fxpar.annotate import annotate
 from fxpar.annotate.driver import annotate_and_search
 from fxpar.annotate.policy import TensorAxis
 from fxpar.annotate.roles import ROLES
-from fxpar.batching import GroupCost
 from fxpar.cli.cache import model_files
 from fxpar.cost.calls import node_costs
 from fxpar.errors import (
-    CostContractError,
     CostModelError,
     DuplicateNameError,
     EntryLoadError,
@@ -33,7 +28,6 @@ from fxpar.errors import (
     ModelTypeError,
     NotAnOpError,
     OpExistsError,
-    ParallelizeError,
     PlannerContractError,
     PlannerError,
     RoleContractError,
@@ -46,7 +40,6 @@ from fxpar.errors import (
 from fxpar.graph_files import load_graph
 from fxpar.ir import pass_registry
 from fxpar.ir.dist_config import P, R, Shard
-from fxpar.losses import causal_lm
 from fxpar.lowering import default_passes
 from fxpar.models import LoadedModel, load
 from fxpar.models.loaders import LOADERS
@@ -55,7 +48,6 @@ from fxpar.rules.installed import OPS
 from fxpar.rules.option import Option, replicated
 from fxpar.rules.table import TABLE, register_op
 from fxpar.rules.validate import trials, validate_op
-from fxpar.runtime.forked import run_forked
 from fxpar.switch import layout_of, plan_switch
 from fxpar.switch.planners import REGISTRY, planner_names
 from fxpar.switch.transfers import TRANSFER
@@ -63,26 +55,12 @@ from fxpar.train.config import parse_config
 from fxpar.train.model import build_model
 from tests.cli.helpers import fxpar as command
 from tests.docs.blocks import find_blocks
-from tests.docs.extras import PACKAGE, install
-from tests.runtime.hot import largest_error, one_device, sequences
+from tests.docs.extras import PACKAGE, ROLE, agree, module, squares
 
+pytestmark = pytest.mark.usefixtures("extras")
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to-add.md"
 CLUSTER = fxpar.ClusterSpec(2, 2, 200.0, 25.0, 10.0)
-ROLE = "tp2+role(tp=small_whole)"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("installed")
-    install(folder)
-    sys.path.insert(0, str(folder))
-    yield
-    sys.path.remove(str(folder))
-
-
-def module(name: str) -> ModuleType:
-    return importlib.import_module(f"fxpar_extras.{name}")
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +71,6 @@ def small(extras: None) -> LoadedModel:
 @pytest.fixture(scope="module")
 def logical(small: LoadedModel) -> fxpar.LogicalGraph:
     return fxpar.capture(small.model, small.loss_fn, small.example_batch, name="small")
-
-
-def agree(logical: fxpar.LogicalGraph, small: LoadedModel, *strategies: str) -> None:
-    """To 1e-10 with one device."""
-    for found in fxpar.check(logical, strategies, small.params(), small.buffers(), small.batches, scale=small.scale()):
-        assert found.ok, (found.strategy, found.error)
-        assert max(found.loss_rel_err, found.grad_max_rel_err) < 1e-10
-        assert not any("no sharding rule" in note for note in found.notes)
 
 
 # ------------------------------------------------------------------------------------------------------- the page
@@ -218,15 +188,10 @@ def test_rules_that_are_refused(monkeypatch, logical):
 
 
 # ----------------------------------------------------------------------------------------------------------- pass
-def _squares(program: fxpar.ExecGraph) -> int:
-    calls = [n for part in program.parts.values() for n in part.graph.nodes if "pow" in str(n.target)]
-    return sum(n.args[1] == 2 for n in calls)
-
-
 def test_the_pass_runs_in_the_ladder(logical, small):
     plain = fxpar.lower(logical, "tp2")
     changed = fxpar.lower(logical, "tp2", passes=[*default_passes(), module("passes").SquareByMul()])
-    assert (_squares(plain), _squares(changed)) == (1, 0)
+    assert (squares(plain), squares(changed)) == (1, 0)
     agree(logical, small, changed)
 
 
@@ -432,69 +397,3 @@ def test_front_ends_that_are_refused(monkeypatch):
     monkeypatch.setattr(module("models"), "load", lambda name, given, **settings: None)
     with pytest.raises(ModelFunctionError, match="its loader returned NoneType"):
         load("extras:small")
-
-
-# ---------------------------------------------------------------------------- front end, planner, cost, role: a step
-STRATEGIES = {64: "dp2", 512: ROLE}
-
-
-def _train(rank: int) -> dict:
-    model = load("extras:small", dtype="float64", noise=False, seed=3).model
-    settings = {"strategies": STRATEGIES, "loss": causal_lm, "monitor": False, "planner": "nearest"}
-    without = fxpar.compile_strategies(model, STRATEGIES, causal_lm)
-    compiled = fxpar.compile_strategies(
-        model, STRATEGIES, causal_lm, passes=lambda ladder: [*ladder, module("passes").SquareByMul()]
-    )
-    powers = [_squares(program) for program in (*without.programs.values(), *compiled.programs.values())]
-    alone = {name: fxpar.lower(compiled.logical, name, for_store=True) for name in compiled.programs}
-    with pytest.raises(ParallelizeError, match=r"'dp2' knows nothing of documents.*compile_strategies\(passes="):
-        fxpar.parallelize(model, compiled=replace(compiled, programs=alone), **settings)
-    with pytest.raises(ParallelizeError, match="lowered already; give passes to"):
-        fxpar.parallelize(model, compiled=compiled, passes=list, **settings)
-    model = fxpar.parallelize(model, compiled=compiled, merge=False, **settings)
-    report = model.train_step(sequences(0))
-    grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
-    schedule = model.fxpar_session.engine.switching.schedule
-    taken = {plan.chosen for plan in schedule._plans.values()}
-    orders = []
-    costs = module("costs")
-    for cost in (None, costs.measured, lambda program, cluster: _other(costs.measured(program, cluster), rank)):
-        again = load("extras:small", dtype="float64", noise=False, seed=3).model
-        again = fxpar.parallelize(again, compiled=compiled, cost=cost, **settings)
-        orders.append([again.plan(sequences(0)).order, again.fxpar_session.engine.costs])
-    try:
-        again = load("extras:small", dtype="float64", noise=False).model
-        fxpar.parallelize(again, compiled=compiled, cost=lambda program, cluster: 1.0, **settings)
-    except CostContractError as error:
-        said = str(error)
-    return {"loss": report.loss, "grads": grads, "taken": taken, "orders": orders, "said": said, "powers": powers}
-
-
-def _other(cost: GroupCost, rank: int) -> GroupCost:
-    """Another cost on every rank, as measuring gives it."""
-    return GroupCost(cost.fixed_s + rank, cost.per_token_s, cost.per_square_s)
-
-
-@pytest.fixture(scope="module")
-def trained(extras: None) -> list[dict]:
-    module("ops")
-    return run_forked(2, _train, timeout_s=300)
-
-
-def test_a_step_agrees_with_one_device(trained):
-    truth = one_device(load("extras:small", dtype="float64", noise=False, seed=3).model, [sequences(0)], clip=None)
-    assert trained[0]["loss"] == pytest.approx(truth["losses"][0], rel=1e-10)
-    assert largest_error(trained[0]["grads"], truth["grads"]) < 1e-10
-    assert trained[0]["taken"] == {"nearest"}
-    assert trained[0]["powers"] == [1, 1, 0, 0]
-
-
-def test_the_cost_model_changes_the_plan(trained):
-    (usual, _), (changed, costs), _ = trained[0]["orders"]
-    assert (usual, changed) == ((1,), (0, 1))  # a token under tp2 is said to take 50 times as long
-    assert costs == list(module("costs").MEASURED.values())
-
-
-def test_costs_of_rank_0_count_everywhere(trained):
-    assert trained[1]["orders"] == trained[0]["orders"]
-    assert "returned float for 'dp2'" in trained[0]["said"]

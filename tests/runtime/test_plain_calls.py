@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
+from fxpar.errors import SecondDerivativeError
 from fxpar.lowering import lower_forward
 from fxpar.runtime.plain import PlainRunner
 from fxpar.tracer import capture_forward
@@ -347,68 +346,3 @@ def test_inductor():
         model(x)["y"].square().sum().backward()
         assert result["rows"] == rows
         assert error({"": found["out.weight"]}, {"": model.out.weight.grad}) <= 1e-10
-
-
-# --------------------------------------------------------------------------------------------------------- errors
-def test_arguments_that_were_not_captured():
-    model, x = Several(), torch.randn(5, 6)
-    runner, params, buffers = single(model, x)
-    call = functools.partial(runner, params, buffers, seed=0, on_gradients=lambda grads: None)
-    for args, kwargs, words in [
-        ((x.double(),), {}, "x is torch.float64"),
-        ((torch.randn(5, 7),), {}, r"x is torch.float32 \[5, 7\]"),
-        ((x, "other"), {}, "nested"),
-        ((), {"x": x}, "nested"),
-        (("text",), {}, "x is a str"),
-        ((x.clone().requires_grad_(),), {}, "without a gradient"),
-    ]:
-        with pytest.raises(CallMismatchError, match=words):
-            call(args, kwargs)
-    runner, params, buffers = single(model, x, "fast")
-    with pytest.raises(CallMismatchError, match="'slow' instead of 'fast'"):
-        runner(params, buffers, (x, "slow"), seed=0, on_gradients=lambda grads: None)
-
-
-def test_weights_that_changed():
-    model, x = Several(), torch.randn(5, 6)
-    runner, params, buffers = single(model, x)
-    version = [0]
-    result = runner(params, buffers, (x,), seed=0, on_gradients=lambda grads: None, weights=lambda: version[0])
-    version[0] += 1
-    with pytest.raises(StaleWeightsError):
-        result["y"].sum().backward()
-
-
-class Pooled(nn.Module):
-    """What it returns of the tokens would change with padding."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.embedding, self.head = how, nn.Embedding(31, 16), nn.Linear(16, 31)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.head(self.embedding(input_ids))
-        if self.how == "twice":
-            return torch.cat([x, x], 1)
-        if self.how == "flat":
-            return x.flatten(0, 1)
-        return {"mean": x.mean(), "last": x[:, -1], "tail": x[:, -2:], "scalar": x.sum()}[self.how]
-
-
-@pytest.mark.parametrize("how", ["mean", "last", "tail", "scalar", "twice", "flat"])
-def test_padding_that_would_be_seen(how):
-    model = Pooled(how).double()
-    ids = torch.randint(31, (2, 8))
-    graph = capture_forward(model, (ids,))
-    program = lower_forward(graph, "cp2")
-    params = {name: p.detach() for name, p in model.named_parameters()}
-
-    def work(runner: PlainRunner, rank: int, replica: int) -> Any:
-        local = local_params(program, params, rank)
-        value = runner(local, {}, (ids,), seed=0, on_gradients=lambda grads: None)
-        with pytest.raises(PadError):
-            runner(local, {}, (ids[:, :7],), seed=0, on_gradients=lambda grads: None)
-        return value
-
-    for value in on_ranks(program, work):
-        assert error({"": value}, {"": model(ids)}) <= 1e-10
