@@ -17,7 +17,6 @@ import torch.distributed as dist
 from emulated import RANKS_PER_NODE, sent_bytes
 
 import fxpar
-from fxpar.cost.device import CPU
 from fxpar.models import load
 from fxpar.runtime.mini_batch import GroupWork
 from fxpar.runtime.report import GroupReport, StepReport
@@ -43,7 +42,7 @@ def mini_batch(seed: int, tokens: int, vocab: int) -> list[torch.Tensor]:
 def parallel(strategies: Mapping[int, str], mbit: float, tiny: bool, **options: Any) -> Any:
     nodes = dist.get_world_size() // RANKS_PER_NODE
     speed = mbit / 8e3
-    cluster = fxpar.ClusterSpec(nodes, RANKS_PER_NODE, 1.0, speed, 200, node_gb_per_s=speed, device=CPU)
+    cluster = fxpar.ClusterSpec(nodes, RANKS_PER_NODE, 1.0, speed, 200, node_gb_per_s=speed)
     made = compiled(tuple(strategies.items()), tiny)
     return fxpar.parallelize(llama(tiny), strategies=strategies, compiled=made, cluster=cluster, merge=False, **options)
 

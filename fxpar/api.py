@@ -90,9 +90,9 @@ def parallelize(
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
     - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs: on ranks of CPUs
       with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
-    - `cluster`: the devices and links that costs are predicted for; by default usual figures of the kind that it runs
-      on. `cost(program, cluster)` returns the `GroupCost` of a micro-batch instead; every rank calls it, and what rank
-      0 returns counts on all.
+    - `cluster`: the devices and links that costs are predicted for; what is not said of them is usual for the kind that
+      it runs on. `cost(program, cluster)` returns the `GroupCost` of a micro-batch instead; every rank calls it, and
+      what rank 0 returns counts on all.
     - `planner`, `execution`, `staging_bytes`, `checked`: see `fxpar.switch`, `fxpar.transport`. `nan`: what a loss that
       is no number does.
     - `precision`: what is computed, added up and sent in which dtype, such as "bf16" (`fxpar.precision.Precision`); by

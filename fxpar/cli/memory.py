@@ -55,8 +55,8 @@ def run_memory(request: MemoryRequest) -> None:
     if request.json != "-":
         console = stdout_console()
         show(console, request.source.model, strategy.world, found, [*notes, *program.notes])
-        if cluster is not None and cluster.device.memory_gb is not None:
-            _show_room(console, found.peak_bytes, int(cluster.device.memory_gb * 1e9))
+        if cluster is not None and cluster.sustained.memory_gb is not None:
+            _show_room(console, found.peak_bytes, int(cluster.sustained.memory_gb * 1e9))
 
 
 def _token_name(source: GraphSource) -> str:

@@ -104,7 +104,7 @@ def _measure(request: ProfileRequest, device: torch.device, rank: int, world: in
 
 def shown(cluster: ClusterSpec, points: Sequence[Point]) -> list[tuple[str, str, str]]:
     """(what, how much, how it was found) for people."""
-    device, levels = cluster.device, {point.of for point in points}
+    device, levels = cluster.sustained, {point.of for point in points}
     widest = {point.of: point.size for point in points if point.kind == "product"}
     rows = [
         (

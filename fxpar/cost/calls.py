@@ -72,8 +72,8 @@ def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
         return Fraction(0)
     work = flops(node, shape)
     if work:
-        return work / cluster.device.flops_per_s(_dtype(node))
-    return touched_bytes(node, shape) / cluster.device.bytes_per_s
+        return work / cluster.sustained.flops_per_s(_dtype(node))
+    return touched_bytes(node, shape) / cluster.sustained.bytes_per_s
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -125,7 +125,7 @@ class _Walk:
         return NodeCost(part, node.name, fqn, kind, "", backward, seconds, touched, work)
 
     def _kernel_s(self, work: Polynomial, moved: Polynomial, dtype: torch.dtype) -> Polynomial:
-        key, device = (work, moved, dtype), self.cluster.device
+        key, device = (work, moved, dtype), self.cluster.sustained
         if key not in self._seconds:
             computing = work * (1 / device.flops_per_s(dtype))
             self._seconds[key] = computing + moved * (1 / device.bytes_per_s) + Polynomial(device.launch_s)

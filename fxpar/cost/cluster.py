@@ -23,7 +23,8 @@ class ClusterSpec:
     Bandwidths are in GB/s (1e9 bytes) per device and direction: links are full duplex, and `intra` (NVLink or PCIe)
     and `inter` (the network) carry traffic at the same time. `node_gb_per_s` caps what all devices of a node put on
     the network together, per direction (None: no cap). `latency_us` is paid by every collective and message, and once
-    per step of a switch. `device` is what each of them sustains; unless told, usual figures of a GPU.
+    per step of a switch. `device` is what each of them sustains; None takes usual figures: of what ranks run on, and of
+    a GPU where nothing runs.
 
     Raises ClusterError for a number that no cluster can have.
     """
@@ -34,10 +35,10 @@ class ClusterSpec:
     inter_gb_per_s: float
     latency_us: float
     node_gb_per_s: float | None = None
-    device: Device = GPU
+    device: Device | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, Device):
+        if not isinstance(self.device, Device | None):
             raise ClusterError("description", f"device = {self.device!r} must be a fxpar.Device")
         check_numbers(_numbers(self.to_json()), "description")
 
@@ -45,6 +46,15 @@ class ClusterSpec:
     def world(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def sustained(self) -> Device:
+        """`device`, or usual figures of a GPU."""
+        return self.device or USUAL["cuda"].sustained
+
+    def on(self, kind: str) -> ClusterSpec:
+        """With usual figures of this kind of device (a `torch.device.type`), unless it has figures of its own."""
+        return self if self.device else replace(self, device=_usual(kind).device)
 
     def node_of(self, rank: int) -> int:
         """Node of `rank`."""
@@ -102,7 +112,8 @@ class ClusterSpec:
     def to_json(self) -> dict[str, Any]:
         """What `from_dict` reads; values that are None are left out."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {key: value for key, value in found.items() if value is not None} | {"device": self.device.to_json()}
+        found["device"] = self.device.to_json() if self.device else None
+        return {key: value for key, value in found.items() if value is not None}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,4 +130,8 @@ USUAL = {
 def usual_cluster(world: int, devices_per_node: int = 8, kind: str = "cuda") -> ClusterSpec:
     """Nodes for `world` devices with usual figures of this kind of device (a `torch.device.type`)."""
     local = min(world, devices_per_node)
-    return replace(USUAL.get(kind, USUAL["cuda"]), nodes=-(-world // local), devices_per_node=local)
+    return replace(_usual(kind), nodes=-(-world // local), devices_per_node=local)
+
+
+def _usual(kind: str) -> ClusterSpec:
+    return USUAL.get(kind, USUAL["cuda"])

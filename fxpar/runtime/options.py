@@ -37,8 +37,12 @@ CostModel = Callable[[TrainGraph, ClusterSpec], GroupCost]
 """What a micro-batch of a program takes on a cluster."""
 
 
-def default_cluster(world: int, device: torch.device) -> ClusterSpec:
-    """All ranks on nodes of equal size (a node is what the launcher calls one), with usual figures of the device."""
+def cluster_here(described: ClusterSpec | None, world: int, device: torch.device) -> ClusterSpec:
+    """What was described, else all ranks on nodes of equal size (a node is what the launcher calls one). What is not
+    said of devices and links is usual for `device`.
+    """
+    if described is not None:
+        return described.on(device.type)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # set by torchrun
     return usual_cluster(world, local if 0 < local <= world else world, device.type)
 

@@ -37,8 +37,8 @@ from fxpar.runtime.options import (
     ParallelizeOptions,
     as_precision,
     capture_step,
+    cluster_here,
     compile_strategies,
-    default_cluster,
     strategy_names,
 )
 from fxpar.runtime.report import StepReport
@@ -165,7 +165,7 @@ def _open(
     groups = length_groups(strategies, world=world, token_budget=options.token_budget)
     names = strategy_names([group.strategy for group in groups])
     device = _device(module)
-    cluster = options.cluster or default_cluster(world, device)
+    cluster = cluster_here(options.cluster, world, device)
     compiled = options.compiled or compile_strategies(
         module, strategies, loss, example, options.token_budget, options.precision, options.packed, options.passes
     )

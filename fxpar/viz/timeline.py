@@ -109,7 +109,7 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
 def optimizer_ms(program: TrainGraph, cluster: ClusterSpec) -> float:
     """AdamW on the fullest rank: masters and moments are read and written, gradients are read."""
     masters, moments, gradients = home_bytes(program)
-    return (2 * masters + 2 * moments + gradients) / (cluster.device.memory_gb_per_s * 1e6)
+    return (2 * masters + 2 * moments + gradients) / (cluster.sustained.memory_gb_per_s * 1e6)
 
 
 def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[str]:
@@ -120,7 +120,7 @@ def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[st
     shape = f"{cluster.nodes} × {cluster.devices_per_node} devices"
     source = "usual figures; name a cluster for yours" if is_assumed else "as the cluster says"
     return [
-        f"Devices of {cluster.device}.",
+        f"Devices of {cluster.sustained}.",
         f"{shape}, {links}, {cluster.latency_us:g} µs per message ({source}).",
         "Nothing overlaps inside of a micro-batch: kernels and collectives add up, as in the planner of mini-batches.",
         "The optimizer is AdamW, limited by memory."

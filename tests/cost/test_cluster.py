@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from fxpar.cost.cluster import USUAL, ClusterSpec, usual_cluster
-from fxpar.cost.device import GPU, Device
+from fxpar.cost.device import CPU, GPU, Device
 from fxpar.errors import ClusterError
+from fxpar.runtime.options import cluster_here
 
 GOOD = {"nodes": 4, "devices_per_node": 8, "intra_gb_per_s": 200.0, "inter_gb_per_s": 12.5, "latency_us": 10}
 
@@ -36,7 +39,19 @@ def test_a_device_in_both_formats(tmp_path):
     assert spec.device == Device({"bfloat16": 250, "float32": 40}, 1500, 5)
     (tmp_path / "c.json").write_text(json.dumps({**spec.to_json(), "measured": {"points": []}}))
     assert ClusterSpec.from_file(tmp_path / "c.json") == spec
-    assert ClusterSpec.from_dict(GOOD).device == GPU
+
+
+def test_devices_that_nobody_described_are_usual_ones():
+    """Of what a run has, of a GPU where nothing runs; what was described stays."""
+    links, own = ClusterSpec.from_dict(GOOD), Device(1.0, 10, 1)
+    assert (links.device, links.sustained, "device" in links.to_json()) == (None, GPU, False)
+    assert (links.on("cpu").sustained, links.on("cuda").sustained, links.on("xpu").sustained) == (CPU, GPU, GPU)
+    assert replace(links, device=own).on("cpu").sustained == own
+    assert links.on("cpu").intra_gb_per_s == links.intra_gb_per_s
+    here = cluster_here(links, 32, torch.device("cpu"))
+    assert here == replace(links, device=CPU)
+    assert cluster_here(here, 32, torch.device("cuda")) == here
+    assert cluster_here(None, 2, torch.device("cpu")).device == CPU
 
 
 def test_usual_clusters():
