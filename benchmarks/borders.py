@@ -17,7 +17,9 @@ import torch.distributed as dist
 from emulated import RANKS_PER_NODE, sent_bytes
 
 import fxpar
+from fxpar.batching import GroupPlan
 from fxpar.models import load
+from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.mini_batch import GroupWork
 from fxpar.runtime.report import GroupReport, StepReport
 from fxpar.schedule.mini_batch import GroupAction, overlapped, simulate_mini_batch
@@ -28,6 +30,7 @@ LLAMA = {"layers": "4", "dim": "256", "heads": "8", "kv_heads": "8", "ffn": "704
 TINY = {"layers": "1", "dim": "32", "heads": "4", "kv_heads": "4", "ffn": "64", "vocab": "64"}
 TOKENS, TINY_TOKENS = 8192, 2600  # of a mini-batch
 KINDS = ("switch", "run", "reduce")
+FORWARD = 1 / 3  # of a micro-batch
 
 
 def mini_batch(seed: int, tokens: int, vocab: int) -> list[torch.Tensor]:
@@ -112,11 +115,12 @@ def _seconds(groups: Sequence[GroupReport]) -> float:
 def _simulated(blocking: Sequence[GroupReport], together: Sequence[GroupReport]) -> float:
     """The overlapped list of actions with what the blocking step measured."""
     assert [group.strategy for group in blocking] == [group.strategy for group in together]
-    seconds = {}
+    seconds, first_use_s = {}, {}
     for number, group in enumerate(blocking):
+        first_use_s[GroupAction("run", number)] = group.compute_s / group.micro_batches * FORWARD
         for kind, took in zip(KINDS, (group.switch_s, group.compute_s, group.reduce_s), strict=True):
             seconds[GroupAction(kind, number)] = took
-    return simulate_mini_batch(overlapped([False] * len(blocking)), seconds).makespan_s
+    return simulate_mini_batch(overlapped([False] * len(blocking)), seconds, first_use_s).makespan_s
 
 
 def _require_equal(ways: Mapping[bool, Any], reports: Mapping[bool, StepReport]) -> None:
@@ -127,14 +131,24 @@ def _require_equal(ways: Mapping[bool, Any], reports: Mapping[bool, StepReport])
 
 
 class _Paced:
-    """In place of a bound graph: what it gave last time, after the time that the plan predicts."""
+    """In place of a bound graph: what it gave last time, after the time that the plan predicts. In the forward of the
+    first micro-batch it waits for the weights, one after the other.
+    """
 
     def __init__(self, bound: Any, grads: Mapping[str, torch.Tensor], loss: torch.Tensor) -> None:
         self.program, self.rank = bound.program, bound.rank
         self._result = {"loss": loss, "grads": grads, "buffers": {}}
 
-    def prepare(self, params: object, buffers: object) -> None:
-        pass
+    def prepare(self, params: Mapping[str, torch.Tensor], buffers: object, arrivals: Arrivals | None = None) -> None:
+        self._weights, self._arrivals = list(params), arrivals
+
+    def run_all(self, plan: GroupPlan, spans: object) -> None:
+        first_s = plan.predicted_s / plan.slots * FORWARD
+        for fqn in self._weights:
+            if self._arrivals is not None:
+                self._arrivals.wait(fqn)
+            time.sleep(first_s / len(self._weights))
+        time.sleep(plan.predicted_s - first_s)
 
     def finish(self) -> Mapping[str, Any]:
         return self._result
@@ -147,14 +161,12 @@ def _pace(model: Any) -> None:
         bound.run_all([])
         result = bound.finish()
         engine.bound[name] = _Paced(bound, result["grads"], result["loss"])
-    for name in engine.bound:
-        engine.bound[name].run_all = lambda runs, spans=None: time.sleep(runs)
     made = engine._mini_batch
 
     def paced(groups: Any, *rest: Any) -> Any:
         batch = made(groups, *rest)
         batch.groups = [
-            GroupWork(one.spec, one.name, one.plan, one.lengths, lambda one=one: one.plan.predicted_s)  # type: ignore[arg-type]
+            GroupWork(one.spec, one.name, one.plan, one.lengths, lambda one=one: one.plan)  # type: ignore[arg-type]
             for one in batch.groups
         ]
         return batch

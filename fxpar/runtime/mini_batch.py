@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fxpar.batching import GroupPlan, LengthGroup
+from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.micro import MicroRun
@@ -58,31 +59,47 @@ class MiniBatch:
     losses: list[float] = field(default_factory=list)
     _grads: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     _moved: dict[GroupAction, int] = field(default_factory=dict)
+    _arrivals: dict[int, Arrivals] = field(default_factory=dict)
 
     def run(self, overlap: bool) -> list[GroupReport]:
         """All groups; `overlap`: switches and reductions run beside the groups, in a thread of their own."""
         plan = schedule_of([one.name for one in self.groups], self.switching.schedule.resident, overlap)
+        self._arrivals = {run.group: Arrivals() for run in plan.fed_by}
         spent = carry_out(plan, self._do, self._shown)
         return [self._report(number, spent) for number in range(len(self.groups))]
 
     def _do(self, action: GroupAction) -> None:
         number, name = action.group, self.groups[action.group].name
         if action.kind == "switch":
-            self._moved[action] = self.switching.to(name, self._visited(number))
+            self._switch(action, name)
         elif action.kind == "run":
             self._compute(number)
         else:
             self._moved[action] = self.gradients.add(name, self._grads.pop(number))
+
+    def _switch(self, action: GroupAction, name: str) -> None:
+        visited, arrivals = self._visited(action.group), self._arrivals.get(action.group)
+        if arrivals is None:
+            self._moved[action] = self.switching.to(name, visited)
+            return
+        try:
+            self._moved[action] = self.switching.to(name, visited, arrivals.came)
+        except BaseException as error:
+            arrivals.ended(error)
+            raise
+        arrivals.ended()
 
     def _visited(self, number: int) -> list[str]:
         return [one.name for one in self.groups[:number]]
 
     def _compute(self, number: int) -> None:
         one, spans = self.groups[number], self._spans
-        bound = self.bound[one.name]
+        bound, arrivals = self.bound[one.name], self._arrivals.get(number)
         with spans.span("prologue"):
-            bound.prepare(self.switching.store.compute(one.name), self.buffers)
+            bound.prepare(self.switching.store.compute(one.name), self.buffers, arrivals)
         bound.run_all(one.micro_batches(), spans)
+        if arrivals is not None:
+            arrivals.wait_for_all()  # a replica without micro-batches learns here that the switch has failed
         with spans.span("epilogue"):
             result: Mapping[str, Any] = bound.finish()
             self.losses.append(float(result["loss"]))
@@ -109,7 +126,9 @@ class MiniBatch:
 
     def _report(self, number: int, spent: Mapping[GroupAction, float]) -> GroupReport:
         one = self.groups[number]
-        switch, run, reduce = (GroupAction(kind, number) for kind in ("switch", "run", "reduce"))
+        switch, run, reduce = (spent[GroupAction(kind, number)] for kind in ("switch", "run", "reduce"))
+        waited = self._arrivals[number].waited_s if number in self._arrivals else 0.0
+        moved = {kind: self._moved[GroupAction(kind, number)] for kind in ("switch", "reduce")}
         return GroupReport(
             limit=one.spec.limit,
             strategy=one.name,
@@ -117,11 +136,11 @@ class MiniBatch:
             tokens=sum(one.lengths),
             longest=max(one.lengths),
             micro_batches=one.plan.slots,
-            wall_s=spent[switch] + spent[run] + spent[reduce],
-            switch_s=spent[switch],
-            switch_bytes=self._moved[switch],
-            reduce_s=spent[reduce],
-            reduce_bytes=self._moved[reduce],
+            wall_s=switch + run + reduce,
+            switch_s=switch + waited,
+            switch_bytes=moved["switch"],
+            reduce_s=reduce,
+            reduce_bytes=moved["reduce"],
             predicted_s=one.plan.predicted_s,
             predicted_switch_s=self.switching.predicted_s(one.name, self._visited(number)),
             predicted_reduce_s=self.gradients.predicted_s(one.name),
@@ -131,7 +150,7 @@ class MiniBatch:
 
 def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) -> MiniBatchSchedule:
     """The actions of groups that run under these strategies, in this order."""
-    if not overlap or len(names) == 1:
+    if not overlap:
         return blocking(len(names))
     # Only what is resident stays where it is: a switch among such layouts writes nothing that one before it holds.
     stays = [name in resident for name in names]

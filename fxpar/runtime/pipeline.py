@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.channels import Channels, PendingMessage
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.padding import batch_dims
@@ -95,10 +96,12 @@ class BoundPipeline:
         self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
         self._device = torch.device("cpu")
 
-    def prepare(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Start a group: this rank's stored parameters and all buffers, by FQN."""
+    def prepare(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+    ) -> None:
+        """Start a group: this rank's stored parameters and all buffers, by FQN; see `TrainRunner.prepare`."""
         for stage in self.stages.values():
-            stage.prepare(params, buffers)
+            stage.prepare(params, buffers, arrivals)
             self._device = stage.device
 
     def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.ir.exec_graph import Program, compile_graph
+from fxpar.ir.exec_graph import Part, Program, compile_graph
 from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
+from fxpar.runtime.arrivals import Arrivals, wait_before_use
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.torch_api.boxed import compile_boxed
 
@@ -95,8 +96,12 @@ class Runner(Generic[P]):
                 functional(graph)
             if keep is not None:
                 accumulate(graph, keep)
+            self.finish_graph(graph, part)
             self._compiled[key] = _compile(graph, "eager" if part.is_empty else self._backend)
         return self._compiled[key]
+
+    def finish_graph(self, graph: fx.Graph, part: Part) -> None:
+        """What a kind of runner still has to do to the graph of a part before it is compiled."""
 
 
 class TrainRunner(Runner[P]):
@@ -112,9 +117,25 @@ class TrainRunner(Runner[P]):
         super().__init__(program, rank, groups, compile)
         self.buffers = {i: node.meta["buffer"] for i, node in ends.items() if "buffer" in node.meta}
         self.sums: dict[str, list[Any]] = {}
+        self._arrivals: Arrivals | None = None
 
-    def prepare(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Start a group: local stored parameters and buffers by FQN (those of other stages too); runs the prologue."""
+    def finish_graph(self, graph: fx.Graph, part: Part) -> None:
+        if self._backend == "eager":
+            wait_before_use(graph, part, self.program, self._wait)
+
+    def _wait(self, fqn: str) -> None:
+        if self._arrivals is not None:
+            self._arrivals.wait(fqn)
+
+    def prepare(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+    ) -> None:
+        """Start a group: local stored parameters and buffers by FQN (those of other stages too); runs the prologue. If
+        `arrivals` are under way, each parameter is waited for where it is first used.
+        """
+        self._arrivals = arrivals
+        if arrivals is not None and self._backend != "eager":
+            arrivals.wait_for_all()
         self.move_to((*params.values(), *buffers.values()))
         self.inputs = self.fill({"param": params, "buffer": buffers, "constant": self.constants})
         self.sums = {}

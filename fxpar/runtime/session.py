@@ -201,7 +201,7 @@ def _open(
 
     store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options, activations)
     memory, overlap = overlapped(memory, ordered, device, world_group, options)
-    transport = _transport(options, process_groups, device)
+    transport = _transport(options, process_groups, device, overlap)
     engine = Engine(
         groups=groups,
         names=names,
@@ -305,13 +305,16 @@ def _scaler(store: WeightStore, options: ParallelizeOptions) -> LossScaler | Non
     return LossScaler() if options.loss_scale is None else LossScaler(options.loss_scale)
 
 
-def _transport(options: ParallelizeOptions, process_groups: ProcessGroups, device: torch.device) -> TransportOptions:
+def _transport(
+    options: ParallelizeOptions, process_groups: ProcessGroups, device: torch.device, bucketed: bool
+) -> TransportOptions:
     return TransportOptions(
         options.execution,
         options.staging_bytes,
         options.checked,
         process_groups.world("transfers"),  # used beside those of the graphs
         options.timeout_s,
+        bucketed,
         Staging(device),
         process_groups,
     )

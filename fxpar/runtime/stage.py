@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fxpar.ir.pipeline_graph import StageProgram
+from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.runner import Backend, TrainRunner, own_memory
 
 Half = Literal["backward", "input_part", "weight_part"]
@@ -31,10 +32,12 @@ class BoundStage(TrainRunner[StageProgram]):
         super().__init__(program, rank, groups, compile, {i: results[i] for i in self._ends})
         self._kept: dict[int, dict[str, dict[int, Any]]] = {}  # what each micro-batch leaves for its backward
 
-    def prepare(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def prepare(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+    ) -> None:
         """Start a group, as a TrainRunner does, without a micro-batch under way."""
         self._kept.clear()
-        super().prepare(params, buffers)
+        super().prepare(params, buffers, arrivals)
 
     def forward(
         self,

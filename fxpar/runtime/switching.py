@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ class TransportOptions:
     checked: bool = False
     group: Any = None
     timeout_s: float | None = None
+    bucketed: bool = False
     staging: Staging | None = None
     process_groups: ProcessGroups | None = None
 
@@ -48,13 +49,17 @@ class Switching:
     def world(self) -> int:
         return self.store.home.world
 
-    def to(self, name: str, visited: Sequence[str]) -> int:
-        """Fill the layout of `name`; `visited` have run before in this mini-batch. Returns bytes moved by all ranks."""
+    def to(
+        self, name: str, visited: Sequence[str], arrived: Callable[[Collection[str]], object] = lambda _: None
+    ) -> int:
+        """Fill the layout of `name`; `visited` have run before in this mini-batch. Returns bytes moved by all ranks.
+        `arrived` is called with weights that are complete.
+        """
         if self.is_filled(name, visited):
             return 0
         self.fills += 1
         plan = self.schedule.plan(name, visited)
-        self.compiled(name, visited).run()
+        self.compiled(name, visited).run(arrived)
         return plan.intra_node_bytes + plan.inter_node_bytes
 
     def compiled(self, name: str, visited: Sequence[str]) -> Switch:
@@ -69,6 +74,7 @@ class Switching:
                 # A layout that has been filled comes first: its pieces need no cast, and may be the target's memory.
                 [*sources, Holding(self.store.wire, self.store.home_tensors)],
                 Holding(layouts[name], self.store.compute(name)),
+                bucketed=self.options.bucketed,
                 **self.options.of_switch(),
             )
         return self._compiled[key]

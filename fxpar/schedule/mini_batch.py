@@ -3,18 +3,20 @@
     compute     |          run 0            |        run 1          |  run 2  |
     transfer    | switch 0 | switch 1 |     | reduce 0 | switch 2 | | reduce 1 | reduce 2 |
 
-All ranks have the same actions in the same order, so a stream of one rank waits for the same stream of others only.
+A run begins with the switch that brings its weights, and waits for each of them where it first uses it. All ranks have
+the same actions in the same order, so a stream of one rank waits for the same stream of others only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fxpar.errors import ScheduleDeadlockError
 
 Kind = Literal["switch", "run", "reduce"]
+BUCKETS = 8  # that the weights of a switch come in
 
 
 @dataclass(frozen=True, order=True)
@@ -30,11 +32,14 @@ class GroupAction:
 
 @dataclass(frozen=True)
 class MiniBatchSchedule:
-    """Both streams, each in its order, and what an action needs to have ended before it begins."""
+    """Both streams, each in its order, and what an action needs to have ended before it begins. `fed_by[run]` must have
+    begun: it brings weights in the order in which the run uses them.
+    """
 
     compute: tuple[GroupAction, ...]
     transfer: tuple[GroupAction, ...]
     needs: Mapping[GroupAction, tuple[GroupAction, ...]]
+    fed_by: Mapping[GroupAction, GroupAction] = field(default_factory=dict)
 
     @property
     def actions(self) -> tuple[GroupAction, ...]:
@@ -58,12 +63,14 @@ def overlapped(overwrites: Sequence[bool]) -> MiniBatchSchedule:
     switch, run, reduce = ([GroupAction(kind, group) for group in groups] for kind in ("switch", "run", "reduce"))
     transfer, needs = switch[:1], {}
     for group in groups:
-        needs[run[group]] = (switch[group],)  # which comes after the reduction of the group before the last one
+        # What is before its switch is the reduction of the group before the last one, or comes after that.
+        before = transfer.index(switch[group])
+        needs[run[group]] = tuple(transfer[max(before - 1, 0) : before])
         needs[reduce[group]] = (run[group],)
         following = switch[group + 1 : group + 2]
         late = bool(following) and overwrites[group + 1]
         transfer += [reduce[group], *following] if late else [*following, reduce[group]]
-    return MiniBatchSchedule(tuple(run), tuple(transfer), needs)
+    return MiniBatchSchedule(tuple(run), tuple(transfer), needs, dict(zip(run, switch, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -75,20 +82,33 @@ class SimulatedMiniBatch:
     exposed_s: float
 
 
-def simulate_mini_batch(plan: MiniBatchSchedule, seconds: Mapping[GroupAction, float]) -> SimulatedMiniBatch:
+def simulate_mini_batch(
+    plan: MiniBatchSchedule,
+    seconds: Mapping[GroupAction, float],
+    first_use_s: Mapping[GroupAction, float] | None = None,
+) -> SimulatedMiniBatch:
     """Each action begins as soon as its stream is free and what it needs has ended.
+
+    `first_use_s[run]` are the seconds, of those that a run takes, in which it first uses its weights, evenly: the
+    forward of its first micro-batch. Weights come evenly too, in BUCKETS. A run begins so late that it never waits;
+    one that is not listed needs all weights at once.
 
     Raises ScheduleDeadlockError if the streams wait for each other.
     """
+    first_use_s = first_use_s or {}
     spans: dict[GroupAction, tuple[float, float]] = {}
     streams, free = {"compute": list(plan.compute), "transfer": list(plan.transfer)}, {"compute": 0.0, "transfer": 0.0}
     progress = True
     while progress:
         progress = False
         for name, left in streams.items():
-            while left and all(need in spans for need in plan.needs.get(left[0], ())):
+            while left and all(need in spans for need in _wanted(plan, left[0])):
                 action = left.pop(0)
                 start = max([free[name], *(spans[need][1] for need in plan.needs.get(action, ()))])
+                if action in plan.fed_by:
+                    begun, ended = spans[plan.fed_by[action]]
+                    first, used = (ended - begun) / BUCKETS, first_use_s.get(action, 0.0)
+                    start = max(start, begun + first, ended - used * (1 - 1 / BUCKETS))
                 spans[action] = (start, start + seconds[action])
                 free[name] = spans[action][1]
                 progress = True
@@ -98,3 +118,8 @@ def simulate_mini_batch(plan: MiniBatchSchedule, seconds: Mapping[GroupAction, f
     makespan = max(free.values())
     runs = sum(seconds[action] for action in plan.actions if action.kind == "run")
     return SimulatedMiniBatch(spans, makespan, makespan - runs)
+
+
+def _wanted(plan: MiniBatchSchedule, action: GroupAction) -> tuple[GroupAction, ...]:
+    fed_by = plan.fed_by.get(action)
+    return (*plan.needs.get(action, ()), *(() if fed_by is None else (fed_by,)))

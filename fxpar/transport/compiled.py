@@ -29,12 +29,15 @@ from fxpar.transport.wire import AllGather, Gathered, Parcel, PhaseOnWire, Phase
 
 @dataclass(eq=False)
 class CompiledSwitch:
-    """`snapshots` are (copy, original); `phases` are (does it send on what the one before brings, phase)."""
+    """`snapshots` are (copy, original); `phases` are (does it send on what the one before brings, phase). Of the
+    tensors `arriving[n]` nothing comes after phase n; all others are there once the `copies` are made.
+    """
 
     snapshots: list[tuple[Tensor, Tensor]]
     phases: list[tuple[bool, PhaseOnWire]]
     copies: list[Task]
     counts: SwitchCounts
+    arriving: list[list[str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +91,7 @@ class Compiler:
             before = locals_[index - 1].phase if index else None
             blocking = before is not None and before.bucket == local.phase.bucket
             phases.append((blocking, onto))
-        return CompiledSwitch(snapshots, phases, self._copies(copied), self.counts)
+        return CompiledSwitch(snapshots, phases, self._copies(copied), self.counts, _arriving(locals_))
 
     def _locals(self, groups: ProcessGroups) -> list[Local]:
         found = []
@@ -110,7 +113,7 @@ class Compiler:
         return found
 
     def _phases(self) -> list[TransferPhase]:
-        return cut_phases(self.problem, self.table, self.options.staging_bytes, self.most)
+        return cut_phases(self.problem, self.table, self.options.staging_bytes, self.most, self.options.bucketed)
 
     def _choose(self, phase: TransferPhase) -> tuple[str, list[Collective]]:
         """How a phase runs. All-gathers are found in plans that are whole."""
@@ -213,3 +216,19 @@ class Compiler:
                         where = Where(self.name, names, piece.box, self.rank, self.rank)
                         tasks.append(partial(compare_copy, src, dst, where))
         return tasks
+
+
+def _arriving(locals_: Sequence[Local]) -> list[list[str]]:
+    """Of each phase the tensors that are received in no later one."""
+    last = {
+        fqn: number
+        for number, local in enumerate(locals_)
+        for traffic in local.traffic
+        for message in traffic.receives
+        for piece in message.pieces
+        for fqn in piece.fqns
+    }
+    found: list[list[str]] = [[] for _ in locals_]
+    for fqn, number in last.items():
+        found[number].append(fqn)
+    return found

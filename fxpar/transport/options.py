@@ -21,6 +21,7 @@ class TransportOptions:
     checked: bool = False
     add: bool = False
     merge: bool = True
+    bucketed: bool = False
 
 
 @dataclass(eq=False)

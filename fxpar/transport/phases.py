@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxpar.schedule.mini_batch import BUCKETS
 from fxpar.switch.plan import Box
 from fxpar.switch.problem import SwitchProblem
 
 MIB = 1 << 20
-RELAY_BUCKETS = 8  # hops of a relayed plan overlap but for one bucket in this many
-RELAY_BUCKET_BYTES = 2 * MIB  # ... if that leaves at least so much in each
+BUCKET_BYTES = 2 * MIB  # hops overlap but for one bucket in BUCKETS, if that leaves at least so much in each
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,14 @@ class TransferPhase:
 
 
 def cut_phases(
-    problem: SwitchProblem, table: np.ndarray, staging_bytes: int, most: np.ndarray | None = None
+    problem: SwitchProblem,
+    table: np.ndarray,
+    staging_bytes: int,
+    most: np.ndarray | None = None,
+    bucketed: bool = False,
 ) -> list[TransferPhase]:
-    """The phases in the order in which all ranks go through them.
+    """The phases in the order in which all ranks go through them; `bucketed`: in several buckets though it would fit
+    into one.
 
     `most` [tensors, steps] are the bytes that no rank exceeds, for a `table` of one rank's transfers; without, the
     table has those of all ranks.
@@ -46,7 +51,7 @@ def cut_phases(
     tensors, loads = _of_table(problem, table) if most is None else _of_bound(most)
     if not len(tensors):
         return []
-    limit = _limit(loads.sum(0), staging_bytes)
+    limit = _limit(loads.sum(0), staging_bytes, bucketed)
     phases = []
     for number, bucket in enumerate(_buckets(problem, table, tensors, loads, limit, exact=most is None)):
         for step in bucket.steps:
@@ -86,12 +91,12 @@ def _of_bound(most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tensors, most[tensors, :, None]
 
 
-def _limit(whole: np.ndarray, staging_bytes: int) -> int:
+def _limit(whole: np.ndarray, staging_bytes: int, bucketed: bool) -> int:
     """Bytes that a rank may send and receive in one phase; `whole` [steps, ranks] is all that there is."""
     largest = int(whole.max())
-    if whole.shape[0] == 1:
+    if whole.shape[0] == 1 and not bucketed:
         return staging_bytes if largest <= staging_bytes else staging_bytes // 2
-    return min(staging_bytes // 2, max(largest // RELAY_BUCKETS, RELAY_BUCKET_BYTES))
+    return min(staging_bytes // 2, max(largest // BUCKETS, BUCKET_BYTES))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,6 +48,7 @@ class Switch:
     add: what arrives is added to the target; so is what is copied at home. What lies at the same address in source
         and target is left as it is. Not for relayed plans.
     merge: one copy for equal slices of tensors at equal distances.
+    bucketed: tensors come one bucket after the other even if staging holds all of them, for who waits for `arrived`.
     staging: memory shared with other switches that never run at the same time.
     process_groups: shared with other switches, within `group`.
     timeout_s: how long to wait for a transfer (None: as the process group does); on a GPU the host then waits, too.
@@ -71,6 +72,7 @@ class Switch:
         checked: bool = False,
         add: bool = False,
         merge: bool = True,
+        bucketed: bool = False,
         timeout_s: float | None = None,
         staging: Staging | None = None,
         process_groups: ProcessGroups | None = None,
@@ -80,7 +82,7 @@ class Switch:
         if add and plan.steps > 1:
             raise ExecutionError(execution, "a relayed plan cannot add; plan the switch with planner 'hotspa'")
         device = torch.device(device) if device is not None else device_of((target, *sources))
-        options = TransportOptions(resolve(execution, device, group), staging_bytes, checked, add, merge)
+        options = TransportOptions(resolve(execution, device, group), staging_bytes, checked, add, merge, bucketed)
         self.plan, self.rank, self.options = plan, rank, options
         self.name = name or f"switch {plan.problem.source} -> {plan.problem.target}"
         world = dist.get_world_size(group)
@@ -106,16 +108,27 @@ class Switch:
         return self.compiled.counts
 
     @torch.no_grad()
-    def run(self) -> SwitchReport:
-        """Carry it out; on a GPU the current stream waits for it, the host does not."""
+    def run(self, arrived: Callable[[Collection[str]], object] = lambda _: None) -> SwitchReport:
+        """Carry it out; on a GPU the current stream waits for it, the host does not. `arrived` is called with the
+        tensors that are complete (there, or queued on a GPU): first those of which nothing travels, then others as they
+        come, in about the order of the plan.
+        """
         begun = time.perf_counter()
         if not self._compared or self.options.checked:
             compare_fingerprints(self.name, self._fingerprint, self._wire, self._stream.device)
             self._compared = True
+        arriving = self.compiled.arriving
+        late = {fqn for names in arriving for fqn in names}
+
+        def copy_at_home() -> None:
+            for task in self.compiled.copies:
+                task()
+            arrived([fqn for fqn in self.plan.problem.tensors if fqn not in late])
+
         with self._stream:
             for copy, original in self.compiled.snapshots:
                 copy.copy_(original)
-            run_pipeline(self.compiled.phases, self._copy_at_home)
+            run_pipeline(self.compiled.phases, copy_at_home, lambda number: arrived(arriving[number]))
         counts = self.compiled.counts
         return SwitchReport(
             (time.perf_counter() - begun) * 1e3,
@@ -124,10 +137,6 @@ class Switch:
             counts.copied_bytes,
             counts.skipped_bytes,
         )
-
-    def _copy_at_home(self) -> None:
-        for task in self.compiled.copies:
-            task()
 
 
 class SideStream:

@@ -6,6 +6,7 @@ messages without content exist on neither side, so no rank can deadlock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -196,25 +197,34 @@ class AllGather:
 PhaseOnWire = PointToPoint | AllToAll | AllGather
 
 
-def run_pipeline(phases: Sequence[tuple[bool, PhaseOnWire]], meanwhile: Task | None = None) -> None:
+def run_pipeline(
+    phases: Sequence[tuple[bool, PhaseOnWire]],
+    meanwhile: Task | None = None,
+    completed: Callable[[int], object] = lambda _: None,
+) -> None:
     """Post phase n+1 before completing phase n, unless it sends on what phase n brings (is blocking).
 
     `phases` are (blocking, phase) of those that this rank takes part in. `meanwhile` runs while the first is on the
-    wire.
+    wire, and so before `completed` is called with the number of a phase that is complete.
     """
-    under_way: list[PhaseOnWire] = []
-    for blocking, phase in phases:
-        if blocking:
-            while under_way:
-                under_way.pop(0).complete()
+    under_way: deque[tuple[int, PhaseOnWire]] = deque()
+
+    def complete() -> None:
+        number, phase = under_way.popleft()
+        phase.complete()
+        completed(number)
+
+    for number, (blocking, phase) in enumerate(phases):
+        while blocking and under_way:
+            complete()
         phase.post()
         if meanwhile is not None:
             meanwhile()
             meanwhile = None
-        under_way.append(phase)
+        under_way.append((number, phase))
         if len(under_way) > 1:
-            under_way.pop(0).complete()
+            complete()
     if meanwhile is not None:
         meanwhile()
     while under_way:
-        under_way.pop(0).complete()
+        complete()

@@ -77,5 +77,7 @@ def test_only_what_stays_in_memory_is_filled_early(resident, early):
     assert found == early
 
 
-def test_one_group_has_nothing_to_overlap_with():
-    assert schedule_of(("a",), ("a",), overlap=True).transfer == ()
+def test_one_group_overlaps_with_its_own_weights():
+    plan = schedule_of(("a",), ("a",), overlap=True)
+    assert plan.fed_by == {GroupAction("run", 0): GroupAction("switch", 0)}
+    assert schedule_of(("a",), ("a",), overlap=False).fed_by == {}

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
+from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.streams import carry_out
 from fxpar.schedule.mini_batch import GroupAction, blocking, overlapped
 from tests.repeat import examples
@@ -31,7 +32,7 @@ def ranks_with_delays(plan, seed: int) -> list[list[GroupAction]]:
             ended[rank].append(action)
 
         try:
-            carry_out(plan, do, lambda _: nullcontext())
+            carry_out(plan, fed(plan, do), lambda _: nullcontext())
         except BaseException as error:
             errors.append(error)
 
@@ -42,6 +43,25 @@ def ranks_with_delays(plan, seed: int) -> list[list[GroupAction]]:
         thread.join()
     assert not errors
     return ended
+
+
+def fed(plan, do):
+    """`do` where a run ends after the switch that feeds it, with its error if it fails."""
+    arrivals = {switch: Arrivals() for switch in plan.fed_by.values()}
+
+    def feeding(action):
+        try:
+            do(action)
+        except BaseException as error:
+            if action in arrivals:
+                arrivals[action].ended(error)
+            raise
+        if action in arrivals:
+            arrivals[action].ended()
+        elif action in plan.fed_by:
+            arrivals[plan.fed_by[action]].wait_for_all()
+
+    return feeding
 
 
 def test_random_delays_of_ranks_and_streams():
@@ -78,10 +98,10 @@ def test_waiting_counts_as_time_of_what_is_waited_for():
     spent = carry_out(overlapped([False, False]), do, showing)
     assert spent[GroupAction("switch", 0)] >= 0.04
     assert spent[GroupAction("switch", 1)] < 0.04
-    assert shown[:3] == ["switch 0", "run 0", "switch 1"]
+    assert shown[:3] == ["run 0", "switch 0", "run 1"]  # the run would wait inside
 
 
-AFTER = {"switch 1": {"switch 0", "run 0"}, "run 1": {"switch 0", "run 0", "switch 1", "reduce 0", "switch 2"}}
+AFTER = {"switch 1": {"switch 0", "run 0", "run 1"}, "run 1": {"switch 0", "run 0", "switch 1", "reduce 0", "switch 2"}}
 
 
 @pytest.mark.parametrize("failing", ["switch 1", "reduce 0", "run 1"])
@@ -105,12 +125,12 @@ def test_the_error_of_either_thread_is_raised_when_nothing_is_under_way(failing)
             raise
 
     with pytest.raises(ValueError, match=f"{failing} failed"):
-        carry_out(plan, do, showing)
+        carry_out(plan, fed(plan, do), showing)
     assert threading.active_count() == threads
-    assert shown[shown.index("error") - 1] == failing
+    assert shown[shown.index("error") - 1] == {"switch 1": "run 1"}.get(failing, failing)  # the run waits for it inside
     assert set(done) == AFTER.get(failing, set(done) - {"reduce 0", "switch 2", "run 2"})
     if failing == "run 1":
-        assert shown[shown.index("error") + 1 :] == ["reduce 0", "switch 2", "reduce 1", "reduce 2"]
+        assert shown[shown.index("error") + 1 :] == ["switch 1", "reduce 0", "switch 2", "reduce 1", "reduce 2"]
 
 
 def test_what_the_compute_thread_waits_for_may_have_ended_before_the_error():
@@ -127,9 +147,10 @@ def test_what_the_compute_thread_waits_for_may_have_ended_before_the_error():
         if str(action) == "reduce 0":
             raise ValueError("reduce 0 failed")
 
+    plan = overlapped([False] * 3)
     with pytest.raises(ValueError, match="reduce 0 failed"):
-        carry_out(overlapped([False] * 3), do, showing)
-    assert shown[:5] == ["switch 0", "run 0", "switch 1", "run 1", "reduce 0"]
+        carry_out(plan, fed(plan, do), showing)
+    assert shown[:5] == ["run 0", "switch 0", "run 1", "switch 1", "reduce 0"]
 
 
 def test_an_interrupt_waits_for_a_transfer_but_not_for_ever(monkeypatch):

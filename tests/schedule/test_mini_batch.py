@@ -56,6 +56,28 @@ def test_what_is_exposed():
     assert late.exposed_s == 4.0
 
 
+def test_a_run_begins_while_its_weights_come():
+    """So late that it never waits: weights come in eight parts, and are used in the first seconds of the run."""
+    plan, run = overlapped([False]), of("run", 0)
+    seconds = {of("switch", 0): 8.0, run: 20.0, of("reduce", 0): 1.0}
+    for used, begins in ((0.0, 8.0), (4.0, 4.5), (8.0, 1.0), (20.0, 1.0)):
+        found = simulate_mini_batch(plan, seconds, {run: used})
+        assert (found.spans[run], found.exposed_s) == ((begins, begins + 20.0), begins + 1.0)
+
+
+@given(overwriting, st.data())
+def test_weights_that_come_meanwhile_make_nothing_slower(overwrites, data):
+    plan = overlapped(overwrites)
+    seconds = {action: data.draw(st.floats(0, 9)) for action in plan.actions}
+    used = {run: data.draw(st.floats(0, seconds[run])) for run in plan.fed_by}
+    found, whole = simulate_mini_batch(plan, seconds, used), simulate_mini_batch(plan, seconds)
+    assert found.makespan_s <= whole.makespan_s + 1e-9
+    for run, switch in plan.fed_by.items():
+        assert found.spans[run][0] >= max(found.spans[switch][0], found.spans[switch][1] - used[run]) - 1e-9
+        if run.group >= 2:  # gradients of at most two groups
+            assert found.spans[run][0] >= found.spans[of("reduce", run.group - 2)][1]
+
+
 def test_streams_that_wait_for_each_other_are_found():
     plan = overlapped([False, False])
     circle = {**plan.needs, of("switch", 0): (of("run", 1),)}

@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.switch import plan_switch
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.mesh import Mesh
+from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.transport.messages import messages
 from fxpar.transport.phases import cut_phases, part_of
 from tests.repeat import examples
@@ -123,3 +126,17 @@ def test_parts_of_a_box_cover_it(sizes, parts):
     found = [part_of(box, part, parts) for part in range(parts)]
     cells = [cell for part in found for cell in itertools.product(*(range(*ends) for ends in part))]
     assert sorted(cells) == sorted(itertools.product(*(range(*ends) for ends in box)))
+
+
+def test_a_bucketed_switch_comes_in_eighths(monkeypatch):
+    monkeypatch.setattr("fxpar.transport.phases.BUCKET_BYTES", 1)
+    mesh = Mesh((("tp", 2),))
+    placed = [PlacedParam((8, 4), torch.float32, (DistConfig(mesh, (of, ())),)) for of in ((AxisShard("tp"),), ())]
+    cut, whole = (ParamLayout("", 2, {f"w{n}": param for n in range(32)}) for param in placed)
+    plan = plan_switch(cut, whole, ClusterSpec(1, 2, 1.0, 1.0, 0))
+    problem, table = plan.problem, plan.transfers
+    assert len(cut_phases(problem, table, 1 << 20)) == 1
+    phases = cut_phases(problem, table, 1 << 20, bucketed=True)
+    assert [sorted(set(table["tensor"][phase.rows].tolist())) for phase in phases] == [
+        list(range(first, first + 4)) for first in range(0, 32, 4)
+    ]

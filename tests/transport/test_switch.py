@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -41,6 +44,13 @@ def assert_equal(found: dict, expected: dict, note: object = "") -> None:
         assert torch.equal(found[fqn], tensor), (note, fqn, found[fqn], tensor)
 
 
+def arrived(tensors: Mapping, expected: Mapping, complete: list[str], fqns: Collection[str]) -> None:
+    """What is called complete has its values."""
+    mine = [fqn for fqn in fqns if fqn in expected]
+    assert_equal({fqn: tensors[fqn] for fqn in mine}, {fqn: expected[fqn] for fqn in mine})
+    complete.extend(fqns)
+
+
 def test_random_switches_move_bit_exactly():
     chosen = drawn(cases(), examples(40))
     planned = []
@@ -64,12 +74,15 @@ def test_random_switches_move_bit_exactly():
                 staging_bytes=(64 << 20, 256, 2000)[number // 6 % 3],
                 checked=number % 4 == 0,
                 merge=number % 5 != 0,
+                bucketed=number % 7 == 0,
                 process_groups=process_groups,
             )
             for _ in range(2):
                 for tensor in target.tensors.values():
                     tensor.fill_(BEFORE)
-                report = switch.run()
+                complete: list[str] = []
+                report = switch.run(partial(arrived, target.tensors, expected, complete))
+                assert sorted(complete) == sorted(plan.problem.tensors)
                 assert_equal(dict(target.tensors), expected, (number, switch.options))
             counts = switch.counts
             totals[0] += report.sent_bytes
