@@ -43,6 +43,14 @@ def test_any_durations_keep_the_order(overwrites, data):
     assert -1e-9 <= found.exposed_s <= moving + 1e-9
 
 
+def test_a_run_waits_for_what_comes_before_its_switch():
+    """A replica without work takes no weights, and would be a group ahead with its gradients."""
+    switch, run, reduce = ([of(kind, group) for group in range(3)] for kind in ("switch", "run", "reduce"))
+    early, late = overlapped([False] * 3), overlapped([False, True, True])
+    assert [early.needs[one] for one in run] == [(), (switch[0],), (reduce[0],)]
+    assert [late.needs[one] for one in run] == [(), (reduce[0],), (reduce[1],)]
+
+
 def test_what_is_exposed():
     """Long runs hide all but the first switch and the last reduction; blocking hides nothing."""
     seconds = {of(kind, g): {"run": 10.0}.get(kind, 1.0) for g in range(3) for kind in ("switch", "run", "reduce")}
