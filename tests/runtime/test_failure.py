@@ -50,7 +50,7 @@ def hit_during(engine, where: str, how: signal.Signals) -> None:
     if where == "switch":
         compiled = engine.switching._compiled
         switch = list(compiled.values())[1]
-        switch._copy_at_home = lambda: os.kill(os.getpid(), how)  # sends are posted, receives are awaited
+        switch.compiled.copies.append(lambda: os.kill(os.getpid(), how))  # sends are posted, receives are awaited
     else:
         bound = engine.bound["dp2.tp2+sp"]
         run = bound.run
