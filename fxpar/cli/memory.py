@@ -72,10 +72,10 @@ def show(console: Console, model: str, world: int, found: MemoryPrediction, note
     console.print(f"{model} under {found.strategy}, {ranks}{f', {sizes}' if sizes else ''}", markup=False)
     if found.stages:
         console.print(f"{found.schedule}; each stage on one of its ranks, and all that the rank holds:", markup=False)
-        rows = [_stage_row(stage) for stage in found.stages]
-        _print_stages(console, rows)
+        _print_stages(console, [_stage_row(stage) for stage in found.stages])
         console.print("\nthe fullest rank:")
-    lines = plain_table(("", "per rank", ""), _rows(found), right=(1,)).splitlines()
+    rows = [(name, human_bytes(size), why) for name, size, why in found.rows()]
+    lines = plain_table(("", "per rank", ""), rows, right=(1,)).splitlines()
     margin = lines[0].index("per rank") + len("per rank  ")
     for line in lines:
         _print_folded(console, line, margin)
@@ -122,32 +122,3 @@ def _stage_row(stage: StageMemory) -> tuple[str, ...]:
     cells = [human_bytes(size) for size in sizes]
     cells[2] = f"{stage.in_flight} x {cells[2]}"
     return (str(stage.stage), str(first) if first == last else f"{first}-{last}", stage.begins or "the start", *cells)
-
-
-def _rows(found: MemoryPrediction) -> list[tuple[str, str, str]]:
-    body = found.body
-    saved = f"{human_bytes(body.saved_bytes)} saved for the backward in all"
-    adds = found.micro_batches > 1
-    if found.stages:
-        accumulators, of = body.result_bytes, "at the peak, of all stages of the rank"
-        backward, with_ = body.backward_bytes, "at the peak"
-    else:
-        accumulators, of = found.gradient_bytes, "added to by later micro-batches" if adds else "after the micro-batch"
-        backward, with_ = body.backward_bytes + body.result_bytes, "at the peak, new gradients included"
-    rows: list[tuple[str, int, str]] = [
-        ("master weights", found.master_bytes, "cut over all ranks"),
-        ("optimizer", found.optimizer_bytes, "AdamW, two fp32 moments"),
-        ("weights", found.weight_bytes, "as the graph computes with them"),
-        ("gradients", found.home_gradient_bytes, "as the optimizer sees them"),
-        ("accumulators", accumulators, of),
-        ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node}); {saved}"),
-        ("backward", backward, with_),
-        ("workspace", body.workspace_bytes, "of the kernel at the peak"),
-        ("staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"),
-        ("peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
-    ]
-    if found.sums_bytes:
-        rows.insert(-1, ("sums", found.sums_bytes, "of gradients inside a node, with the staging"))
-    if found.stages:
-        rows.insert(8, ("messages", body.message_bytes, "between stages, at the peak, and batches under way"))
-    return [(name, human_bytes(size), why) for name, size, why in rows]

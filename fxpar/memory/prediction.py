@@ -83,6 +83,35 @@ class MemoryPrediction:
     def peak_bytes(self) -> int:
         return self.state_bytes + max(self.step_bytes, self.switch_bytes)
 
+    def rows(self) -> list[tuple[str, int, str]]:
+        """The prediction as a table: what, bytes, and what that is. The last row is the peak."""
+        body, staged = self.body, bool(self.stages)
+        if staged:
+            summed, of = body.result_bytes, "at the peak, of all stages of the rank"
+            backward, with_ = body.backward_bytes, "at the peak"
+        else:
+            summed, of = self.gradient_bytes, "added to by later micro-batches"
+            backward, with_ = body.backward_bytes + body.result_bytes, "at the peak, new gradients included"
+            if self.micro_batches == 1:
+                of = "after the micro-batch"
+        rows = [
+            ("master weights", self.master_bytes, "cut over all ranks"),
+            ("optimizer", self.optimizer_bytes, "AdamW, two fp32 moments"),
+            ("weights", self.weight_bytes, "as the graph computes with them"),
+            ("gradients", self.home_gradient_bytes, "as the optimizer sees them"),
+            ("accumulators", summed, of),
+            ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node})"),
+            ("saved", body.saved_bytes, "of activations, what lives from forward to backward, at most"),
+            ("backward", backward, with_),
+            ("workspace", body.workspace_bytes, "of the kernel at the peak"),
+            ("messages", body.message_bytes, "between stages, at the peak, and batches under way"),
+            ("staging", self.staging_bytes, "of a switch, at most; not at the same time as activations"),
+            ("sums", self.sums_bytes, "of gradients inside a node, with the staging"),
+            ("peak", self.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
+        ]
+        left_out = {"messages": not staged, "sums": not self.sums_bytes}
+        return [row for row in rows if not left_out.get(row[0])]
+
     def to_json(self) -> dict[str, Any]:
         """All numbers, sums included."""
         body = {**asdict(self.body), "total_bytes": self.body.total_bytes}

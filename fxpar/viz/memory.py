@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name
-from fxpar.memory import KINDS, MemoryPrediction, Moment, RankMemory, memory_over_time, schedule_of
+from fxpar.memory import KINDS, Moment, RankMemory, memory_over_time, schedule_of
 from fxpar.schedule import Action, Costs, Schedule, Transfer, simulate
 from fxpar.viz.inside import ACTION_PARTS, Inside
 from fxpar.viz.step import Lengths
@@ -97,7 +97,7 @@ def _strategy_json(view: Viewed, inside: Inside) -> dict[str, Any]:
         "peak_bytes": best.peak_bytes,
         "peak": peak_parts(fullest),
         "peak_at": "a switch" if best.switch_bytes > best.step_bytes else best.body.node,
-        "table": table_rows(best),
+        "table": [list(row) for row in best.rows()],
         "stages": [stage.to_json() for stage in best.stages],
         "ranks": ranks,
     }
@@ -128,29 +128,6 @@ def moment_parts(moment: Moment) -> dict[str, int]:
     """What is held at a moment above that, by part."""
     sums = {**dict(zip(KINDS, moment.sums, strict=True)), "workspace": moment.workspace_bytes}
     return {name: sums[kind] for kind, name in MOVING.items()}
-
-
-def table_rows(found: MemoryPrediction) -> list[list[Any]]:
-    """(what, bytes, explanation) as `fxpar memory` lists them."""
-    body, staged = found.body, bool(found.stages)
-    backward = body.backward_bytes + (0 if staged else body.result_bytes)
-    rows: list[list[Any]] = [
-        ["master weights", found.master_bytes, WHY["master weights"]],
-        ["optimizer", found.optimizer_bytes, WHY["optimizer"]],
-        ["weights", found.weight_bytes, WHY["weights"]],
-        ["gradients", found.home_gradient_bytes, WHY["gradients"]],
-        ["accumulators", body.result_bytes if staged else found.gradient_bytes, "what later micro-batches add to"],
-        ["activations", body.forward_bytes + body.again_bytes, f"at the peak, %{body.node}"],
-        ["saved", body.saved_bytes, "of activations, what lives from forward to backward, at most"],
-        ["backward", backward, "at the peak" if staged else "at the peak, new gradients included"],
-        ["workspace", body.workspace_bytes, "of the kernel at the peak"],
-        ["staging", found.staging_bytes, "of a switch, at most; not at the same time as activations"],
-        *([["sums", found.sums_bytes, "of gradients inside a node, with the staging"]] if found.sums_bytes else []),
-        ["peak", found.peak_bytes, "what stays, and the larger of a micro-batch and a switch"],
-    ]
-    if staged:
-        rows.insert(9, ["messages", body.message_bytes, "between stages, at the peak, and batches under way"])
-    return rows
 
 
 # ------------------------------------------------------------------------------------------------------------ series

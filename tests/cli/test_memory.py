@@ -28,6 +28,7 @@ def test_table():
         "gradients",
         "accumulators",
         "activations",
+        "saved",
         "backward",
         "workspace",
         "staging",
