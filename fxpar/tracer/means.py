@@ -106,9 +106,10 @@ def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
         raise MeanLossError(f"a mean in {node.name!r}", line)
     if place.by is not None and is_count(node, place.divides):
         line = place.by.meta.get("source") or line
-        kind = "division" if place.divides else "multiplication"
-        how = f"a {kind} by {node.name!r}" if out_of_place(place.by.target) in SCALINGS else f"{node.name!r} in an op"
-        raise MeanLossError(f"{how}, which depends on how long the batch is", line)
+        how = f"{place.by.name!r} of the loss and"
+        if out_of_place(place.by.target) in SCALINGS:
+            how = f"a {'division' if place.divides else 'multiplication'} by"
+        raise MeanLossError(f"{how} {node.name!r}, which depends on how long the batch is", line)
 
 
 def _behind(place: _Place) -> list[_Place]:
