@@ -47,6 +47,8 @@ _LINEAR = (
         aten.masked_fill.Tensor,
         aten.where.self,
         aten.index.Tensor,
+        aten.index_put.default,
+        aten.copy.default,
         aten.mean.dim,
         operator.getitem,
     }
@@ -121,8 +123,7 @@ def _behind(place: _Place) -> list[_Place]:
     if op in SCALINGS:
         return _of_scaling(place, op)
     if op in _LINEAR or op in _SHAPES_LOSSES:
-        operands = {aten.where.self: node.args[1:], aten.index.Tensor: node.args[:1]}.get(op)
-        found = [n for n in _nodes(node.args if operands is None else operands) if _is_operand(n, op)]
+        found = [n for n in _nodes(node.args) if _is_operand(n, op)]
         factors = [n for n in _nodes(tuple(node.kwargs.values())) if _is_factor(n, op)]  # such as alpha
         direct = place.direct and op in _LINEAR
         return [_Place(n, place.by, place.divides, direct) for n in found] + [_Place(n, node) for n in factors]

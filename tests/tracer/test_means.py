@@ -97,6 +97,12 @@ def each_divided(c):
     return losses.sum()
 
 
+def each_written_to(c):
+    losses = c.cross_entropy("none") / c.count
+    losses[c.labels[0] == -100] = 0.0
+    return losses.sum()
+
+
 def squared(c):
     loss = c.mean
     return loss * loss
@@ -120,12 +126,13 @@ MEANS = {
     "root of mse": lambda c: F.mse_loss(c.vector, c.vectors).sqrt(),
     "aten": lambda c: torch.ops.aten.mse_loss(c.vector, c.vectors),
     "var_mean": lambda c: torch.var_mean(c.each)[1],
-    "pool": lambda c: F.adaptive_avg_pool1d(c.each[None], 1).sum(),
+    "pool": lambda c: F.adaptive_avg_pool1d(c.each[None], 2).sum(),
     "nanmean": lambda c: c.each.nanmean() + c.sum,
     "added in place": added,
     "added to a sum": added_to_sum,
     "divided in place": divided,
     "each divided in place": each_divided,
+    "each written to": each_written_to,
     "power of count": lambda c: c.sum * c.count**-1,
     "rsqrt of count": lambda c: c.sum * c.count.square().rsqrt(),
     "exp of -log": lambda c: c.sum * (-c.count.log()).exp(),
@@ -169,6 +176,7 @@ SUMS = {
     "pooled under a mask": lambda c: F.cross_entropy(
         c.model.classes(c.pooled(True)), c.labels[:, 0].clamp(max=2), reduction="sum"
     ),
+    "score of a row": lambda c: F.softplus(c.vector[0].mean(0) @ c.model.classes.weight[0]),
     "one class": lambda c: F.binary_cross_entropy_with_logits(
         F.linear(c.pooled(), c.model.classes.weight[:1]), c.weights[:, :1], reduction="sum"
     ),
@@ -176,6 +184,7 @@ SUMS = {
         c.model.classes(c.vector[torch.arange(1), c.mask.long().sum(1) - 1]), c.labels[:, 0], reduction="sum"
     ),
     "sentence": lambda c: (1 - F.cosine_similarity(c.pooled(), c.vectors[:, 0])).sum(),
+    "first token": lambda c: -F.cosine_similarity(c.vector[:, 0], c.vectors[:, 0]).sum(),
     "distilled sentence": lambda c: F.mse_loss(c.pooled(True), c.vectors[:, 0], reduction="sum"),
     "kl": lambda c: F.kl_div(c.logits.log_softmax(-1), c.logits.detach().softmax(-1), reduction="sum"),
     "focal": lambda c: ((1 - (-c.each).exp()) ** 2 * c.each).sum(),
