@@ -80,9 +80,10 @@ class MeanLossError(CaptureError):
 
     def __init__(self, what: str, line: str | None) -> None:
         super().__init__(
-            f"the loss divides by a number that depends on the batch: {what}{_at(None, line)}. Return the sum over "
-            "the valid tokens, for example F.cross_entropy(logits, labels, reduction='sum'); its gradient is then "
-            "scaled by 1/(valid tokens of the whole mini-batch), whatever the micro-batches are"
+            f"the loss is a mean, or has a factor that depends on the batch: {what}{_at(None, line)}. Return the sum "
+            "over the valid tokens, for example F.cross_entropy(logits, labels, reduction='sum'); its gradient is then "
+            "scaled by 1/(valid tokens of the whole mini-batch), whatever the micro-batches are. Weights of your own "
+            "can be a key of the batch"
         )
 
 

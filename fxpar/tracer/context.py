@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.errors import UnsupportedOpError
 from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.provenance import Provenance, user_line
 
 
 @dataclass
 class Mean:
-    """A mean that the program took over everything, and the sum it could have taken instead."""
+    """A mean that the program took over everything, and the sum it could have taken instead.
 
-    result: Tensor
+    `node` is the mean as it was taken: the tensor may be written to since. `divisor` counts the numbers averaged, or
+    says in words what else the mean divides by.
+    """
+
+    node: fx.Node
     total: Tensor
     what: str
+    divisor: Callable[[], int | torch.SymInt | str]
     line: str | None
 
 
@@ -60,9 +66,13 @@ class CaptureContext:
         """What a mask means, if it is one that was made by rule and has not been changed since."""
         return next((rule for known, rule in self.masks if known is mask), None)
 
-    def add_mean(self, result: Tensor, total: Tensor, what: str) -> Tensor:
-        """Remember that `result` is a mean whose sum is `total`; returns `result`."""
-        self.means.append(Mean(result, total, what, user_line()))
+    def add_mean(
+        self, result: Tensor, total: Tensor, what: str, divisor: Callable[[], int | torch.SymInt | str]
+    ) -> Tensor:
+        """Remember that `result` is a mean whose sum is `total` (see `Mean`); returns `result`."""
+        node = node_of(result)
+        if node is not None:
+            self.means.append(Mean(node, total, what, divisor, user_line()))
         return result
 
 

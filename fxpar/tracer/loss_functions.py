@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpar.losses import IGNORE_INDEX
 from fxpar.ops.cross_entropy import cross_entropy_loss
-from fxpar.tracer.context import current
+from fxpar.tracer.context import CaptureContext, current
 
 
 def cross_entropy(
@@ -52,13 +54,19 @@ def cross_entropy(
     total = losses.sum()
     if reduction == "sum":
         return total
-    return _mean(total, (labels != ignore_index).sum(), "F.cross_entropy(reduction='mean')")
+    divisor = _labels_but(ignore_index) or labels.numel()
+    mean = total / (labels != ignore_index).sum()
+    return _context().add_mean(mean, total, "F.cross_entropy(reduction='mean')", lambda: divisor)
 
 
-def _mean(total: Tensor, count: Tensor | int, what: str) -> Tensor:
+def _context() -> CaptureContext:
     context = current()
     assert context is not None
-    return context.add_mean(total / count, total, what)
+    return context
+
+
+def _labels_but(ignore_index: int) -> str:
+    return "" if ignore_index == IGNORE_INDEX else f"the labels that are not {ignore_index}"
 
 
 def _with_sum(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -70,22 +78,39 @@ def _with_sum(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     if options["reduction"] not in ("mean", "batchmean"):
         return function(*args, **kwargs)
-    context = current()
-    assert context is not None
     result = function(*args, **kwargs)
-    options["reduction"] = "sum"
+    averaged, options["reduction"] = options["reduction"], "sum"
     total = function(*bound.args, **bound.kwargs)
-    return context.add_mean(result, total, f"F.{function.__name__}(reduction='mean')")
+
+    def divisor() -> int | torch.SymInt | str:
+        if averaged == "batchmean":
+            return options["input"].shape[0]
+        if "ignore_index" in options and not options["target"].dtype.is_floating_point:
+            by_labels = "the weights of the labels" if options["weight"] is not None else ""
+            return by_labels or _labels_but(options["ignore_index"]) or options["target"].numel()
+        options["reduction"] = "none"
+        return function(*bound.args, **bound.kwargs).numel()
+
+    return _context().add_mean(result, total, f"F.{function.__name__}(reduction={averaged!r})", divisor)
 
 
 def full_mean(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`torch.mean` / `Tensor.mean`: a mean over all elements is remembered with its sum."""
     if args or any(value is not None for key, value in kwargs.items() if key != "dtype"):
         return NotImplemented
-    context = current()
-    assert context is not None
     dtype = kwargs.get("dtype")
-    return context.add_mean(input.mean(dtype=dtype), input.sum(dtype=dtype), "a mean over all elements")
+    mean, total = input.mean(dtype=dtype), input.sum(dtype=dtype)
+    return _context().add_mean(mean, total, "a mean over all elements", input.numel)
+
+
+def full_nanmean(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`torch.nanmean` / `Tensor.nanmean`, as `full_mean`."""
+    if args or any(value is not None for key, value in kwargs.items() if key != "dtype"):
+        return NotImplemented
+    dtype = kwargs.get("dtype")
+    numbers = input.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    mean, total = input.nanmean(dtype=dtype), numbers.sum(dtype=dtype)
+    return _context().add_mean(mean, total, "a mean over all elements but NaN", input.numel)
 
 
 _AVERAGING = (
@@ -105,10 +130,13 @@ _AVERAGING = (
     F.cosine_embedding_loss,
     F.triplet_margin_loss,
     F.multi_margin_loss,
+    F.multilabel_margin_loss,
 )
 HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     torch.mean: full_mean,
     Tensor.mean: full_mean,
+    torch.nanmean: full_nanmean,
+    Tensor.nanmean: full_nanmean,
     **{function: functools.partial(_with_sum, function) for function in _AVERAGING},
 }

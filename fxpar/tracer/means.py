@@ -1,0 +1,209 @@
+"""Is a loss a sum over tokens? The walk that finds every mean behind it.
+
+From the loss back, through whatever was computed from values without a dynamic dim, and through linear ops among values
+of each token. What was computed with weights is the model, and what the model averages, such as tokens into a vector
+for a head, is its own business; so is a vector for each sequence that the loss is not linear in.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.errors import MeanLossError
+from fxpar.ops.traits import FACTORIES, MOVES, is_elementwise
+from fxpar.torch_api.schemas import schema_of
+from fxpar.torch_api.tracing import OpOverload
+from fxpar.tracer.context import Mean
+from fxpar.tracer.counts import (
+    CASTS,
+    DIVISIONS,
+    SCALINGS,
+    SHAPED,
+    is_count,
+    is_of_parameters,
+    is_static,
+    is_whole,
+    out_of_place,
+)
+
+aten = torch.ops.aten
+
+# What a sum over tokens may be made of before the per-token losses are reached.
+_LINEAR = (
+    MOVES
+    | CASTS
+    | {
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.nansum.default,
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.where.self,
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.copy.default,
+        aten.mean.dim,
+        operator.getitem,
+    }
+)
+# Elementwise ops after which a per-token loss still has the factor that it had before.
+_SHAPES_LOSSES = {
+    aten.rsub.Scalar,
+    aten.relu.default,
+    aten.abs.default,
+    aten.nan_to_num.default,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.maximum.default,
+    aten.minimum.default,
+}
+_POOLS = ("aten.avg_pool", "aten._adaptive_avg_pool", "aten.adaptive_avg_pool")
+_AVERAGES = 1  # aten's number for reduction="mean"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A value behind the loss. `by`: the op that multiplies it, divides by it or is not linear in it, if there is one;
+    `divides` by it. `direct`: the loss is linear in it.
+    """
+
+    node: fx.Node
+    by: fx.Node | None = None
+    divides: bool = False
+    direct: bool = True
+
+
+def check_sum(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
+    """Raise MeanLossError at a mean, and at a factor or divisor that depends on how long the batch is."""
+    todo = [_Place(loss)]
+    seen = {todo[0]}
+    while todo:
+        place = todo.pop()
+        if not place.direct and _is_vector(place.node):
+            continue
+        _check(place, means)
+        for found in _behind(place):
+            if found not in seen:
+                seen.add(found)
+                todo.append(found)
+
+
+def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
+    node, line = place.node, place.node.meta.get("source")
+    if node in means:
+        raise MeanLossError(f"{means[node].what} inside a larger expression", means[node].line)
+    if node.target is aten.mean.default:
+        raise MeanLossError("a mean over all elements", line)
+    if node.target is aten.mean.dim and _is_over_dynamic(node):
+        raise MeanLossError("a mean over a dynamic dim", line)
+    if _averages(node):
+        raise MeanLossError(f"a mean in {node.name!r}", line)
+    if place.by is not None and is_count(node, place.divides):
+        line = place.by.meta.get("source") or line
+        how = f"{place.by.name!r} of the loss and"
+        if out_of_place(place.by.target) in SCALINGS:
+            how = f"a {'division' if place.divides else 'multiplication'} by"
+        raise MeanLossError(f"{how} {node.name!r}, which depends on how long the batch is", line)
+
+
+def _behind(place: _Place) -> list[_Place]:
+    """What a value is made of, as far as a mean there would be one of the loss."""
+    node, value = place.node, place.node.meta.get("val")
+    if node.op != "call_function" or isinstance(value, (torch.SymInt, torch.SymFloat)) or is_whole(value):
+        return []
+    op = out_of_place(node.target)
+    if op in SCALINGS:
+        return _of_scaling(place, op)
+    if op in _LINEAR or op in _SHAPES_LOSSES:
+        found = [n for n in _nodes(node.args) if _is_operand(n, op)]
+        factors = [n for n in _nodes(tuple(node.kwargs.values())) if _is_factor(n, op)]  # such as alpha
+        direct = place.direct and op in _LINEAR
+        return [_Place(n, place.by, place.divides, direct) for n in found] + [_Place(n, node) for n in factors]
+    if not is_static(value):
+        return [_Place(n, node) for n in node.all_input_nodes if op in FACTORIES | SHAPED and _is_factor(n, op)]
+    if any(_is_weight(n) for n in node.all_input_nodes):
+        return []
+    return [_Place(n, node, direct=False) for n in node.all_input_nodes if _is_operand(n, op) or _is_factor(n, op)]
+
+
+def _of_scaling(place: _Place, op: Any) -> list[_Place]:
+    a, b = place.node.args[:2]
+    found = [(a, False), (b, op in DIVISIONS)]
+    scaled = isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    by = place.node if scaled else place.by
+    return [
+        _Place(n, by, place.divides != divides, place.direct and not divides)
+        for n, divides in found
+        if isinstance(n, fx.Node)
+    ]
+
+
+def _nodes(args: Any) -> list[fx.Node]:
+    if isinstance(args, fx.Node):
+        return [args]
+    return [n for arg in args for n in _nodes(arg)] if isinstance(args, (tuple, list)) else []
+
+
+def _is_operand(node: fx.Node, op: Any) -> bool:
+    """Whether it brings numbers of the loss: not sizes, indices or masks."""
+    value = node.meta.get("val")
+    if is_whole(value) or not isinstance(value, (Tensor, tuple, list)):
+        return _is_factor(node, op)
+    return True
+
+
+def _is_factor(node: fx.Node, op: Any) -> bool:
+    """Whether an integer, or a number of Python, is one that the op computes with."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymFloat):
+        return True
+    return is_elementwise(op) and (isinstance(value, torch.SymInt) or is_whole(value))
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether it is what a model computes with; a parameter of one element may be the loss function's."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and is_static(value) and value.numel() > 1 and is_of_parameters(node)
+
+
+def _is_vector(node: fx.Node) -> bool:
+    """Whether there are several numbers for each sequence."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and is_static(value) and value.dim() > 1 and value.shape[-1] > 1
+
+
+def _is_over_dynamic(mean: fx.Node) -> bool:
+    """Whether a mean over some dims takes in a dynamic one."""
+    shape = mean.args[0].meta["val"].shape  # type: ignore[union-attr]
+    dims = mean.args[1] if len(mean.args) > 1 and mean.args[1] is not None else range(len(shape))
+    return any(not isinstance(shape[d], int) for d in dims)  # type: ignore[union-attr]
+
+
+def _averages(node: fx.Node) -> bool:
+    """Whether a value is a mean by another op: a loss with its reduction, a pool over what is dynamic, var_mean."""
+    if node.target is operator.getitem and node.args[1] == 1:
+        several = node.all_input_nodes[0]
+        return str(several.target).startswith(("aten.var_mean", "aten.std_mean")) and _closes(several)
+    if not isinstance(node.target, OpOverload):
+        return False
+    if str(node.target).startswith(_POOLS):
+        return _closes(node)
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    if "reduction" not in names:
+        return False
+    position = names.index("reduction")
+    reduction: Any = node.args[position] if len(node.args) > position else node.kwargs.get("reduction", _AVERAGES)
+    return reduction == _AVERAGES
+
+
+def _closes(node: fx.Node) -> bool:
+    """Whether no dim of its result is dynamic, but one of its operand's."""
+    return is_static(node.meta.get("val")) and not is_static(node.all_input_nodes[0].meta.get("val"))
