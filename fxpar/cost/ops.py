@@ -65,7 +65,7 @@ def flops(node: fx.Node, shape: SizesOf) -> Fraction:
     Attention over one document is 4 * B * H * Sq * Skv * E forward, half of that if causal, and 2.5 times that backward
     (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less.
 
-    Raises CostModelError for a declared count that is negative or not finite, OpContractError for one that is no number.
+    Raises CostModelError for a declared count that is negative or not finite, OpContractError for what is no number.
     """
     if node.target in ATTENTION:
         return _attention(node, shape)

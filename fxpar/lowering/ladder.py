@@ -71,7 +71,7 @@ def default_passes(
 def checked_ladder(passes: object) -> list[GraphPass]:
     """The passes, if they are some. Raises PassContractError."""
     if not isinstance(passes, list | tuple):
-        raise PassContractError(type(passes).__name__, "passes are a list: [*ladder, Mine()]. list.append returns None")
+        raise PassContractError(str(passes), f"passes are a list, as in [*ladder, Mine()], no {type(passes).__name__}")
     if not passes:
         raise PassContractError("an empty list", "the first pass of a ladder attaches placements, as `annotate` does")
     for step in passes:

@@ -24,6 +24,8 @@ from fxpar.rules.table import options, passing
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
 from fxpar.torch_api.schemas import schema_of
 
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.alias.default}
+
 
 def verify(graph: AnnotatedGraph, after: str) -> None:
     """Structure: fx's own lint, inputs and results, no collective without a wait, nothing in place on global shapes.
@@ -155,6 +157,8 @@ def legal(view: Any, option: Option, degree: int) -> bool:
     """Whether the op's rule has this option."""
     if option == replicated(view):
         return True
+    if view.target in _COPIES and option.inputs == option.outputs:
+        return True  # terms of whatever reduction
     seeds: list[tuple[Seed, Cut]] = []
     for is_result, placements in ((False, option.inputs), (True, option.outputs)):
         seeds += [((is_result, i), p) for i, p in enumerate(placements) if isinstance(p, Shard | OuterShard)]

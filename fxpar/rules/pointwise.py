@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpar.ir.dist_config import REDUCTIONS, P, Partial
+from fxpar.ir.dist_config import P
 from fxpar.rules.option import Factor, Option, OpView, linear
 
 aten = torch.ops.aten
@@ -21,7 +21,6 @@ _LINEAR_IN_FIRST = (
     aten.clone.default,
     aten.alias.default,
 )
-_COPIES = (aten.clone.default, aten.alias.default)
 
 
 def pointwise_factors(op: OpView) -> list[Factor]:
@@ -55,9 +54,7 @@ def pointwise_partials(op: OpView) -> list[Option]:
 
 
 def pointwise_terms(op: OpView) -> list[Option]:
-    """Products are linear in each factor, of whatever size the others are; a copy keeps what is spread as it is."""
-    if op.target in _COPIES:
-        return [Option((Partial(kind),), (Partial(kind),)) for kind in REDUCTIONS]
+    """Products are linear in each factor, of whatever size the others are."""
     return [linear(op, i) for i in range(len(op.inputs))] if op.target in _MULTIPLIES else []
 
 

@@ -181,8 +181,8 @@ def register_op(
 
     It counts for graphs that are placed afterwards, so call it where the op is defined. Raises NotAnOpError for what
     is no overload of an op, OpContractError for a value that cannot be said, OpExistsError for an op that has a rule or
-    is registered, unless `replace` is set. What these functions raise or answer that cannot be is an OpContractError too,
-    where a graph asks them (a count of operations that cannot be, a CostModelError).
+    is registered, unless `replace` is set. An OpContractError is also what these functions raise or
+    answer that cannot be, where a graph asks them (a CostModelError for a count of operations).
     """
     if not isinstance(op, OpOverload):
         raise NotAnOpError(op)
