@@ -97,7 +97,7 @@ def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:
     if not isinstance(count, int | float | Fraction):
         raise OpContractError(str(node.target), f"its flops= returned {count!r}, no number of operations")
     if not 0 <= count < math.inf:  # no NaN either
-        raise CostModelError(f"operations of {node.target}", count)
+        raise CostModelError(f"operations of {node.target}", float(count))
     return Fraction(count)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ def checked_ladder(passes: object) -> list[GraphPass]:
         raise PassContractError(str(passes), f"passes are a list, as in [*ladder, Mine()], no {type(passes).__name__}")
     if not passes:
         raise PassContractError("an empty list", "the first pass of a ladder attaches placements, as `annotate` does")
-    for step in passes:
+    given: Sequence[object] = passes
+    for step in given:
         if isinstance(step, type):
             raise PassContractError(step.__name__, "it is a class; make an instance with the options you want")
         if not isinstance(step, GraphPass):

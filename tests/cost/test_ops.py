@@ -139,7 +139,7 @@ def test_a_lookup_reads_the_rows_that_it_returns(op):
         (lambda operands: 1, OpContractError, "its flops= raised TypeError"),
         (lambda operands, results: float("nan"), CostModelError, "operations of aten.bernoulli.p = nan must be finite"),
         (lambda operands, results: float("inf"), CostModelError, "= inf must be finite"),
-        (lambda operands, results: -1, CostModelError, "= -1 must be"),
+        (lambda operands, results: -1, CostModelError, "= -1.0 must be"),
     ],
 )
 def test_operations_that_a_package_cannot_declare(count, error, message, monkeypatch):

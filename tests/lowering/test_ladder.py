@@ -19,8 +19,9 @@ from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.bucket_collectives import BucketCollectives
-from fxpar.runtime.options import _given_passes
+from fxpar.runtime.options import _given_passes, compile_strategies
 from tests.captured import llama, lowered, mlp
+from tests.runtime.hot import make_llama, packed_lm_loss
 
 aten = torch.ops.aten
 Change = Callable[[AnnotatedGraph], object]
@@ -257,3 +258,8 @@ def test_other_options_of_what_is_nobody_elses():
     tiny = BucketCollectives(0.01)
     mine = _given_passes(lambda ladder: [tiny if s.name == tiny.name else s for s in ladder], given)
     assert [a == b for a, b in zip(mine, given, strict=True)].count(False) == 1
+
+
+def test_the_ladder_of_a_run_is_looked_at():
+    with pytest.raises(PassContractError, match=r"'None' .* no NoneType"):
+        compile_strategies(make_llama(), {512: "dp1"}, packed_lm_loss, passes=lambda ladder: ladder.append(Mine(print)))
