@@ -13,9 +13,9 @@ from torch import fx
 from fxpar.checking import check
 from fxpar.errors import PassContractError, VerifyError
 from fxpar.ir import collectives as c
-from fxpar.ir.dist_config import DistConfig, P
+from fxpar.ir.dist_config import DistConfig, P, Shard
 from fxpar.ir.exec_graph import collective_kind
-from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.bucket_collectives import BucketCollectives
@@ -221,6 +221,23 @@ def deferred_otherwise(graph: AnnotatedGraph) -> None:
 def test_results_that_are_not_summed_up(change, message):
     with pytest.raises(VerifyError, match=f"at the end of the ladder: {message}"):
         lower(mlp().graph, "dp2.tp2", passes=behind("write_in_place", change, **STORED))
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement", "message"),
+    [("loss", P, "a sum that nobody has taken"), ("buffer", Shard(0), "to be whole on every rank of a replica")],
+)
+def test_results_that_lie_as_nobody_takes_them(kind, placement, message):
+    def change(graph: AnnotatedGraph) -> None:
+        graph.outputs = (*graph.outputs[:-1], Output(kind, "mine"))
+        config: DistConfig = graph.results[-1].meta["dist"]
+        config = DistConfig.replicated(config.mesh, config.ndim, config.dtype).with_placement("tp", placement)
+        graph.results[-1].meta["dist"] = config
+        (output,) = graph.graph.find_nodes(op="output")
+        output.meta["dist_in"] = (*output.meta["dist_in"][:-1], config)
+
+    with pytest.raises(VerifyError, match=f"at the end of the ladder: the {kind} .* {message}"):
+        lower(mlp().graph, "tp2", passes=behind("write_in_place", change))
 
 
 def test_a_sum_is_not_taken_twice():
