@@ -79,6 +79,8 @@ def _over_an_operand(node: fx.Node, memory: _Memory) -> None:
         node.target = IN_PLACE[node.target]
     elif node.target in _COMMUTE and not node.kwargs and memory.may_write(node, others[0]):
         node.args = (others[0], first)
+        if "dist_in" in node.meta:
+            node.meta["dist_in"] = node.meta["dist_in"][::-1]
         node.target = IN_PLACE[node.target]
 
 

@@ -191,6 +191,7 @@ def _complete(graph: fx.Graph, known: set[fx.Node], fakes: Fakes, error: Callabl
             continue
         if node not in known:
             node.meta.pop("bucket", None)  # a copy is made to run at another time
+            node.meta.pop("dist_in", None)  # and may have other operands
             node.meta.setdefault("phase", _phase(node))
             node.meta.setdefault("fqn", theirs.get("custom", {}).get("module_fqn", ""))
             node.meta.setdefault("source", None)

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.errors import CostModelError
+from fxpar.errors import CostModelError, OpContractError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.pass_base import tensor_operands
@@ -27,6 +27,7 @@ from fxpar.ops.traits import (
     MATRIX_PRODUCTS,
     READS_ROWS,
     Flops,
+    ask,
     declared,
     is_view,
 )
@@ -64,7 +65,7 @@ def flops(node: fx.Node, shape: SizesOf) -> Fraction:
     Attention over one document is 4 * B * H * Sq * Skv * E forward, half of that if causal, and 2.5 times that backward
     (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less.
 
-    Raises CostModelError for a declared count of less than nothing.
+    Raises CostModelError for a declared count that is negative or not finite, OpContractError for what is no number.
     """
     if node.target in ATTENTION:
         return _attention(node, shape)
@@ -92,9 +93,11 @@ def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
 
 def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:
     operands = [shape(_meta(operand)) for operand in tensor_operands(node)]
-    count = given(operands, [shape(meta) for meta in local_metas(node)])
-    if count < 0:
-        raise CostModelError(f"operations of {node.target}", count)
+    count = ask(node.target, "flops", given, operands, [shape(meta) for meta in local_metas(node)])
+    if not isinstance(count, int | float | Fraction):
+        raise OpContractError(str(node.target), f"its flops= returned {count!r}, no number of operations")
+    if not 0 <= count < math.inf:  # no NaN either
+        raise CostModelError(f"operations of {node.target}", float(count))
     return Fraction(count)
 
 

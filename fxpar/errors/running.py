@@ -92,8 +92,19 @@ class ProgramMismatchError(FxparError):
 
     def __init__(self, strategy: str, ranks: str) -> None:
         super().__init__(
-            f"rank {ranks} compiled another program for {strategy!r} than rank 0: the collectives would not match. "
-            "Build the same model with the same options and the same versions on every rank"
+            f"rank {ranks} compiled another program for {strategy!r} than rank 0: the collectives would not match, or "
+            "the numbers that model or loss hold as constants differ. Build the same model with the same options and "
+            "the same versions on every rank"
+        )
+
+
+class ValueMismatchError(FxparError):
+    """The ranks hold different values of a parameter or buffer at the start."""
+
+    def __init__(self, kind: str, fqn: str, ranks: str) -> None:
+        super().__init__(
+            f"the {kind} {fqn!r} on rank {ranks} differs from rank 0's. Every rank must hand over the same model: draw "
+            "its values from the same seed, or load the same checkpoint, before fxpar.parallelize"
         )
 
 

@@ -27,7 +27,7 @@ from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UN
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.ir.dist_config import Partial, Shard
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
-from fxpar.ops.traits import MATRIX_PRODUCTS, declared, is_random
+from fxpar.ops.traits import MATRIX_PRODUCTS, ask, declared, is_random
 from fxpar.rules.option import Option
 from fxpar.rules.table import rule_of
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
@@ -190,7 +190,7 @@ class _Walk:
     def _declared(self, call: FlowCall) -> Flows | None:
         """What another package states of its op. Raises OpContractError."""
         statement = declared(call.node.target).flow
-        found = statement(call) if statement else None
+        found = ask(call.node.target, "flow", statement, call) if statement else None
         wanted = len(call.view.outputs) if isinstance(call.node.meta["tensor"], tuple) else None
         given = len(found) if isinstance(found, tuple) else None
         flows = found if isinstance(found, tuple) else (found,)

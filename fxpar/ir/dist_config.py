@@ -66,6 +66,8 @@ class Partial:
 
 R = Replicate()
 P = Partial()
+REDUCTIONS = ("sum", "avg", "max", "logsumexp")
+"""What `Partial.op` may be."""
 
 
 @dataclass(frozen=True)

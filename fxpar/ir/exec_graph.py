@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
+from fxpar.ir.content import content
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta
 from fxpar.ir.mesh import Mesh
@@ -213,8 +214,15 @@ class Program(ABC):
         return round(sum(c.wire_bytes(self.mesh.degree(c.axis), dims) for c in self.communications()))
 
     def fingerprint(self) -> str:
-        """Hash of the program; equal on all ranks, or they would deadlock."""
+        """Hash of the program; equal on all ranks, or they would deadlock or compute with different numbers."""
         digest = hashlib.sha256(str(self.strategy).encode())
+        for name, value in sorted(self.constants.items()):
+            digest.update(f"{name} {content(value).tolist()} {tuple(value.shape)} {value.dtype}\n".encode())
+        for program in self.placed:
+            digest.update(f"{sorted(program.divisors.items())} {program.padding_hazard}\n".encode())
+            digest.update(f"{program.inputs} {program.outputs} {program.dims}\n".encode())
+            for stored in (*program.stored_inputs, *program.stored_outputs):
+                digest.update(f"{stored.meta} {stored.dist} {stored.dist.mesh}\n".encode())
         for part in self.parts.values():
             for node in part.graph.nodes:
                 digest.update(f"{node.op} {_target_name(node)} {node.name} {node.args} {node.kwargs}\n".encode())

@@ -244,3 +244,8 @@ class AnnotatedGraph:
     def results(self) -> tuple[fx.Node, ...]:
         (output,) = self.graph.find_nodes(op="output")
         return tuple(output.args[0])
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the shapes are those of a rank's own pieces: `global_to_local` has run."""
+        return any("local" in node.meta for node in self.placeholders)

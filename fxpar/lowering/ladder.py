@@ -17,6 +17,7 @@ from fxpar.ir.exec_graph import Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.strategy import Strategy
+from fxpar.lowering.needs import verify_end, verify_kept, verify_needs
 from fxpar.lowering.verify import verify, verify_placements
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
@@ -67,16 +68,19 @@ def default_passes(
     ]
 
 
-def checked_ladder(passes: Sequence[object]) -> list[GraphPass]:
+def checked_ladder(passes: object) -> list[GraphPass]:
     """The passes, if they are some. Raises PassContractError."""
+    if not isinstance(passes, list | tuple):
+        raise PassContractError(str(passes), f"passes are a list, as in [*ladder, Mine()], no {type(passes).__name__}")
     if not passes:
         raise PassContractError("an empty list", "the first pass of a ladder attaches placements, as `annotate` does")
-    for step in passes:
+    given: Sequence[object] = passes
+    for step in given:
         if isinstance(step, type):
             raise PassContractError(step.__name__, "it is a class; make an instance with the options you want")
         if not isinstance(step, GraphPass):
             raise PassContractError(str(step), "it has no `name`, no `tier`, or cannot be called with a graph")
-    return list(passes)  # type: ignore[arg-type]
+    return list(passes)
 
 
 def run_passes(
@@ -100,20 +104,27 @@ def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]
 def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None = None) -> tuple[dict[str, Any], ...]:
     """Run the passes on `graph`, which is verified after each; a report on each of them. Raises VerifyError."""
     report = []
+    legal: dict[Any, bool] = {}
     for step in ladder:
         begun = time.process_time()
         known = {node.name for node in graph.graph.nodes}  # a foreign pass may build all nodes anew
-        step(graph)
+        verify_needs(graph, step.name)
+        returned: object = step(graph)  # type: ignore[func-returns-value]
+        if returned is not None:
+            why = f"it returned a {type(returned).__name__}; a pass changes the graph in place and returns nothing"
+            raise PassContractError(step.name, why)
         graph.passes.append(step.name)
         for node in graph.graph.nodes:
             if node.name not in known:
                 node.meta.setdefault("pass", step.name)
         verify(graph, step.name)
-        if len(graph.passes) == 1 or step.name == InsertReshards.name:  # the first one attaches placements
-            verify_placements(graph, step.name, resharded=step.name == InsertReshards.name)
+        verify_kept(graph, step.name)
+        if not graph.is_local:  # rules speak of whole tensors
+            verify_placements(graph, step.name, resharded=False, known=legal)
         report.append(_report(step.name, graph, time.process_time() - begun))
         if on_pass:
             on_pass(step.name, graph)
+    verify_end(graph)
     return tuple(report)
 
 

@@ -14,21 +14,31 @@ from fxpar.errors import VerifyError
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
-from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.pass_base import tensor_operands
+from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import ATTENTION
 from fxpar.rules.option import Cut, Option, Seed, replicated
 from fxpar.rules.own_ops import attention_options, narrow_attention
 from fxpar.rules.table import options, passing
 from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
+from fxpar.torch_api.schemas import schema_of
+
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.alias.default}
 
 
 def verify(graph: AnnotatedGraph, after: str) -> None:
-    """Structure: fx's own lint, results, no collective without a wait. `after` names the pass that just ran."""
+    """Structure: fx's own lint, inputs and results, no collective without a wait, nothing in place on global shapes.
+    `after` names the pass that just ran.
+    """
     try:
         graph.graph.lint()
     except RuntimeError as error:
         raise VerifyError(f"after pass {after!r}: the graph is malformed: {error}") from error
+    if len(graph.placeholders) != len(graph.inputs):
+        raise VerifyError(
+            f"after pass {after!r}: {len(graph.placeholders)} placeholders for {len(graph.inputs)} inputs"
+        )
     if len(graph.results) != len(graph.outputs):
         raise VerifyError(f"after pass {after!r}: {len(graph.results)} results for {len(graph.outputs)} outputs")
     for node in graph.placeholders:
@@ -36,34 +46,64 @@ def verify(graph: AnnotatedGraph, after: str) -> None:
             why = f"{where(node)} has no placement. The first pass of a ladder attaches them, as `annotate` does"
             raise VerifyError(f"after pass {after!r}: {why}")
     wait = torch.ops._c10d_functional.wait_tensor.default
+    functional = not graph.is_local
     for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise VerifyError(
+                f"after pass {after!r}: {where(node)} is a {node.op}; a program has calls of functions only"
+            )
         if collective_kind(node) and [u.target for u in node.users] != [wait]:
             raise VerifyError(f"after pass {after!r}: {where(node)} is not waited for exactly once")
-        if node.op == "call_function" and "sym" not in node.meta and node.meta.get("tensor", 0) == 0:
+        if node.op == "call_function" and "sym" not in node.meta and not _has_shape(node):
             raise VerifyError(f"after pass {after!r}: {where(node)} has no shape")
+        if functional and writes(node):
+            why = "writes in place, which no pass before global_to_local sees. Use the op that returns its result"
+            raise VerifyError(f"after pass {after!r}: {where(node)} {why}")
 
 
-def verify_placements(graph: AnnotatedGraph, after: str, *, resharded: bool) -> None:
+def _has_shape(node: fx.Node) -> bool:
+    metas = node.meta.get("tensor")
+    several = metas if isinstance(metas, tuple) else ()
+    return isinstance(metas, TensorMeta) or (bool(several) and all(isinstance(m, TensorMeta | None) for m in several))
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a call writes over an operand."""
+    return isinstance(node.target, OpOverload) and bool(schema_of(node.target).writes)
+
+
+def misfit(graph: AnnotatedGraph) -> str:
+    """The first operand that does not lie as its user wants it, in words; "" if all do. Among local tensors stand
+    buffers of collectives, and calls of others, that have no placement.
+    """
+    local = graph.is_local
+    for node in graph.graph.nodes:
+        wanted = node.meta.get("dist_in")
+        for operand, config in zip(tensor_operands(node), wanted, strict=False) if wanted else ():
+            lies = operand.meta.get("dist")
+            if lies is not config and lies != config and (lies is not None or not local):
+                return f"{where(node)} wants {operand.name} as {config}, it lies as {lies}"
+    return ""
+
+
+def verify_placements(
+    graph: AnnotatedGraph, after: str, *, resharded: bool, known: dict[Any, bool] | None = None
+) -> None:
     """Type-check: each op's placements are an option of its rule on every axis; with `resharded`, operands already
-    fit.
+    fit. `known` keeps what was found legal for the next time.
     """
     strategy = graph.strategy
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
     sizes = Sizes([d.symbol for d in graph.dims], tensor * tensor * context)
-    known: dict[Any, bool] = {}
+    known = {} if known is None else known
+    if resharded and (found := misfit(graph)):
+        raise VerifyError(f"after pass {after!r}: {found}")
     for node in graph.graph.nodes:
         if "dist_in" not in node.meta:
             continue
         operands = tensor_operands(node)
         _check_form(node, operands, after)
         wanted: tuple[DistConfig, ...] = node.meta["dist_in"]
-        if resharded:
-            for operand, config in zip(operands, wanted, strict=True):
-                if operand.meta["dist"] != config:
-                    raise VerifyError(
-                        f"after pass {after!r}: {where(node)} wants {operand.name} as {config}, it lies as "
-                        f"{operand.meta['dist']}"
-                    )
         if is_op(node) and node.target is not reshard:
             _check_op(node, wanted, sizes, (("tp", tensor), ("cp", context)), known, after)
 
@@ -117,6 +157,8 @@ def legal(view: Any, option: Option, degree: int) -> bool:
     """Whether the op's rule has this option."""
     if option == replicated(view):
         return True
+    if view.target in _COPIES and option.inputs == option.outputs:
+        return True  # terms of whatever reduction
     seeds: list[tuple[Seed, Cut]] = []
     for is_result, placements in ((False, option.inputs), (True, option.outputs)):
         seeds += [((is_result, i), p) for i, p in enumerate(placements) if isinstance(p, Shard | OuterShard)]

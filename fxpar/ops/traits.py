@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from fxpar.errors import FxparError, OpContractError
 from fxpar.ops import attention, cross_entropy, dropout, embedding
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -316,6 +317,16 @@ def computes(op: Any) -> Computes:
 def declared(op: Any) -> OpTraits:
     """What another package declares of an op."""
     return DECLARED.get(op, _NOTHING)
+
+
+def ask(op: Any, argument: str, function: Callable[..., Any], *given: Any) -> Any:
+    """What another package's function says of its op. Raises OpContractError for what it raises."""
+    try:
+        return function(*given)
+    except FxparError:
+        raise
+    except Exception as error:
+        raise OpContractError(str(op), f"its {argument}= raised {type(error).__name__}: {error}") from error
 
 
 _NOTHING = OpTraits()

@@ -13,6 +13,7 @@ from fxpar.ir.dist_config import OuterShard, P, R, Shard
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops import traits
 from fxpar.rules import matmul, own_ops, pointwise, reduction, reshape, slicing
+from fxpar.rules.contract import checked_partials, checked_rule
 from fxpar.rules.option import Cut, Factor, Option, OpView, Rule, Seed, from_factors, linear, replicated
 from fxpar.rules.sub_axes import nest_all
 
@@ -180,7 +181,8 @@ def register_op(
 
     It counts for graphs that are placed afterwards, so call it where the op is defined. Raises NotAnOpError for what
     is no overload of an op, OpContractError for a value that cannot be said, OpExistsError for an op that has a rule or
-    is registered, unless `replace` is set.
+    is registered, unless `replace` is set. An OpContractError is also what these functions raise or
+    answer that cannot be, where a graph asks them (a CostModelError for a count of operations).
     """
     if not isinstance(op, OpOverload):
         raise NotAnOpError(op)
@@ -198,7 +200,7 @@ def register_op(
     if not replace and op in traits.DECLARED:
         raise OpExistsError(str(op), "is registered already")
     if rule is not None:
-        TABLE[op] = _by(rule, partials)
+        TABLE[op] = _by(checked_rule(op, rule), None if partials is None else checked_partials(op, partials))
     known = traits.declared(op)
     traits.DECLARED[op] = traits.OpTraits(flops or known.flops, flow or known.flow, precision or known.computes)
 

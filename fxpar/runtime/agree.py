@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from fxpar.errors import BatchMismatchError, ProgramMismatchError
+from fxpar.errors import BatchMismatchError, ProgramMismatchError, ValueMismatchError
+from fxpar.ir.content import content
 from fxpar.ir.exec_graph import Program
 from fxpar.torch_api.since_2_13 import all_gather_single
 
@@ -54,12 +56,47 @@ def check_same_batch(sequences: Sequence[Sequence_], plan: str, device: torch.de
             raise BatchMismatchError(", ".join(different), what)
 
 
+def check_same_values(module: nn.Module, group: Any = None) -> None:
+    """Raise ValueMismatchError on every rank if parameters or buffers of the module differ from rank 0's: each rank
+    keeps its own piece of its own weights, and computes with its own buffers.
+
+    Parameters without values yet (on the meta device) and those that are sharded already have nothing to compare.
+    """
+    mine = {"parameter": _contents(module.named_parameters()), "buffer": _contents(module.named_buffers())}
+    brief = {kind: hashlib.blake2b(repr(found).encode(), digest_size=8).digest() for kind, found in mine.items()}
+    for kind, different in _different(brief, group).items():
+        theirs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(theirs, mine[kind], group=group)
+        names = {**theirs[0], **theirs[different[0]]}
+        fqn = next(name for name in names if theirs[0].get(name) != theirs[different[0]].get(name))
+        raise ValueMismatchError(kind, fqn, ", ".join(map(str, different)))
+
+
+def _contents(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Any, ...]]:
+    """By FQN: shape, dtype and content; one transfer from the device for all of them."""
+    plain = {
+        fqn: value
+        for fqn, value in tensors
+        if not value.is_meta and not isinstance(value, DTensor) and value.layout == torch.strided
+    }
+    if not plain:
+        return {}
+    found = torch.stack([content(value) for value in plain.values()]).tolist()
+    return {
+        fqn: (tuple(value.shape), str(value.dtype), one) for (fqn, value), one in zip(plain.items(), found, strict=True)
+    }
+
+
+def _different(mine: Mapping[str, Any], group: Any) -> dict[str, list[int]]:
+    """By key, the ranks whose value is another than rank 0's; keys that all agree on are left out."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=group)
+    found = {key: [r for r, theirs in enumerate(everyone) if theirs.get(key) != everyone[0].get(key)] for key in mine}
+    return {key: ranks for key, ranks in found.items() if ranks}
+
+
 def check_same_programs(programs: Mapping[str, Program], group: Any = None) -> None:
     """Raise ProgramMismatchError on every rank if one has compiled another program: they would wait for each other."""
     mine = {name: program.fingerprint() for name, program in programs.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=group)
-    for name in mine:
-        different = [str(rank) for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
-        if different:
-            raise ProgramMismatchError(name, ", ".join(different))
+    for name, different in _different(mine, group).items():
+        raise ProgramMismatchError(name, ", ".join(map(str, different)))

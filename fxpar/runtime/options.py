@@ -16,15 +16,20 @@ from fxpar.batching import GroupCost, MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.errors import ParallelizeError, PositionTableError, nearest
+from fxpar.errors import ParallelizeError, PassContractError, PositionTableError, nearest
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
+from fxpar.lowering.ladder import checked_ladder
 from fxpar.monitor import Monitor
+from fxpar.passes.casts import Casts
+from fxpar.passes.narrow_gradients import NarrowGradients
 from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.passes.reduce_gradients import ReduceGradients
+from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.gradients import Mode
 from fxpar.runtime.runner import Backend
@@ -150,9 +155,29 @@ def compile_strategies(
     programs = {}
     for name, strategy in by_name.items():
         ladder = default_passes(for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
-        programs[name] = lower(computed, strategy, passes=ladder if passes is None else passes(ladder))
+        programs[name] = lower(computed, strategy, passes=ladder if passes is None else _given_passes(passes, ladder))
     timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
     return CompiledModel(logical, programs, timings, how, rows.packing, unpacked)
+
+
+def _given_passes(passes: Ladder, ladder: list[GraphPass]) -> list[GraphPass]:
+    """What the user makes of the ladder. Raises PassContractError for what is none, or was made for no weight store.
+
+    Passes that say how weights come and gradients go are configured for the store and the precision: one of them with
+    other options would lose these without a word.
+    """
+    if not callable(passes):
+        raise PassContractError(type(passes).__name__, "passes= is a function: passes=lambda ladder: [*ladder, Mine()]")
+    found = checked_ladder(passes(list(ladder)))
+    for known in ladder:
+        for step in found:
+            if isinstance(known, _OF_THE_STORE) and type(step) is type(known) and step != known:
+                why = f"it stands in the place of {known}. Keep that one: passes=lambda ladder: [*ladder, Mine()]"
+                raise PassContractError(str(step), why)
+    return found
+
+
+_OF_THE_STORE = (Casts, NarrowGradients, ReduceGradients, ZeroShard)
 
 
 def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Tensor] | None) -> LogicalGraph:

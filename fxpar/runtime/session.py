@@ -22,7 +22,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import DOCUMENTS, pack_documents
 from fxpar.precision import with_precision
-from fxpar.runtime.agree import check_same_programs
+from fxpar.runtime.agree import check_same_programs, check_same_values
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine, EngineOptions
@@ -194,6 +194,7 @@ def _open(
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
     check_same_programs(programs, world_group)
+    check_same_values(module, world_group)
     ordered = [programs[name] for name in names]
 
     def activations() -> int:

@@ -12,7 +12,9 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpar.cost.ops import SizesAt, flops, is_kernel, touched_bytes
+from fxpar.errors import CostModelError, OpContractError
 from fxpar.ir.graph import TensorMeta
+from fxpar.ops.traits import DECLARED, OpTraits
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 NOTHING = SizesAt({})
@@ -126,3 +128,21 @@ def test_a_lookup_reads_the_rows_that_it_returns(op):
     table, ids = t(1000, 8), torch.tensor([1, 2])
     numbers = (torch.arange(1000),) if op is own.embedding.default else ()
     assert touched_bytes(node_of(op, table, ids, *numbers), NOTHING) == 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [
+        (lambda operands, results: "x", OpContractError, "its flops= returned 'x', no number"),
+        (lambda operands, results: None, OpContractError, "its flops= returned None, no number"),
+        (lambda operands, results: 1 / 0, OpContractError, "its flops= raised ZeroDivisionError"),
+        (lambda operands: 1, OpContractError, "its flops= raised TypeError"),
+        (lambda operands, results: float("nan"), CostModelError, "operations of aten.bernoulli.p = nan must be finite"),
+        (lambda operands, results: float("inf"), CostModelError, "= inf must be finite"),
+        (lambda operands, results: -1, CostModelError, "= -1.0 must be"),
+    ],
+)
+def test_operations_that_a_package_cannot_declare(count, error, message, monkeypatch):
+    monkeypatch.setitem(DECLARED, aten.bernoulli.p, OpTraits(flops=count))
+    with pytest.raises(error, match=message):
+        flops(node_of(aten.bernoulli.p, torch.rand(3), 0.5), NOTHING)

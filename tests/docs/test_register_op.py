@@ -208,6 +208,13 @@ def test_a_statement_that_states_nothing(made):
         pack_documents(logical)
 
 
+def test_a_statement_that_raises():
+    declare(mean(), flow=lambda call: 1 / 0)
+    _, logical = captured(averages)
+    with pytest.raises(OpContractError, match=r"op extras.document_mean.default: its flow= raised ZeroDivisionError"):
+        pack_documents(logical)
+
+
 # --------------------------------------------------------------------------------------------------------- precision
 def computes(layer: Layer, precision: str, name: str = "document_mean") -> torch.dtype:
     """The dtype of what the op reads and returns in the forward."""

@@ -15,6 +15,7 @@ from fxpar.errors import RematBudgetError, RematGlobError
 from fxpar.ir.exec_graph import ExecGraph, collective_kind
 from fxpar.lowering import lower, lower_forward
 from fxpar.lowering.verify import verify
+from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.rematerialize import Rematerialize
 from fxpar.remat import saved_bytes, trace_storages
 from fxpar.tracer import capture_forward
@@ -218,6 +219,7 @@ def test_random_and_in_place_ops_run_once():
     ]
     loss = s.call(aten.sum.default, out, shape=())
     graph = s.done(loss, *grads)
+    GlobalToLocal()(graph)
     Rematerialize()(graph)
     copies = [node for node in graph.graph.nodes if node.meta.get("again")]
     assert [node.target for node in copies] == [aten.exp.default]

@@ -43,12 +43,13 @@ class Dirty:
     def __call__(self, graph: AnnotatedGraph) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=aten.mm.default):
             users, value = list(node.users), node
+            meta = {key: known for key, known in node.meta.items() if key != "dist_in"}  # these have other operands
             with graph.graph.inserting_before(node.next):
                 for target in (aten.t.default, aten.t.default, aten.detach.default):
                     value = graph.graph.call_function(target, (value,))
-                    value.meta = dict(node.meta)
+                    value.meta = dict(meta)
                 dead = graph.graph.call_function(aten.mul.Scalar, (value, 2.0))
-                dead.meta = dict(node.meta)
+                dead.meta = dict(meta)
             for user in users:
                 user.replace_input_with(node, value)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.errors import OpExistsError
-from fxpar.ir.dist_config import OuterShard, P, Placement, R, Shard
+from fxpar.errors import OpContractError, OpExistsError
+from fxpar.ir.dist_config import OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.pass_registry import get
 from fxpar.ops.traits import DECLARED
 from fxpar.rules.option import Factor, Option, OpView, TensorRef, from_factors
@@ -218,3 +218,37 @@ def test_a_rule_of_the_user(monkeypatch):
         register_op(op, rule=lambda view: [])
     register_op(op, rule=lambda view: [], replace=True)
     assert all(option.inputs != (Shard(0),) for option in options(view, 2, [((False, 0), Shard(0))]))
+
+
+LOOP = Factor((0,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rule": lambda view: None}, "its rule= returned None, no list of Factors"),
+        ({"rule": lambda view: ["a"]}, "its rule= returned .* no list of Factors"),
+        ({"rule": lambda view: 1 / 0}, "its rule= raised ZeroDivisionError: division by zero"),
+        ({"rule": lambda: []}, "its rule= raised TypeError"),
+        ({"rule": lambda view: [Factor((0, 0), (0,))]}, "is not for the 1 operands of this call"),
+        ({"rule": lambda view: [Factor((0,), ())]}, "is not for the 1 results of this call"),
+        ({"rule": lambda view: [Factor((2,), (0,))]}, r"2 is no dim of the shape \(4, 6\)"),
+        ({"rule": lambda view: [Factor((-1,), (0,))]}, "-1 is no dim"),
+        ({"rule": lambda view: [Factor((0,), (7,))]}, "7 is no dim .* and no word of absent, sum, avg, max, logsumexp"),
+        ({"rule": lambda view: [Factor((0,), ("prod",))]}, "'prod' is no dim"),
+        ({"rule": lambda view: [Factor(("sum",), (0,))]}, "'sum' is no dim"),
+        ({"rule": lambda view: [LOOP], "partials": lambda view: ["x"]}, "its partials= returned .* no list of Options"),
+        ({"rule": lambda view: [LOOP], "partials": lambda view: 1 / 0}, "its partials= raised ZeroDivisionError"),
+        ({"rule": lambda view: [LOOP], "partials": lambda view: [Option((P, P), (P,))]}, "is not for the 1 operands"),
+        ({"rule": lambda view: [LOOP], "partials": lambda view: [Option((Partial("prod"),), (P,))]}, "no placement of"),
+        ({"rule": lambda view: [LOOP], "partials": lambda view: [Option((Shard(2),), (P,))]}, "no placement of"),
+    ],
+)  # fmt: skip
+def test_what_a_rule_of_the_user_may_not_say(said, message, monkeypatch):
+    op = torch.ops.aten.bernoulli.p
+    monkeypatch.setattr("fxpar.rules.table.TABLE", dict(TABLE))
+    monkeypatch.setattr("fxpar.ops.traits.DECLARED", dict(DECLARED))
+    register_op(op, **said)
+    view = OpView(op, (), (), ((4, 6),), ((4, 6),))
+    with pytest.raises(OpContractError, match=f"op aten.bernoulli.p: .*{message}"):
+        options(view, 2, [((False, 0), Shard(0))])

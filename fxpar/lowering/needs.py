@@ -1,0 +1,200 @@
+"""What each pass needs of the graph that it is given, and which pass makes it so.
+
+Passes change an annotated graph in place, and most hold only at one point of the lowering: `global_to_local` on a graph
+that has local shapes already would divide them again. The graph itself is looked at, not the names of what has run: so
+another pass may stand in for one of these, and a graph may come from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpar.errors import VerifyError
+from fxpar.ir.collectives import is_collective, reshard
+from fxpar.ir.dist_config import DistConfig, Partial
+from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.graph import AnnotatedGraph, Output
+from fxpar.ir.markers import vary
+from fxpar.lowering.verify import misfit, writes
+
+
+@dataclass(frozen=True)
+class Need:
+    """`what` must hold; `lack` says what is there where it does not. `maker` is the pass that makes it so; without one
+    nothing does: it is too late.
+    """
+
+    what: str
+    lack: str
+    holds: Callable[[AnnotatedGraph], bool]
+    maker: str | None = None
+
+
+def _calls(graph: AnnotatedGraph) -> Iterable[fx.Node]:
+    return (n for n in graph.graph.nodes if n.op == "call_function" and "sym" not in n.meta)
+
+
+def _is_reduced(graph: AnnotatedGraph) -> bool:
+    def sums(node: fx.Node) -> bool:
+        moves = node.target is reshard or is_collective(node) or collective_kind(node) is not None
+        late = moves and node.meta.get("phase") == "epilogue"
+        return late or node.target is vary or str(node.meta.get("bucket", "")).startswith("grads/")
+
+    return bool(graph.deferred) or any(map(sums, _calls(graph)))
+
+
+def _is_zero_sharded(graph: AnnotatedGraph) -> bool:
+    data = set(graph.strategy.data_axes)
+    pairs = zip(graph.placeholders, graph.inputs, strict=True)
+    axes = [axis for node, info in pairs if info.kind == "param" for axis in node.meta["dist"].shard_axes]
+    return any(data & set(axis.split(".")) for axis in axes)
+
+
+def _is_padded(node: fx.Node) -> bool:
+    dist, meta = node.meta.get("dist"), node.meta.get("tensor")
+    return isinstance(dist, DistConfig) and meta is not None and bool(dist.padded_dims(meta.shape))
+
+
+FITS = Need(
+    "operands that lie as their users want them", "some do not", lambda graph: not misfit(graph), "insert_reshards"
+)
+STEPS = Need(
+    "a graph without reshards",
+    "there are some",
+    lambda graph: not any(n.target is reshard for n in _calls(graph)),
+    "reshard_to_collectives",
+)
+LOCAL = Need("local shapes", "these are global", lambda graph: graph.is_local, "global_to_local")
+LOWERED = Need(
+    "collectives that are calls of process groups",
+    "some are not yet",
+    lambda graph: not any(is_collective(n) for n in _calls(graph)),
+    "lower_collectives",
+)
+# Zeros do not show in a graph; without uneven dims there is nothing to make zero.
+MASKED = Need(
+    "zeros in the padding of dims that do not divide",
+    "nothing has put them there",
+    lambda graph: "mask_padding" in graph.passes or not any(_is_padded(n) for n in graph.graph.nodes),
+    "mask_padding",
+)
+GLOBAL = Need("global shapes", "these are local: global_to_local has run", lambda graph: not graph.is_local)
+UNREDUCED = Need("gradients of one replica", "reduce_gradients has run", lambda graph: not _is_reduced(graph))
+UNSHARDED = Need("parameters that every replica has", "zero_shard has run", lambda graph: not _is_zero_sharded(graph))
+BODY = Need(
+    "the body of a step alone",
+    "there is a prologue or an epilogue",
+    lambda graph: not any(n.meta.get("phase", "body") != "body" for n in _calls(graph)),
+)
+_LATE = (FITS, STEPS, LOCAL, LOWERED)
+FUNCTIONAL = Need(
+    "ops that write over nothing",
+    "some write in place",
+    lambda graph: not any(writes(n) for n in _calls(graph)),
+)
+UNPLACED = Need(
+    "a graph without placements",
+    "it has them",
+    lambda graph: all("dist" not in node.meta for node in graph.placeholders),
+)
+NEEDS: dict[str, tuple[Need, ...]] = {
+    "annotate": (UNPLACED,),
+    "insert_reshards": (GLOBAL,),
+    "zero_shard": (FITS, GLOBAL, UNSHARDED, UNREDUCED),
+    "casts": (FITS, GLOBAL),
+    "reduce_gradients": (FITS, GLOBAL, UNREDUCED),
+    "narrow_gradients": (FITS, GLOBAL),
+    "reshard_to_collectives": (FITS, GLOBAL),
+    "mask_padding": (FITS, STEPS, GLOBAL),
+    "cleanup": (),
+    "global_to_local": (FITS, STEPS, GLOBAL),
+    "lower_collectives": (FITS, STEPS, LOCAL),
+    "rematerialize": (*_LATE, FUNCTIONAL),
+    "bucket_collectives": (*_LATE, FUNCTIONAL),
+    "reuse_buffers": _LATE,
+    "sink_waits": _LATE,
+    "write_in_place": _LATE,
+    "accumulate_gradients": (*_LATE, BODY),
+}
+"""By name; a pass that is not here (another package's) is run as it is."""
+
+END = (*_LATE, MASKED)
+"""What a program needs."""
+
+
+def lacking(name: str, graph: AnnotatedGraph) -> Need | None:
+    """The first thing that the pass called `name` needs and the graph lacks."""
+    return next((need for need in NEEDS.get(name, ()) if not need.holds(graph)), None)
+
+
+def verify_needs(graph: AnnotatedGraph, name: str) -> None:
+    """Raises VerifyError for a pass that runs too early or too late, or for a second time."""
+    need = lacking(name, graph)
+    if need is not None:
+        do = f"Run {need.maker} before it" if need.maker else "Run it once, in its place of the ladder"
+        raise VerifyError(f"pass {name!r} needs {need.what}; in this graph {need.lack}. {do}")
+
+
+def verify_kept(graph: AnnotatedGraph, after: str) -> None:
+    """What a pass has made holds from then on. Raises VerifyError for a pass that undoes it."""
+    for need in _LATE:
+        if need.maker in graph.passes and not need.holds(graph):
+            found = misfit(graph) or f"{need.maker} has left {need.what}; now {need.lack}"
+            raise VerifyError(f"after pass {after!r}: {found}")
+
+
+def verify_end(graph: AnnotatedGraph) -> None:
+    """Raises VerifyError for a ladder that leaves work undone."""
+    for need in END:
+        if not need.holds(graph):
+            raise VerifyError(f"at the end of the ladder: a program needs {need.what}; {need.lack}. Run {need.maker}")
+    spread = _spread(graph)
+    for node, out in zip(graph.results, graph.outputs, strict=True):
+        why = _undone(node, out, graph, spread)
+        if why:
+            raise VerifyError(f"at the end of the ladder: the {out.kind} {out.fqn!r} (%{node.name}) {why}")
+
+
+def _undone(node: fx.Node, out: Output, graph: AnnotatedGraph, spread: dict[fx.Node, bool]) -> str:
+    """What is left to be done for a result, or ""."""
+    dist: DistConfig = node.meta["dist"]
+    deferred = graph.deferred.get(out.fqn) if out.kind == "grad" else None
+    if deferred is not None:
+        terms = dist.with_placement("dp", Partial()) if graph.strategy.degree("dp") > 1 else dist
+        if deferred != terms:
+            return f"is to be summed up as {deferred}, and lies as {dist}"
+        return "" if spread.get(node, True) else "is summed over dp, and is to be summed up again as deferred"
+    if dist.partial:
+        return f"is a sum that nobody has taken: {dist}"
+    if out.kind in ("loss", "buffer", "value", "input_grad") and any(dist.dims):
+        return f"is to be whole on every rank of a replica, and lies as {dist}"
+    if out.kind in ("loss", "grad", "buffer") and spread.get(node) and not _is_flag(node, out):
+        return "is that of one replica. Run reduce_gradients once, or sum it over dp"
+    return ""
+
+
+def _is_flag(node: fx.Node, out: Output) -> bool:
+    """A boolean buffer has no mean over replicas: each keeps its own."""
+    return out.kind == "buffer" and node.meta["tensor"].dtype == torch.bool
+
+
+def _spread(graph: AnnotatedGraph) -> dict[fx.Node, bool]:
+    """Of what depends on the batch: whether each replica has its own value, as it is not summed over dp (or is mixed
+    with what is not). Empty if there is one replica.
+    """
+    found: dict[fx.Node, bool] = {}
+    if graph.strategy.degree("dp") == 1:
+        return found
+    for node, info in zip(graph.placeholders, graph.inputs, strict=True):
+        if info.kind in ("batch", "tangent", "received", "received_grad"):
+            found[node] = True
+    for node in graph.graph.nodes:
+        operands = [found[o] for o in node.all_input_nodes if o in found]
+        if operands:
+            sums = collective_kind(node) in ("all_reduce", "reduce_scatter")
+            found[node] = any(operands) and not (sums and "dp" in node.meta["comm"][0].split("."))
+    return found
