@@ -132,25 +132,36 @@ def lacking(name: str, graph: AnnotatedGraph) -> Need | None:
 
 
 def verify_needs(graph: AnnotatedGraph, name: str) -> None:
-    """Raises VerifyError for a pass that runs too early or too late, or for a second time."""
-    need = lacking(name, graph)
+    """Raises VerifyError for a pass that runs too early or too late, or for a second time. What is kept was looked at
+    behind the last pass.
+    """
+    need = next((need for need in NEEDS.get(name, ()) if not _is_kept(need, graph) and not need.holds(graph)), None)
     if need is not None:
         do = f"Run {need.maker} before it" if need.maker else "Run it once, in its place of the ladder"
         raise VerifyError(f"pass {name!r} needs {need.what}; in this graph {need.lack}. {do}")
 
 
-def verify_kept(graph: AnnotatedGraph, after: str) -> None:
-    """What a pass has made holds from then on. Raises VerifyError for a pass that undoes it."""
+def verify_kept(graph: AnnotatedGraph, after: str, nodes: Iterable[fx.Node]) -> None:
+    """What a pass has made holds from then on; `nodes` are those that have changed since it was looked at behind the
+    pass before. Raises VerifyError for a pass that undoes it.
+    """
     for need in _LATE:
-        if need.maker in graph.passes and not need.holds(graph):
+        if need is FITS and need.maker != after and not misfit(graph, nodes):
+            continue
+        if _is_kept(need, graph) and not need.holds(graph):
             found = misfit(graph) or f"{need.maker} has left {need.what}; now {need.lack}"
             raise VerifyError(f"after pass {after!r}: {found}")
+
+
+def _is_kept(need: Need, graph: AnnotatedGraph) -> bool:
+    """Whether its pass has run, so that `verify_kept` asks for it behind every pass."""
+    return need in _LATE and need.maker in graph.passes
 
 
 def verify_end(graph: AnnotatedGraph) -> None:
     """Raises VerifyError for a ladder that leaves work undone."""
     for need in END:
-        if not need.holds(graph):
+        if not _is_kept(need, graph) and not need.holds(graph):
             raise VerifyError(f"at the end of the ladder: a program needs {need.what}; {need.lack}. Run {need.maker}")
     spread = _spread(graph)
     for node, out in zip(graph.results, graph.outputs, strict=True):

@@ -5,6 +5,8 @@ A failure is a bug of the pass that ran last, never of the user's model; the err
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,9 +29,9 @@ from fxpar.torch_api.schemas import schema_of
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.alias.default}
 
 
-def verify(graph: AnnotatedGraph, after: str) -> None:
+def verify(graph: AnnotatedGraph, after: str, nodes: Iterable[fx.Node] | None = None) -> None:
     """Structure: fx's own lint, inputs and results, no collective without a wait, nothing in place on global shapes.
-    `after` names the pass that just ran.
+    `after` names the pass that just ran; only `nodes` are new to be looked at one by one, by default all.
     """
     try:
         graph.graph.lint()
@@ -54,6 +56,7 @@ def verify(graph: AnnotatedGraph, after: str) -> None:
             )
         if collective_kind(node) and [u.target for u in node.users] != [wait]:
             raise VerifyError(f"after pass {after!r}: {where(node)} is not waited for exactly once")
+    for node in graph.graph.nodes if nodes is None else nodes:
         if node.op == "call_function" and "sym" not in node.meta and not _has_shape(node):
             raise VerifyError(f"after pass {after!r}: {where(node)} has no shape")
         if functional and writes(node):
@@ -72,12 +75,12 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and bool(schema_of(node.target).writes)
 
 
-def misfit(graph: AnnotatedGraph) -> str:
-    """The first operand that does not lie as its user wants it, in words; "" if all do. Among local tensors stand
-    buffers of collectives, and calls of others, that have no placement.
+def misfit(graph: AnnotatedGraph, nodes: Iterable[fx.Node] | None = None) -> str:
+    """The first operand of these nodes (by default of all) that does not lie as its user wants it, in words; "" if all
+    do. Among local tensors stand buffers of collectives, and calls of others, that have no placement.
     """
     local = graph.is_local
-    for node in graph.graph.nodes:
+    for node in graph.graph.nodes if nodes is None else nodes:
         wanted = node.meta.get("dist_in")
         for operand, config in zip(tensor_operands(node), wanted, strict=False) if wanted else ():
             lies = operand.meta.get("dist")
@@ -86,19 +89,38 @@ def misfit(graph: AnnotatedGraph) -> str:
     return ""
 
 
+def changed(nodes: Iterable[fx.Node], seen: dict[fx.Node, tuple[Any, ...]]) -> list[fx.Node]:
+    """Those that are not as they were `seen` the last time, or take what is not."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        meta = node.meta
+        now = (node.target, node.args, node.kwargs, meta.get("dist_in"), meta.get("dist"), meta.get("tensor"))
+        before = seen.get(node)
+        same = before is not None and all(map(operator.is_, before, now))
+        if not same or (found and any(operand in found for operand in node.all_input_nodes)):
+            seen[node] = now
+            found[node] = None
+    return list(found)
+
+
 def verify_placements(
-    graph: AnnotatedGraph, after: str, *, resharded: bool, known: dict[Any, bool] | None = None
+    graph: AnnotatedGraph,
+    after: str,
+    *,
+    resharded: bool,
+    nodes: Iterable[fx.Node] | None = None,
+    known: set[Any] | None = None,
 ) -> None:
     """Type-check: each op's placements are an option of its rule on every axis; with `resharded`, operands already
-    fit. `known` keeps what was found legal for the next time.
+    fit. Of `nodes`, by default of all; `known` keeps what was found legal for the next time.
     """
     strategy = graph.strategy
     tensor, context = strategy.degree("tp"), strategy.degree("cp")
     sizes = Sizes([d.symbol for d in graph.dims], tensor * tensor * context)
-    known = {} if known is None else known
+    known = set() if known is None else known
     if resharded and (found := misfit(graph)):
         raise VerifyError(f"after pass {after!r}: {found}")
-    for node in graph.graph.nodes:
+    for node in graph.graph.nodes if nodes is None else nodes:
         if "dist_in" not in node.meta:
             continue
         operands = tensor_operands(node)
@@ -130,7 +152,7 @@ def _check_op(
     wanted: tuple[DistConfig, ...],
     sizes: Sizes,
     axes: tuple[tuple[str, int], ...],
-    known: dict[Any, bool],
+    known: set[Any],
     after: str,
 ) -> None:
     made = node.meta["dist"]
@@ -145,11 +167,11 @@ def _check_op(
             tuple(c.placement(axis) if c is not None else R for c in made),
         )
         key = (node.target, tuple(tensor_metas(node)), option, axis, str(node.args) if option.inputs else "")
-        if known.get(key) is not True:
+        if key not in known:
             view, _ = make_view(node, sizes, inner, inner_degree)
             if not legal(view, option, degree):
                 raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
-            known[key] = True
+            known.add(key)
         inner, inner_degree = {node: option}, degree
 
 

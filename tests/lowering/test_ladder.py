@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,6 +19,7 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.lowering import default_passes, lower
+from fxpar.lowering.ladder import collector_paused
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.runtime.options import _given_passes, compile_strategies
 from tests.captured import llama, lowered, mlp
@@ -280,3 +282,18 @@ def test_other_options_of_what_is_nobody_elses():
 def test_the_ladder_of_a_run_is_looked_at():
     with pytest.raises(PassContractError, match=r"'None' .* no NoneType"):
         compile_strategies(make_llama(), {512: "dp1"}, packed_lm_loss, passes=lambda ladder: ladder.append(Mine(print)))
+
+
+def test_the_collector_is_paused_and_left_as_it_was():
+    seen = []
+    for on in (True, False):
+        gc.enable() if on else gc.disable()
+        try:
+            with collector_paused():
+                seen.append(gc.isenabled())
+                raise KeyError
+        except KeyError:
+            seen.append(gc.isenabled())
+        finally:
+            gc.enable()
+    assert seen == [False, True, False, False]
