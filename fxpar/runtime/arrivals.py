@@ -53,11 +53,13 @@ class Arrivals:
             raise self._error
 
 
-def wait_before_use(graph: fx.Graph, part: Part, program: Program, wait: Callable[[str], None]) -> None:
-    """Call `wait(fqn)` in the graph of a part before the first op that takes a parameter."""
+def wait_before_use(graph: fx.Graph, part: Part, program: Program, wait: Callable[[int], None]) -> None:
+    """Call `wait(i)` in the graph of a part before the first op that takes input i, a parameter. (A number, as names
+    may come from a file, and the graph becomes code.)
+    """
     places = {node: n for n, node in enumerate(graph.nodes)}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node, (source, i) in zip(placeholders, part.sources, strict=False):  # what accumulates follows the operands
         if source == "input" and program.inputs[i].kind == "param" and node.users:
             with graph.inserting_before(min(node.users, key=places.__getitem__)):
-                graph.call_function(wait, (program.inputs[i].fqn,))
+                graph.call_function(wait, (i,))

@@ -123,9 +123,9 @@ class TrainRunner(Runner[P]):
         if self._backend == "eager":
             wait_before_use(graph, part, self.program, self._wait)
 
-    def _wait(self, fqn: str) -> None:
+    def _wait(self, place: int) -> None:
         if self._arrivals is not None:
-            self._arrivals.wait(fqn)
+            self._arrivals.wait(self.program.inputs[place].fqn)
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None

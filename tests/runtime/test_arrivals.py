@@ -17,11 +17,17 @@ from fxpar.runtime.bound import bind
 from fxpar.tracer import capture
 
 
-def bound_llama(backend="eager"):
-    """On one device, with its parameters and a batch."""
+@functools.cache
+def lowered():
     model = load("llama", dtype=torch.float64, seed=1, options={"layers": "2", "dim": "16", "heads": "2", "ffn": "32"})
     program = lower(capture(model.model, model.loss_fn, model.example_batch), "dp1", for_store=True)
     assert isinstance(program, ExecGraph)
+    return model, program
+
+
+def bound_llama(backend="eager"):
+    """On one device, with its parameters and a batch."""
+    model, program = lowered()
     params = {fqn: p.detach() for fqn, p in model.model.named_parameters()}
     bound = bind(program, 0, {}, compile=backend)
     bound.prepare = functools.partial(bound.prepare, buffers=dict(model.model.named_buffers()))
