@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpar.annotate import Annotate
 from fxpar.errors import VerifyError
@@ -15,6 +15,7 @@ from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.verify import verify, verify_placements, where
 from fxpar.passes.insert_reshards import InsertReshards
+from fxpar.tracer import capture
 from tests.captured import fused, llama
 from tests.passes.sketch import Sketch, before
 from tests.repeat import thinned
@@ -132,3 +133,22 @@ def test_lower_names_the_pass_that_broke_the_graph():
 
     with pytest.raises(VerifyError, match=r"after pass 'careless': .* has no shape"):
         lower(llama().graph, "tp2", passes=[Annotate(), InsertReshards(), Careless()])
+
+
+def test_an_assertion_has_no_shape():
+    """It has no result; any other call without a shape is an error."""
+
+    class Asserting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, input_ids):
+            torch._assert_async((input_ids < 8).all(), "ids")
+            return self.table(input_ids)
+
+    ids = torch.arange(8)[None]
+    graph = capture(Asserting(), lambda model, batch: model(batch["input_ids"]).sum(), {"input_ids": ids})
+    seen = {}
+    lower(graph, "dp2", on_pass=lambda name, found: seen.update({name: [str(n.target) for n in found.graph.nodes]}))
+    assert "aten._assert_async.msg" in seen["annotate"]
