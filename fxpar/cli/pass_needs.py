@@ -6,7 +6,7 @@ from fxpar.cli.after_pass import FIRST
 from fxpar.errors import PassNeedsError
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.lowering.ladder import default_passes
-from fxpar.lowering.needs import NEEDS, Need, lacking
+from fxpar.lowering.needs import Need, lacking
 
 
 def check_needs(name: str, graph: AnnotatedGraph) -> None:
@@ -25,6 +25,3 @@ def _advice(name: str, need: Need) -> str:
         return f"Run {need.maker} first" if need.maker else "The runtime runs it on the body of a step"
     place = f"ump the model with --after {ladder[ladder.index(name) - 1]}, which comes before it"
     return f"Run {need.maker} first, or d{place}" if need.maker else f"D{place}"
-
-
-__all__ = ["NEEDS", "Need", "check_needs"]

@@ -17,7 +17,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.waited_s = 0.0  # by the thread that computes
         self._here: set[str] = set()
-        self._all = False
+        self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -29,27 +29,24 @@ class Arrivals:
     def ended(self, error: BaseException | None = None) -> None:
         """Nothing more comes: all is here, or the switch has failed."""
         with self._changed:
-            self._all, self._error = True, error
+            self._ended, self._error = True, error
             self._changed.notify_all()
 
     def wait(self, fqn: str) -> None:
         """Until this weight is complete. Raises the error that ended the switch before it."""
-        if fqn in self._here:
-            return
-        begun = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: self._all or fqn in self._here)
-        self.waited_s += time.perf_counter() - begun
-        if self._error is not None and fqn not in self._here:
-            raise self._error
+        if fqn not in self._here:
+            self._wait_until(lambda: fqn in self._here)
 
     def wait_for_all(self) -> None:
         """Until the switch has ended. Raises its error."""
+        self._wait_until(lambda: False)
+
+    def _wait_until(self, is_there: Callable[[], bool]) -> None:
         begun = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._all)
+            self._changed.wait_for(lambda: self._ended or is_there())
         self.waited_s += time.perf_counter() - begun
-        if self._error is not None:
+        if self._error is not None and not is_there():
             raise self._error
 
 
