@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CUT_OFF, NO_TIME = 124, 3
+_WARNING = re.compile(r"Warning|^\[rank\d+\]:W\d")
 Found = dict[str, Any]
 
 
@@ -33,6 +35,14 @@ class Piece:
     words: str
     limit_s: int = 540
     measures: bool = True
+
+
+def _shortened(text: str, most: int = 6000) -> str:
+    """Whole lines: the first ones, where the head of a table stands, and the last."""
+    if len(text) <= most:
+        return text
+    head, tail = text[: most // 3].rpartition("\n")[0], text[len(text) - most * 2 // 3 :].partition("\n")[2]
+    return f"{head}\n[{text[len(head) : len(text) - len(tail)].count(chr(10)) - 1} lines left out]\n{tail}"
 
 
 def run_pieces(pieces: Sequence[Piece], args: argparse.Namespace, words: Sequence[str] = ()) -> int:
@@ -97,14 +107,14 @@ def _run(piece: Piece, command: list[str], folder: Path, limit_s: float) -> Foun
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
         code, output = CUT_OFF, error.stdout or b""
-    text = "\n".join(line for line in output.decode(errors="replace").splitlines() if "Warning" not in line)
+    text = "\n".join(line for line in output.decode(errors="replace").splitlines() if not _WARNING.search(line))
     found: Found = {
         "command": command,
         "commit": _commit(),
         "code": code,
         "s": time.perf_counter() - begun,
         "load": [load, os.getloadavg()[0]],
-        "output": text[-6000:],
+        "output": _shortened(text),
         "measured": json.loads(measured.read_text()) if measured.exists() else None,
     }
     measured.unlink(missing_ok=True)

@@ -64,6 +64,17 @@ def test_what_takes_too_long_is_cut_off(run):
     assert "Cut off." in printed
 
 
+def test_a_long_output_keeps_its_first_and_last_lines_whole(run, tmp_path):
+    program = tmp_path / "long.py"
+    program.write_text("print('[rank1]:W1124 slow')\nfor i in range(1000, 1200): print(str(i) * 40)")
+    _, printed = run({"long": str(program)}, measures=False)
+    lines = printed.splitlines()
+    shown = [line for line in lines if line[:4].isdigit() and len(line) == 160]
+    assert (shown[0], shown[-1]) == ("1000" * 40, "1199" * 40)
+    assert f"[{200 - len(shown)} lines left out]" in lines
+    assert "[rank1]:W" not in printed
+
+
 def test_a_run_that_may_only_take_so_long_says_what_is_left(run):
     code, printed = run({"first": WRITES, "second": WRITES}, "--total-s", "0.5")
     assert code == 3
