@@ -18,6 +18,7 @@ from fxpar.recipes.debug import debug_recipe
 from fxpar.runtime.forked import run_forked
 
 STOCK = {"llama3": llama3.debug_stock, "qwen3": qwen3.debug_stock}
+STEPS = {"llama3": 10, "qwen3": 5}
 SWITCHING = {64: "dp2", 160: "tp2+sp", 512: "cp2"}
 
 
@@ -36,13 +37,15 @@ class Run:
 
 
 def recipe(family: str, strategies: dict[int, str] | None, **settings: Any) -> Any:
-    """A debug recipe in fp32 with two rows of 512 tokens a step; of 256 for qwen3, which is five times the size."""
+    """A debug recipe in fp32 with two rows of 512 tokens a step; of 256 for qwen3, which is five times the size, and
+    fewer steps.
+    """
     config = to_fxpar(debug_recipe(family), strategies=strategies, **settings)
     config.training.seq_len = 256 if family == "qwen3" else 512
     config.training.local_batch_size = 2
     config.training.global_batch_size = 2
     config.training.mixed_precision_param = "float32"
-    config.training.steps = 10
+    config.training.steps = STEPS[family]
     config.lr_scheduler.warmup_steps = 10  # a steeper start sends qwen3 through a spike that multiplies rounding errors
     return config
 

@@ -6,18 +6,9 @@ import pytest
 
 from tests.repeat import thinned
 
-from .runs import SWITCHING, Run, recipe, train
+from .runs import STEPS, SWITCHING, Run, recipe, train
 
 pytestmark = pytest.mark.titan
-
-STRATEGIES = {
-    "dp2": {512: "dp2"},
-    "tp2+sp": {512: "tp2+sp"},
-    "pp2": {512: "pp2"},
-    "cp2": {512: "cp2"},
-    "three": SWITCHING,
-}
-
 
 FAMILIES = ["llama3", "qwen3"]
 
@@ -64,16 +55,24 @@ def largest_difference(a: dict[int, float], b: dict[int, float]) -> float:
     return max(abs(a[step] - b[step]) for step in a)
 
 
-# The switching run has all axes but pipeline stages.
-@pytest.mark.parametrize("name", thinned(STRATEGIES, ["three", "pp2"]))
-def test_ten_steps_from_one_seed_checkpoint(family, name, seed_checkpoint, stock: Run, tmp_path):
-    found = train(2, from_seed(family, STRATEGIES[name], seed_checkpoint), tmp_path)
-    assert len(found.losses) == 10
+def assert_like_stock(found: Run, stock: Run, family: str) -> None:
+    assert len(found.losses) == STEPS[family]
     assert largest_difference(found.losses, stock.losses) < 2e-6  # two units in the last place of fp32
     assert max(abs(found.norms[step] / norm - 1) for step, norm in stock.norms.items()) < 1e-5
 
 
+# The switching run has all axes but pipeline stages.
+def test_steps_of_three_strategies_from_one_seed_checkpoint(family, seed_checkpoint, stock: Run, tmp_path):
+    assert_like_stock(train(2, from_seed(family, SWITCHING, seed_checkpoint), tmp_path), stock, family)
+
+
 ONE_FAMILY = pytest.mark.parametrize("family", thinned(FAMILIES, ["llama3"]), indirect=True, scope="module")
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("strategy", thinned(["dp2", "tp2+sp", "pp2", "cp2"], ["pp2"]))
+def test_steps_of_one_strategy_from_one_seed_checkpoint(family, strategy, seed_checkpoint, stock: Run, tmp_path):
+    assert_like_stock(train(2, from_seed(family, {512: strategy}, seed_checkpoint), tmp_path), stock, family)
 
 
 @ONE_FAMILY
