@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta, local_meta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pass_base import Tier, right_behind, set_results
 from fxpar.ir.strategy import Strategy
 

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import comm_of, local_tensor, phase_of
 from fxpar.ir.pass_base import Tier, sort_topologically
 from fxpar.ops import layout
 
@@ -43,11 +44,11 @@ class BucketCollectives:
         depth = _depths(graph.graph)
         for node in graph.graph.nodes:
             if node.op == "call_function" and node.target in _FUSABLE and _is_static(node):
-                phase, tag = node.meta.get("phase", "body"), node.meta.get("bucket", "")
+                phase, tag = phase_of(node), node.meta.get("bucket", "")
                 if phase == "body" and not tag and not self.body:
                     continue  # activations: order and overlap matter more than launches
                 rows: fx.Node = node.args[0]  # type: ignore[assignment]
-                buckets[(node.target, node.args[1:], rows.meta["local"].dtype, phase, tag, depth[node])].append(node)
+                buckets[(node.target, node.args[1:], local_tensor(rows).dtype, phase, tag, depth[node])].append(node)
         fused = False
         for members in buckets.values():
             for group in self._split(members):
@@ -61,7 +62,7 @@ class BucketCollectives:
         groups: list[list[fx.Node]] = [[]]
         filled = 0.0
         for node in members:
-            meta: TensorMeta = node.args[0].meta["local"]  # type: ignore[union-attr]
+            meta = local_tensor(node.args[0])
             size = meta.numel({}) * meta.dtype.itemsize / 2**20
             if groups[-1] and filled + size > self.bucket_mb:
                 groups.append([])
@@ -74,7 +75,7 @@ class BucketCollectives:
 def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
     """Collectives of the same phase and tag upstream of each node: two in one bucket never depend on each other."""
     depth: dict[fx.Node, int] = {}
-    place = {node: (node.meta.get("phase", "body"), node.meta.get("bucket", "")) for node in graph.nodes}
+    place = {node: (phase_of(node), node.meta.get("bucket", "")) for node in graph.nodes}
     for node in graph.nodes:
         upstream = [depth[o] + (o.target in _FUSABLE) for o in node.all_input_nodes if place[o] == place[node]]
         depth[node] = max(upstream, default=0)
@@ -110,19 +111,19 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
     with graph.inserting_before(anchor):
         if whole:
             inputs = [
-                call(layout.lift, (i,), TensorMeta((1, *i.meta["local"].shape), i.meta["local"].dtype)) for i in inputs
+                call(layout.lift, (i,), TensorMeta((1, *local_tensor(i).shape), local_tensor(i).dtype)) for i in inputs
             ]
         buffer = call(layout.fuse, (inputs,), _fused(members, rows, whole, sent=True))
         collective = call(last.target, (buffer, *last.args[1:]), _fused(members, rows, whole, sent=False))
-        collective.meta["comm"] = (first.meta["comm"][0], _joined([m.meta["comm"][1] for m in members]))
+        collective.meta["comm"] = (comm_of(first)[0], _joined([comm_of(m)[1] for m in members]))
         collective.meta["fused"] = len(members)
-        wait = call(c10d.wait_tensor.default, (collective,), collective.meta["local"])
-        shapes = [rows(m.meta["local"], whole)[1] for m in members]
-        parts = call(layout.unfuse, (wait, shapes), tuple(w.meta["local"] for w in waits))
+        wait = call(c10d.wait_tensor.default, (collective,), local_tensor(collective))
+        shapes = [rows(local_tensor(m), whole)[1] for m in members]
+        parts = call(layout.unfuse, (wait, shapes), tuple(local_tensor(w) for w in waits))
         for i, old in enumerate(waits):
-            part = call(operator.getitem, (parts, i), old.meta["local"])
+            part = call(operator.getitem, (parts, i), local_tensor(old))
             if whole:
-                part = call(layout.lower, (part,), old.meta["local"])
+                part = call(layout.lower, (part,), local_tensor(old))
             part.meta.update({k: v for k, v in old.meta.items() if k in ("tensor", "dist", "local", "buffer")})
             old.replace_all_uses_with(part)
     for old, member in zip(waits, members, strict=True):
@@ -139,7 +140,7 @@ def _row(meta: TensorMeta) -> TensorMeta:
 
 
 def _fused(members: list[fx.Node], rows: Any, whole: bool, *, sent: bool) -> TensorMeta:
-    metas: list[TensorMeta] = [_operand(m).meta["local"] if sent else m.meta["local"] for m in members]
+    metas: list[TensorMeta] = [local_tensor(_operand(m)) if sent else local_tensor(m) for m in members]
     count, total = rows(metas[0], whole)[0], 0
     for meta in metas:
         size = 1

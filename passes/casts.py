@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph, Input, TensorMeta
+from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Phase, Tier, insert, right_behind, set_results
 from fxpar.torch_api import kernels
 
@@ -57,7 +58,7 @@ class Casts:
     def _widen_gradients(self, graph: AnnotatedGraph, least: torch.dtype) -> None:
         narrow = {}
         for node, out in zip(graph.results, graph.outputs, strict=True):
-            dtype = node.meta["tensor"].dtype
+            dtype = tensor_of(node).dtype
             if out.kind == "grad" and dtype.is_floating_point and dtype.itemsize < least.itemsize:
                 narrow[out.fqn] = least
         _cast_gradients(graph, narrow)
@@ -73,7 +74,7 @@ def _cast_gradients(graph: AnnotatedGraph, dtypes: dict[str, torch.dtype]) -> No
                 node = _cast(graph.graph, node, dtypes[out.fqn], "body", node)
         results.append(node)
     set_results(graph.graph, results)
-    output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
+    output.meta["dist_in"] = tuple(dist_of(node) for node in results)
 
 
 def _as(meta: TensorMeta, dtype: torch.dtype) -> TensorMeta:
@@ -82,9 +83,9 @@ def _as(meta: TensorMeta, dtype: torch.dtype) -> TensorMeta:
 
 def _cast_param(graph: fx.Graph, node: fx.Node, storage: torch.dtype) -> None:
     users = list(node.users)
-    compute = node.meta["tensor"].dtype
-    node.meta["tensor"] = _as(node.meta["tensor"], storage)
-    node.meta["dist"] = replace(node.meta["dist"], dtype=storage)
+    compute = tensor_of(node).dtype
+    node.meta["tensor"] = _as(tensor_of(node), storage)
+    node.meta["dist"] = replace(dist_of(node), dtype=storage)
     with graph.inserting_before(_first_call(graph)):
         cast = _cast(graph, node, compute, "prologue", node)
     for user in users:
@@ -101,8 +102,8 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, phase: Phase, like
         _TO,
         (node,),
         like=like,
-        tensor=_as(node.meta["tensor"], dtype),
-        dist=replace(node.meta["dist"], dtype=dtype),
+        tensor=_as(tensor_of(node), dtype),
+        dist=replace(dist_of(node), dtype=dtype),
         phase=phase,
     )
     cast.kwargs = {"dtype": dtype}

@@ -18,6 +18,7 @@ from torch import fx
 from fxpar.ir.collectives import is_collective
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.markers import vary
+from fxpar.ir.node_meta import phase_of
 from fxpar.ir.pass_base import Tier
 
 
@@ -42,7 +43,7 @@ def _deduplicate(graph: fx.Graph) -> None:
         if not is_collective(node):
             continue
         # ZeRO-3 gathers a parameter again in the backward on purpose: its bucket keeps the two apart.
-        key = (node.target, node.args, node.meta.get("phase"), node.meta.get("bucket"))
+        key = (node.target, node.args, phase_of(node), node.meta.get("bucket"))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)

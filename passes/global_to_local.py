@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import dist_of, dists_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier
 from fxpar.ops.traits import SIZES
 
@@ -53,11 +54,9 @@ class GlobalToLocal:
 
 
 def _set_local(node: fx.Node) -> None:
-    metas, dists = node.meta["tensor"], node.meta["dist"]
-    if isinstance(metas, tuple):
-        node.meta["local"] = tuple(_local(m, d) if m else None for m, d in zip(metas, dists, strict=True))
-    elif metas is not None:
-        node.meta["local"] = _local(metas, dists)
+    found = tuple(_local(m, d) if m and d else None for m, d in zip(tensor_metas(node), dists_of(node), strict=True))
+    if found:
+        node.meta["local"] = found if isinstance(whole_meta(node), tuple) else found[0]
 
 
 def _local(meta: TensorMeta, dist: DistConfig) -> TensorMeta:
@@ -67,7 +66,7 @@ def _local(meta: TensorMeta, dist: DistConfig) -> TensorMeta:
 def _multiply_up(graph: fx.Graph, node: fx.Node) -> None:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     dim: int = node.args[1]  # type: ignore[assignment]
-    degree = source.meta["dist"].degrees(dim)
+    degree = dist_of(source).degrees(dim)
     if degree == 1:
         return
     with graph.inserting_after(node):
@@ -107,7 +106,7 @@ def _rewrite(node: fx.Node, divide: Divider) -> None:
     position = SIZES.get(node.target)  # type: ignore[call-overload]
     if position is None:
         return
-    dist = node.meta["dist"]
+    dist = dist_of(node)
     sizes: Any = node.args[position]
     new = [divide(size, dist, d) for d, size in enumerate(sizes)]
     _set_arg(node, position, new)
@@ -124,11 +123,11 @@ def _set_arg(node: fx.Node, position: int, value: Any) -> None:
 def _slice(node: fx.Node, divide: Divider) -> None:
     """slice(x, dim, start, end): bounds on a cut dim scale with it."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    _bounds(node, 1, source.meta["dist"], source.meta["tensor"], divide)
+    _bounds(node, 1, dist_of(source), tensor_of(source), divide)
 
 
 def _slice_backward(node: fx.Node, divide: Divider) -> None:
-    _bounds(node, 2, node.meta["dist"], node.meta["tensor"], divide)
+    _bounds(node, 2, dist_of(node), tensor_of(node), divide)
 
 
 def _bounds(node: fx.Node, at: int, dist: DistConfig, meta: TensorMeta, divide: Divider) -> None:
@@ -145,8 +144,8 @@ def _bounds(node: fx.Node, at: int, dist: DistConfig, meta: TensorMeta, divide: 
 def _split(node: fx.Node, divide: Divider) -> None:
     """split_with_sizes(x, sizes, dim) and split(x, size, dim)."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    dim: int = (node.args[2] if len(node.args) > 2 else 0) % len(source.meta["tensor"].shape)  # type: ignore[operator]
-    dists = node.meta["dist"]
+    dim: int = (node.args[2] if len(node.args) > 2 else 0) % len(tensor_of(source).shape)  # type: ignore[operator]
+    dists: tuple[Any, ...] = dists_of(node)
     sizes: Any = node.args[1]
     if isinstance(sizes, list | tuple):
         _set_arg(node, 1, [divide(s, d, dim) for s, d in zip(sizes, dists, strict=True)])

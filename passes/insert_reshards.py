@@ -20,6 +20,7 @@ from torch import fx
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Tier, insert, replace_operands, tensor_operands
 
 
@@ -37,10 +38,10 @@ class InsertReshards:
             if wanted is None:
                 continue
             operands = tensor_operands(node)
-            if all(o.meta["dist"] == w for o, w in zip(operands, wanted, strict=True)):
+            if all(dist_of(o) == w for o, w in zip(operands, wanted, strict=True)):
                 continue
             new = [
-                o if o.meta["dist"] == w else _placed(graph.graph, made, o, w, node)
+                o if dist_of(o) == w else _placed(graph.graph, made, o, w, node)
                 for o, w in zip(operands, wanted, strict=True)
             ]
             replace_operands(node, new)
@@ -52,16 +53,16 @@ def _placed(
     """`value` in the wanted placement: found, cut from one that is there, or made."""
     known = made.setdefault(value, [])
     for other in known:
-        if other.meta["dist"] == wanted:
+        if dist_of(other) == wanted:
             return other
-    source = next((o for o in known if _is_slice(o.meta["dist"], wanted)), value)
+    source = next((o for o in known if _is_slice(dist_of(o), wanted)), value)
     with graph.inserting_before(user):
         node = insert(
             graph,
             reshard,
             (source,),
             like=user if user.op != "output" else value,
-            tensor=value.meta["tensor"],
+            tensor=tensor_of(value),
             dist=wanted,
         )
     known.append(node)

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpar.ir import collectives as c
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pass_base import Tier
 from fxpar.ops import layout
 
@@ -72,7 +73,7 @@ class _Emitter:
 
 
 def _shape(node: fx.Node) -> TensorMeta:
-    return node.meta["local"]
+    return local_tensor(node)
 
 
 def _rows(meta: TensorMeta, rows: int) -> TensorMeta:
@@ -105,7 +106,7 @@ def _all_gather(emit: _Emitter, x: fx.Node, axis: str, dim: int, sections: tuple
 
 def _true_size(emit: _Emitter, dim: int, piece: TensorMeta, degree: int) -> int:
     """Size to cut a gathered dim back to, or -1 where nothing was padded."""
-    whole, part = emit.node.meta["local"].shape[dim], piece.shape[dim]
+    whole, part = local_tensor(emit.node).shape[dim], piece.shape[dim]
     if isinstance(whole, int) and isinstance(part, int) and whole != part * degree:
         return whole
     return -1

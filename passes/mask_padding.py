@@ -21,6 +21,7 @@ from torch import fx
 from fxpar.ir.collectives import is_collective
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import dist_of, dists_of, phase_of, tensor_of
 from fxpar.ir.pass_base import Tier, insert, replace_operands, set_results, tensor_operands
 from fxpar.ops.layout import zero_padding
 from fxpar.ops.traits import KEEPS_ZERO
@@ -62,8 +63,7 @@ def _padded(node: fx.Node) -> tuple[int, ...]:
 
 def _mask_contracted(graph: fx.Graph, node: fx.Node, padded: dict, zero: dict, masked: dict) -> None:
     """Clean the operands that the node sums over a padded dim."""
-    dist = node.meta.get("dist")
-    partial = {a for c in (dist if isinstance(dist, tuple) else (dist,)) if c for a, _ in c.partial}
+    partial = {a for c in dists_of(node) if c for a, _ in c.partial}
     operands = tensor_operands(node)
     if is_collective(node):
         # What is cut on another axis as well can no longer be masked, so a collective that keeps padding gets it clean.
@@ -72,7 +72,7 @@ def _mask_contracted(graph: fx.Graph, node: fx.Node, padded: dict, zero: dict, m
         return
     if not partial or node.target in _AWARE:
         return
-    needs = [any(e.axis in partial for d in padded.get(o, ()) for e in o.meta["dist"].dims[d]) for o in operands]
+    needs = [any(e.axis in partial for d in padded.get(o, ()) for e in dist_of(o).dims[d]) for o in operands]
     if any(needs):
         clean = [
             _clean(graph, o, node, padded, zero, masked) if need else o for o, need in zip(operands, needs, strict=True)
@@ -85,7 +85,7 @@ def _clean(graph: fx.Graph, value: fx.Node, user: fx.Node, padded: dict, zero: d
     if zero.get(value, True):
         return value
     if value not in masked:
-        dist, meta = value.meta["dist"], value.meta["tensor"]
+        dist, meta = dist_of(value), tensor_of(value)
         node = value
         for d in padded[value]:
             axis, size = dist.dims[d][0].axis, meta.shape[d]
@@ -97,7 +97,7 @@ def _clean(graph: fx.Graph, value: fx.Node, user: fx.Node, padded: dict, zero: d
                     like=value,
                     tensor=meta,
                     dist=dist,
-                    phase=value.meta.get("phase", "body"),
+                    phase=phase_of(value),
                 )
         masked[value] = node
     return masked[value]

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Tier, insert, set_results
 from fxpar.torch_api import kernels
 
@@ -34,7 +35,7 @@ class NarrowGradients:
         (output,) = graph.graph.find_nodes(op="output")
         results = list(graph.results)
         for i, (node, out) in enumerate(zip(results, graph.outputs, strict=True)):
-            meta: TensorMeta = node.meta["tensor"]
+            meta = tensor_of(node)
             if out.kind != "grad" or meta.dtype.itemsize <= self.dtype.itemsize:
                 continue
             with graph.graph.inserting_before(output):
@@ -44,7 +45,7 @@ class NarrowGradients:
                     (node,),
                     like=node,
                     tensor=TensorMeta(meta.shape, self.dtype),
-                    dist=replace(node.meta["dist"], dtype=self.dtype),
+                    dist=replace(dist_of(node), dtype=self.dtype),
                     phase="epilogue",
                 )
             cast.kwargs = {"dtype": self.dtype}
@@ -52,4 +53,4 @@ class NarrowGradients:
             if out.fqn in graph.deferred:
                 graph.deferred[out.fqn] = replace(graph.deferred[out.fqn], dtype=self.dtype)
         set_results(graph.graph, results)
-        output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
+        output.meta["dist_in"] = tuple(dist_of(node) for node in results)

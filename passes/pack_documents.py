@@ -28,6 +28,7 @@ from torch import fx
 from fxpar.errors import PackingError
 from fxpar.flow import TokenFlow, in_words, token_flow, unknown_padding
 from fxpar.ir.graph import Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
+from fxpar.ir.node_meta import is_size, size_of, tensor_of
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -159,7 +160,7 @@ class _Rewrite:
     # ------------------------------------------------------------------------------------------------- sites
     def _positions(self, node: fx.Node) -> None:
         """`arange(a, a + T)`."""
-        meta: TensorMeta = node.meta["tensor"]
+        meta = tensor_of(node)
         start: Any = 0 if node.target is aten.arange.default else node.args[0]
         with self.graph.inserting_before(node):
             value = self.positions
@@ -171,7 +172,7 @@ class _Rewrite:
 
     def _softmax(self, old: fx.Node, node: fx.Node) -> None:
         source: Any = node.args[0]
-        meta: TensorMeta = source.meta["tensor"]
+        meta = tensor_of(source)
         dim: Any = node.args[1]
         flow: Any = self.flow.flows[old]
         rank = len(meta.shape)
@@ -207,7 +208,7 @@ class _Rewrite:
 
     def _count(self, old: fx.Node, node: fx.Node) -> None:
         """`cumsum(x, dim)`, less what it was before the document."""
-        meta: TensorMeta = node.meta["tensor"]
+        meta = tensor_of(node)
         source: Any = node.args[0]
         dim: Any = node.args[1] % len(meta.shape)  # type: ignore[operator]
         known: Any = self.flow.flows[old.args[0]]  # type: ignore[index]
@@ -251,7 +252,7 @@ class _Rewrite:
     def _sliced_tables(self) -> set[Any]:
         """What tells the gradient of `slice(table, ...)` from that of any other slice."""
         return {
-            (tuple(n.args[0].meta["tensor"].shape), *_bounds(n, 1))  # type: ignore[union-attr]
+            (tuple(tensor_of(n.args[0]).shape), *_bounds(n, 1))
             for n, site in self.flow.sites.items()
             if site == "table"
         }
@@ -264,16 +265,17 @@ class _Rewrite:
     def _table(self, node: fx.Node) -> None:
         """`slice(table, dim, a, a + T)`."""
         table: Any = node.args[0]
-        meta: TensorMeta = node.meta["tensor"]
+        meta = tensor_of(node)
         dim, start = _bounds(node, 1)[:2]
-        shape = table.meta["tensor"].shape
+        shape = tensor_of(table).shape
         with self.graph.inserting_before(node):
             rows = self._rows(node, start)
             whole = any(size != 1 for size in shape[:dim]) or not all(isinstance(size, int) for size in shape)
             if whole or not meta.dtype.is_floating_point:
                 found = self._like(node, aten.index_select.default, (table, dim, rows), meta.shape, meta.dtype)
             else:
-                count, width = shape[dim], _product(shape[dim + 1 :])
+                count: Any = shape[dim]
+                width = _product(shape[dim + 1 :])
                 flat = self._like(node, aten.view.default, (table, [count, width]), (count, width), meta.dtype)
                 ids = self._like(node, aten.arange.start, (1, count + 1), (count,))
                 looked = self._like(node, own.embedding.default, (flat, rows, ids), (self.token, width), meta.dtype)
@@ -284,7 +286,7 @@ class _Rewrite:
     def _table_backward(self, node: fx.Node) -> None:
         """`slice_backward(grad, sizes, dim, a, a + T)`."""
         grad: Any = node.args[0]
-        meta: TensorMeta = node.meta["tensor"]
+        meta = tensor_of(node)
         dim, start = _bounds(node, 2)[:2]
         count, width = meta.shape[dim], _product(meta.shape[dim + 1 :])
         with self.graph.inserting_before(node):
@@ -319,7 +321,7 @@ class _Rewrite:
 
 def _bounds(node: fx.Node, at: int) -> tuple[int, int, Any]:
     """(dim, start, end) of a slice or of its gradient, whose dim is argument `at`."""
-    args = [a.meta["sym"] if isinstance(a, fx.Node) and "sym" in a.meta else a for a in node.args]
+    args = [size_of(a) if isinstance(a, fx.Node) and is_size(a) else a for a in node.args]
     rank = len((node.meta if at == 2 else args[0].meta)["tensor"].shape)  # type: ignore[union-attr]
     dim = (args[at] if len(args) > at else 0) % rank  # type: ignore[operator]
     start = args[at + 1] if len(args) > at + 1 else 0
@@ -328,7 +330,7 @@ def _bounds(node: fx.Node, at: int) -> tuple[int, int, Any]:
 
 def _key(node: fx.Node) -> Any:
     """See `_sliced_tables`."""
-    return (tuple(node.meta["tensor"].shape), *_bounds(node, 2))
+    return (tuple(tensor_of(node).shape), *_bounds(node, 2))
 
 
 def _product(sizes: tuple[Size, ...]) -> Any:

@@ -28,6 +28,7 @@ from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.markers import vary
+from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, set_results
 
 
@@ -43,7 +44,7 @@ class ReduceGradients:
     def __call__(self, graph: AnnotatedGraph) -> None:
         (output,) = graph.graph.find_nodes(op="output")
         stored = {
-            info.fqn: node.meta["dist"]
+            info.fqn: dist_of(node)
             for node, info in zip(graph.placeholders, graph.inputs, strict=True)
             if info.kind == "param"
         }
@@ -72,15 +73,15 @@ class ReduceGradients:
             if early:
                 results[-1].meta["bucket"] = f"grads/{blocks[out.fqn]}"
         set_results(graph.graph, results)
-        output.meta["dist_in"] = tuple(node.meta["dist"] for node in results)
+        output.meta["dist_in"] = tuple(dist_of(node) for node in results)
 
 
 def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
     """The result's placement with every replica's value as one term; an integer buffer (a step count) keeps the
     largest.
     """
-    config: DistConfig = node.meta["dist"]
-    dtype = node.meta["tensor"].dtype
+    config = dist_of(node)
+    dtype = tensor_of(node).dtype
     if graph.strategy.degree("dp") == 1 or (op == "avg" and dtype == torch.bool):
         return config
     return config.with_placement("dp", Partial(op if op == "sum" or dtype.is_floating_point else "max"))
@@ -101,6 +102,6 @@ def _reduce(
     early = phase == "body"
     place = graph.inserting_after(node) if early else graph.inserting_before(output)
     with place:
-        term = insert(graph, vary, (node,), like=node, tensor=node.meta["tensor"], dist=body, phase=phase)
+        term = insert(graph, vary, (node,), like=node, tensor=tensor_of(node), dist=body, phase=phase)
     with graph.inserting_after(term):
-        return insert(graph, reshard, (term,), like=node, tensor=node.meta["tensor"], dist=target, phase=phase)
+        return insert(graph, reshard, (term,), like=node, tensor=tensor_of(node), dist=target, phase=phase)

@@ -24,6 +24,7 @@ import sympy
 from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import is_backward
 from fxpar.ir.pass_base import Tier
 from fxpar.remat import choose, forward_values, saved_bytes, trace_storages
 
@@ -67,7 +68,7 @@ class Rematerialize:
 def _duplicate(graph: AnnotatedGraph, again: frozenset[fx.Node]) -> list[fx.Node]:
     """Let the backward read copies of the nodes in `again`; all nodes that may have to move, operands first."""
     values = forward_values(graph)
-    backward = [n for n in graph.graph.nodes if n.op == "call_function" and n.meta.get("backward")]
+    backward = [n for n in graph.graph.nodes if n.op == "call_function" and is_backward(n)]
     wanted = _wanted(values.needed, again)
     copies: dict[fx.Node, fx.Node] = dict(values.gathered)
     with graph.graph.inserting_before(backward[0]):
@@ -103,7 +104,7 @@ def _chains(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node not in found and node.op == "call_function" and node.meta.get("backward"):
+        if node not in found and node.op == "call_function" and is_backward(node):
             found.add(node)
             todo += node.all_input_nodes
     return sorted(found)

@@ -24,6 +24,7 @@ from fxpar.errors import PlacementError
 from fxpar.ir import collectives as c
 from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Tier, insert
 
 Step = tuple[object, tuple, DistConfig]  # op, its arguments after x, the placement it makes
@@ -40,13 +41,13 @@ class ReshardToCollectives:
         for node in graph.graph.find_nodes(op="call_function", target=c.reshard):
             value: fx.Node = node.args[0]  # type: ignore[assignment]
             with graph.graph.inserting_before(node):
-                for op, args, dist in steps(value.meta["dist"], node.meta["dist"]):
+                for op, args, dist in steps(dist_of(value), dist_of(node)):
                     value = insert(
                         graph.graph,
                         op,
                         (value, *args),
                         like=node,
-                        tensor=node.meta["tensor"],
+                        tensor=tensor_of(node),
                         dist=dist,
                         phase=node.meta["phase"],
                     )

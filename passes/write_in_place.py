@@ -24,7 +24,8 @@ import torch
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta, local_meta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import is_backward, is_size, local_meta, phase_of
 from fxpar.ir.pass_base import Tier, ancestors
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import IN_PLACE, OUT, RELABELS
@@ -49,7 +50,7 @@ class WriteInPlace:
     def __call__(self, graph: AnnotatedGraph) -> None:
         memory = _Memory(graph)
         for node in list(graph.graph.nodes):
-            if node.op != "call_function" or node.meta.get("phase", "body") != "body":
+            if node.op != "call_function" or phase_of(node) != "body":
                 continue
             if node.target in IN_PLACE:
                 _over_an_operand(node, memory)
@@ -119,11 +120,11 @@ class _Memory:
         self.sides.setdefault(start, set()).add(self._side(node))
 
     def _side(self, node: fx.Node) -> tuple[str, bool]:
-        return node.meta.get("phase", "body"), node in self.early
+        return phase_of(node), node in self.early
 
     def may_write(self, node: fx.Node, value: Any) -> bool:
         """Whether `node`, an elementwise op, may write its result over its operand `value`."""
-        if not isinstance(value, fx.Node) or "sym" in value.meta or _meta(value) is None:
+        if not isinstance(value, fx.Node) or is_size(value) or _meta(value) is None:
             return False
         start = _source(value)
         return (
@@ -146,9 +147,9 @@ def _forward(graph: AnnotatedGraph) -> set[fx.Node]:
     todo: list[fx.Node] = []
     while ends:
         node = ends.pop()
-        if node.meta.get("phase") == "epilogue":
+        if phase_of(node) == "epilogue":
             ends += node.all_input_nodes
-        elif not node.meta.get("backward"):
+        elif not is_backward(node):
             todo.append(node)
     return ancestors(todo)
 

@@ -24,6 +24,7 @@ from torch import fx
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import dist_of, is_backward, tensor_of
 from fxpar.ir.pass_base import Tier, gathered_together, insert
 
 
@@ -47,7 +48,7 @@ class ZeroShard:
         for node, info in zip(graph.placeholders, graph.inputs, strict=True):
             if info.kind != "param" or not info.meta.shape:
                 continue
-            compute: DistConfig = node.meta["dist"]
+            compute = dist_of(node)
             stored = shard_over(compute, axis)
             node.meta["dist"] = stored
             if strategy.zero < 3:
@@ -55,7 +56,7 @@ class ZeroShard:
                 continue
             block = blocks[info.fqn]
             users = list(node.users)
-            again = [u for u in users if u.meta.get("backward")] if block in middle else []
+            again = [u for u in users if is_backward(u)] if block in middle else []
             first = [u for u in users if u not in again]
             _gather(graph.graph, node, compute, first, "body", f"{block}/forward")
             _gather(graph.graph, node, compute, again, "body", f"{block}/backward")
@@ -69,7 +70,7 @@ def _released_blocks(graph: AnnotatedGraph, blocks: Mapping[str, str]) -> set[st
     last_use: dict[str, fx.Node] = {}
     first_use: dict[str, fx.Node] = {}
     for node, info in zip(graph.placeholders, graph.inputs, strict=True):
-        users = [u for u in node.users if not u.meta.get("backward") and u.op != "output"]
+        users = [u for u in node.users if not is_backward(u) and u.op != "output"]
         if info.kind != "param" or not users:
             continue
         block = blocks[info.fqn]
@@ -94,7 +95,7 @@ def _gather(
     first = min(users)
     with graph.inserting_before(first):
         like = first if first.op != "output" else param
-        node = insert(graph, reshard, (param,), like=like, tensor=param.meta["tensor"], dist=compute)
+        node = insert(graph, reshard, (param,), like=like, tensor=tensor_of(param), dist=compute)
     node.meta["phase"], node.meta["bucket"] = phase, bucket
     for user in users:
         user.replace_input_with(param, node)

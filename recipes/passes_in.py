@@ -19,6 +19,7 @@ from torch import fx, nn
 from fxpar.errors import ForeignPassError, VerifyError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import dist_of, fqn_of, is_backward, is_size, local_meta, tensor_of
 from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.ir.serialize import OpOverload
 from fxpar.lowering.verify import verify
@@ -141,7 +142,7 @@ def _is_always_true(condition: Any) -> bool:
 
 def _check_lowered(graph: AnnotatedGraph, name: str) -> None:
     for node in graph.graph.nodes:
-        if node.op == "call_function" and "sym" not in node.meta and "local" not in node.meta:
+        if node.op == "call_function" and not is_size(node) and "local" not in node.meta:
             raise ForeignPassError(
                 name, f"%{node.name} is not lowered to local tensors yet", "Put the pass behind lower_collectives"
             )
@@ -153,13 +154,13 @@ def _copied(graph: fx.Graph, fakes: Fakes) -> fx.Graph:
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = made[node] = copy.node_copy(node, made.__getitem__)
-        value = _integer(new) if "sym" in node.meta else fakes.tensor(_meta(node))
+        value = _integer(new) if is_size(node) else fakes.tensor(_meta(node))
         new.meta = {**node.meta.get(_THEIRS, {}), _OURS: (node.meta, value)}
         if value is not None:
             new.meta["val"] = value
         if node.op == "call_function":
-            new.meta["custom"] = {**new.meta.get("custom", {}), "module_fqn": node.meta.get("fqn", "")}
-            if node.meta.get("backward"):
+            new.meta["custom"] = {**new.meta.get("custom", {}), "module_fqn": fqn_of(node)}
+            if is_backward(node):
                 new.meta["autograd_backward"] = True
     return copy
 
@@ -176,7 +177,7 @@ def _integer(node: fx.Node) -> Any:
 
 
 def _meta(node: fx.Node) -> Any:
-    return node.meta.get("local", node.meta.get("tensor"))
+    return local_meta(node)
 
 
 def _complete(graph: fx.Graph, known: set[fx.Node], fakes: Fakes, error: Callable[[str, str], Exception]) -> None:
@@ -242,8 +243,8 @@ def _check_ends(graph: AnnotatedGraph, result: fx.Graph, error: Callable[[str, s
             shape = _meta(new) if isinstance(new, fx.Node) else repr(new)
             raise error(f"{what} is {shape} instead of {_meta(old)}", "Keep the results")
         if "dist" not in new.meta:
-            new.meta.update(tensor=old.meta["tensor"], dist=old.meta["dist"])
-        if new.meta["dist"] != old.meta["dist"] or new.meta["tensor"] != old.meta["tensor"]:
+            new.meta.update(tensor=tensor_of(old), dist=dist_of(old))
+        if dist_of(new) != dist_of(old) or tensor_of(new) != tensor_of(old):
             raise error(
                 f"{what} is %{new.name}, which lies as {new.meta['dist']} instead of {old.meta['dist']}",
                 "Keep the results",

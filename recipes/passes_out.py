@@ -20,6 +20,7 @@ from fxpar.errors import ForeignGraphPassError
 from fxpar.ir import pass_registry
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import fqn_of, is_backward, local_meta
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pass_registry import GraphModulePass, as_graph_module_pass
 from fxpar.passes.bucket_collectives import BucketCollectives
@@ -196,8 +197,8 @@ def _give_back(graph: fx.Graph, known: set[fx.Node]) -> None:
     for node in graph.nodes:
         if node not in known and node.op == "call_function":
             node.meta["val"] = _value(node)
-            node.meta["custom"] = {"module_fqn": node.meta.get("fqn", "")}
-            if node.meta.get("backward"):
+            node.meta["custom"] = {"module_fqn": fqn_of(node)}
+            if is_backward(node):
                 node.meta["autograd_backward"] = True
     for node in graph.nodes:
         for key in _OURS:
@@ -218,7 +219,7 @@ def _value(node: fx.Node) -> Any:
         sizes = [size for size in meta.shape if isinstance(size, int)]
         return like.new_empty(sizes, dtype=meta.dtype) if len(sizes) == len(meta.shape) else None
 
-    return make(node.meta.get("local", node.meta.get("tensor")))
+    return make(local_meta(node))
 
 
 __all__ = ["FITTING", "describe", "for_graph_trainer", "resolve"]

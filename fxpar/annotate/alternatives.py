@@ -23,6 +23,7 @@ from fxpar.annotate.policy import ContextAxis, TensorAxis
 from fxpar.annotate.problem import OpClass
 from fxpar.annotate.solve import AxisSearch, AxisSolution, Demand
 from fxpar.ir.dist_config import OuterShard, Placement, R, Shard
+from fxpar.ir.node_meta import input_kind
 from fxpar.rules.option import Cut, Option, OpView, Seed, replicated
 from fxpar.rules.table import OpRule, options, passing, rule_of
 
@@ -151,7 +152,7 @@ def _refused_input(found: AxisSearch, entry: OpClass) -> Iterator[Refused]:
 def _why_whole(found: AxisSearch, entry: OpClass, dim: int, size: int, fixed: Placement | None) -> str:
     """Why an input is not cut along a dim."""
     degree, axis = found.problem.degree, found.axis
-    is_param = entry.nodes[0].meta.get("kind") == "param"
+    is_param = input_kind(entry.nodes[0]) == "param"
     if fixed is not None:
         return f"an override says {fixed}"
     if isinstance(found.policy, ContextAxis) and is_param:

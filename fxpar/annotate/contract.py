@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.ir.dist_config import Placement, R
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import tensor_of
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.rules.option import Option
 
@@ -109,5 +110,5 @@ def _narrows(entry: OpClass) -> bool:
     """Whether the result takes fewer bytes per element than the operand."""
     (node, *_) = entry.nodes
     (operand,) = tensor_operands(node)
-    before, after = operand.meta["tensor"], node.meta["tensor"]
+    before, after = tensor_of(operand), tensor_of(node)
     return isinstance(before, TensorMeta) and before.dtype.itemsize > after.dtype.itemsize

@@ -34,11 +34,12 @@ from fxpar.flow import padding_hazard, token_symbol
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, source_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
-from fxpar.rules.view import Sizes, is_op, resolve, tensor_metas
+from fxpar.rules.view import Sizes, is_op, resolve
 
 Choice = dict[fx.Node, Option]
 SENT = ("sent", "sent_grad")
@@ -150,7 +151,7 @@ def _label_variants(graph: AnnotatedGraph, overrides: dict[str, Placement]) -> N
             node.meta["class"] = (*node.meta["class"], *variants.get(block_or_module_of(info.fqn), ()))
     for node in graph.graph.nodes:
         if node.op == "call_function" and variants:
-            node.meta["variant"] = tuple(variants.get(block_or_module_of(node.meta.get("fqn", "")), ()))
+            node.meta["variant"] = tuple(variants.get(block_or_module_of(fqn_of(node)), ()))
 
 
 def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, sp: bool | None) -> list[Demand]:
@@ -170,7 +171,7 @@ def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | 
         if output.kind in ("buffer", "value", "input_grad"):
             demand = Demand(value, (R,), (0.0,))
         elif output.kind in SENT:
-            demand = Demand(value, (boundary_placement(node.meta["tensor"], token, cuts_tokens),), (0.0,))
+            demand = Demand(value, (boundary_placement(tensor_of(node), token, cuts_tokens),), (0.0,))
         elif output.kind == "loss":
             demand = Demand(value, (R, P), (0.0, 0.0))
         else:
@@ -213,11 +214,11 @@ def _write(graph: AnnotatedGraph, tp: Choice, cp: Choice, token: sympy.Symbol | 
                 config(m, on_tp.outputs[j] if on_tp else R, on_cp.outputs[j] if on_cp else R) if m else None
                 for j, m in enumerate(metas)
             )
-            node.meta["dist"] = dist if isinstance(node.meta["tensor"], tuple) else dist[0]
+            node.meta["dist"] = dist if isinstance(whole_meta(node), tuple) else dist[0]
             operands = tensor_operands(node)
             node.meta["dist_in"] = tuple(
                 config(
-                    operand.meta["tensor"],
+                    tensor_of(operand),
                     on_tp.inputs[i] if on_tp else R,
                     on_cp.inputs[i] if on_cp else R,
                 )
@@ -225,7 +226,7 @@ def _write(graph: AnnotatedGraph, tp: Choice, cp: Choice, token: sympy.Symbol | 
             )
         elif node.op == "call_function" and tensor_metas(node):  # getitem
             source, index = resolve(node)
-            node.meta["dist"] = source.meta["dist"][index]
+            node.meta["dist"] = dists_of(source)[index]
     (output,) = graph.graph.find_nodes(op="output")
     by_fqn = {info.fqn: n for n, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"}
     output.meta["dist_in"] = tuple(
@@ -238,11 +239,11 @@ def _result_config(
     graph: AnnotatedGraph, node: fx.Node, kind: str, param: fx.Node | None, token: sympy.Symbol | None
 ) -> DistConfig:
     """How a result leaves the body: like its parameter, or partial on axes that are summed up afterwards."""
-    made: DistConfig = node.meta["dist"]
-    lies = param.meta["dist"] if param is not None and kind == "grad" else None
+    made = dist_of(node)
+    lies = dist_of(param) if param is not None and kind == "grad" else None
     target = lies or DistConfig.replicated(graph.strategy.mesh, made.ndim, made.dtype)
     if kind in SENT:
-        meta, strategy = node.meta["tensor"], graph.strategy
+        meta, strategy = tensor_of(node), graph.strategy
         on_tp = boundary_placement(meta, token, strategy.sp and strategy.degree("tp") > 1)
         on_cp = boundary_placement(meta, token, strategy.degree("cp") > 1)
         return combine(target, meta, on_tp, on_cp, token)
@@ -274,8 +275,8 @@ def _note_attention(graph: AnnotatedGraph, tp: Choice, cp: Choice) -> None:
         places = defaultdict(list)
         for node, option in choice.items():
             if node.target is own.attention.default and not any(isinstance(p, Shard) for p in option.inputs):
-                heads = tuple(node.args[i].meta["tensor"].shape[1] for i in (0, 1))  # type: ignore[union-attr]
-                places[(starred(node.meta["fqn"]), heads)].append(node)
+                heads = tuple(tensor_of(node.args[i]).shape[1] for i in (0, 1))  # type: ignore[union-attr]
+                places[(starred(fqn_of(node)), heads)].append(node)
         for (fqn, (heads, kv_heads)), nodes in places.items():
             graph.notes.append(
                 f"{len(nodes)} attention op(s) in {fqn or 'the root'}: {heads} query / {kv_heads} key-value heads do "
@@ -292,7 +293,7 @@ def _note_missing_rules(graph: AnnotatedGraph) -> None:
         if is_op(node) and rule_of(node.target) is None and node.target not in REPLICATED_ON_PURPOSE:
             missing[str(node.target)].append(node)
     for name, nodes in missing.items():
-        where = nodes[0].meta.get("source") or nodes[0].meta.get("fqn") or "the model"
+        where = source_of(nodes[0]) or fqn_of(nodes[0]) or "the model"
         note = f"op {name} ({len(nodes)}x, first at {where}) has no sharding rule: it runs replicated"
         graph.notes.append(note)
         warn(note)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fxpar.annotate.problem import AxisProblem, OpClass
+from fxpar.ir.node_meta import input_kind
 from fxpar.ops.traits import ATTENTION, is_product
 from fxpar.rules.own_ops import narrow_attention
 
@@ -76,6 +77,6 @@ def _weights(problem: AxisProblem, product: OpClass) -> list[int]:
         way = [min(producers)[0]]
         while len(problem.classes[way[-1]].operands) == 1:
             way.append(min(problem.classes[way[-1]].operands[0])[0])
-        if problem.classes[way[-1]].nodes[0].meta.get("kind") == "param":
+        if input_kind(problem.classes[way[-1]].nodes[0]) == "param":
             found += way
     return found

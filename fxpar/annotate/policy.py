@@ -15,12 +15,12 @@ from fxpar.annotate.solve import is_weight
 from fxpar.errors import OverrideError, nearest
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import input_kind, tensor_metas, tensor_of
 from fxpar.ir.strategy import Strategy, parse_override
 from fxpar.ops.traits import ATTENTION, is_product, is_view
 from fxpar.rules.option import Option
 from fxpar.rules.own_ops import attention_options, narrow_attention
 from fxpar.rules.table import own, passing
-from fxpar.rules.view import tensor_metas
 
 # A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
 # outweighs communication unless the cut is absurd.
@@ -63,7 +63,7 @@ def boundary_placement(meta: TensorMeta, token: sympy.Symbol | None, cut: bool) 
 
 def _token_dims(entry: OpClass, result: int) -> list[int]:
     """Token dims of the inputs of a micro-batch; whatever follows from them is found through the rules."""
-    if entry.nodes[0].meta.get("kind") not in (*_WHOLE_INPUTS, *RECEIVED):
+    if input_kind(entry.nodes[0]) not in (*_WHOLE_INPUTS, *RECEIVED):
         return []
     return [d for d, token in enumerate(entry.token[result]) if token]
 
@@ -77,7 +77,7 @@ def _work_bytes(problem: AxisProblem, entry: OpClass) -> float:
 
 def _weight_bytes(problem: AxisProblem, entry: OpClass) -> float:
     """Bytes of a weight and of the activations that it makes, so that neither small widths nor long batches tip it."""
-    meta = entry.nodes[0].meta["tensor"]
+    meta = tensor_of(entry.nodes[0])
     return problem.sizes.nbytes(meta) + problem.sizes.NOMINAL * max(entry.view.outputs[0]) * meta.dtype.itemsize
 
 
@@ -100,18 +100,18 @@ class TensorAxis:
     token: sympy.Symbol | None
 
     def seeds(self, entry: OpClass, result: int) -> list[int]:
-        if entry.nodes[0].meta.get("kind") == "param":
+        if input_kind(entry.nodes[0]) == "param":
             return list(range(len(entry.view.outputs[0])))
         return _token_dims(entry, result) if self.sp else []
 
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
-        if node.meta.get("kind") in RECEIVED:
-            return [Option((), (boundary_placement(node.meta["tensor"], self.token, self.sp),))]
+        if input_kind(node) in RECEIVED:
+            return [Option((), (boundary_placement(tensor_of(node), self.token, self.sp),))]
         shards = sorted((s for s in entry.candidates[0] if not _is_term(s)), key=str)
-        if node.meta.get("kind") == "tangent":
+        if input_kind(node) == "tangent":
             return [Option((), (R,)), *(Option((), (s,)) for s in shards)]
-        if node.meta.get("kind") != "param":
+        if input_kind(node) != "param":
             return [Option((), (R,))]
         override = self.overrides.get(node.name)
         if isinstance(override, Replicate):
@@ -173,9 +173,9 @@ class ContextAxis:
 
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
-        if node.meta.get("kind") in RECEIVED:
-            return [Option((), (boundary_placement(node.meta["tensor"], self.token, True),))]
-        if node.meta.get("kind") not in _WHOLE_INPUTS:
+        if input_kind(node) in RECEIVED:
+            return [Option((), (boundary_placement(tensor_of(node), self.token, True),))]
+        if input_kind(node) not in _WHOLE_INPUTS:
             return [Option((), (R,))]
         return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
 

@@ -17,9 +17,10 @@ from torch import fx
 from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Size
+from fxpar.ir.node_meta import fqn_of, input_kind, is_backward, tensor_metas, tensor_of
 from fxpar.rules.option import Cut, Option, OpView, Seed, divides
 from fxpar.rules.table import options
-from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
+from fxpar.rules.view import Sizes, is_op, make_view
 
 
 @dataclass
@@ -94,12 +95,12 @@ def build(
     counts: dict[tuple[str, bool], int] = defaultdict(int)
     for node in graph.nodes:
         if node.op == "placeholder":
-            meta = node.meta["tensor"]
+            meta = tensor_of(node)
             view, operands = OpView("input", (), (), (), (sizes.shape(meta),)), []
             key: Any = (node.meta.get("class", node.name), view)
         elif is_op(node):
             view, operands = make_view(node, sizes, inner, inner_degree)
-            place = (node.meta.get("fqn", ""), bool(node.meta.get("backward")))
+            place = (fqn_of(node), is_backward(node))
             key = (starred(place[0]), place[1], counts[place], view, node.meta.get("variant", ()))
             counts[place] += 1
         else:
@@ -111,7 +112,7 @@ def build(
             problem.classes.append(OpClass(index, view, kinds, operands=[set() for _ in operands]))
         entry = problem.classes[index]
         entry.nodes.append(node)
-        entry.weighted |= node.meta.get("kind") == "param"
+        entry.weighted |= input_kind(node) == "param"
         problem.class_of[node] = index
         for position, (source, result) in enumerate(operands):
             producer = problem.class_of[source]

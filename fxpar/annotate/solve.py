@@ -19,8 +19,8 @@ from fxpar.annotate.cost import LAUNCH_BYTES, Cost, reshard_bytes
 from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass
 from fxpar.errors import PlacementError
 from fxpar.ir.dist_config import OuterShard, Placement, Shard
+from fxpar.ir.node_meta import input_kind, tensor_metas
 from fxpar.rules.option import Option
-from fxpar.rules.view import tensor_metas
 
 if TYPE_CHECKING:  # loading scipy takes half a second, which reading a placed graph need not wait for
     from scipy.optimize import LinearConstraint
@@ -118,7 +118,7 @@ class _Program:
 
 def is_weight(entry: OpClass) -> bool:
     """A parameter with at least two dims: the axis is about how these lie. Norm weights and biases may be sliced."""
-    return entry.nodes[0].meta.get("kind") == "param" and len(entry.view.outputs[0]) > 1
+    return input_kind(entry.nodes[0]) == "param" and len(entry.view.outputs[0]) > 1
 
 
 class Search:

@@ -16,6 +16,7 @@ from fxpar.batching.collate import ALIASES, Tokens, collate, is_whole
 from fxpar.batching.plan import MicroBatch
 from fxpar.errors import TokenIdError
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import tensor_of
 from fxpar.ops.traits import EMBEDDINGS, KEEPS_ALL, LABEL_LOSSES
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -66,13 +67,13 @@ def _limits(ids: fx.Node) -> Iterator[IdLimit]:
         if user.args[0] is ids and _keeps_values(user):
             yield from _limits(user)
         elif user.target in EMBEDDINGS | LABEL_LOSSES:
-            rows = user.args[0].meta["tensor"].shape[int(user.target in LABEL_LOSSES)]  # type: ignore[union-attr]
+            rows = tensor_of(user.args[0]).shape[int(user.target in LABEL_LOSSES)]
             if user.args[1] is ids and isinstance(rows, int):
                 yield IdLimit(rows, _name(user), _ignored(user, ids))
 
 
 def _keeps_values(node: fx.Node) -> bool:
-    return node.target in _KEEP_VALUES or (node.target is aten._to_copy.default and is_whole(node.meta["tensor"].dtype))
+    return node.target in _KEEP_VALUES or (node.target is aten._to_copy.default and is_whole(tensor_of(node).dtype))
 
 
 def _ignored(lookup: fx.Node, ids: fx.Node) -> frozenset[int]:

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxpar.batching.ids import IdLimit
 from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import tensor_of, whole_meta
 from fxpar.ops.traits import EMBEDDINGS
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ def _table(logical: LogicalGraph, most: int) -> str:
     for node in logical.gm.graph.nodes:
         if node.target in EMBEDDINGS:
             table, ids = node.args[:2]
-            rows = table.meta["tensor"].shape[0]
+            rows = tensor_of(table).shape[0]
             if isinstance(rows, int) and rows >= most and not batch & set(_values(ids)):
                 found.append((rows, f"the table of {node.meta.get('fqn') or table.name!r}"))
         elif node.target is aten.slice.Tensor and node.args[0] in inputs and node.args[0] not in batch:
@@ -80,4 +81,4 @@ def _values(node: fx.Node) -> Iterator[fx.Node]:
         if one not in seen:
             seen.add(one)
             yield one
-            waiting += [n for n in one.all_input_nodes if isinstance(n.meta.get("tensor"), TensorMeta)]
+            waiting += [n for n in one.all_input_nodes if isinstance(whole_meta(n), TensorMeta)]

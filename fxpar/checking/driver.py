@@ -24,7 +24,8 @@ from fxpar.checking.widen import wide_tensor, widen
 from fxpar.errors import FxparError, NothingToCheckError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import compile_graph
-from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import tensor_metas
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
@@ -122,8 +123,8 @@ def check(
 
 def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
     """Floating-point dtypes in which the graph computes."""
-    metas = [node.meta.get("tensor") for node in logical.gm.graph.nodes]
-    return {m.dtype for m in metas if isinstance(m, TensorMeta) and m.dtype.is_floating_point}
+    metas = (m for node in logical.gm.graph.nodes for m in tensor_metas(node))
+    return {m.dtype for m in metas if m is not None and m.dtype.is_floating_point}
 
 
 class _Oracle:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import whole_meta
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,8 +28,8 @@ def widen(logical: LogicalGraph) -> LogicalGraph:
     for node in graph.nodes:
         node.args = _wide_args(node.args)
         node.kwargs = {key: _wide_args(value) for key, value in node.kwargs.items()}
-        if "tensor" in node.meta:
-            node.meta = {**node.meta, "tensor": _wide_meta(node.meta["tensor"])}
+        if whole_meta(node) is not None:
+            node.meta = {**node.meta, "tensor": _wide_meta(whole_meta(node))}
     inputs = tuple(replace(info, meta=_wide_meta(info.meta)) for info in logical.inputs)
     constants = {name: wide_tensor(value) for name, value in logical.constants.items()}
     return replace(logical, gm=fx.GraphModule(logical.gm, graph), inputs=inputs, constants=constants)

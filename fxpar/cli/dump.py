@@ -22,6 +22,7 @@ from fxpar.errors import (
 from fxpar.graph_files import SavedGraph, kind_of, save_graph
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, format_graph, matches, parts, without_folders
 from fxpar.ir.strategy import Strategy
@@ -185,7 +186,7 @@ def _program(graph: AnyGraph, request: DumpRequest) -> Program:
 def _check_glob(graph: AnyGraph, glob: str) -> None:
     """Raises NoModuleError for a glob that no module and no parameter matches."""
     shown = graph.stages if isinstance(graph, PipelineGraph) else (graph,)
-    names = {n.meta.get("fqn") or "" for each in shown for part in parts(each) for n in part.graph.nodes}
+    names = {fqn_of(n) for each in shown for part in parts(each) for n in part.graph.nodes}
     names |= {info.fqn for info in graph.inputs if info.kind == "param"}
     if not any(matches(name, glob) for name in names):
         prefixes = {".".join(name.split(".")[: i + 1]) for name in names for i in range(name.count(".") + 1)}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, PrintedPart, matches, op_name, parts, type_of
 
@@ -47,7 +48,7 @@ def _part(part: PrintedPart, key: str, title: str, fqn: str | None) -> Iterator[
 
 
 def _is_kept(node: fx.Node, fqn: str | None) -> bool:
-    return bool(node.users) and fqn is None if node.op == "placeholder" else matches(node.meta.get("fqn") or "", fqn)
+    return bool(node.users) and fqn is None if node.op == "placeholder" else matches(fqn_of(node), fqn)
 
 
 def _modules(nodes: list[fx.Node], part: PrintedPart, key: str, inside: str, depth: int) -> Iterator[str]:
@@ -55,7 +56,7 @@ def _modules(nodes: list[fx.Node], part: PrintedPart, key: str, inside: str, dep
     pad = "  " * depth
     children: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        where = "" if node.op == "placeholder" else node.meta.get("fqn") or ""
+        where = "" if node.op == "placeholder" else fqn_of(node)
         rest = where[len(inside) :].lstrip(".")
         if not rest:
             label = f"%{part.names[node]} = {op_name(node) if node.op == 'call_function' else 'input'}\n{type_of(node)}"

@@ -9,6 +9,7 @@ from torch import fx
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import fqn_of, is_backward, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.printer import AnyGraph, PrintedPart, matches, parts
 from fxpar.ir.serialize import target_name
@@ -49,7 +50,7 @@ def graph_document(
         document["nodes"] = sum(s["nodes"] for s in document["stages"])
     else:
         document["parts"] = {
-            p.name: [_node(n, p) for n in p.graph.nodes if n.op != "output" and matches(n.meta.get("fqn") or "", fqn)]
+            p.name: [_node(n, p) for n in p.graph.nodes if n.op != "output" and matches(fqn_of(n), fqn)]
             for p in parts(graph)
         }
         document["nodes"] = sum(len(nodes) for nodes in document["parts"].values())
@@ -145,9 +146,9 @@ def _node(node: fx.Node, part: PrintedPart) -> dict[str, Any]:
     for key, convert in (("tensor", _metas), ("local", _metas), ("dist", _dists), ("dist_in", _dists), ("sym", str)):
         if node.meta.get(key) is not None:
             found[key] = convert(node.meta[key])
-    found["fqn"] = node.meta.get("fqn") or ""
-    found["source"] = node.meta.get("source")
-    found["backward"] = bool(node.meta.get("backward"))
+    found["fqn"] = fqn_of(node)
+    found["source"] = source_of(node)
+    found["backward"] = is_backward(node)
     return found
 
 

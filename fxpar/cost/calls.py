@@ -27,6 +27,7 @@ from fxpar.cost.ops import SizesOf, flops, is_kernel, local_metas, touched_bytes
 from fxpar.cost.polynomial import Polynomial, Sizes, fitted
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import comm_of, fqn_of, is_backward
 from fxpar.ops.traits import ATTENTION
 
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
@@ -66,7 +67,7 @@ def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
     latency are left out: they say how a call is made, not what it does.
     """
     if "comm" in node.meta:
-        sent: TensorMeta = node.meta["comm"][1]
+        sent: TensorMeta = comm_of(node)[1]
         return math.prod(shape(sent)) * sent.dtype.itemsize / cluster.bytes_per_s(between=False)
     if not is_kernel(node):
         return Fraction(0)
@@ -103,8 +104,8 @@ class _Walk:
                 yield self._kernel(name, node)
 
     def _collective(self, part: str, node: fx.Node, kind: str) -> NodeCost:
-        axis, sent = node.meta["comm"]
-        fqn, backward = node.meta.get("fqn", ""), bool(node.meta.get("backward"))
+        axis, sent = comm_of(node)
+        fqn, backward = fqn_of(node), is_backward(node)
         found = Communication(kind, axis, sent, part, fqn, backward)
         if axis not in self._per_byte:
             self._per_byte[axis] = seconds_per_byte(self.program.mesh, axis, self.cluster)
@@ -120,7 +121,7 @@ class _Walk:
         # Of a product what grows with T hides behind the arithmetic.
         moved = touched if is_memory else Polynomial(touched.c0)
         kind: Kind = "memory" if is_memory else "attention" if node.target in ATTENTION else "product"
-        fqn, backward = node.meta.get("fqn", ""), bool(node.meta.get("backward"))
+        fqn, backward = fqn_of(node), is_backward(node)
         seconds = self._kernel_s(work, moved, _dtype(node))
         return NodeCost(part, node.name, fqn, kind, "", backward, seconds, touched, work)
 

@@ -19,6 +19,7 @@ from torch import fx
 from fxpar.errors import CostModelError, OpContractError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
+from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.traits import (
     ADDED_PRODUCTS,
@@ -131,7 +132,7 @@ def is_kernel(node: fx.Node) -> bool:
 
 def local_metas(value: Any) -> Iterator[TensorMeta]:
     """The tensors of a node's result, as one rank has them; none of what is no node."""
-    meta = value.meta.get("local", value.meta.get("tensor")) if isinstance(value, fx.Node) else None
+    meta = local_meta(value) if isinstance(value, fx.Node) else None
     found = meta if isinstance(meta, tuple) else (meta,)
     return (one for one in found if isinstance(one, TensorMeta))
 

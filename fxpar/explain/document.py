@@ -17,10 +17,11 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Dim, Input
+from fxpar.ir.node_meta import fqn_of, is_backward, is_size, source_of, tensor_metas
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name, type_of, without_folders
 from fxpar.ir.strategy import Strategy
-from fxpar.rules.view import Sizes, resolve, tensor_metas
+from fxpar.rules.view import Sizes, resolve
 
 Document = dict[str, Any]
 PRICES = {"tokens": Sizes.NOMINAL, "bytes_per_float": 2, "bytes_per_collective": LAUNCH_BYTES}
@@ -85,7 +86,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     for operand in node.all_input_nodes:
         while op_name(operand) == "reshard":
             operand = operand.all_input_nodes[0]
-        if "sym" not in operand.meta:
+        if not is_size(operand):
             found.append(operand)
     return found
 
@@ -98,11 +99,11 @@ def _name(known: Placed, nodes: tuple[fx.Node, ...]) -> str:
 
 
 def _place(node: fx.Node) -> Document:
-    source = node.meta.get("source")
+    source = source_of(node)
     return {
-        "module": node.meta.get("fqn") or "",
+        "module": fqn_of(node),
         "source": without_folders(source) if source else None,
-        "backward": bool(node.meta.get("backward")),
+        "backward": is_backward(node),
     }
 
 
@@ -153,8 +154,8 @@ def moves_document(known: Placed, found: Iterable[Reshard]) -> list[Document]:
             document["have"],
             document["wanted"],
             starred(document["module"]),
-            bool(move.value.meta.get("backward")),
-            tuple((op_name(u), starred(u.meta.get("fqn") or "")) for u in move.users),
+            is_backward(move.value),
+            tuple((op_name(u), starred(fqn_of(u))) for u in move.users),
         )
         if key in rows:
             rows[key]["count"] += 1

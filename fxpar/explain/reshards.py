@@ -16,6 +16,7 @@ from fxpar.ir.collectives import partial, reshard, shard
 from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.exec_graph import Communication
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import dist_of, dists_of, tensor_of, wanted_dists
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.traits import is_view
 from fxpar.passes.insert_reshards import InsertReshards
@@ -70,11 +71,11 @@ def _move(graph: AnnotatedGraph, node: fx.Node, moved: set[fx.Node]) -> Reshard:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     value, dims = _unmoved(node), {d.symbol: d.example for d in graph.dims}
     wanting = tuple(u for u in node.users if u.target is not reshard)
-    have, wanted = value.meta["dist"], node.meta["dist"]
-    taken = tuple(_steps(graph, node.meta["tensor"], source.meta["dist"], wanted, dims))
+    have, wanted = dist_of(value), dist_of(node)
+    taken = tuple(_steps(graph, tensor_of(node), dist_of(source), wanted, dims))
     behind = dict.fromkeys(reader for user in wanting for reader in _readers(user))
     terms = _terms(value, moved) if have.partial else (resolve(value)[0],)
-    return Reshard(value, have, wanted, wanting, tuple(behind), terms, source.meta["dist"], taken)
+    return Reshard(value, have, wanted, wanting, tuple(behind), terms, dist_of(source), taken)
 
 
 def _steps(
@@ -115,9 +116,8 @@ def _terms(value: fx.Node, moved: set[fx.Node]) -> tuple[fx.Node, ...]:
         if node in seen:
             continue
         seen.add(node)
-        dist = node.meta.get("dist")
-        axes = {axis for each in (dist if isinstance(dist, tuple) else (dist,)) if each for axis, _ in each.partial}
-        wanted = zip(_values(node), node.meta.get("dist_in", ()), strict=False)
+        axes = {axis for each in dists_of(node) if each for axis, _ in each.partial}
+        wanted = zip(_values(node), wanted_dists(node), strict=False)
         passed = [o for o, want in wanted if any(isinstance(want.placement(axis), Partial) for axis in axes)]
         apart |= {resolve(o)[0] for o in passed if o in moved}
         todo += [resolve(o)[0] for o in passed if o not in moved]

@@ -13,6 +13,7 @@ from fxpar.annotate.solve import AxisSearch
 from fxpar.explain.reshards import Reshard, moves, weights_of
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import AnnotatedGraph, Input
+from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.printer import parts
 from fxpar.rules.view import is_op, resolve
 
@@ -102,7 +103,7 @@ def _modules(known: Placed) -> set[str]:
     """FQNs of modules that compute something."""
     found = set()
     for node in known.names:
-        words = (node.meta.get("fqn") or "").split(".")
+        words = fqn_of(node).split(".")
         found |= {".".join(words[: i + 1]) for i in range(len(words))}
     return found - {""}
 

@@ -13,6 +13,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Output
+from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_of, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
 from fxpar.ops import layout
@@ -85,9 +86,9 @@ def _traffic(program: Program) -> Iterator[CollectiveTraffic]:
             kind = collective_kind(node)
             if kind is None:
                 continue
-            axis, sent = node.meta["comm"]
-            place = (node.meta.get("fqn", ""), bool(node.meta.get("backward")))
-            comm = Communication(kind, axis, sent, printed.name, *place, node.meta.get("fused", 1))
+            axis, sent = comm_of(node)
+            place = (fqn_of(node), is_backward(node))
+            comm = Communication(kind, axis, sent, printed.name, *place, fused_count(node))
             sent_bytes = comm.wire_bytes(mesh.degree(axis), dims)
             yield _explained(walker, node, comm, sent_bytes)
 
@@ -109,7 +110,7 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
         params = [walker.weight_of[o] for c in causes for o in c.all_input_nodes if o in walker.weight_of]
     module = comm.fqn
     if what == "activations" and comm.kind in _REDUCES and makers:
-        module = makers[0].meta.get("fqn") or ""
+        module = fqn_of(makers[0])
     elif what != "activations":
         owners = {starred(name.rpartition(".")[0]) for name in params}
         module = owners.pop() if len(owners) == 1 else ""
@@ -123,7 +124,7 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
         tuple(dict.fromkeys(params)),
         values[0].name if len(values) == 1 else "",
         tuple(dict.fromkeys(u.name for u in users)) if what == "activations" else (),
-        node.meta.get("source"),
+        source_of(node),
     )
 
 
@@ -156,7 +157,7 @@ def _behind(node: fx.Node) -> fx.Node:
             _is_layout(node)
             or _is_wait(node)
             or collective_kind(node)
-            or (op_name(node) == "_to_copy" and node.meta.get("phase") in ("prologue", "epilogue"))
+            or (op_name(node) == "_to_copy" and phase_of(node) in ("prologue", "epilogue"))
         ):
             node = node.args[0]  # type: ignore[assignment]
         else:
@@ -267,7 +268,7 @@ def casts(program: Program) -> dict[str, tuple[str, ...]]:
         weights = _weights(each)
         for printed in parts(each):
             for node in printed.graph.nodes:
-                if op_name(node) == "_to_copy" and node.meta.get("phase") == "prologue" and node in weights:
+                if op_name(node) == "_to_copy" and phase_of(node) == "prologue" and node in weights:
                     found[weights[node]].append(printed.names[node])
     return {fqn: tuple(names) for fqn, names in found.items()}
 

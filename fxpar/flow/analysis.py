@@ -27,10 +27,11 @@ from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UN
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.ir.dist_config import Partial, Shard
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
+from fxpar.ir.node_meta import fqn_of, is_size, size_of, source_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ops.traits import MATRIX_PRODUCTS, ask, declared, is_random
 from fxpar.rules.option import Option
 from fxpar.rules.table import rule_of
-from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
+from fxpar.rules.view import Sizes, is_op, make_view
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -81,7 +82,7 @@ def in_words(flow: Flow) -> str:
     node = flow.origin
     if node is None:
         return flow.why
-    where = node.meta.get("source") or node.meta.get("fqn") or "the model"
+    where = source_of(node) or fqn_of(node) or "the model"
     return f"{node.target} at {where} {flow.why}"
 
 
@@ -191,7 +192,7 @@ class _Walk:
         """What another package states of its op. Raises OpContractError."""
         statement = declared(call.node.target).flow
         found = ask(call.node.target, "flow", statement, call) if statement else None
-        wanted = len(call.view.outputs) if isinstance(call.node.meta["tensor"], tuple) else None
+        wanted = len(call.view.outputs) if isinstance(whole_meta(call.node), tuple) else None
         given = len(found) if isinstance(found, tuple) else None
         flows = found if isinstance(found, tuple) else (found,)
         if found is not None and (given != wanted or not all(isinstance(flow, Flow) for flow in flows)):
@@ -212,7 +213,7 @@ class _Walk:
         used = [value for i, value in enumerate(node.args) if i not in allowed]
         found: list[fx.Node] = []
         fx.node.map_arg((used, node.kwargs), found.append)
-        return any(self._depends(n.meta["sym"]) for n in found if "sym" in n.meta)
+        return any(self._depends(size_of(n)) for n in found if is_size(n))
 
     def _of_sums(self, call: FlowCall, first: Flow) -> Flow:
         """Sums over documents stay sums under linear ops."""
@@ -248,7 +249,7 @@ class _Walk:
             if call.meta.dtype not in (torch.int64, torch.int32):
                 return row(call.node, "rounds the numbers of documents")
             results = [replace(f, kind="number") if f.kind == "same" else f for f in results]
-        return tuple(results) if isinstance(call.node.meta["tensor"], tuple) else results[0]
+        return tuple(results) if isinstance(whole_meta(call.node), tuple) else results[0]
 
     def _loops(self, call: FlowCall) -> list[Option] | Flow:
         """One option of the rule for each loop that walks tokens; a flow of the row if there is none for some dim."""
@@ -333,7 +334,7 @@ class _Walk:
         if kind == "loss" and self.question == "documents":
             return flow.kind == "sum"
         if kind == "value":
-            whole = all(node.meta["tensor"].shape[s.dim] == self.token for s in flow.dims)
+            whole = all(tensor_of(node).shape[s.dim] == self.token for s in flow.dims)
             return flow.constant or (flow.kind == "same" and whole) or (flow.kind == "sum" and flow.padded == 0)
         return flow.constant
 

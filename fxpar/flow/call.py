@@ -11,6 +11,7 @@ from torch import fx
 
 from fxpar.flow.value import Flow
 from fxpar.ir.graph import Size, TensorMeta
+from fxpar.ir.node_meta import is_size, size_of, tensor_metas
 from fxpar.rules.option import OpView
 
 Question = Literal["documents", "padding"]
@@ -46,14 +47,13 @@ class FlowCall:
     @property
     def meta(self) -> TensorMeta:
         """Of the first result."""
-        found = self.node.meta["tensor"]
-        return found[0] if isinstance(found, tuple) else found
+        return tensor_metas(self.node)[0]  # type: ignore[return-value]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument as it stands in the graph, an integer node as its expression."""
         args = self.node.args
         value = args[position] if position < len(args) else self.node.kwargs.get(name, default)
-        return value.meta["sym"] if isinstance(value, fx.Node) and "sym" in value.meta else value
+        return size_of(value) if isinstance(value, fx.Node) and is_size(value) else value
 
     def at(self, site: Site) -> None:
         """Under the question of documents the node is rewritten, as its site says."""

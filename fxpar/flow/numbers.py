@@ -9,6 +9,8 @@ from torch import fx
 
 from fxpar.flow.call import FlowCall
 from fxpar.flow.statements import MOVES
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import tensor_of, whole_meta
 from fxpar.ops.traits import is_elementwise
 
 aten = torch.ops.aten
@@ -84,10 +86,10 @@ def _evaluated(node: fx.Node, known: list[float]) -> float | None:
     values = iter(known)
 
     def number(arg: fx.Node) -> torch.Tensor:
-        return torch.tensor(next(values), dtype=torch.float64).to(arg.meta["tensor"].dtype)
+        return torch.tensor(next(values), dtype=torch.float64).to(tensor_of(arg).dtype)
 
     nodes = [*node.all_input_nodes]
-    if any("tensor" not in n.meta or isinstance(n.meta["tensor"], tuple) for n in nodes):
+    if any(not isinstance(whole_meta(n), TensorMeta) for n in nodes):
         return None
     args = fx.node.map_arg(node.args, number)
     kwargs = fx.node.map_arg(node.kwargs, number)

@@ -17,8 +17,8 @@ from torch import fx
 from fxpar.flow.call import FlowCall
 from fxpar.flow.value import Flow, row
 from fxpar.ir.dist_config import Shard
+from fxpar.ir.node_meta import tensor_metas, whole_meta
 from fxpar.ops import traits
-from fxpar.rules.view import tensor_metas
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -201,7 +201,7 @@ def _of_tokens(call: FlowCall) -> Flows | None:
         if len(dims) != 1:
             return None
         found.append(Flow(dims=dims))
-    return tuple(found) if isinstance(call.node.meta["tensor"], tuple) else found[0]
+    return tuple(found) if isinstance(whole_meta(call.node), tuple) else found[0]
 
 
 STATEMENTS: dict[Any, Statement] = {

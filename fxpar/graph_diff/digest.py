@@ -20,6 +20,7 @@ from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
 from fxpar.ir.strategy import Strategy
@@ -119,7 +120,7 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
         sizes={d.name: d.example for d in graph.dims},
         shapes={info.fqn: info.meta for info in graph.inputs if info.kind == "param"},
         params=params,
-        ops=dict(Counter(place for node, place in places.items() if matches(node.meta.get("fqn") or "", only))),
+        ops=dict(Counter(place for node, place in places.items() if matches(fqn_of(node), only))),
         moves=tuple(moves),
         sections=sections_of(graph, places, only),
         stage_bytes=(round(sum(move.bytes for move in moves)),),
@@ -158,7 +159,7 @@ def _moves(
     """What a node sends, by tensor."""
     if strategy is None:
         return
-    fqn = node.meta.get("fqn") or ""
+    fqn = fqn_of(node)
     if node.target is collectives.reshard:
         if matches(fqn, only):
             yield SentTensor("reshard", "", place, 0.0, 1)
@@ -179,7 +180,7 @@ def _communication(node: fx.Node) -> tuple[str, str, TensorMeta] | None:
     """Kind, axes and what a rank puts in, of a collective or of the step that becomes one."""
     kind = collective_kind(node)
     if kind is not None:
-        return kind, *node.meta["comm"]
+        return kind, *comm_of(node)
     target: Any = node.target
     kind = _STEPS.get(target)
     if kind is None:
@@ -187,8 +188,8 @@ def _communication(node: fx.Node) -> tuple[str, str, TensorMeta] | None:
     value: Any = node.args[0]
     sent = value.meta.get("local")
     if sent is None:
-        whole: TensorMeta = value.meta["tensor"]
-        sent = TensorMeta(value.meta["dist"].local_shape(whole.shape), whole.dtype)
+        whole = tensor_of(value)
+        sent = TensorMeta(dist_of(value).local_shape(whole.shape), whole.dtype)
     if node.args[2:3] == ("logsumexp",):
         kind = "all_gather"  # which is what it becomes: there is no such reduction
     return kind, str(node.args[1]), sent
@@ -196,14 +197,14 @@ def _communication(node: fx.Node) -> tuple[str, str, TensorMeta] | None:
 
 def _members(node: fx.Node, dims: Dims) -> list[tuple[str, int]]:
     """(module, elements) of each tensor in a bucket; of a collective alone one."""
-    own = node.meta.get("fqn") or ""
+    own = fqn_of(node)
     buffer: Any = node.args[0]
-    if node.meta.get("fused", 1) == 1:
+    if fused_count(node) == 1:
         return [(own, 1)]
     members: list[fx.Node] = buffer.args[0]
     if collective_kind(node) == "all_reduce":  # each is lifted to a row, which stands where the bucket does
         members = [m.args[0] for m in members]  # type: ignore[misc]
-    return [(m.meta.get("fqn", own), m.meta["local"].numel(dims)) for m in members]
+    return [(m.meta.get("fqn", own), local_tensor(m).numel(dims)) for m in members]
 
 
 def _messages(graph: AnyGraph, dims: Dims) -> list[SentTensor]:
@@ -238,4 +239,4 @@ def _params(graph: AnyGraph, dims: Dims) -> dict[str, Lying]:
 
 
 def _placed(node: fx.Node) -> Stored:
-    return Stored(node.meta["tensor"], node.meta["dist"])
+    return Stored(tensor_of(node), dist_of(node))

@@ -19,6 +19,7 @@ from torch import fx
 from fxpar.graph_diff.modules import PARTS, ModulePlace, place_of
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.printer import AnyGraph, matches, node_line, op_name
 
 Mark = Literal[" ", "-", "+"]
@@ -62,7 +63,7 @@ def sections_of(graph: AnyGraph, places: Mapping[fx.Node, ModulePlace], only: st
     names = _names(graph, places)
     sections: dict[ModulePlace, list[Line]] = {}
     for node, place in places.items():
-        fqn = node.meta.get("fqn") or ""
+        fqn = fqn_of(node)
         if matches(fqn, only):
             known = {n: _seen_from(place, names[n]) for n in (node, *node.all_input_nodes)}
             sections.setdefault(place, []).append(Line(known[node], node_line(node, known, fqn, _MANY)))
@@ -87,7 +88,7 @@ def _names(graph: AnyGraph, places: Mapping[fx.Node, ModulePlace]) -> dict[fx.No
 
 
 def _new_name(node: fx.Node, place: ModulePlace, counts: Counter[tuple[ModulePlace, str]]) -> _Name:
-    fqn = node.meta.get("fqn") or ""
+    fqn = fqn_of(node)
     inside = fqn[len(place.block) + 1 :] if fqn.startswith(f"{place.block}.") else ""
     op = op_name(node)
     op = _SAME_OP.get(op, op.rstrip("_"))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from fxpar.ir.fqn import block_of
+from fxpar.ir.node_meta import fqn_of, is_backward, phase_of
 
 PARTS = ("prologue", "forward", "backward", "epilogue")
 ROOT = "(root)"
@@ -29,10 +30,10 @@ def part_of(fqn: str) -> str:
 
 def place_of(node: fx.Node, graph: str) -> ModulePlace:
     """Of a node in the graph of that name (`body`, `step`, `epilogue`, ...); `step` is one that is not yet cut."""
-    part = node.meta.get("phase") if graph == "step" else graph
+    part = phase_of(node) if graph == "step" else graph
     if part not in ("prologue", "epilogue"):
-        part = "backward" if node.meta.get("backward") else "forward"
-    return ModulePlace(part_of(node.meta.get("fqn") or ""), part)
+        part = "backward" if is_backward(node) else "forward"
+    return ModulePlace(part_of(fqn_of(node)), part)
 
 
 def ranges(blocks: Iterable[str]) -> str:

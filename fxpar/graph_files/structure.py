@@ -11,39 +11,21 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import sympy
 from torch import fx
 
 from fxpar.errors import GraphFormatError, PlacementError
 from fxpar.graph_files.vocabulary import shown
-from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, collective_kind
-from fxpar.ir.graph import AnnotatedGraph, Dim, LogicalGraph, TensorMeta, local_meta
+from fxpar.ir.graph import AnnotatedGraph, Dim, LogicalGraph, TensorMeta
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.node_meta import NodeMeta, dist_of, dists_of, is_size, local_meta, tensor_of, wanted_dists, whole_meta
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
 from fxpar.torch_api.schemas import schema_of
 
 MOST_RANKS = 2**20
-_META: dict[str, Any] = {
-    "tensor": TensorMeta | tuple[TensorMeta | None, ...] | None,
-    "local": TensorMeta | tuple[TensorMeta | None, ...] | None,
-    "dist": DistConfig | tuple[DistConfig | None, ...],
-    "dist_in": tuple[DistConfig, ...],
-    "sym": sympy.Expr | int | float | None,
-    "fqn": str | None,
-    "source": str | None,
-    "backward": bool,
-    "phase": str,
-    "comm": tuple[str, TensorMeta],
-    "fused": int,
-    "kind": str,
-    "buffer": str,
-    "again": bool,
-    "pass": str,
-    "bucket": str | None,
-}
+_META = get_type_hints(NodeMeta)
 
 
 def check_fields(cls: type, values: Mapping[str, Any]) -> None:
@@ -87,7 +69,7 @@ def check_meta(node: fx.Node) -> None:
             raise GraphFormatError(f"the metadata {key!r} of %{node.name} cannot be of class {type(value).__name__}")
     if "dist" in node.meta:
         for key in ("tensor", "local"):
-            _check_dims(node, node.meta.get(key), node.meta["dist"])
+            _check_dims(node, node.meta.get(key), dist_of(node))
     whole, local = node.meta.get("tensor"), node.meta.get("local")
     if isinstance(whole, tuple) and isinstance(local, tuple) and len(whole) != len(local):
         raise GraphFormatError(f"%{node.name} has {len(whole)} results, and {len(local)} of them on a rank")
@@ -109,10 +91,10 @@ def _check_wanted(graph: fx.Graph) -> None:
     """What a node wants of an operand's placement is a placement of that operand."""
     for node in graph.nodes:
         operands: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if "sym" not in n.meta else None)  # noqa: B023
-        for operand, wanted in zip(operands, node.meta.get("dist_in", ()), strict=False):
-            if isinstance(operand.meta.get("tensor"), TensorMeta):
-                _check_dims(node, operand.meta["tensor"], wanted)
+        fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if not is_size(n) else None)  # noqa: B023
+        for operand, wanted in zip(operands, wanted_dists(node), strict=False):
+            if isinstance(whole_meta(operand), TensorMeta):
+                _check_dims(node, tensor_of(operand), wanted)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -211,8 +193,7 @@ def _check_meshes(program: Program) -> None:
     lies = [stored.dist for stored in (*program.stored_inputs, *program.stored_outputs)]
     for part in program.parts.values():
         for node in part.graph.nodes:
-            dist = node.meta.get("dist", ())
-            lies += [*(dist if isinstance(dist, tuple) else (dist,)), *node.meta.get("dist_in", ())]
+            lies += [*dists_of(node), *wanted_dists(node)]
     for dist in lies:
         if dist is not None and dist.mesh != program.mesh:
             raise GraphFormatError(f"{dist} is on the ranks {dist.mesh.ranks}, its program on {program.mesh.ranks}")

@@ -26,6 +26,7 @@ from fxpar.ir.content import content
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
 from fxpar.ir.serialize import graph_from_data, graph_to_data
 from fxpar.ir.strategy import Strategy
 
@@ -190,16 +191,16 @@ class Program(ABC):
             for node in part.graph.nodes:
                 kind = collective_kind(node)
                 if kind is not None:
-                    axis, sent = node.meta["comm"]
+                    axis, sent = comm_of(node)
                     found.append(
                         Communication(
                             kind,
                             axis,
                             sent,
                             name,
-                            node.meta.get("fqn", ""),
-                            bool(node.meta.get("backward")),
-                            node.meta.get("fused", 1),
+                            fqn_of(node),
+                            is_backward(node),
+                            fused_count(node),
                         )
                     )
         return found

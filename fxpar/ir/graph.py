@@ -1,14 +1,6 @@
 """The two graphs of fxpar: `LogicalGraph` (one replica, global shapes) and `ExecGraph` (what one rank runs).
 
-Both hold `torch.fx` graphs whose nodes carry light, picklable metadata instead of fake tensors:
-
-    node.meta["tensor"]    TensorMeta, or a tuple of TensorMeta | None for an op with several results
-    node.meta["sym"]       sympy expression in the dynamic dims, on nodes whose value is an integer
-    node.meta["fqn"]       FQN of the module that the node was traced in ("" for the root), backward nodes too
-    node.meta["source"]    "file:line" of the user's code, or None
-    node.meta["backward"]  True for a node of the backward
-    node.meta["dist"]      DistConfig (or tuple) once annotated
-    node.meta["pass"]      name of the pass that made the node; nodes of the capture have none
+Both hold `torch.fx` graphs; what their nodes say of themselves is in node_meta.py.
 """
 
 from __future__ import annotations
@@ -52,11 +44,6 @@ class TensorMeta:
 
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
-
-
-def local_meta(node: fx.Node) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
-    """What one rank has of a node's result, or results; the whole in a graph without local shapes. None: an integer."""
-    return node.meta.get("local", node.meta.get("tensor"))
 
 
 @dataclass(frozen=True)

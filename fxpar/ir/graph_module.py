@@ -9,6 +9,7 @@ from torch import fx
 
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.strategy import Strategy
 
 c10d = torch.ops._c10d_functional
@@ -43,7 +44,7 @@ def from_graph_module(gm: fx.GraphModule) -> AnnotatedGraph:
         if node.target in _GROUP:
             sent: Any = node.args[0]
             group = node.args[_GROUP[node.target]]
-            node.meta.setdefault("comm", (str(group), sent.meta["local"]))
+            node.meta.setdefault("comm", (str(group), local_tensor(sent)))
     return AnnotatedGraph(gm.graph, (), (), (), strategy)
 
 

@@ -13,6 +13,7 @@ from fxpar.errors import VerifyError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.fqn import block_of, block_or_module_of
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import is_backward, is_size
 
 Tier = Literal["exact", "numeric"]
 Phase = Literal["prologue", "body", "epilogue"]
@@ -54,7 +55,7 @@ def replace_operands(node: fx.Node, new: Iterable[fx.Node]) -> None:
     supply = iter(new)
 
     def swap(arg: fx.Node) -> fx.Node:
-        return arg if "sym" in arg.meta else next(supply)
+        return arg if is_size(arg) else next(supply)
 
     node.args = fx.node.map_arg(node.args, swap)  # type: ignore[assignment]
     node.kwargs = fx.node.map_arg(node.kwargs, swap)  # type: ignore[assignment]
@@ -65,7 +66,7 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     operands: list[fx.Node] = []
 
     def visit(arg: fx.Node) -> fx.Node:
-        if "sym" not in arg.meta:
+        if not is_size(arg):
             operands.append(arg)
         return arg
 
@@ -121,7 +122,7 @@ def gathered_together(graph: AnnotatedGraph) -> dict[str, str]:
     """
     first: dict[str, fx.Node] = {}
     for node, info in zip(graph.placeholders, graph.inputs, strict=True):
-        users = [u for u in node.users if not u.meta.get("backward") and u.op != "output"]
+        users = [u for u in node.users if not is_backward(u) and u.op != "output"]
         if info.kind == "param":
             first[info.fqn] = min(users or node.users, default=node)
     found: dict[str, str] = {}

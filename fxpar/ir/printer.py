@@ -25,6 +25,7 @@ from fxpar.ir.dist_config import DistConfig, short_dtype
 from fxpar.ir.exec_graph import PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import block_of, starred
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, is_backward, is_size, source_of, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.printer_tables import collective_list, collective_table, reshard_table, stage_list, tensor_operands_of
 from fxpar.ir.serialize import OpOverload
@@ -110,7 +111,7 @@ def parameters(graph: AnyGraph, glob: str | None = None) -> list[str]:
             if stored.local != stored.meta:
                 text += f"   local {stored.local}"
         elif isinstance(graph, AnnotatedGraph):
-            text = graph.placeholders[i].meta["dist"].describe(info.meta.shape)
+            text = dist_of(graph.placeholders[i]).describe(info.meta.shape)
         name = starred(info.fqn)
         aliases = f" = {', '.join(info.aliases)}" if info.aliases else ""
         frozen = "" if info.requires_grad else "   frozen"
@@ -180,7 +181,7 @@ def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None
     for run in runs(part.graph):
         if only is not None and run.title != only:
             continue
-        nodes = [n for n in run.nodes if matches(n.meta.get("fqn") or "", fqn)]
+        nodes = [n for n in run.nodes if matches(fqn_of(n), fqn)]
         body = [node_line(n, name, run.block, _MANY if fold else None) for n in nodes]
         if not body:
             continue
@@ -202,7 +203,7 @@ def runs(graph: fx.Graph) -> list[Run]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        block, backward = block_of(node.meta.get("fqn") or ""), bool(node.meta.get("backward"))
+        block, backward = block_of(fqn_of(node)), is_backward(node)
         if not found or found[-1].title != Run(block, backward).title:
             found.append(Run(block, backward))
         found[-1].nodes.append(node)
@@ -269,9 +270,9 @@ def node_line(node: fx.Node, name: Mapping[fx.Node, str], block: str, most: int 
     """One node, without indentation; lists longer than `most` are shortened."""
     args = [_argument(a, name, most) for a in node.args]
     args += [f"{k}={_argument(v, name, most)}" for k, v in node.kwargs.items()]
-    where = node.meta.get("fqn") or ""
+    where = fqn_of(node)
     remarks = [where[len(block) :].lstrip(".") if f"{where}.".startswith(f"{block}.") else where]
-    source = (node.meta.get("source") or "").replace("\\", "/").rpartition("/")[2]  # nothing of the machine
+    source = (source_of(node) or "").replace("\\", "/").rpartition("/")[2]  # nothing of the machine
     remarks += [source, _sent(node), *_reshards(node, name)]
     comment = ", ".join(filter(None, remarks))
     text = f"%{name[node]} : {type_of(node, most)} = {op_name(node)}({', '.join(args)})"
@@ -280,7 +281,7 @@ def node_line(node: fx.Node, name: Mapping[fx.Node, str], block: str, most: int 
 
 def type_of(node: fx.Node, most: int | None = None) -> str:
     """The placed type of a value; of each result for an op with several."""
-    if "sym" in node.meta:
+    if is_size(node):
         return "int"
     tensor, dist = node.meta.get("tensor"), node.meta.get("dist")
     if isinstance(tensor, tuple):
@@ -321,15 +322,15 @@ def _sent(node: fx.Node) -> str:
     """Local shape of what a collective sends (its axis is among the operands)."""
     if "comm" not in node.meta:
         return ""
-    _, sent = node.meta["comm"]
-    fused = node.meta.get("fused", 1)
+    _, sent = comm_of(node)
+    fused = fused_count(node)
     return f"sends {sent}" + (f" in {fused} tensors" if fused > 1 else "")
 
 
 def _reshards(node: fx.Node, name: Mapping[fx.Node, str]) -> list[str]:
     """Operands that an annotated node wants to lie otherwise than they do."""
     found = []
-    for operand, wanted in zip(tensor_operands_of(node), node.meta.get("dist_in", ()), strict=False):
+    for operand, wanted in zip(tensor_operands_of(node), wanted_dists(node), strict=False):
         if operand.meta.get("dist") != wanted and isinstance(operand.meta.get("tensor"), TensorMeta):
             found.append(f"wants %{name[operand]} as {wanted.describe(operand.meta['tensor'].shape)}")
     return list(dict.fromkeys(found))

@@ -11,6 +11,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import is_size, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
 
 
@@ -68,7 +69,7 @@ def reshard_table(graph: AnnotatedGraph) -> list[str]:
     """Number of operands that must be moved, by what they are and what is wanted."""
     counts: Counter[str] = Counter()
     for node in graph.graph.nodes:
-        for operand, wanted in zip(tensor_operands_of(node), node.meta.get("dist_in", ()), strict=False):
+        for operand, wanted in zip(tensor_operands_of(node), wanted_dists(node), strict=False):
             have = operand.meta.get("dist")
             if isinstance(have, DistConfig) and have != wanted:
                 counts[f"{have.describe()} -> {wanted.describe()}"] += 1
@@ -85,5 +86,5 @@ def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[s
 def tensor_operands_of(node: fx.Node) -> list[fx.Node]:
     """Operands of a node that are tensors, in the order of `dist_in`."""
     operands: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if "sym" not in n.meta else None)
+    fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if not is_size(n) else None)
     return operands

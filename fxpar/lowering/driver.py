@@ -19,6 +19,7 @@ from fxpar.errors import GivenPassesError, NotYetError, VerifyError
 from fxpar.flow import padding_hazard
 from fxpar.ir.exec_graph import ExecGraph, Part, PlainGraph, cut_part
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
+from fxpar.ir.node_meta import phase_of
 from fxpar.ir.pass_base import GraphPass, ancestors
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -139,7 +140,7 @@ _WITHOUT_STORE: dict[str, GraphPass] = {
 
 def split_phases(graph: AnnotatedGraph) -> ExecGraph:
     """Cut the lowered graph in prologue, body and epilogue; what a part needs of an earlier one is a result of that."""
-    phase = {n: n.meta.get("phase", "body") for n in graph.graph.nodes if n.op == "call_function"}
+    phase = {n: phase_of(n) for n in graph.graph.nodes if n.op == "call_function"}
     needed: dict[str, dict[fx.Node, None]] = {name: {} for name in PHASES}
     for node, name in phase.items():
         for operand in node.all_input_nodes:

@@ -17,6 +17,7 @@ from fxpar.errors import PassContractError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
+from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering.needs import verify_end, verify_kept, verify_needs
@@ -156,7 +157,7 @@ def common_fields(graph: AnnotatedGraph) -> dict[str, Any]:
         "strategy": graph.strategy,
         "inputs": graph.inputs,
         "outputs": graph.outputs,
-        "stored_inputs": tuple(Stored(n.meta["tensor"], n.meta["dist"]) for n in graph.placeholders),
+        "stored_inputs": tuple(Stored(tensor_of(n), dist_of(n)) for n in graph.placeholders),
         "stored_outputs": tuple(_stored(n, o, graph) for n, o in zip(graph.results, graph.outputs, strict=True)),
         "dims": graph.dims,
         "divisors": graph.divisors,
@@ -169,5 +170,5 @@ def common_fields(graph: AnnotatedGraph) -> dict[str, Any]:
 
 
 def _stored(node: fx.Node, out: Output, graph: AnnotatedGraph) -> Stored:
-    dist: DistConfig = graph.deferred.get(out.fqn, node.meta["dist"]) if out.kind == "grad" else node.meta["dist"]
-    return Stored(node.meta["tensor"], dist)
+    dist: DistConfig = graph.deferred.get(out.fqn, dist_of(node)) if out.kind == "grad" else dist_of(node)
+    return Stored(tensor_of(node), dist)

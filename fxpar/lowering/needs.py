@@ -19,6 +19,7 @@ from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
+from fxpar.ir.node_meta import comm_of, dist_of, is_size, phase_of, tensor_of
 from fxpar.lowering.verify import misfit, writes
 
 
@@ -35,13 +36,13 @@ class Need:
 
 
 def _calls(graph: AnnotatedGraph) -> Iterable[fx.Node]:
-    return (n for n in graph.graph.nodes if n.op == "call_function" and "sym" not in n.meta)
+    return (n for n in graph.graph.nodes if n.op == "call_function" and not is_size(n))
 
 
 def _is_reduced(graph: AnnotatedGraph) -> bool:
     def sums(node: fx.Node) -> bool:
         moves = node.target is reshard or is_collective(node) or collective_kind(node) is not None
-        late = moves and node.meta.get("phase") == "epilogue"
+        late = moves and phase_of(node) == "epilogue"
         return late or node.target is vary or str(node.meta.get("bucket", "")).startswith("grads/")
 
     return bool(graph.deferred) or any(map(sums, _calls(graph)))
@@ -50,7 +51,7 @@ def _is_reduced(graph: AnnotatedGraph) -> bool:
 def _is_zero_sharded(graph: AnnotatedGraph) -> bool:
     data = set(graph.strategy.data_axes)
     pairs = zip(graph.placeholders, graph.inputs, strict=True)
-    axes = [axis for node, info in pairs if info.kind == "param" for axis in node.meta["dist"].shard_axes]
+    axes = [axis for node, info in pairs if info.kind == "param" for axis in dist_of(node).shard_axes]
     return any(data & set(axis.split(".")) for axis in axes)
 
 
@@ -88,7 +89,7 @@ UNSHARDED = Need("parameters that every replica has", "zero_shard has run", lamb
 BODY = Need(
     "the body of a step alone",
     "there is a prologue or an epilogue",
-    lambda graph: not any(n.meta.get("phase", "body") != "body" for n in _calls(graph)),
+    lambda graph: not any(phase_of(n) != "body" for n in _calls(graph)),
 )
 _LATE = (FITS, STEPS, LOCAL, LOWERED)
 FUNCTIONAL = Need(
@@ -172,7 +173,7 @@ def verify_end(graph: AnnotatedGraph) -> None:
 
 def _undone(node: fx.Node, out: Output, graph: AnnotatedGraph, spread: dict[fx.Node, bool]) -> str:
     """What is left to be done for a result, or ""."""
-    dist: DistConfig = node.meta["dist"]
+    dist = dist_of(node)
     deferred = graph.deferred.get(out.fqn) if out.kind == "grad" else None
     if deferred is not None:
         terms = dist.with_placement("dp", Partial()) if graph.strategy.degree("dp") > 1 else dist
@@ -190,7 +191,7 @@ def _undone(node: fx.Node, out: Output, graph: AnnotatedGraph, spread: dict[fx.N
 
 def _is_flag(node: fx.Node, out: Output) -> bool:
     """A boolean buffer has no mean over replicas: each keeps its own."""
-    return out.kind == "buffer" and node.meta["tensor"].dtype == torch.bool
+    return out.kind == "buffer" and tensor_of(node).dtype == torch.bool
 
 
 def _spread(graph: AnnotatedGraph) -> dict[fx.Node, bool]:
@@ -207,5 +208,5 @@ def _spread(graph: AnnotatedGraph) -> dict[fx.Node, bool]:
         operands = [found[o] for o in node.all_input_nodes if o in found]
         if operands:
             sums = collective_kind(node) in ("all_reduce", "reduce_scatter")
-            found[node] = any(operands) and not (sums and "dp" in node.meta["comm"][0].split("."))
+            found[node] = any(operands) and not (sums and "dp" in comm_of(node)[0].split("."))
     return found

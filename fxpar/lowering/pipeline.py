@@ -12,6 +12,7 @@ from fxpar.annotate.policy import resolve_overrides
 from fxpar.errors import RematGlobError
 from fxpar.flow import padding_hazard
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.strategy import Strategy
@@ -89,8 +90,8 @@ def _modules(logical: LogicalGraph) -> list[str]:
     """FQNs of all modules whose forward computes something."""
     found = set()
     for node in logical.gm.graph.nodes:
-        parts = node.meta.get("fqn", "").split(".")
-        if node.op == "call_function" and not node.meta.get("backward"):
+        parts = fqn_of(node).split(".")
+        if node.op == "call_function" and not is_backward(node):
             found |= {".".join(parts[: i + 1]) for i in range(len(parts))}
     return sorted(found - {""})
 

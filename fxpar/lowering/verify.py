@@ -17,13 +17,14 @@ from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import dists_of, fqn_of, is_size, source_of, tensor_metas, tensor_of, wanted_dists, whole_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import ATTENTION
 from fxpar.rules.option import Cut, Option, Seed, replicated
 from fxpar.rules.own_ops import attention_options, narrow_attention
 from fxpar.rules.table import options, passing
-from fxpar.rules.view import Sizes, is_op, make_view, tensor_metas
+from fxpar.rules.view import Sizes, is_op, make_view
 from fxpar.torch_api.schemas import schema_of
 
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.alias.default}
@@ -57,7 +58,7 @@ def verify(graph: AnnotatedGraph, after: str, nodes: Iterable[fx.Node] | None = 
         if collective_kind(node) and [u.target for u in node.users] != [wait]:
             raise VerifyError(f"after pass {after!r}: {where(node)} is not waited for exactly once")
     for node in graph.graph.nodes if nodes is None else nodes:
-        if node.op == "call_function" and "sym" not in node.meta and not _has_shape(node):
+        if node.op == "call_function" and not is_size(node) and not _has_shape(node):
             raise VerifyError(f"after pass {after!r}: {where(node)} has no shape")
         if functional and writes(node):
             why = "writes in place, which no pass before global_to_local sees. Use the op that returns its result"
@@ -65,7 +66,7 @@ def verify(graph: AnnotatedGraph, after: str, nodes: Iterable[fx.Node] | None = 
 
 
 def _has_shape(node: fx.Node) -> bool:
-    metas = node.meta.get("tensor")
+    metas = whole_meta(node)
     if metas is None and isinstance(node.target, OpOverload) and not schema_of(node.target).results:
         return True  # an assertion
     several = metas if isinstance(metas, tuple) else ()
@@ -127,7 +128,7 @@ def verify_placements(
             continue
         operands = tensor_operands(node)
         _check_form(node, operands, after)
-        wanted: tuple[DistConfig, ...] = node.meta["dist_in"]
+        wanted = wanted_dists(node)
         if is_op(node) and node.target is not reshard:
             _check_op(node, wanted, sizes, (("tp", tensor), ("cp", context)), known, after)
 
@@ -139,9 +140,9 @@ def _check_form(node: fx.Node, operands: list[fx.Node], after: str) -> None:
         raise VerifyError(
             f"after pass {after!r}: {where(node)} needs a tuple of {len(operands)} placements in `dist_in`"
         )
-    found = list(zip([operand.meta["tensor"] for operand in operands], wanted, strict=True))
+    found = list(zip([tensor_of(operand) for operand in operands], wanted, strict=True))
     if node.op != "output":
-        found += list(zip(tensor_metas(node), made if isinstance(made, tuple) else (made,), strict=True))
+        found += list(zip(tensor_metas(node), dists_of(node), strict=True))
     for meta, config in found:
         if meta is not None and not (isinstance(config, DistConfig) and config.ndim == len(meta.shape)):
             raise VerifyError(f"after pass {after!r}: {where(node)}: {config} is no placement of {meta}")
@@ -157,8 +158,7 @@ def _check_op(
     known: set[Any],
     after: str,
 ) -> None:
-    made = node.meta["dist"]
-    made = made if isinstance(made, tuple) else (made,)
+    made = dists_of(node)
     inner: dict[fx.Node, Option] | None = None
     inner_degree = 1
     for axis, degree in axes:
@@ -196,8 +196,8 @@ def legal(view: Any, option: Option, degree: int) -> bool:
 def where(node: fx.Node) -> str:
     """`%mm_3 (aten.mm.default, in model.layers.0.mlp, model.py:41)`."""
     parts = [str(node.target)]
-    if node.meta.get("fqn"):
+    if fqn_of(node):
         parts.append(f"in {node.meta['fqn']}")
-    if node.meta.get("source"):
+    if source_of(node):
         parts.append(str(node.meta["source"]))
     return f"%{node.name} ({', '.join(parts)})"

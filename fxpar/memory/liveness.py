@@ -12,6 +12,7 @@ import sympy
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.node_meta import is_backward
 from fxpar.memory.series import KINDS, Moment, Peak, Series
 from fxpar.memory.workspace import Conditions, workspace_bytes
 from fxpar.remat import Storages, saved_storages, trace_storages
@@ -73,7 +74,7 @@ def kind_of(node: fx.Node, saved: bool) -> str:
     """What the value of a call is for: "saved" or "forward", "again" (the forward's, in the backward), "backward"."""
     if node.meta.get("again"):
         return "again"
-    if node.meta.get("backward"):
+    if is_backward(node):
         return "backward"
     return "saved" if saved else "forward"
 

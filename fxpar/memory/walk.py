@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import sympy
 
 from fxpar.ir.exec_graph import Stored
+from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.memory.ledger import Ledger
 from fxpar.memory.parts import StageTrace, trace_stage
@@ -216,7 +217,7 @@ class _Walk:
         """Gradients of the first micro-batch become what later ones add to."""
         self.adding.add(stage)
         for i, node in enumerate(self.stages[stage].weight_part.results):
-            local = node.meta["local"]
+            local = local_tensor(node)
             self.ledger.take(("sum", stage, i), stage, "result", local.numel(self.dims) * local.dtype.itemsize)
 
     # ----------------------------------------------------------------------------------------------------- keys

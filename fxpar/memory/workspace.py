@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
-from fxpar.ir.graph import TensorMeta, local_meta
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import local_meta
 
 own, aten = torch.ops.fxpar, torch.ops.aten
 Shape = tuple[int, ...]

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import is_size, size_of, tensor_metas, tensor_of, whole_meta
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.torch_api.tracing import evaluate
 
@@ -30,7 +31,7 @@ class ResultDtypes:
 
     def retyped(self, node: fx.Node) -> Any:
         """The `meta["tensor"]` of a call, for operands with the dtypes of theirs; shapes stay."""
-        meta = node.meta["tensor"]
+        meta = whole_meta(node)
         key = (node.target, _abstract(node.args), tuple((k, _abstract(v)) for k, v in sorted(node.kwargs.items())))
         if key not in self._known:
             self._known[key] = self._ask(node)
@@ -48,12 +49,12 @@ class ResultDtypes:
         return tuple(r.dtype if isinstance(r, torch.Tensor) else None for r in results)
 
     def _fake(self, node: fx.Node) -> Any:
-        if "sym" in node.meta:
-            return self._size(node.meta["sym"])
-        meta = node.meta["tensor"]
+        if is_size(node):
+            return self._size(size_of(node))
+        meta = whole_meta(node)
         if isinstance(meta, tuple):
             return tuple(None if m is None else self._empty(m) for m in meta)
-        return self._empty(meta)
+        return self._empty(tensor_of(node))
 
     def _empty(self, meta: TensorMeta) -> torch.Tensor:
         return self._world.empty([self._size(s) for s in meta.shape], meta.dtype)
@@ -69,9 +70,7 @@ def _as(meta: TensorMeta | None, dtype: torch.dtype | None) -> TensorMeta | None
 def _abstract(value: Any) -> Any:
     """What of an argument the dtype of a result may depend on; sizes and numbers are not among it."""
     if isinstance(value, fx.Node):
-        meta = value.meta.get("tensor")
-        metas = meta if isinstance(meta, tuple) else (meta,)
-        return tuple(m and (m.dtype, not m.shape) for m in metas)
+        return tuple(m and (m.dtype, not m.shape) for m in tensor_metas(value))
     if isinstance(value, tuple | list):
         return tuple(_abstract(v) for v in value)
     if value is None or isinstance(value, bool | torch.dtype | str):

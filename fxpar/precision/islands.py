@@ -11,6 +11,7 @@ from torch import fx
 
 from fxpar.errors import PrecisionGlobError
 from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import fqn_of, is_backward, tensor_metas
 from fxpar.ops.traits import INDEX_PUTS, computes
 from fxpar.precision.loss_region import is_model_op, loss_region
 from fxpar.precision.precision import Precision
@@ -22,9 +23,7 @@ _VALUES = ("param", "batch", "tangent")
 
 def metas(node: fx.Node) -> tuple[TensorMeta, ...]:
     """The tensors that a node returns."""
-    meta = node.meta.get("tensor")
-    found = meta if isinstance(meta, tuple) else (meta,)
-    return tuple(m for m in found if isinstance(m, TensorMeta))
+    return tuple(m for m in tensor_metas(node) if m is not None)
 
 
 def is_float(node: fx.Node) -> bool:
@@ -52,7 +51,7 @@ def find_islands(logical: LogicalGraph, precision: Precision, active: Collection
     modules = _matching(logical, precision.fp32)
     if precision.norms:
         modules |= _norm_modules(calls)
-    islands |= {n for n in calls if n.meta.get("fqn", "") in modules}
+    islands |= {n for n in calls if fqn_of(n) in modules}
     if precision.softmax:
         islands |= _logsumexp_backward(calls)
     if precision.loss:
@@ -73,7 +72,7 @@ def prefixes(fqn: str) -> Iterator[str]:
 
 def _matching(logical: LogicalGraph, globs: Iterable[str]) -> set[str]:
     """FQNs of the modules that a glob matches, and of all inside of them; that of the root is empty."""
-    fqns = {n.meta.get("fqn") or "" for n in logical.gm.graph.nodes}
+    fqns = {fqn_of(n) for n in logical.gm.graph.nodes}
     known = {module for fqn in fqns for module in prefixes(fqn)}
     found = set()
     for glob in globs:
@@ -88,7 +87,7 @@ def _norm_modules(calls: Iterable[fx.Node]) -> set[str]:
     """FQNs of modules that normalise: by their names, or because they take a reciprocal root and make no product."""
     targets: dict[str, set] = defaultdict(set)
     for node in calls:
-        if fqn := node.meta.get("fqn"):
+        if fqn := fqn_of(node):
             targets[fqn].add(node.target)
     rooted = {fqn for fqn, ops in targets.items() if aten.rsqrt.default in ops and not any(map(is_model_op, ops))}
     return rooted | {fqn for fqn in targets if _sounds_like_norm(fqn)}
@@ -106,7 +105,7 @@ def _logsumexp_backward(calls: Iterable[fx.Node]) -> set[fx.Node]:
         operands = set(node.all_input_nodes)
         if node.target is aten.logsumexp.default or (computes(node.target) == "moves" and operands & sums):
             sums.add(node)
-        elif node.meta.get("backward") and node.target is aten.sub.Tensor and operands & sums:
+        elif is_backward(node) and node.target is aten.sub.Tensor and operands & sums:
             shifted.add(node)
         elif node.target is aten.exp.default and operands & shifted:
             weights.add(node)

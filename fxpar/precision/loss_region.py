@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import is_backward
 from fxpar.ops.traits import ATTENTION, EMBEDDINGS, computes, is_product
 
 
@@ -24,9 +25,9 @@ def loss_region(logical: LogicalGraph, active: Collection[fx.Node]) -> set[fx.No
         return set()
     weights = _weights(logical)
     calls = [n for n in logical.gm.graph.nodes if n.op == "call_function" and n in active]
-    forward = [n for n in calls if not n.meta.get("backward")]
+    forward = [n for n in calls if not is_backward(n)]
     region = _forward(forward, weights, ends[0])
-    return region | _backward([n for n in calls if n.meta.get("backward")], region, weights)
+    return region | _backward([n for n in calls if is_backward(n)], region, weights)
 
 
 def _weights(logical: LogicalGraph) -> set[fx.Node]:

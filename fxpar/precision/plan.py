@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxpar.ir.graph import LogicalGraph, Output
+from fxpar.ir.node_meta import is_size
 from fxpar.ops.traits import computes
 from fxpar.precision.islands import active_nodes, find_islands, is_float, metas
 from fxpar.precision.precision import Precision
@@ -59,7 +60,7 @@ def make_plan(logical: LogicalGraph, precision: Precision, captured: torch.dtype
 def _is_rewritten(node: fx.Node, active: set[fx.Node], captured: torch.dtype) -> bool:
     """Whether the node reads a value that may change its dtype."""
     operands = node.all_input_nodes
-    if "sym" in node.meta:
+    if is_size(node):
         return False
     return any(o in active for o in operands) and any(m.dtype == captured for o in operands for m in metas(o))
 

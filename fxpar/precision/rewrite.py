@@ -25,7 +25,8 @@ from torch import fx
 
 from fxpar.errors import PrecisionDtypeError
 from fxpar.ir.dist_config import short_dtype
-from fxpar.ir.graph import LogicalGraph, Output, TensorMeta
+from fxpar.ir.graph import LogicalGraph, Output
+from fxpar.ir.node_meta import is_backward, tensor_metas, tensor_of
 from fxpar.ops.traits import FACTORIES, is_elementwise
 from fxpar.precision.dtypes import ResultDtypes
 from fxpar.precision.islands import metas
@@ -105,7 +106,7 @@ class _Rewrite:
         return new
 
     def _retype(self, node: fx.Node, dtype: torch.dtype) -> None:
-        node.meta["tensor"] = replace(node.meta["tensor"], dtype=dtype)
+        node.meta["tensor"] = replace(tensor_of(node), dtype=dtype)
 
     def _call(self, node: fx.Node) -> fx.Node:
         dtype = self.plan.computes[node]
@@ -113,7 +114,7 @@ class _Rewrite:
             return self.new[node.args[0]]  # type: ignore[index]
         if node.target is operator.getitem:
             new = self._copy(node)
-            new.meta["tensor"] = new.args[0].meta["tensor"][new.args[1]]  # type: ignore[union-attr, index]
+            new.meta["tensor"] = tensor_metas(new.args[0])[new.args[1]]  # type: ignore[union-attr, index]
             return new
         like = {node.args[i]: node.args[j] for i, j in LIKE.get(node.target, {}).items()}
         as_is = kept(node)
@@ -121,7 +122,7 @@ class _Rewrite:
         for operand in node.all_input_nodes:
             value = self.new[operand]
             if operand in like:
-                value = self._cast(value, self.new[like[operand]].meta["tensor"].dtype, node)  # type: ignore[index]
+                value = self._cast(value, tensor_of(self.new[like[operand]]).dtype, node)  # type: ignore[index]
             elif operand not in as_is and self._must_follow(operand, node):
                 value = self._cast(value, dtype, node)
             operands[operand] = value
@@ -132,7 +133,7 @@ class _Rewrite:
     def _is_done(self, node: fx.Node) -> bool:
         """Whether the user's cast has nothing left to do."""
         value = self.new[node.args[0]]  # type: ignore[index]
-        return node.kwargs.keys() == {"dtype"} and value.meta["tensor"].dtype == node.kwargs["dtype"]
+        return node.kwargs.keys() == {"dtype"} and tensor_of(value).dtype == node.kwargs["dtype"]
 
     def _must_follow(self, operand: fx.Node, node: fx.Node) -> bool:
         """Whether an operand has to have the dtype that the node computes in: all that were of the captured dtype, or
@@ -164,9 +165,9 @@ class _Rewrite:
 
     def _result(self, node: fx.Node, out: Output, params: Mapping[str, fx.Node]) -> fx.Node:
         if out.kind == "grad":
-            dtype = self.new[params[out.fqn]].meta["tensor"].dtype
+            dtype = tensor_of(self.new[params[out.fqn]]).dtype
         else:
-            dtype = node.meta["tensor"].dtype
+            dtype = tensor_of(node).dtype
         return self._cast(self.new[node], dtype, node)
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
@@ -175,15 +176,15 @@ class _Rewrite:
         A cast that widens stands before its first reader, one that narrows right behind the value, so that the wide one
         can be freed.
         """
-        while value.meta["tensor"].dtype != dtype and (origin := _widened_from(value)) is not None:
+        while tensor_of(value).dtype != dtype and (origin := _widened_from(value)) is not None:
             value = origin
-        meta: TensorMeta = value.meta["tensor"]
+        meta = tensor_of(value)
         if meta.dtype == dtype:
             return value
         widens = dtype.itemsize > meta.dtype.itemsize
-        backward = bool(reader.meta.get("backward"))
+        backward = is_backward(reader)
         # The backward widens again: it then keeps the low value of the forward instead of the wide one.
-        again = backward and widens and value.op != "placeholder" and not value.meta.get("backward")
+        again = backward and widens and value.op != "placeholder" and not is_backward(value)
         key = (value, dtype, again)
         if key not in self.casts:
             self.casts[key] = self._new_cast(value, dtype, reader, like_reader=widens)
@@ -200,7 +201,7 @@ class _Rewrite:
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
         place = reader if like_reader else value
         new.meta = {key: place.meta.get(key) for key in ("fqn", "source", "backward")}
-        new.meta["tensor"] = replace(value.meta["tensor"], dtype=dtype)
+        new.meta["tensor"] = replace(tensor_of(value), dtype=dtype)
         return new
 
     def _place(self, value: fx.Node, *, at_reader: bool) -> Any:
@@ -218,6 +219,6 @@ def _widened_from(value: fx.Node) -> fx.Node | None:
     if not is_cast(value) or value.kwargs.keys() != {"dtype"}:
         return None
     origin: Any = value.args[0]
-    old, new = origin.meta["tensor"].dtype, value.meta["tensor"].dtype
+    old, new = tensor_of(origin).dtype, tensor_of(value).dtype
     widens = old.is_floating_point and new.is_floating_point and old.itemsize < new.itemsize
     return origin if widens else None

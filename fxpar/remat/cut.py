@@ -17,6 +17,7 @@ import numpy as np
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.node_meta import is_size, phase_of
 from fxpar.remat.forward import ForwardValues
 from fxpar.remat.storages import Storages
 
@@ -119,13 +120,13 @@ class _Program:
                 self._require(node, [], 1.0)
             if node in self.column:
                 for operand in node.all_input_nodes:
-                    if operand.op == "call_function" and "sym" not in operand.meta:
+                    if operand.op == "call_function" and not is_size(operand):
                         self._require(operand, [(self.column[node], -1.0)], 0.0)
 
     def _require(self, node: fx.Node, minus: list[tuple[int, float]], bound: float) -> None:
         """The value is there in the backward, if the nodes in `minus` run again (or in any case)."""
         values = self.cut.values
-        if node in values.gathered or node.meta.get("phase", "body") != "body":
+        if node in values.gathered or phase_of(node) != "body":
             return
         again = [(self.column[node], 1.0)] if node in self.column else []
         if again and (collective_kind(node) or isinstance(node.meta.get("local"), tuple)):
@@ -142,7 +143,7 @@ class _Program:
         todo = list(self.cut.values.needed)
         while todo:
             node = todo.pop()
-            if node in seen or node.op != "call_function" or "sym" in node.meta or node in self.cut.values.gathered:
+            if node in seen or node.op != "call_function" or is_size(node) or node in self.cut.values.gathered:
                 continue
             seen.add(node)
             if node in recomputed:

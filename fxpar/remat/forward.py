@@ -13,6 +13,7 @@ from torch import fx
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import fqn_of, is_backward, is_size, phase_of
 from fxpar.ops.traits import is_random
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -34,14 +35,14 @@ class ForwardValues:
 
     def blocks(self) -> dict[fx.Node, str]:
         """The repeated block (`layers.3`) of each node in one."""
-        return {node: block for node in self.nodes if (block := block_of(node.meta.get("fqn", "")))}
+        return {node: block for node in self.nodes if (block := block_of(fqn_of(node)))}
 
     def modules(self, globs: Collection[str]) -> tuple[dict[fx.Node, str], list[str]]:
         """The outermost module that a glob matches, of each node inside one; and the globs that match no module."""
         chosen: dict[str, str | None] = {}
         unused = set(globs)
         for node in self.nodes:
-            fqn = node.meta.get("fqn", "")
+            fqn = fqn_of(node)
             if fqn not in chosen:
                 chosen[fqn] = None
                 for module in prefixes(fqn):
@@ -49,19 +50,18 @@ class ForwardValues:
                     unused -= hits
                     if hits and chosen[fqn] is None:
                         chosen[fqn] = module
-        found = {n: m for n in self.nodes if (m := chosen[n.meta.get("fqn", "")]) is not None}
+        found = {n: m for n in self.nodes if (m := chosen[fqn_of(n)]) is not None}
         return found, [g for g in globs if g in unused]
 
     def module_names(self) -> list[str]:
         """FQNs of all modules that compute something."""
-        return sorted({p for node in self.nodes for p in prefixes(node.meta.get("fqn", ""))})
+        return sorted({p for node in self.nodes for p in prefixes(fqn_of(node))})
 
     def leaves_region(self, node: fx.Node, region: dict[fx.Node, str]) -> bool:
         """Whether the forward reads the node outside of its region, or the graph returns it."""
         mine = region[node]
         return any(
-            user.op == "output"
-            or (not user.meta.get("backward") and "sym" not in user.meta and region.get(user) != mine)
+            user.op == "output" or (not is_backward(user) and not is_size(user) and region.get(user) != mine)
             for user in node.users
         )
 
@@ -74,13 +74,9 @@ def prefixes(fqn: str) -> Iterator[str]:
 
 def forward_values(graph: AnnotatedGraph) -> ForwardValues:
     """Look at a graph."""
-    body = [
-        n
-        for n in graph.graph.nodes
-        if n.op == "call_function" and n.meta.get("phase", "body") == "body" and "sym" not in n.meta
-    ]
-    forward = [n for n in body if not n.meta.get("backward")]
-    needed = {n for n in forward if any(u.meta.get("backward") for u in n.users)}
+    body = [n for n in graph.graph.nodes if n.op == "call_function" and phase_of(n) == "body" and not is_size(n)]
+    forward = [n for n in body if not is_backward(n)]
+    needed = {n for n in forward if any(is_backward(u) for u in n.users)}
     twins, held = _gathers(graph, body)
     return ForwardValues(tuple(forward), frozenset(needed), frozenset(_fixed(body, forward)) | held, twins)
 
@@ -128,11 +124,11 @@ def _gathers(graph: AnnotatedGraph, body: list[fx.Node]) -> tuple[dict[fx.Node, 
     for node in body:
         if node in value and (collective_kind(node) or any(o in gathers for o in node.all_input_nodes)):
             gathers[node] = None
-    backward = {value[n]: n for n in gathers if n.meta.get("backward")}
+    backward = {value[n]: n for n in gathers if is_backward(n)}
     twins: dict[fx.Node, fx.Node] = {}
     once: set[fx.Node] = set()
     for node in gathers:
-        if node.meta.get("backward"):
+        if is_backward(node):
             continue
         if value[node] in backward:
             twins[node] = backward[value[node]]

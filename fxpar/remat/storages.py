@@ -12,7 +12,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpar.ir.graph import TensorMeta, local_meta
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import input_kind, is_backward, is_size, local_meta, size_of
 
 c10d = torch.ops._c10d_functional
 _META = torch.device("meta")
@@ -86,9 +87,9 @@ def saved_storages(graph: fx.Graph, storages: Storages) -> frozenset[int]:
     returned = {s for node in output.all_input_nodes for s in storages.of[node]}
     saved: set[int] = set()
     for node in graph.nodes:
-        if node.meta.get("backward") and node.op == "call_function":
+        if is_backward(node) and node.op == "call_function":
             for operand in node.all_input_nodes:
-                if not operand.meta.get("backward"):
+                if not is_backward(operand):
                     saved.update(storages.of[operand])
     return frozenset(saved - storages.borrowed - storages.weights - returned)
 
@@ -102,15 +103,15 @@ def tensors_of(value: Any) -> Iterable[Tensor]:
 
 def _is_weight(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
     if node.op == "placeholder":
-        return node.meta.get("kind") == "param"
-    operands = [o for o in node.all_input_nodes if "sym" not in o.meta]
+        return input_kind(node) == "param"
+    operands = [o for o in node.all_input_nodes if not is_size(o)]
     return bool(operands) and all(known[o] for o in operands)
 
 
 def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
     meta = local_meta(node)
     if meta is None:
-        return int(node.meta["sym"].subs(dims))
+        return int(size_of(node).subs(dims))
     assert isinstance(meta, TensorMeta)
     return torch.empty(meta.sizes(dims), dtype=meta.dtype, device=_META)
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard, chunk, normalize_sections
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pass_registry import get
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Cut, Option, OpView, Seed, TensorRef, divides, replicated
@@ -144,7 +145,7 @@ class _Call:
         found = []
         for rank in range(self.degree):
             results, shapes = _interpret(graph, rank, [p[rank] for p in pieces], call)
-            wanted = [m.shape for m in _tuple(call.meta["local"]) if m is not None]
+            wanted = [m.shape for m in _tuple(local_tensor(call)) if m is not None]
             if shapes != wanted:
                 raise ValueError(f"global_to_local says {wanted}, the op made {shapes}")
             found.append(results)

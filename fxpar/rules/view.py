@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 
 from fxpar.ir.dist_config import R
 from fxpar.ir.graph import Size, TensorMeta
+from fxpar.ir.node_meta import is_size, size_of, tensor_metas
 from fxpar.rules.option import Option, OpView, TensorRef, localize
 
 Value = tuple[fx.Node, int]  # result `int` of a node
@@ -71,14 +72,6 @@ class Sizes:
         return found
 
 
-def tensor_metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
-    """The node's results as a tuple."""
-    meta = node.meta.get("tensor")
-    if meta is None:
-        return ()
-    return meta if isinstance(meta, tuple) else (meta,)
-
-
 def resolve(node: fx.Node) -> Value:
     """The (op node, result) behind a value; looks through getitem."""
     if node.op == "call_function" and node.target is operator.getitem:
@@ -104,9 +97,9 @@ def make_view(
 
     def convert(arg: fx.Node) -> Any:
         nonlocal moving
-        if "sym" in arg.meta:
-            moving |= _is_dynamic(arg.meta["sym"])
-            return sizes.probe(arg.meta["sym"])
+        if is_size(arg):
+            moving |= _is_dynamic(size_of(arg))
+            return sizes.probe(size_of(arg))
         value = resolve(arg)
         meta = tensor_metas(value[0])[value[1]]
         assert meta is not None

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.exec_graph import substitute_tokens
+from fxpar.ir.node_meta import local_tensor
 from fxpar.ops import layout
 from fxpar.torch_api.groups import is_gloo
 
@@ -45,7 +46,7 @@ def _sum_what_arrives(graph: fx.Graph, scatter: fx.Node) -> None:
     (wait,) = scatter.users
     _exchange(scatter, rows, degree, group)
     with graph.inserting_after(wait):
-        total = graph.call_function(aten.sum.dim_IntList, (wait, [0], True), {"dtype": scatter.meta["local"].dtype})
+        total = graph.call_function(aten.sum.dim_IntList, (wait, [0], True), {"dtype": local_tensor(scatter).dtype})
     wait.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
 
 

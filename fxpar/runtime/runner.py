@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
 from fxpar.ir.exec_graph import Part, Program, compile_graph
+from fxpar.ir.node_meta import local_tensor
 from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
 from fxpar.runtime.arrivals import Arrivals, wait_before_use
@@ -154,8 +155,8 @@ class TrainRunner(Runner[P]):
         """What a result is without micro-batches: a buffer as it is, or zeros."""
         if "buffer" in node.meta:
             return self.inputs[self.place["buffer", node.meta["buffer"]]]
-        local = node.meta["local"]
-        return torch.zeros(local.shape, dtype=local.dtype, device=self.device)
+        local = local_tensor(node)
+        return torch.zeros(local.sizes({}), dtype=local.dtype, device=self.device)
 
     def reduce(self) -> dict[tuple[str, str], Tensor]:
         """End the group: results over all data ranks by kind (loss, grad, buffer) and FQN.

@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpar.errors import NotAChainError
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import fqn_of, tensor_of, whole_meta
 from fxpar.stages.mincut import EARLY, LATE, CutNetwork
 from fxpar.stages.nodes import Nodes, nbytes, producer
 
@@ -53,7 +54,7 @@ class Backward:
                 self.users[value].append(op)
         found: dict[str, set[int]] = defaultdict(set)
         for node, stage in self.stage_of.items():
-            found[node.meta.get("fqn", "")].add(stage)
+            found[fqn_of(node)].add(stage)
         self.home = {fqn: next(iter(stages)) for fqn, stages in found.items() if len(stages) == 1}
 
     def assign(self, stages: int) -> dict[fx.Node, int]:
@@ -84,7 +85,7 @@ class Backward:
         if any(self.stage_of.get(o, 0) >= boundary for o in self.operands[op]):
             return True  # it reads a forward value of a later stage
         allowed = [self.pinned[op]] if op in self.pinned else []
-        home = self.home.get(op.meta.get("fqn", ""))
+        home = self.home.get(fqn_of(op))
         for fqn in self.nodes.params_of(op):
             held = self.holders.get(fqn, ())
             # The use of a tied weight belongs to the module that it is the backward of.
@@ -118,7 +119,7 @@ class Backward:
             return LATE if op in late else EARLY if op in early else op
 
         for op in free:
-            home = self.home.get(op.meta.get("fqn", ""))
+            home = self.home.get(fqn_of(op))
             if home is not None:
                 network.hint(op, home >= boundary)
             for value in self.operands[op]:
@@ -130,7 +131,7 @@ class Backward:
             v: users for v, users in self.users.items() if any(u in inside for u in users) or producer(v) in inside
         }
         for value, users in values.items():
-            price = float(nbytes(value.meta["tensor"], self.nodes.dims))
+            price = float(nbytes(tensor_of(value), self.nodes.dims))
             if value in self.stage_of:  # a value of the forward, sent along only if somebody late reads it
                 if self.stage_of[value] < boundary and not self._crosses(value, boundary, late):
                     for user in users:
@@ -152,9 +153,7 @@ class Backward:
 
     def _raise(self, boundary: int, both: list[fx.Node]) -> None:
         op = both[0]
-        values = [
-            f"%{o.name} {o.meta['tensor']}" for o in self.operands[op] if isinstance(o.meta["tensor"], TensorMeta)
-        ]
+        values = [f"%{o.name} {whole_meta(o)}" for o in self.operands[op] if isinstance(whole_meta(o), TensorMeta)]
         raise NotAChainError(
             self.nodes.logical.name,
             f"%{op.name} of the backward (in {op.meta.get('fqn') or 'the root'}) is needed on both sides of the "

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpar.errors import NotAChainError
 from fxpar.ir.graph import Input, Output, TensorMeta
+from fxpar.ir.node_meta import fqn_of, is_size, size_of, source_of, tensor_of, whole_meta
 from fxpar.stages.nodes import Nodes
 from fxpar.stages.staged import Crossing, StageGraph
 
@@ -89,7 +90,7 @@ class StageBuilder:
         inputs = self._inputs(members, received, tangents)
         arrived = {*received, *tangents}
         for node in members:
-            if node not in arrived and "sym" not in node.meta:
+            if node not in arrived and not is_size(node):
                 self._copy(node)
         results: list[Result] = [r for r in self.results if r[0].kind == "loss"]
         results += [(Output("sent", n.name), (n,)) for n in sent]
@@ -129,32 +130,32 @@ class StageBuilder:
 
     def _inputs(self, members: list[fx.Node], received: list[fx.Node], tangents: list[fx.Node]) -> tuple[Input, ...]:
         """Make the placeholders; those of sizes are read from what is there."""
-        read = {o for n in members if "sym" not in n.meta for o in n.all_input_nodes if o.op == "placeholder"}
+        read = {o for n in members if not is_size(n) for o in n.all_input_nodes if o.op == "placeholder"}
         read |= {n for _, values in self.results for n in values if n.op == "placeholder"}
         given = {out.fqn for out, _ in self.results if out.kind == "grad"} | self.unread
         read |= {n for n, i in self.nodes.inputs.items() if i.kind == "param" and i.fqn in given}
         sizes = [n for n in members if n.target is aten.sym_size.int]
         for size in sizes:
-            if size.args[0] not in read and _place_of(size.meta["sym"], received) is None:
+            if size.args[0] not in read and _place_of(size_of(size), received) is None:
                 read.add(size.args[0])  # type: ignore[arg-type]
         found: list[tuple[Input, fx.Node]] = [(i, n) for n, i in self.nodes.inputs.items() if n in read]
         for kind, values in (("received", received), ("received_grad", tangents)):
             for value in values:
-                meta = value.meta["tensor"]
+                meta = tensor_of(value)
                 wanted = kind == "received" and meta.dtype.is_floating_point
                 found.append((Input(kind, value.name, meta, requires_grad=wanted), value))  # type: ignore[arg-type]
         found.sort(key=lambda pair: _ORDER.index(pair[0].kind))
         for info, node in found:
             new = self.graph.placeholder(node.name)
-            new.meta.update(tensor=info.meta, fqn=node.meta["fqn"], source=node.meta["source"], backward=False)
+            new.meta.update(tensor=info.meta, fqn=fqn_of(node), source=source_of(node), backward=False)
             self.copied[node] = new
-        for node in (n for n in members if "sym" in n.meta):
+        for node in (n for n in members if is_size(n)):
             self._copy_size(node, received)
         return tuple(info for info, _ in found)
 
     def _copy_size(self, node: fx.Node, arrived: list[fx.Node]) -> None:
         if node.target is aten.sym_size.int and node.args[0] not in self.copied:
-            place = _place_of(node.meta["sym"], arrived)
+            place = _place_of(size_of(node), arrived)
             assert place is not None
             new = self.graph.create_node(
                 "call_function", node.target, (self.copied[place[0]], place[1]), name=node.name
@@ -181,7 +182,7 @@ class StageBuilder:
 def _place_of(size: Any, values: list[fx.Node]) -> tuple[fx.Node, int] | None:
     """A value and its dim that has just this size."""
     for value in values:
-        shape: tuple[Any, ...] = value.meta["tensor"].shape
+        shape: tuple[Any, ...] = tensor_of(value).shape
         if isinstance(size, sympy.Symbol) and size in shape:
             return value, shape.index(size)
     return None
@@ -189,5 +190,5 @@ def _place_of(size: Any, values: list[fx.Node]) -> tuple[fx.Node, int] | None:
 
 def _named(values: list[fx.Node]) -> tuple[Crossing, ...]:
     for value in values:
-        assert isinstance(value.meta["tensor"], TensorMeta), value  # results of one op are not taken apart
-    return tuple(Crossing(value.name, value.meta["tensor"]) for value in values)
+        assert isinstance(whole_meta(value), TensorMeta), value  # results of one op are not taken apart
+    return tuple(Crossing(value.name, tensor_of(value)) for value in values)

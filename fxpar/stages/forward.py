@@ -9,6 +9,7 @@ from torch import fx
 
 from fxpar.errors import NotAChainError, StageCountError, UnknownCutError, nearest
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import fqn_of, tensor_of, whole_meta
 from fxpar.stages.layers import balanced_cuts, find_layers, rerun
 from fxpar.stages.nodes import Nodes, nbytes, producer
 
@@ -44,7 +45,7 @@ def stages_of(nodes: Nodes, cuts: list[tuple[int, str]]) -> dict[fx.Node, int]:
         found[node] = found.get(producer(node), sum(start <= i for start, _ in cuts))
     results = set(nodes.logical.results)
     for node in reversed(nodes.bound):
-        if node not in results and producer(node) is node and isinstance(node.meta["tensor"], TensorMeta):
+        if node not in results and producer(node) is node and isinstance(whole_meta(node), TensorMeta):
             _sink(nodes, found, node)
     return found
 
@@ -62,12 +63,12 @@ def _sink(nodes: Nodes, stage_of: dict[fx.Node, int], node: fx.Node) -> None:
         for o in set(node.all_input_nodes)
         if o in stage_of and not any(stage_of.get(user, 0) > here for user in o.users if user is not node)
     ]
-    if sum(nbytes(o.meta["tensor"], nodes.dims) for o in new) < nbytes(node.meta["tensor"], nodes.dims):
+    if sum(nbytes(tensor_of(o), nodes.dims) for o in new) < nbytes(tensor_of(node), nodes.dims):
         stage_of[node] = min(readers)
 
 
 def _first_op(nodes: Nodes, fqn: str) -> int:
-    modules = [node.meta.get("fqn", "") for node in nodes.bound]
+    modules = [fqn_of(node) for node in nodes.bound]
     start = next((i for i, module in enumerate(modules) if module == fqn or module.startswith(f"{fqn}.")), None)
     model = nodes.logical.name
     if start is None or not fqn:
@@ -87,12 +88,12 @@ def _first_op(nodes: Nodes, fqn: str) -> int:
 def _raise_rerun(nodes: Nodes, cuts: list[tuple[int, str]], again: dict[str, list[int]]) -> None:
     module, where = next(iter(again.items()))
     stage_of = stages_of(nodes, cuts)
-    late = [n for n, stage in stage_of.items() if n.meta.get("fqn") == module and stage > where[0]]
+    late = [n for n, stage in stage_of.items() if fqn_of(n) == module and stage > where[0]]
     values = dict.fromkeys(
-        f"%{o.name} {o.meta['tensor']}"
+        f"%{o.name} {whole_meta(o)}"
         for n in late
         for o in n.all_input_nodes
-        if stage_of.get(o, 0) > where[0] and isinstance(o.meta.get("tensor"), TensorMeta)
+        if stage_of.get(o, 0) > where[0] and isinstance(whole_meta(o), TensorMeta)
     )
     cut = cuts[where[0]]
     what = f", which would have to go back to it: {', '.join(list(values)[:4])}" if values else ""

@@ -11,6 +11,7 @@ from fxpar.cost.calls import busy_s
 from fxpar.cost.cluster import USUAL
 from fxpar.errors import StageCountError
 from fxpar.ir.fqn import block_of
+from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.stages.nodes import Nodes
 
 # A list of modules counts as layers if it takes at least this share of the forward's time.
@@ -40,8 +41,8 @@ def find_layers(nodes: Nodes) -> list[Layer]:
     work: dict[str, Fraction] = defaultdict(Fraction)
     costs = [busy_s(node, nodes.shape, _CLUSTER) for node in bound]
     for i, node in enumerate(bound):
-        fqn = block_of(node.meta.get("fqn", ""))
-        if fqn and not node.meta.get("backward"):
+        fqn = block_of(fqn_of(node))
+        if fqn and not is_backward(node):
             starts.setdefault(fqn, i)
             work[_parent(fqn)] += costs[i]
     enough = _SHARE * sum(work.values())

@@ -11,6 +11,7 @@ from torch import fx
 
 from fxpar.cost.ops import SizesAt, flops
 from fxpar.ir.graph import Input, LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import fqn_of, is_backward, is_size, whole_meta
 from fxpar.ir.pass_base import ancestors
 
 own = torch.ops.fxpar
@@ -51,7 +52,7 @@ class Nodes:
         results = list(zip(logical.results, logical.outputs, strict=True))
         self.written = {out.fqn: node for node, out in results if out.kind == "buffer"}
         needed = ancestors(node for node, out in results if out.kind in ("loss", "buffer"))
-        self.forward = {n for n in calls if n in needed or not n.meta.get("backward")}
+        self.forward = {n for n in calls if n in needed or not is_backward(n)}
         self.free = set()
         for node in calls:
             if self._is_free(node):
@@ -59,23 +60,23 @@ class Nodes:
         self.bound = [n for n in calls if n in self.forward and n not in self.free]
         bound = set(self.bound)
         self.reads_params = [
-            (i, n.meta.get("fqn", ""), any(o in bound for o in n.all_input_nodes))
+            (i, fqn_of(n), any(o in bound for o in n.all_input_nodes))
             for i, n in enumerate(self.bound)
             if self.params_of(n)
         ]
 
     def _is_free(self, node: fx.Node) -> bool:
-        if "sym" in node.meta:
+        if is_size(node):
             return True
         if any(not self._costs_nothing(operand) for operand in node.all_input_nodes):
             return False
-        made = node.meta["tensor"]
+        made = whole_meta(node)
         elements = sum(m.numel(self.dims) for m in (made if isinstance(made, tuple) else (made,)) if m is not None)
         return self.flops(node) <= 2 * _SHORT * elements
 
     def flops(self, node: fx.Node) -> int:
         """Floating-point operations of a product, a convolution or attention at the nominal sizes; else 0."""
-        return 0 if "sym" in node.meta else int(flops(node, self.shape))
+        return 0 if is_size(node) else int(flops(node, self.shape))
 
     def _costs_nothing(self, node: fx.Node) -> bool:
         info = self.inputs.get(node)

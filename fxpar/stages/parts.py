@@ -16,6 +16,7 @@ from torch import fx
 from fxpar.errors import VerifyError
 from fxpar.ir.exec_graph import Part, cut_part
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.node_meta import is_backward, phase_of
 from fxpar.ir.pass_base import ancestors
 
 Slots = dict[str, dict[fx.Node, int]]
@@ -54,7 +55,7 @@ class _Splitter:
         self.graph = graph
         whole = graph.graph if isinstance(graph, AnnotatedGraph) else graph.gm.graph
         self.calls = [n for n in whole.nodes if n.op == "call_function"]
-        self.phase = {n: n.meta.get("phase", "body") for n in self.calls}
+        self.phase = {n: phase_of(n) for n in self.calls}
         self.position = {node: i for i, node in enumerate(graph.placeholders)}
         self.kind = {node: info.kind for node, info in zip(graph.placeholders, graph.inputs, strict=True)}
         self.finals = list(zip(graph.results, graph.outputs, strict=True))
@@ -63,7 +64,7 @@ class _Splitter:
         sent = [node for node, out in self.finals if out.kind == "sent"]
         sent_grads = [node for node, out in self.finals if out.kind == "sent_grad"]
         # The epilogue may reduce the loss and gradients in one collective: these belong to the backward all the same.
-        ends = [n for n in self._ends("loss", "buffer") if not n.meta.get("backward")]
+        ends = [n for n in self._ends("loss", "buffer") if not is_backward(n)]
         late_ends = [n for n in self._ends("loss", "grad", "buffer") if n not in set(ends)]
         body = [n for n in self.calls if self.phase[n] == "body"]
         early = _with_siblings(ancestors([*sent, *ends]), body)

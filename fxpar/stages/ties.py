@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.ir.node_meta import whole_meta
+
 _ADD = torch.ops.aten.add.Tensor
 
 
@@ -29,7 +31,7 @@ def terms(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _same(node: fx.Node, term: Any) -> bool:
-    return isinstance(term, fx.Node) and term.meta.get("tensor") == node.meta["tensor"]
+    return isinstance(term, fx.Node) and whole_meta(term) == whole_meta(node)
 
 
 def _earlier(left: fx.Node, right: fx.Node) -> bool:

@@ -26,6 +26,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.node_meta import dist_of
 from fxpar.ir.strategy import Strategy
 from fxpar.passes.zero_shard import shard_over
 from fxpar.switch.layout import ParamLayout, PlacedParam
@@ -94,7 +95,7 @@ class ModelShapes:
         if alone not in self.by_tp:
             graph = annotate(self.logical, alone)
             self.by_tp[alone] = {
-                (starred(i.fqn), tuple(map(int, i.meta.shape))): node.meta["dist"]
+                (starred(i.fqn), tuple(map(int, i.meta.shape))): dist_of(node)
                 for i, node in zip(graph.inputs, graph.placeholders, strict=True)
                 if i.kind == "param"
             }

@@ -16,6 +16,7 @@ from fxpar.errors import LayoutError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.node_meta import dist_of
 from fxpar.passes.zero_shard import shard_over
 
 
@@ -114,4 +115,4 @@ def _stored(graph: Program | AnnotatedGraph) -> Iterator[tuple[str, TensorMeta, 
     else:
         for info, node in zip(graph.inputs, graph.placeholders, strict=True):
             if info.kind == "param":
-                yield info.fqn, info.meta, node.meta["dist"]
+                yield info.fqn, info.meta, dist_of(node)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.ir.graph import Input, TensorMeta
+from fxpar.ir.node_meta import tensor_of
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.torch_api.tracing import OpOverload
 from fxpar.tracer.dynamic import DynamicDims
@@ -130,14 +131,14 @@ class Canonical:
         if target is aten.t.default and args[0].target is aten.t.default:
             return args[0].args[0]
         if target is aten.copy.default:  # a copy into a tensor of the same shape and dtype
-            return args[1] if args[1].meta["tensor"] == meta else None
+            return args[1] if tensor_of(args[1]) == meta else None
         if target not in _VIEWS:
             return None
-        if args[0].meta["tensor"] == meta:
+        if tensor_of(args[0]) == meta:
             return args[0]
         if target is aten.view.default and args[0].target is target:
             before = args[0].args[0]
-            return before if before.meta["tensor"] == meta else None
+            return before if tensor_of(before) == meta else None
         return None
 
     def _operand(self, node: fx.Node) -> Any:

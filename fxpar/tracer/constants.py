@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from fxpar.ir.graph import Input
+from fxpar.ir.node_meta import tensor_of
 
 
 def lift_constants(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], dict[str, Tensor]]:
@@ -21,7 +22,7 @@ def lift_constants(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[tuple
                 last = lifted[name] = gm.graph.placeholder(name)
             last.meta.update(node.meta)
             constants[name] = value
-            found.append(Input("constant", name, node.meta["tensor"]))
+            found.append(Input("constant", name, tensor_of(node)))
         node.replace_all_uses_with(lifted[name])
         gm.graph.erase_node(node)
     if constants:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.node_meta import input_kind
 from fxpar.ops.traits import RELABELS, SIZES, TAKES
 from fxpar.torch_api.tracing import OpOverload
 
@@ -145,4 +146,4 @@ def _is_given_vector(node: fx.Node) -> bool:
         return False
     while node.target in _MOVES:
         node = node.all_input_nodes[0]
-    return node.op == "placeholder" and node.meta.get("kind") == "batch"
+    return node.op == "placeholder" and input_kind(node) == "batch"

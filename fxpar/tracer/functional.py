@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MutationError, UnsupportedOpError
+from fxpar.ir.node_meta import fqn_of, source_of
 from fxpar.ops.traits import is_random
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
@@ -71,22 +72,22 @@ def _check_ops(gm: fx.GraphModule) -> None:
             raise UnsupportedOpError(
                 f"the operator {node.target}",
                 "Call functions of tensors, for attention torch.nn.functional.scaled_dot_product_attention.",
-                node.meta.get("fqn"),
-                node.meta.get("source"),
+                fqn_of(node),
+                source_of(node),
             )
         if any(word in str(node.target) for word in _DEVICE_SPECIFIC):
             raise UnsupportedOpError(
                 f"the op {node.target}, which only one kind of device has,",
                 "Call the function of torch.nn.functional that it belongs to.",
-                node.meta.get("fqn"),
-                node.meta.get("source"),
+                fqn_of(node),
+                source_of(node),
             )
         if node.op == "call_function" and is_random(node.target):
             raise UnsupportedOpError(
                 f"the random op {node.target}",
                 "Each rank would draw other numbers: use dropout, or pass the noise in the batch.",
-                node.meta.get("fqn"),
-                node.meta.get("source"),
+                fqn_of(node),
+                source_of(node),
             )
 
 
@@ -155,7 +156,7 @@ class _Renaming:
                 continue
             base = self.bases[node.args[0]]
             if base.op == "placeholder" and self.names[base] not in buffers:
-                raise MutationError(self.names[base], node.meta.get("source"))
+                raise MutationError(self.names[base], source_of(node))
             new = self._value(node)
             now = self.order[node]
             # Views made after the write are views of one of these, so they follow.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MeanLossError
+from fxpar.ir.node_meta import source_of
 from fxpar.ops.traits import FACTORIES, MOVES, is_elementwise
 from fxpar.torch_api.schemas import schema_of
 from fxpar.torch_api.tracing import OpOverload
@@ -97,7 +98,7 @@ def check_sum(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
 
 
 def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
-    node, line = place.node, place.node.meta.get("source")
+    node, line = place.node, source_of(place.node)
     if node in means:
         raise MeanLossError(f"{means[node].what} inside a larger expression", means[node].line)
     if node.target is aten.mean.default:
@@ -107,7 +108,7 @@ def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
     if _averages(node):
         raise MeanLossError(f"a mean in {node.name!r}", line)
     if place.by is not None and is_count(node, place.divides):
-        line = place.by.meta.get("source") or line
+        line = source_of(place.by) or line
         how = f"{place.by.name!r} of the loss and"
         if out_of_place(place.by.target) in SCALINGS:
             how = f"a {'division' if place.divides else 'multiplication'} by"

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import tensor_of
 from fxpar.ops.traits import FACTORIES
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ def simplify(gm: fx.GraphModule) -> None:
 def _state_dtype(node: fx.Node) -> None:
     """A constant made without a dtype would take the default one, which the range of a wider graph may not fit."""
     if node.target in FACTORIES | {aten.arange.default} and "dtype" not in node.kwargs:
-        node.kwargs = {**node.kwargs, "dtype": node.meta["tensor"].dtype}
+        node.kwargs = {**node.kwargs, "dtype": tensor_of(node).dtype}
 
 
 def _drop_power_of_one(node: fx.Node) -> bool:
@@ -41,7 +42,7 @@ def _drop_power_of_one(node: fx.Node) -> bool:
     if node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1:
         return False
     source: Any = node.args[0]
-    if source.meta["tensor"] != node.meta["tensor"]:
+    if tensor_of(source) != tensor_of(node):
         return False
     node.replace_all_uses_with(source)
     return True
@@ -52,12 +53,12 @@ def _scale_before_expand(graph: fx.Graph, node: fx.Node) -> bool:
     source: Any = node.args[0] if node.args else None
     if node.target not in _SCALAR_OPS or not isinstance(source, fx.Node) or source.target is not aten.expand.default:
         return False
-    if source.meta["tensor"].dtype != node.meta["tensor"].dtype:
+    if tensor_of(source).dtype != tensor_of(node).dtype:
         return False
     small: Any = source.args[0]
     with graph.inserting_before(node):
-        scaled = _like(graph, node, node.target, (small, node.args[1]), small.meta["tensor"])
-        expanded = _like(graph, node, aten.expand.default, (scaled, *source.args[1:]), node.meta["tensor"])
+        scaled = _like(graph, node, node.target, (small, node.args[1]), tensor_of(small))
+        expanded = _like(graph, node, aten.expand.default, (scaled, *source.args[1:]), tensor_of(node))
     node.replace_all_uses_with(expanded)
     return True
 
@@ -76,12 +77,12 @@ def _fold_scale(graph: fx.Graph, node: fx.Node) -> bool:
             continue
         factor: Any = scaled.args[1]
         small: Any = wide.args[0]
-        same = small.meta["tensor"].dtype == scaled.meta["tensor"].dtype == node.meta["tensor"].dtype
+        same = tensor_of(small).dtype == tensor_of(scaled).dtype == tensor_of(node).dtype
         if not same or not factor or math.frexp(abs(factor))[0] != 0.5:
             continue
         with graph.inserting_before(node):
-            product = _like(graph, node, aten.mul.Scalar, (small, factor), small.meta["tensor"])
-            expanded = _like(graph, node, aten.expand.default, (product, *wide.args[1:]), wide.meta["tensor"])
+            product = _like(graph, node, aten.mul.Scalar, (small, factor), tensor_of(small))
+            expanded = _like(graph, node, aten.expand.default, (product, *wide.args[1:]), tensor_of(wide))
         node.args = (expanded, scaled.args[0])
         return True
     return False

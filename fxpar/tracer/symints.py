@@ -11,6 +11,7 @@ from torch import fx
 
 from fxpar.errors import UnsupportedOpError
 from fxpar.ir.graph import dim_symbol
+from fxpar.ir.node_meta import size_of
 from fxpar.torch_api.symbolic import FakeWorld, function_of
 
 aten = torch.ops.aten
@@ -86,6 +87,6 @@ def _evaluate(target: Any, args: tuple[Any, ...]) -> Any:
     """The expression of a partial result, such as the first product of three factors."""
     import operator
 
-    values = [a.meta["sym"] if isinstance(a, fx.Node) else sympy.sympify(a, strict=True) for a in args]
+    values = [size_of(a) if isinstance(a, fx.Node) else sympy.sympify(a, strict=True) for a in args]
     functions = {operator.add: sympy.Add, operator.mul: sympy.Mul}
     return functions[target](*values) if target in functions else None

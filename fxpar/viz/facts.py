@@ -15,6 +15,7 @@ from fxpar.cost.ops import SizesAt, flops, local_metas
 from fxpar.ir.dist_config import DistConfig, short_dtype
 from fxpar.ir.exec_graph import Communication, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, source_of
 from fxpar.ir.printer import PrintedPart, op_name, parts, type_of
 from fxpar.viz.inside import Term
 from fxpar.viz.viewed import Viewed
@@ -111,15 +112,15 @@ class _Reader:
             op=op_name(node),
             call=f"({', '.join(arguments)})",
             operands=tuple(operands),
-            fqn=node.meta.get("fqn") or "",
-            backward=bool(node.meta.get("backward")),
+            fqn=fqn_of(node),
+            backward=is_backward(node),
             type=type_of(node),
             local=local_text(local),
             axes=self.axes_text(node.meta.get("dist")),
             local_bytes=self.nbytes(node),
             flops=round(flops(node, self.shape)),
             ms=self.spent.get((part.name, node.name), 0.0),
-            source=(node.meta.get("source") or "").replace("\\", "/").rpartition("/")[2],  # nothing of the machine
+            source=(source_of(node) or "").replace("\\", "/").rpartition("/")[2],  # nothing of the machine
             why=why_text(node, wire),
             wire=wire,
         )
@@ -142,11 +143,11 @@ class _Reader:
         kind = collective_kind(node)
         if kind is None:
             return None
-        axis, sent = node.meta["comm"]
+        axis, sent = comm_of(node)
         whole = TensorMeta(self.shape(sent), sent.dtype)
-        found = Communication(kind, axis, whole, part, node.meta.get("fqn", ""), bool(node.meta.get("backward")))
+        found = Communication(kind, axis, whole, part, fqn_of(node), is_backward(node))
         nbytes = round(found.wire_bytes(self.program.strategy.mesh.degree(axis), {}))
-        return Wire(kind, axis, nbytes, self.spent[part, node.name], node.meta.get("fused", 1))
+        return Wire(kind, axis, nbytes, self.spent[part, node.name], fused_count(node))
 
 
 def argument_text(value: Any, number: Mapping[fx.Node, int | str], operands: list[int | str]) -> str:

@@ -25,7 +25,8 @@ from itertools import groupby
 from typing import Any
 
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import TensorMeta, local_meta
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.ir.printer import type_of
 from fxpar.viz.facts import NodeFacts, PartFacts, program_facts

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name
 from fxpar.memory import KINDS, Moment, RankMemory, memory_over_time, schedule_of
@@ -140,7 +141,7 @@ def _rank_json(rank: RankMemory, clock: Clock, most: int) -> dict[str, Any]:
     at = [[names.setdefault(word, len(names)) for word in _words(moments[i])] for i in shown]
     parts = [moment_parts(moments[i]) for i in shown]
     used = [name for name in MOVING.values() if any(part[name] for part in parts)]
-    backward = next((i for i, m in enumerate(moments) if m.node is not None and m.node.meta.get("backward")), None)
+    backward = next((i for i, m in enumerate(moments) if m.node is not None and is_backward(m.node)), None)
     return {
         "ranks": list(rank.ranks),
         "peak_bytes": rank.prediction.peak_bytes,
@@ -158,7 +159,7 @@ def _rank_json(rank: RankMemory, clock: Clock, most: int) -> dict[str, Any]:
 def _words(moment: Moment) -> tuple[str, str, str, str]:
     if moment.node is None:
         return "", "", "", moment.during
-    return moment.node.name, moment.node.meta.get("fqn") or "", op_name(moment.node), moment.during
+    return moment.node.name, fqn_of(moment.node), op_name(moment.node), moment.during
 
 
 def thinned(values: Sequence[int], most: int) -> list[int]:

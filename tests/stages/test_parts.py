@@ -10,8 +10,8 @@ import torch
 from fxpar.errors import VerifyError
 from fxpar.ir.exec_graph import Part, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
+from fxpar.ir.node_meta import tensor_metas
 from fxpar.lowering.ladder import default_passes, run_passes
-from fxpar.rules.view import tensor_metas
 from fxpar.stages import StageParts, cut_stages, split_parts
 from tests.stages.models import loaded, odd, random_model
 

@@ -1,0 +1,131 @@
+"""What a node of a graph says of itself: every key of `node.meta` that fxpar writes, and how it is read.
+
+Metadata is light and picklable, and takes the place of fake tensors. torch.fx types `node.meta` as a dict of anything;
+the functions here return what `NodeMeta` promises. Graph files are checked against it too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import sympy
+from torch import fx
+
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.graph import TensorMeta
+
+NodeMeta = TypedDict(
+    "NodeMeta",
+    {
+        # Of the capture. `tensor` and `local` are tuples for an op with several results.
+        "tensor": TensorMeta | tuple[TensorMeta | None, ...] | None,  # the whole value
+        "sym": sympy.Expr | int | float | None,  # the value in the dynamic dims, on nodes that compute a size
+        "fqn": str | None,  # of the module that the node was traced in, "" for the root; backward nodes too
+        "source": str | None,  # "file:line" of the user's code
+        "backward": bool,
+        "kind": str,  # of the input, on placeholders: an `InputKind`
+        # Of the lowering.
+        "dist": DistConfig | tuple[DistConfig | None, ...],  # placements of the results
+        "dist_in": tuple[DistConfig, ...],  # placements that the tensor operands should have
+        "local": TensorMeta | tuple[TensorMeta | None, ...] | None,  # what one rank has of the value
+        "phase": str,  # a `Phase`; body where it is not said
+        "bucket": str | None,  # collectives of one bucket may travel together
+        "comm": tuple[str, TensorMeta],  # axis of a collective, and what one rank sends (ring algorithms)
+        "fused": int,  # how many collectives travel in this one
+        "buffer": str,  # FQN of the buffer that this value is written to
+        "again": bool,  # computed a second time, in the backward
+        "pass": str,  # name of the pass that made the node; nodes of the capture have none
+        # Of the placement search: nodes that decide together.
+        "class": tuple[Any, ...],
+        "variant": tuple[str, ...],
+    },
+    total=False,
+)
+
+
+def whole_meta(node: fx.Node) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
+    """Shape and dtype of a node's result, or of each result; None: an integer, or no result."""
+    return node.meta.get("tensor")
+
+
+def tensor_metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+    """The same as a tuple."""
+    found = whole_meta(node)
+    if found is None:
+        return ()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def tensor_of(node: Any) -> TensorMeta:
+    """Shape and dtype of the one result of a node."""
+    return node.meta["tensor"]
+
+
+def local_tensor(node: Any) -> TensorMeta:
+    """What one rank has of the one result of a node."""
+    return node.meta["local"]
+
+
+def local_meta(node: fx.Node) -> TensorMeta | tuple[TensorMeta | None, ...] | None:
+    """What one rank has of a node's result, or results; the whole in a graph without local shapes. None: an integer."""
+    return node.meta.get("local", node.meta.get("tensor"))
+
+
+def dist_of(node: Any) -> DistConfig:
+    """Placement of the one result of a node."""
+    return node.meta["dist"]
+
+
+def dists_of(node: Any) -> tuple[DistConfig | None, ...]:
+    """Placement of each result; empty before annotation."""
+    found = node.meta.get("dist", ())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def wanted_dists(node: fx.Node) -> tuple[DistConfig, ...]:
+    """Placements that the tensor operands should have; empty where nothing is wanted."""
+    return node.meta.get("dist_in", ())
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes an integer, from the sizes of tensors."""
+    return "sym" in node.meta
+
+
+def size_of(node: Any) -> Any:
+    """What such a node computes: an expression in the dynamic dims, or a number."""
+    return node.meta["sym"]
+
+
+def fqn_of(node: fx.Node) -> str:
+    """FQN of the module that a node was traced in; "" for the root, and where none is known."""
+    return node.meta.get("fqn") or ""
+
+
+def source_of(node: fx.Node) -> str | None:
+    """ "file:line" of the user's code."""
+    return node.meta.get("source")
+
+
+def is_backward(node: fx.Node) -> bool:
+    return bool(node.meta.get("backward"))
+
+
+def phase_of(node: fx.Node) -> Any:
+    """The part of a program that a node belongs to (a `Phase`)."""
+    return node.meta.get("phase", "body")
+
+
+def input_kind(node: fx.Node) -> str | None:
+    """The `InputKind` of a placeholder."""
+    return node.meta.get("kind")
+
+
+def comm_of(node: fx.Node) -> tuple[str, TensorMeta]:
+    """Axis of a collective, and what one rank sends."""
+    return node.meta["comm"]
+
+
+def fused_count(node: fx.Node) -> int:
+    """How many collectives travel in this one."""
+    return node.meta.get("fused", 1)
