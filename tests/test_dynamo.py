@@ -99,7 +99,7 @@ def reference(replicas: int, steps: int) -> tuple[list[list[float]], dict[str, T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", thinned(["tp2+sp", "cp2", "dp2", "dp2.tp2"], ["cp2", "dp2"]))
+@pytest.mark.parametrize("strategy", thinned(["tp2+sp", "cp2", "dp2", "dp2.tp2"], ["cp2"]))
 def test_training_loop(strategy):
     parsed = Strategy.parse(strategy)
     losses, weights = reference(parsed.degree("dp"), 3)

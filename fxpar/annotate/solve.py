@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +20,6 @@ from fxpar.errors import PlacementError
 from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.node_meta import input_kind, tensor_metas
 from fxpar.rules.option import Option
-
-if TYPE_CHECKING:  # loading scipy takes half a second, which reading a placed graph need not wait for
-    from scipy.optimize import LinearConstraint
 
 FORCED = 1000.0
 _INFEASIBLE = 2  # a status of scipy's
@@ -53,6 +49,37 @@ class AxisSolution:
     cost: Cost
 
 
+@functools.lru_cache(256)
+def _solved(costs: bytes, low: bytes, integral: bytes, rows: tuple[bytes, ...]) -> tuple[np.ndarray | None, str]:
+    """What HiGHS finds for a program, and what it says if that is nothing; None with "" if the rows do not allow it.
+
+    Strategies with the same degree of an axis ask the same program, and solving takes most of a small search.
+    """
+    from scipy import sparse  # takes half a second, which reading a placed graph need not wait for
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    cost, least = np.frombuffer(costs), np.frombuffer(low)
+    data, columns, starts, low_rows, high_rows = (
+        np.frombuffer(each, kind) for each, kind in zip(rows, (float, np.int32, np.int32, float, float), strict=True)
+    )
+    matrix = sparse.csr_matrix((data, columns, starts), shape=(len(low_rows), len(cost)), copy=True)
+    matrix.sort_indices()
+    result = milp(
+        cost,
+        integrality=np.frombuffer(integral, np.int8),
+        bounds=Bounds(least, 1),
+        constraints=LinearConstraint(matrix, low_rows, high_rows),
+        options={"mip_rel_gap": 1e-9, "time_limit": 60.0},
+    )
+    if result.status == _INFEASIBLE:
+        return None, ""
+    if result.x is None:
+        return None, result.message
+    found = np.round(result.x)
+    found.setflags(write=False)
+    return found, ""
+
+
 class _Program:
     """Rows and columns of the 0/1 program as they are found."""
 
@@ -75,42 +102,27 @@ class _Program:
         self.row(dict.fromkeys(columns, 1.0), 1, 1)
 
     @functools.cached_property
-    def constraints(self) -> LinearConstraint:
-        """All rows; no row is added after the first look."""
-        from scipy import sparse
-        from scipy.optimize import LinearConstraint
-
-        data, row_index, column_index, low, high = [], [], [], [], []
-        for i, (entries, lo, hi) in enumerate(self.rows):
-            low.append(lo)
-            high.append(hi)
-            for j, value in entries.items():
-                data.append(value)
-                row_index.append(i)
-                column_index.append(j)
-        matrix = sparse.csr_matrix((data, (row_index, column_index)), shape=(len(self.rows), len(self.moved)))
-        return LinearConstraint(matrix, np.array(low), np.array(high))
+    def _packed_rows(self) -> tuple[bytes, ...]:
+        """All rows as `_solved` takes them; no row is added after the first look."""
+        data = [value for entries, _, _ in self.rows for value in entries.values()]
+        columns = [column for entries, _, _ in self.rows for column in entries]
+        starts = np.cumsum([0, *(len(entries) for entries, _, _ in self.rows)])
+        low, high = ([row[i] for row in self.rows] for i in (1, 2))
+        kinds = (np.float64, np.int32, np.int32, np.float64, np.float64)
+        return tuple(np.array(v, k).tobytes() for v, k in zip((data, columns, starts, low, high), kinds, strict=True))
 
     def solve(self, fixed: Iterable[int] = ()) -> np.ndarray | None:
         """0 or 1 per column, with 1 for those of `fixed`; None if the rows do not allow it. Raises PlacementError."""
         if not self.moved:
             return np.zeros(0)
-        from scipy.optimize import Bounds, milp
-
         low = np.zeros(len(self.moved))
         low[list(fixed)] = 1.0
-        result = milp(
-            (np.array(self.moved) + np.array(self.penalty)) / LAUNCH_BYTES,
-            integrality=np.array(self.integral),
-            bounds=Bounds(low, 1),
-            constraints=self.constraints,
-            options={"mip_rel_gap": 1e-9, "time_limit": 60.0},
-        )
-        if result.status == _INFEASIBLE:
-            return None
-        if result.x is None:
-            raise PlacementError(f"the placement search found no solution: {result.message}")
-        return np.round(result.x)
+        costs = (np.array(self.moved) + np.array(self.penalty)) / LAUNCH_BYTES
+        integral = np.array(self.integral, np.int8).tobytes()
+        found, why = _solved(costs.tobytes(), low.tobytes(), integral, self._packed_rows)
+        if why:
+            raise PlacementError(f"the placement search found no solution: {why}")
+        return found
 
     def cost(self, solution: np.ndarray) -> Cost:
         return Cost(float(np.dot(self.moved, solution)), float(np.dot(self.penalty, solution)))

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from fxpar.annotate import annotate
 from fxpar.annotate.driver import annotate_and_search, combine
+from fxpar.annotate.solve import _solved
 from fxpar.checking import check
 from fxpar.errors import FxparWarning, NotYetError, OverrideError
 from fxpar.ir.dist_config import DistConfig, R, Shard
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.node_meta import dists_of
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.lowering.verify import verify, verify_placements
@@ -255,3 +257,16 @@ def test_parts_of_an_activation_allocate_nothing(how, kv_heads):
     parts = [entry for entry in search.problem.classes if len(entry.view.outputs) > 1 and entry.view.target.is_view]
     assert len(parts) == 2
     assert all(search.policy.node_cost(search.problem, entry, replicated(entry.view)) == 0 for entry in parts)
+
+
+def test_strategies_with_the_same_degree_of_an_axis_are_solved_once():
+    _solved.cache_clear()
+    first = annotate(llama().graph, Strategy.parse("tp2"))
+    before = _solved.cache_info()
+    second = annotate(llama().graph, Strategy.parse("dp2.tp2"))
+    after = _solved.cache_info()
+    assert (after.hits - before.hits, after.misses - before.misses) == (1, 0)
+    for one, other in zip(first.graph.nodes, second.graph.nodes, strict=True):
+        assert [str(dist) for dist in dists_of(one)] == [str(dist) for dist in dists_of(other)]
+    annotate(llama().graph, Strategy.parse("tp2+sp"))
+    assert _solved.cache_info().misses == after.misses + 1

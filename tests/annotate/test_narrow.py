@@ -17,13 +17,13 @@ from fxpar.lowering import lower
 from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.tracer import capture
 from tests.captured import Captured, fused, llama, lowered, take, tokens
-from tests.repeat import crossed, thinned
+from tests.repeat import thinned
 
 HEADS = 8
 
 
-def few(kv_heads: int) -> Captured:
-    return llama(layers=2, heads=HEADS, kv_heads=kv_heads, dim=64)
+def few(kv_heads: int, layers: int = 1) -> Captured:
+    return llama(layers=layers, heads=HEADS, kv_heads=kv_heads, dim=64)
 
 
 def traffic(captured: Captured, strategy: str) -> Counter:
@@ -55,16 +55,18 @@ def test_no_collective_more_than_with_as_many_heads_as_ranks(strategy, kv_heads)
     assert traffic(few(kv_heads), strategy) == traffic(few(HEADS), strategy)
 
 
+PLACES = [
+    ("tp4", 4, "[32@tp, 64]"),
+    ("tp4", 2, "[16@tp:(1)2, 64]"),
+    ("tp8", 2, "[16@tp:(1)2, 64]"),
+    ("tp8", 4, "[32@tp:(1)4, 64]"),
+    ("tp4", 1, "[8, 64]"),
+    ("dp2.tp4+zero3", 2, "[16@tp:(1)2@dp, 64]"),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "kv_heads", "expected"),
-    [
-        ("tp4", 4, "[32@tp, 64]"),
-        ("tp4", 2, "[16@tp:(1)2, 64]"),
-        ("tp8", 2, "[16@tp:(1)2, 64]"),
-        ("tp8", 4, "[32@tp:(1)4, 64]"),
-        ("tp4", 1, "[8, 64]"),
-        ("dp2.tp4+zero3", 2, "[16@tp:(1)2@dp, 64]"),
-    ],
+    ("strategy", "kv_heads", "expected"), thinned(PLACES, [place for place in PLACES if place[1] < 4])
 )
 def test_where_weights_lie(strategy, kv_heads, expected):
     found = stored(few(kv_heads), strategy)
@@ -76,13 +78,13 @@ def test_where_weights_lie(strategy, kv_heads, expected):
 
 def test_gradients_are_settled_once_for_all_layers():
     """Ranks with the same head have a term each of its projections' gradients: one fused all-reduce per step."""
-    last = [c for c in lowered(few(2), "tp4").communications() if c.part != "body"]
+    last = [c for c in lowered(few(2, layers=2), "tp4").communications() if c.part != "body"]
     assert [(c.kind, c.axis, c.fused) for c in last] == [("all_reduce", "tp:(2)2", 4)]
-    both = [c for c in lowered(few(2), "dp2.tp4").communications() if c.part != "body"]
+    both = [c for c in lowered(few(2, layers=2), "dp2.tp4").communications() if c.part != "body"]
     assert ("all_reduce", "dp.tp:(2)2") in {(c.kind, c.axis) for c in both}
 
 
-@pytest.mark.parametrize("kv_heads", [4, 8])
+@pytest.mark.parametrize("kv_heads", thinned([4, 8], [8]))
 def test_programs_of_models_with_enough_heads_know_no_sub_axes(kv_heads):
     program = lowered(few(kv_heads), "dp2.tp4+sp+zero1")
     assert not [axis for axis in program.axes() if ":" in axis]
@@ -111,7 +113,7 @@ STRATEGIES = [
     ),
 )
 def test_exact(strategy, kv_heads):
-    result = few(kv_heads).check(strategy)
+    result = few(kv_heads, layers=2 if "pp2" in strategy else 1).check(strategy)
     assert result.ok, result
     assert result.grad_max_rel_err <= 1e-10
 
@@ -124,7 +126,9 @@ def test_an_override_means_the_whole_axis(placement, expected):
     assert found["attention.v_proj"] == "[16@tp:(1)2, 64]"
 
 
-@pytest.mark.parametrize(("kv_heads", "strategy"), crossed([1, 2], ["tp4", "tp4+sp"]))
+@pytest.mark.parametrize(
+    ("kv_heads", "strategy"), thinned(itertools.product([1, 2], ["tp4", "tp4+sp"]), [(2, "tp4+sp")])
+)
 def test_a_fused_projection_is_cut_over_all_ranks(kv_heads, strategy):
     """It has queries in it: they are not computed on more ranks for the sake of keys and values."""
     captured = fused("split", 8, kv_heads)
@@ -158,7 +162,7 @@ def groups(kv_heads: int) -> Captured:
     return take(Groups(kv_heads), losses.causal_lm, tokens(31, 8, 5, 12))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", thinned([1, 2], [2]))
 def test_a_projection_of_groups_of_heads_is_cut_over_all_ranks(kv_heads):
     """Along its input: its result falls into as many pieces as there are key-value heads."""
     (lies,) = [place.dist for info, place in lowered(groups(kv_heads), "tp4").params() if info.fqn == "qkv.weight"]
@@ -213,7 +217,9 @@ def between(how: str, kv_heads: int) -> Captured:
     return take(Model(how, kv_heads), losses.causal_lm, tokens(31, 8, 5, 12))
 
 
-@pytest.mark.parametrize(("how", "kv_heads"), crossed(["bias", "norm", "complex"], [1, 2]))
+@pytest.mark.parametrize(
+    ("how", "kv_heads"), thinned(itertools.product(["bias", "norm", "complex"], [1, 2]), [("norm", 2), ("complex", 1)])
+)
 def test_what_is_done_to_keys_stays_on_the_ranks_of_their_head(how, kv_heads):
     assert traffic(between(how, kv_heads), "tp4") == traffic(between(how, 8), "tp4")
     result = between(how, kv_heads).check("tp4")
@@ -233,7 +239,7 @@ def wide(kv_heads: int) -> Captured:
 
 @pytest.mark.parametrize(
     ("strategy", "kv_heads"),
-    thinned(itertools.product(["tp8", "tp8+sp", "tp16"], [1, 2, 4]), [("tp8", 2), ("tp16", 4)]),
+    thinned(itertools.product(["tp8", "tp8+sp", "tp16"], [1, 2, 4]), [("tp8", 2)]),
 )
 def test_wide_models_lie_so_too(strategy, kv_heads):
     """Heads decide, not how bytes of weights compare with those of activations."""

@@ -186,7 +186,7 @@ def test_programs_stay_plain_data():
 
 
 def test_solutions_are_the_same_every_time():
-    texts = {lower(llama(layers=3).graph, "tp2+sp+remat(60kB)").fingerprint() for _ in range(2)}
+    texts = {lower(llama(layers=2).graph, "tp2+sp+remat(60kB)").fingerprint() for _ in range(2)}
     assert len(texts) == 1
 
 

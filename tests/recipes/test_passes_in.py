@@ -28,6 +28,7 @@ from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import run_passes
 from fxpar.recipes.passes_in import as_fxpar_pass
 from tests.captured import llama
+from tests.repeat import thinned
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -84,7 +85,7 @@ def calls(program: ExecGraph) -> Counter[str]:
     return Counter(str(node.target) for part in program.parts.values() for node in part.graph.nodes)
 
 
-@pytest.mark.parametrize("strategy", ["dp2", "tp2+sp"])
+@pytest.mark.parametrize("strategy", thinned(["dp2", "tp2+sp"], ["tp2+sp"]))
 def test_tidying_passes(strategy):
     theirs = [remove_noop_passes.canonicalize_graph_pass, remove_noop_passes.eliminate_dead_code_pass]
     program, ranks = run(strategy, ladder(Dirty(), *map(as_fxpar_pass, theirs)))
@@ -102,7 +103,7 @@ def remat() -> list[GraphPass]:
     return [as_fxpar_pass(tag), as_fxpar_pass(selective_activation_remat.selective_activation_remat_pass)]
 
 
-@pytest.mark.parametrize("strategy", ["dp2", "tp2+sp"])
+@pytest.mark.parametrize("strategy", thinned(["dp2", "tp2+sp"], ["tp2+sp"]))
 def test_recomputation(strategy):
     program, ranks = run(strategy, ladder(*remat()))
     assert_same_ranks(ranks, strategy)
