@@ -71,6 +71,8 @@ def length_groups(
     for limit in strategies:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise LengthLimitError(limit)
+    if not all(isinstance(choice, str | Strategy) for choice in strategies.values()):
+        raise StrategiesTypeError(strategies)
     parsed = {
         limit: Strategy.parse(choice) if isinstance(choice, str) else choice
         for limit, choice in sorted(strategies.items())
