@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxpar.batching import GroupCost, MicroBatch, length_groups
 from fxpar.batching.collate import collate
+from fxpar.batching.groups import check_strategies
 from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import ParallelizeError, PassContractError, PlannerError, PositionTableError, nearest
@@ -33,8 +34,10 @@ from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.gradients import Mode
 from fxpar.runtime.runner import Backend
+from fxpar.switch.by_turns import TURNS
 from fxpar.switch.planners import planner_names
 from fxpar.tracer import capture
+from fxpar.transport.executions import EXECUTIONS
 
 Ladder = Callable[[list[GraphPass]], list[GraphPass]]
 """From the passes of the lowering to those that run instead: `lambda ladder: [*ladder, Mine()]`."""
@@ -94,6 +97,7 @@ class ParallelizeOptions:
             ("nan", ("error", "skip")),
             ("meta_init", ("slice", "whole")),
             ("compile", get_args(Backend)),
+            ("execution", EXECUTIONS),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -107,8 +111,9 @@ class ParallelizeOptions:
             fits = isinstance(value, kinds) and not isinstance(value, bool)
             if not fits or (isinstance(value, int | float) and value <= 0):
                 raise ParallelizeError(f"{name}={value!r} is no {meant}")
-        if self.planner not in planner_names():
-            raise PlannerError(self.planner, planner_names())
+        planners = (*planner_names(), TURNS)
+        if self.planner not in planners:
+            raise PlannerError(self.planner, planners)
 
 
 _KINDS: tuple[tuple[str, Any, str], ...] = (
@@ -160,6 +165,7 @@ def compile_strategies(
     A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`; `packed` and `passes`, as in
     `parallelize`.
     """
+    check_strategies(strategies)
     begun = time.process_time()
     logical = capture_step(module, loss, example)
     captured = time.process_time()

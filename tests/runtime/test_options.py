@@ -8,8 +8,8 @@ from torch import nn
 
 from fxpar import losses
 from fxpar.batching import length_groups
-from fxpar.errors import ParallelizeError, PlannerError
-from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step
+from fxpar.errors import BatchError, FxparError, ParallelizeError, PlannerError
+from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
 from fxpar.runtime.session import Session, _alone, with_multiples
 
 BAD = [
@@ -37,7 +37,13 @@ def test_a_planner_that_nobody_has_is_named_even_if_nothing_is_switched():
         ParallelizeOptions(planner="relayy")
 
 
+def test_an_execution_that_nobody_has_is_named_even_if_nothing_is_switched():
+    with pytest.raises(ParallelizeError, match="did you mean 'p2p'"):
+        ParallelizeOptions(execution="p2pp")
+
+
 def test_what_is_meant_is_taken():
+    ParallelizeOptions(planner="turns")
     ParallelizeOptions(memory_budget_bytes=8e9, timeout_s=0.5, home={"*": "R"}, precision="bf16", planner="hotspa")
 
 
@@ -63,3 +69,14 @@ def test_the_refusal_of_a_length_says_why_rows_are_not_packed():
 def test_a_state_that_is_none_is_named(state):
     with pytest.raises(ParallelizeError, match="engine_state"):
         Session.load_state(SimpleNamespace(), state)
+
+
+@pytest.mark.parametrize("strategies", ["dp2", {}, {8: 1}, {0: "dp2"}], ids=str)
+def test_strategies_are_looked_at_before_the_model(strategies):
+    with pytest.raises(FxparError, match="strateg"):
+        compile_strategies(nn.Linear(5, 3), strategies, losses.causal_lm)
+
+
+def test_an_example_that_is_no_batch_is_named():
+    with pytest.raises(BatchError, match="it is int"):
+        capture_step(nn.Linear(5, 3), losses.causal_lm, 3)
