@@ -176,7 +176,11 @@ def _columns(index: int, sequence: Tokens) -> Columns:
         # As int64, for torch takes -100 for 156 where it compares it with bytes.
         columns[meant] = value.long() if meant in _MADE and is_whole(value.dtype) else value
     if "input_ids" not in columns:
-        raise SequenceError(index, f"has no 'input_ids'; it has {sorted(columns)}")
+        raise SequenceError(
+            index,
+            f"has no 'input_ids'; it has {sorted(columns)}. train_step and evaluate take sequences of token ids; a "
+            "model without tokens is trained by plain calls: model(x), then backward() on its loss",
+        )
     _check_columns(index, columns)
     return columns
 

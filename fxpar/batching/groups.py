@@ -64,13 +64,7 @@ def length_groups(
     Raises StrategiesTypeError, NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a
     strategy that does not take all `world` ranks), TokenBudgetError, UnknownBudgetError.
     """
-    if not isinstance(strategies, Mapping):
-        raise StrategiesTypeError(strategies)
-    if not strategies:
-        raise NoStrategiesError
-    for limit in strategies:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise LengthLimitError(limit)
+    check_strategies(strategies)
     parsed = {
         limit: Strategy.parse(choice) if isinstance(choice, str) else choice
         for limit, choice in sorted(strategies.items())
@@ -85,6 +79,19 @@ def length_groups(
         LengthGroup(limit, strategy, _budget(limit, strategy, parsed, token_budget))
         for limit, strategy in parsed.items()
     )
+
+
+def check_strategies(strategies: object) -> None:
+    """Raise StrategiesTypeError, NoStrategiesError, LengthLimitError for what is no dict from lengths to strategies."""
+    if not isinstance(strategies, Mapping):
+        raise StrategiesTypeError(strategies)
+    if not strategies:
+        raise NoStrategiesError
+    for limit in strategies:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise LengthLimitError(limit)
+    if not all(isinstance(choice, str | Strategy) for choice in strategies.values()):
+        raise StrategiesTypeError(strategies)
 
 
 def _budget(

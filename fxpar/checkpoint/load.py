@@ -26,7 +26,7 @@ from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -41,6 +41,8 @@ def load_checkpoint(
     Raises, the same on all ranks and before anything has changed: CorruptCheckpointError naming the file,
     CheckpointMismatchError naming the first parameters that do not fit. PeerLostError if a rank is gone.
     """
+    if path is None:
+        raise CorruptCheckpointError("None", "there is no checkpoint: latest_checkpoint found none in its folder")
     group, path = group_of(process_group), Path(path)
     with watched(model, rank_in(group)[0], f"loading {path.name}"):
         return _load(group, path, model, optimizer)

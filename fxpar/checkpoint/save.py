@@ -132,8 +132,10 @@ def _collected(
     found: list[Content] = []
 
     def work() -> None:
-        if step < 0 or keep < 1:
-            raise CheckpointValueError(folder, f"step {step} must be at least 0, and keep={keep} at least 1")
+        if not isinstance(step, int) or not isinstance(keep, int) or step < 0 or keep < 1:
+            raise CheckpointValueError(
+                folder, f"step {step!r} must be an integer of at least 0, and keep={keep!r} one of at least 1"
+            )
         found.append(collect(folder, model, optimizer, extra))
 
     agreed(group, work, _Wrap(folder))

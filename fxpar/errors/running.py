@@ -130,7 +130,7 @@ class NoStrategiesError(FxparError):
 
 
 class StrategiesTypeError(FxparError):
-    """`strategies` is no mapping."""
+    """`strategies` is no mapping to strategies."""
 
     def __init__(self, given: object) -> None:
         super().__init__(

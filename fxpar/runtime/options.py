@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from fxpar.batching import GroupCost, MicroBatch, length_groups
 from fxpar.batching.collate import collate
+from fxpar.batching.groups import check_strategies
 from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.errors import ParallelizeError, PassContractError, PositionTableError, nearest
+from fxpar.errors import ParallelizeError, PassContractError, PlannerError, PositionTableError, nearest
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
@@ -33,7 +34,10 @@ from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.gradients import Mode
 from fxpar.runtime.runner import Backend
+from fxpar.switch.by_turns import TURNS
+from fxpar.switch.planners import planner_names
 from fxpar.tracer import capture
+from fxpar.transport.executions import EXECUTIONS
 
 Ladder = Callable[[list[GraphPass]], list[GraphPass]]
 """From the passes of the lowering to those that run instead: `lambda ladder: [*ladder, Mine()]`."""
@@ -93,6 +97,7 @@ class ParallelizeOptions:
             ("nan", ("error", "skip")),
             ("meta_init", ("slice", "whole")),
             ("compile", get_args(Backend)),
+            ("execution", EXECUTIONS),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -101,6 +106,26 @@ class ParallelizeOptions:
             raise ParallelizeError(
                 f"cluster={self.cluster!r} is no ClusterSpec; a file is read with fxpar.ClusterSpec.from_file"
             )
+        for name, kinds, meant in _KINDS:
+            value = getattr(self, name)
+            fits = isinstance(value, kinds) and not isinstance(value, bool)
+            if not fits or (isinstance(value, int | float) and value <= 0):
+                raise ParallelizeError(f"{name}={value!r} is no {meant}")
+        planners = (*planner_names(), TURNS)
+        if self.planner not in planners:
+            raise PlannerError(self.planner, planners)
+
+
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("length_multiple", int, "whole number of 1 or more"),
+    ("memory_budget_bytes", int | float | None, "number of bytes above 0, such as 8e9"),
+    ("staging_bytes", int | float, "number of bytes above 0, such as 64 << 20"),
+    ("timeout_s", int | float | None, "number of seconds above 0"),
+    ("cost", Callable | None, "function of a program and a cluster"),
+    ("home", Mapping | None, 'dict from globs to placements, such as {"*.norm.*": "R"}'),
+    ("precision", str | Precision | None, 'precision; write its text, such as "bf16"'),
+)
+"""Options whose kind of value is fixed: what it may be, and in words."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +165,7 @@ def compile_strategies(
     A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`; `packed` and `passes`, as in
     `parallelize`.
     """
+    check_strategies(strategies)
     begun = time.process_time()
     logical = capture_step(module, loss, example)
     captured = time.process_time()

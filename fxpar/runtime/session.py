@@ -122,6 +122,8 @@ class Session:
         return found if scaler is None else {**found, "loss_scaler": scaler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or "steps" not in state:
+            raise ParallelizeError("load_engine_state was not given what engine_state() returned")
         self.engine.steps = int(state["steps"])
         if self.engine.scaler is not None and "loss_scaler" in state:
             self.engine.scaler.load_state(state["loss_scaler"])
@@ -179,10 +181,11 @@ def _open(
     if compiled.packing is not None:
         _check_packed(programs)
     order = None if options.order is None else check_order(options.order, list(programs))
-    groups = with_multiples(groups, [programs[name] for name in names], options.length_multiple)
+    lowered = [programs[name] for name in names]
+    groups = with_multiples(groups, lowered, options.length_multiple, compiled.unpacked)
     packed = compiled.packing is not None and options.packed is not False
     if rank == 0 and not packed and options.packed is None:
-        warn(f"{compiled.logical.name}: each sequence runs alone, since {compiled.unpacked}")
+        warn(f"{compiled.logical.name}: {_alone(compiled)}")
     logical = compiled.logical
     limits = id_limits(logical)
     keys = {info.fqn: info.meta for info in logical.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS}
@@ -256,6 +259,13 @@ def _open(
     return Session(compiled, store, engine, memory, options, calls, evaluation, hooked_modules(module))
 
 
+def _alone(compiled: CompiledModel) -> str:
+    """What follows from rows that hold one sequence each, or none."""
+    if any(info.fqn == "input_ids" for info in compiled.logical.inputs if info.kind == "batch"):
+        return f"each sequence runs alone, since {compiled.unpacked}"
+    return "its batch has no 'input_ids', so train_step and evaluate take nothing; train it by plain calls, model(x)"
+
+
 def _check_packed(programs: Mapping[str, TrainGraph]) -> None:
     """Raise ParallelizeError for a program that was lowered from the graph of one sequence, though rows hold several:
     it would let them see each other.
@@ -269,22 +279,25 @@ def _check_packed(programs: Mapping[str, TrainGraph]) -> None:
 
 
 def with_multiples(
-    groups: Sequence[LengthGroup], programs: Sequence[TrainGraph], promised: int
+    groups: Sequence[LengthGroup], programs: Sequence[TrainGraph], promised: int, unpacked: str = ""
 ) -> tuple[LengthGroup, ...]:
     """The groups, told what their lengths must be multiples of: where a program cuts tokens and would see padding.
 
     Raises ParallelizeError if some length would have no strategy, unless all lengths are `promised` to be multiples.
+    Where rows are packed, attention knows what is padding: so the error says why they are `unpacked`, too.
     """
     found = [
         replace(group, multiple=program.divisors.get("T", 1) if program.padding_hazard else 1)
         for group, program in zip(groups, programs, strict=True)
     ]
     for g, (group, program) in enumerate(zip(found, programs, strict=True)):
+        other = unpacked.split(" ")[:1] != (program.padding_hazard or "").split(" ")[:1]
+        also = f" (and rows are not packed, since {unpacked})" if unpacked and other else ""
         if all(promised % other.multiple for other in found[g:]):
             raise ParallelizeError(
                 f"sequences whose length is no multiple of {group.multiple} cannot run under {group.strategy}: "
-                f"{program.padding_hazard}. Add a strategy that does not cut tokens (without cp and sp) for up to "
-                f"{found[-1].limit} tokens, or promise lengths that divide: length_multiple={group.multiple}"
+                f"{program.padding_hazard}{also}. Add a strategy that does not cut tokens (without cp and sp) for up "
+                f"to {found[-1].limit} tokens, or promise lengths that divide: length_multiple={group.multiple}"
             )
     return tuple(found)
 

@@ -57,6 +57,8 @@ def named_batch(batch: Batch) -> dict[str, Tensor]:
 
     Raises BatchError if there is anything but dense tensors in it.
     """
+    if not isinstance(batch, Mapping | Sequence):
+        raise BatchError("example batch", f"it is {type(batch).__name__}")
     named = dict(batch) if isinstance(batch, Mapping) else {str(i): t for i, t in enumerate(batch)}
     for key, value in named.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,19 @@ class RawTrace:
 
 @calls_user_code
 def _call_loss(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Any:
-    return loss_fn(model, batch)
+    try:
+        return loss_fn(model, batch)
+    except (AttributeError, KeyError, TypeError) as error:
+        if not _inside(error, inspect.unwrap(model.forward)):
+            keys = f"; the keys of the batch are {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+            error.add_note(f"fxpar calls the loss function with the model and the batch, loss(model, batch){keys}")
+        raise
+
+
+def _inside(error: BaseException, function: Callable[..., object]) -> bool:
+    """Whether `function` was at work when the error came up."""
+    code = getattr(function, "__code__", None)
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager

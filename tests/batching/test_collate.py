@@ -149,7 +149,7 @@ BAD = {
     "float32; it needs integers": IDS.float(),
     "bool; it needs integers": IDS.bool(),
     "is a list": [1, 2, 3],
-    "has no 'input_ids'": {"labels": IDS},
+    "has no 'input_ids'.* a model without tokens is trained by plain calls": {"labels": IDS},
     "'labels' as a list": {"input_ids": IDS, "labels": [1, 2, 3]},
     r"'labels' of shape \[2\] for 3 tokens": {"input_ids": IDS, "labels": IDS[:2]},
     r"'weight' of shape \[4\] for 3 tokens": {"input_ids": IDS, "weight": torch.ones(4)},

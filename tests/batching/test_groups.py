@@ -88,7 +88,7 @@ def test_strategy_that_does_not_parse():
         length_groups({8: "dq4"}, world=4)
 
 
-@pytest.mark.parametrize("given", ["dp2", ["dp2"], None])
-def test_strategies_are_a_mapping(given):
+@pytest.mark.parametrize("given", ["dp2", ["dp2"], None, {8: 2}, {8: None}, {8: "dp2", 16: ("tp2",)}])
+def test_strategies_are_a_mapping_to_strategies(given):
     with pytest.raises(StrategiesTypeError, match="Give a dict from the longest sequence"):
         length_groups(given, world=2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from fxpar.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from fxpar.errors import CheckpointError, CheckpointMismatchError, CheckpointValueError, CorruptCheckpointError
 from fxpar.runtime.forked import run_forked
 from tests.checkpoint.small import assert_same, make, step, whole
 
@@ -137,3 +137,15 @@ def test_another_optimizer(tmp_path):
             load_checkpoint(path, model, other)
     assert_same(whole(model, optimizer), before)
     assert latest_checkpoint(tmp_path) == path
+
+
+def test_nothing_to_load_and_a_step_that_is_no_number_are_named(tmp_path):
+    def work(rank):
+        model, optimizer = make(1)
+        assert latest_checkpoint(tmp_path) is None
+        with pytest.raises(CorruptCheckpointError, match="latest_checkpoint found none"):
+            load_checkpoint(latest_checkpoint(tmp_path), model, optimizer)
+        with pytest.raises(CheckpointValueError, match="step '1' must be an integer"):
+            save_checkpoint(tmp_path / "new", "1", model, optimizer, {})
+
+    run_forked(1, work, 60)

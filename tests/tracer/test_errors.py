@@ -335,3 +335,20 @@ def test_operators_with_functions_inside():
 
     with pytest.raises(errors.UnsupportedOpError, match=r"flex_attention.*scaled_dot_product_attention"):
         capture(With(flex), sum_loss, X, dynamic=None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda output: output.sum(), TypeError),
+        (lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels), AttributeError),
+        (lambda model, batch: model(batch["pixels"]).sum(), KeyError),
+        (None, TypeError),
+    ],
+    ids=["one argument", "of logits", "another key", "none"],
+)
+def test_an_error_of_the_loss_says_how_it_is_called(loss, kind):
+    with pytest.raises(kind) as caught:
+        capture(MLP(), loss, X)
+    note = caught.value.__notes__[0]
+    assert "loss(model, batch); the keys of the batch are 'x', 'y'" in note

@@ -1,0 +1,82 @@
+"""Options of `fxpar.parallelize` that make no sense are named before anything is captured or allocated."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fxpar import losses
+from fxpar.batching import length_groups
+from fxpar.errors import BatchError, FxparError, ParallelizeError, PlannerError
+from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
+from fxpar.runtime.session import Session, _alone, with_multiples
+
+BAD = [
+    ("length_multiple", 0),
+    ("length_multiple", "2"),
+    ("memory_budget_bytes", "1GB"),
+    ("memory_budget_bytes", 0),
+    ("staging_bytes", -1),
+    ("timeout_s", -1),
+    ("timeout_s", "5"),
+    ("cost", 3),
+    ("home", "R"),
+    ("precision", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value}" for name, value in BAD])
+def test_a_value_of_another_kind_is_named(name, value):
+    with pytest.raises(ParallelizeError, match=f"{name}=.* is no "):
+        ParallelizeOptions(**{name: value})
+
+
+def test_a_planner_that_nobody_has_is_named_even_if_nothing_is_switched():
+    with pytest.raises(PlannerError, match="did you mean 'relay'"):
+        ParallelizeOptions(planner="relayy")
+
+
+def test_an_execution_that_nobody_has_is_named_even_if_nothing_is_switched():
+    with pytest.raises(ParallelizeError, match="did you mean 'p2p'"):
+        ParallelizeOptions(execution="p2pp")
+
+
+def test_what_is_meant_is_taken():
+    ParallelizeOptions(planner="turns")
+    ParallelizeOptions(memory_budget_bytes=8e9, timeout_s=0.5, home={"*": "R"}, precision="bf16", planner="hotspa")
+
+
+def test_a_model_without_tokens_is_told_that_no_step_takes_it():
+    batch = {"x": torch.randn(6, 5), "labels": torch.zeros(6, dtype=torch.long)}
+    logical = capture_step(
+        nn.Linear(5, 3), lambda model, batch: losses.cross_entropy_sum(model(batch["x"]), batch["labels"]), batch
+    )
+    assert "plain calls" in _alone(CompiledModel(logical, {}, unpacked="it has no dim of tokens"))
+
+
+def test_the_refusal_of_a_length_says_why_rows_are_not_packed():
+    groups = length_groups({64: "tp2+sp"}, world=2)
+    program = SimpleNamespace(divisors={"T": 2}, padding_hazard="fxpar.attention.default sees behind")
+    with pytest.raises(ParallelizeError, match=r"not packed, since aten\.nll_loss\.default mixes tokens"):
+        with_multiples(groups, [program], 1, "aten.nll_loss.default mixes tokens")
+    with pytest.raises(ParallelizeError) as caught:  # nothing is said twice
+        with_multiples(groups, [program], 1, "fxpar.attention.default mixes tokens")
+    assert "not packed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"seed": 3}])
+def test_a_state_that_is_none_is_named(state):
+    with pytest.raises(ParallelizeError, match="engine_state"):
+        Session.load_state(SimpleNamespace(), state)
+
+
+@pytest.mark.parametrize("strategies", ["dp2", {}, {8: 1}, {0: "dp2"}], ids=str)
+def test_strategies_are_looked_at_before_the_model(strategies):
+    with pytest.raises(FxparError, match="strateg"):
+        compile_strategies(nn.Linear(5, 3), strategies, losses.causal_lm)
+
+
+def test_an_example_that_is_no_batch_is_named():
+    with pytest.raises(BatchError, match="it is int"):
+        capture_step(nn.Linear(5, 3), losses.causal_lm, 3)
