@@ -19,7 +19,7 @@ from fxpar.ir.collectives import is_collective
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import phase_of
-from fxpar.ir.pass_base import Tier
+from fxpar.ir.pass_base import Tier, tensor_operands
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,12 @@ class Cleanup:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=vary):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            term: Any = node.args[0]
+            for user in node.users:
+                if wanted := user.meta.get("dist_in"):  # a copy that another pass has made
+                    pairs = zip(tensor_operands(user), wanted, strict=True)
+                    user.meta["dist_in"] = tuple(term.meta["dist"] if o is node else dist for o, dist in pairs)
+            node.replace_all_uses_with(term)
             graph.graph.erase_node(node)
         _deduplicate(graph.graph)
         _drop_dead(graph.graph)

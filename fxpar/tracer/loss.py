@@ -17,7 +17,7 @@ from fxpar.errors import LossError, warn
 from fxpar.torch_api.symbolic import hint
 from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.context import CaptureContext, Mean
-from fxpar.tracer.counts import CASTS, SCALINGS, is_whole, out_of_place
+from fxpar.tracer.counts import CASTS, SCALINGS, is_static, is_whole, out_of_place
 from fxpar.tracer.means import check_sum
 
 
@@ -80,7 +80,8 @@ def _warn_of_other_scale(mean: Mean, context: CaptureContext) -> None:
     divisor = mean.divisor()
     if not isinstance(divisor, str):
         tokens, numbers = _tokens(context), hint(divisor)
-        if tokens is None or numbers <= tokens:
+        fixed = isinstance(divisor, int) and numbers > 1 and _is_dynamic(context)
+        if tokens is None or (numbers <= tokens and not fixed):
             return
         divisor = f"all numbers that it averages, of the example {numbers} for {tokens} tokens"
     where = f" at {mean.line}" if mean.line else ""
@@ -93,6 +94,16 @@ def _warn_of_other_scale(mean: Mean, context: CaptureContext) -> None:
 
 def _tokens(context: CaptureContext) -> int | None:
     """How many tokens the example has; None if there are no token ids."""
-    ids = next((t for t in context.batch.values() if t.dim() == 2 and is_whole(t) and t.dtype != torch.bool), None)
-    ids = context.token_numbers if ids is None else ids
+    ids = _ids(context)
     return None if ids is None else math.prod(map(hint, ids.shape))
+
+
+def _is_dynamic(context: CaptureContext) -> bool:
+    """Whether a batch may have other numbers of tokens than the example: a mean over a fixed number is another one."""
+    ids = _ids(context)
+    return ids is not None and not is_static(ids)
+
+
+def _ids(context: CaptureContext) -> Tensor | None:
+    ids = next((t for t in context.batch.values() if t.dim() == 2 and is_whole(t) and t.dtype != torch.bool), None)
+    return context.token_numbers if ids is None else ids

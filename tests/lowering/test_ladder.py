@@ -17,6 +17,7 @@ from fxpar.ir import collectives as c
 from fxpar.ir.dist_config import DistConfig, P, Shard
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
+from fxpar.ir.markers import vary
 from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import collector_paused
@@ -277,6 +278,25 @@ def test_other_options_of_what_is_nobody_elses():
     tiny = BucketCollectives(0.01)
     mine = _given_passes(lambda ladder: [tiny if s.name == tiny.name else s for s in ladder], given)
     assert [a == b for a, b in zip(mine, given, strict=True)].count(False) == 1
+
+
+@pytest.mark.parametrize("name", ["reduce_gradients", "reshard_to_collectives", "mask_padding"])
+def test_a_copy_may_stand_behind_a_term_of_a_sum(name):
+    """Cleanup takes the marker away that the copy is of."""
+
+    def copied(graph: AnnotatedGraph) -> None:
+        terms = calls(graph, vary)
+        assert terms
+        for node in terms:
+            with graph.graph.inserting_after(node):
+                copy = graph.graph.call_function(aten.clone.default, (node,))
+            copy.meta = {**node.meta, "dist_in": (node.meta["dist"],)}
+            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+    captured = mlp()
+    program = lower(captured.graph, "dp2", passes=behind(name, copied))
+    (result,) = check(captured.graph, [program], captured.params, captured.buffers, captured.batches)
+    assert result.ok
 
 
 def test_the_ladder_of_a_run_is_looked_at():

@@ -212,6 +212,8 @@ OTHER_SCALES = {
         "the labels that are not 3",
     ),
     "kl": (lambda c: F.kl_div(c.logits.log_softmax(-1), c.logits.detach().softmax(-1)), "77 for 7 tokens"),
+    "hardest tokens": (lambda c: c.each.flatten().topk(2).values.mean(), "2 for 7 tokens"),
+    "one vector": (lambda c: F.mse_loss(c.pooled(), c.vectors[:, 0]), "4 for 7 tokens"),
 }
 SAME_SCALE = {
     "cross entropy": lambda c: c.mean,
