@@ -201,7 +201,8 @@ class PlainCalls:
     def _fill(self, place: _Place) -> None:
         """Bring the weights, unless they are there and nobody has changed any since."""
         if place.filled != (self._version(), place.in_arena and self.switching.fills):
-            self.switching.fills += place.in_arena
+            if place.in_arena:
+                self.switching.overwrites(self.strategy)
             place.switch = place.switch or self._switch_to(place)
             place.switch.run()
             place.filled = self._version(), place.in_arena and self.switching.fills

@@ -57,10 +57,15 @@ class Switching:
         """
         if self.is_filled(name, visited):
             return 0
-        self.fills += 1
+        self.overwrites(name)
         plan = self.schedule.plan(name, visited)
         self.compiled(name, visited).run(arrived)
         return plan.intra_node_bytes + plan.inter_node_bytes
+
+    def overwrites(self, name: str) -> None:
+        """To be called before somebody writes weights into the layout of `name`."""
+        self.fills += 1
+        self.store.clear_padding(name)
 
     def compiled(self, name: str, visited: Sequence[str]) -> Switch:
         """The switch to `name`, with this rank's messages prepared; all ranks ask for the same ones in one order."""

@@ -72,15 +72,30 @@ class WeightStore:
         self.home_grads: dict[str, Tensor] = {}
         self.home_gradients(f for f in home.params if f in self.trained)
         flat = {key: lazy_zeros(count, key[1], device) for key, count in storage.numel.items()}
-        # Zeros once: padding is never written again, and a graph may count on it.
+        # Zeros, as a graph counts on padding that is 0. Nothing writes to padding but another layout in the arena.
         self._views_of = {
             name: {fqn: view.of(flat) for fqn, view in views.items()} for name, views in storage.views.items()
         }
+        self._arena_padding = {name: list(self._padding_in_arena(name)) for name in programs}
         self._meshes = HomeMeshes(device.type)
         self.params: dict[str, nn.Parameter] = {}
         self._adopted: dict[str, tuple[nn.Parameter, torch.dtype, bool]] = {}  # by every name, with what it was then
         self._steps = 0
         weakref.finalize(self, register_optimizer_step_post_hook(_counts_steps(weakref.ref(self))).remove)
+
+    def _padding_in_arena(self, name: str) -> Iterator[Tensor]:
+        """The parts of a strategy's pieces in the arena that hold no values."""
+        for fqn, view in self.storage.views[name].items():
+            if view.pool != "arena":
+                continue
+            param, piece = self.layouts[name].params[fqn], self._views_of[name][fqn]
+            dist = next(copy for copy in param.copies if self.rank in copy.mesh)
+            for d, size in enumerate(param.shape):
+                ends = 0
+                for start, _, length in [*sorted(dist.intervals(self.rank, d, size)), (piece.shape[d], 0, 0)]:
+                    if start > ends:
+                        yield piece.narrow(d, ends, start - ends)
+                    ends = start + length
 
     def _views(self, names: list[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """A flat buffer per dtype and the home pieces of these parameters in it."""
@@ -106,6 +121,11 @@ class WeightStore:
     def compute(self, name: str) -> dict[str, Tensor]:
         """Local parameters of one strategy by FQN; valid after the switch to it, until the optimizer's step."""
         return self._views_of[name]
+
+    def clear_padding(self, name: str) -> None:
+        """Make the padding of a strategy's pieces 0 again, before its turn in the arena: others have written there."""
+        for padding in self._arena_padding[name]:
+            padding.zero_()
 
     def adopt(self, module: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
         """Copy the module's parameters home and put DTensors in their place; `names` lists all FQNs of each (tied).

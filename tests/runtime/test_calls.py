@@ -7,9 +7,20 @@ import torch
 from torch import nn
 
 import fxpar
-from tests.runtime.hot import World, adamw, one_device, parallel, precompile, sequences, shallow
+from tests.runtime.hot import (
+    World,
+    adamw,
+    largest_error,
+    make_llama,
+    one_device,
+    parallel,
+    precompile,
+    sequences,
+    shallow,
+)
 
 TWO = {32: "dp2", 128: "tp2"}
+SHARDED = {32: "tp2", 128: "dp2+zero3"}
 LENGTHS = (5, 60, 90, 8, 33)
 
 
@@ -34,8 +45,15 @@ def loss_of_tells(model, batch):
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
+def uneven() -> nn.Module:
+    """Its feed-forward layer does not divide by two: a rank of tp2 has a column that is padding."""
+    return make_llama(layers="1", ffn="49")
+
+
 def prepare() -> None:
     precompile(shallow, TWO)
+    precompile(uneven, TWO)
+    precompile(uneven, SHARDED)
 
 
 WORLD = World(2, prepare)
@@ -88,6 +106,54 @@ def test_evaluation_takes_no_memory_for_weights_and_no_stale_ones():
     want = [held_out(steps) for steps in (0, 1, 2)]
     for found in evaluated():
         assert found == pytest.approx([want[0]] * 3 + [want[1]] * 2 + [want[2]], rel=1e-11)
+
+
+@WORLD.case
+def padded(rank):
+    """In the arena lies what other layouts have left, also where the cut one has padding."""
+    model, found = parallel(uneven, strategies=TWO, resident=[], order=["dp2", "tp2"]), []
+    ids = torch.arange(60)[None]
+    for _ in range(2):
+        model.train_step(sequences(1, LENGTHS))
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        model.zero_grad()
+        with torch.no_grad():
+            calls = []
+            for strategy in ("dp2", "tp2"):
+                with model.using(strategy):
+                    calls.append(model(ids, ids))
+        found.append({"logits": calls[1] - calls[0]})
+    return found
+
+
+def test_a_layout_with_padding_in_the_arena():
+    model = uneven()
+    want = one_device(model, [sequences(1, LENGTHS)], clip=None, lr=0.0)["grads"]
+    for grads, logits, again, logits_again in padded():
+        assert largest_error(grads, want) <= 1e-12
+        assert largest_error(again, want) <= 1e-12
+        assert max(float(each["logits"].abs().max()) for each in (logits, logits_again)) <= 1e-12
+
+
+@WORLD.case
+def padded_calls(rank):
+    """What is left of padding when plain calls have filled the arena, and before."""
+    model, ids = parallel(uneven, strategies=SHARDED, resident=[]), torch.arange(60)[None]
+    model.train_step(sequences(1, LENGTHS))
+    store = model._session().store
+    for tensor in store.compute("tp2").values():
+        tensor.detach().fill_(3.0)
+    with torch.no_grad(), model.using("dp2+zero3"):
+        model(ids, ids)
+    assert all(place.in_arena for place in places(model))
+    return [float(padding.abs().max()) for padding in store._arena_padding["dp2+zero3"]]
+
+
+def test_plain_calls_clear_it_too():
+    first, second = padded_calls()
+    assert first == []
+    assert second
+    assert set(second) == {0.0}
 
 
 @WORLD.case
