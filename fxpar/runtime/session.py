@@ -284,16 +284,17 @@ def with_multiples(
     """The groups, told what their lengths must be multiples of: where a program cuts tokens and would see padding.
 
     Raises ParallelizeError if some length would have no strategy, unless all lengths are `promised` to be multiples.
-    Where rows are packed, attention knows what is padding: so the error says why they are `unpacked`, too.
+    Attention over packed rows knows what is padding, so the error also says why rows are `unpacked`, unless by the same
+    op.
     """
     found = [
         replace(group, multiple=program.divisors.get("T", 1) if program.padding_hazard else 1)
         for group, program in zip(groups, programs, strict=True)
     ]
     for g, (group, program) in enumerate(zip(found, programs, strict=True)):
-        other = unpacked.split(" ")[:1] != (program.padding_hazard or "").split(" ")[:1]
-        also = f" (and rows are not packed, since {unpacked})" if unpacked and other else ""
-        if all(promised % other.multiple for other in found[g:]):
+        if all(promised % later.multiple for later in found[g:]):
+            same_op = unpacked.split(" ")[0] == (program.padding_hazard or "").split(" ")[0]
+            also = f" (and rows are not packed, since {unpacked})" if unpacked and not same_op else ""
             raise ParallelizeError(
                 f"sequences whose length is no multiple of {group.multiple} cannot run under {group.strategy}: "
                 f"{program.padding_hazard}{also}. Add a strategy that does not cut tokens (without cp and sp) for up "
