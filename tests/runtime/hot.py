@@ -137,7 +137,7 @@ class Case:
             opt.step()
             opt.zero_grad()
         params = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-        return {"losses": found, "grads": grads, "params": params, "reports": reports, "memory": model.memory}
+        return {"losses": found, "grads": grads, "params": params, "reports": reports}
 
     def one_device(self) -> dict[str, Any]:
         """The truth."""
