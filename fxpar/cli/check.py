@@ -22,6 +22,7 @@ from fxpar.cli.request import (
     collected_warnings,
     in_precision,
     load_model,
+    parse_precision,
     parse_strategies,
     to_json,
     write_output,
@@ -97,6 +98,7 @@ def run_check(request: CheckRequest) -> bool:
     concerns one strategy is a result of that strategy.
     """
     strategies = parse_strategies(request.strategies, request.overrides, request.world)
+    precision = parse_precision(request.precision)
     if request.json:
         check_output(request.json)
     notes: list[str] = []
@@ -111,7 +113,7 @@ def run_check(request: CheckRequest) -> bool:
         logical = capture_model(model)
         status.update("comparing the captured graph with the model")
         eager = compare_with_eager(logical, model.model, model.loss_fn, model.example_batch)
-        logical = in_precision(logical, request.precision)
+        logical = in_precision(logical, precision)
         results = []
         for strategy in strategies:
             status.update(f"checking {strategy}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.checking import CheckResult, check
 from fxpar.cli.rehearse import check_batches, rehearse
-from fxpar.cli.request import in_precision
+from fxpar.cli.request import in_precision, parse_precision
 from fxpar.cli.source import GraphSource, check_placed, read_file
 from fxpar.errors import FxparError, GraphFileError
 from fxpar.graph_files import Origin, load_origin
@@ -46,7 +46,7 @@ def _checked(
     path = source.model
     graph, origin = read_file(source), load_origin(path)
     if isinstance(graph, LogicalGraph):
-        graph = in_precision(graph, source.precision)
+        graph = in_precision(graph, parse_precision(source.precision))
     else:
         check_placed(source, graph, None)
     if isinstance(graph, AnnotatedGraph):

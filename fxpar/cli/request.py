@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none 
 
     from fxpar.ir.graph import LogicalGraph
     from fxpar.models import LoadedModel
+    from fxpar.precision import Precision
 
 _LINE, _DEPTH = 100, 3  # JSON: longer values are broken into lines, down to this depth
 
@@ -168,13 +169,22 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def in_precision(logical: LogicalGraph, text: str | None) -> LogicalGraph:
-    """The graph as `--precision` wants it. Raises PrecisionSyntaxError, PrecisionDtypeError, PrecisionGlobError."""
+def parse_precision(text: str | None) -> Precision | None:
+    """The value of `--precision`, before anything is captured for it. Raises PrecisionSyntaxError."""
     if text is None:
-        return logical
-    from fxpar.precision import Precision, with_precision
+        return None
+    from fxpar.precision import Precision
 
-    return with_precision(logical, Precision.parse(text))
+    return Precision.parse(text)
+
+
+def in_precision(logical: LogicalGraph, precision: Precision | None) -> LogicalGraph:
+    """The graph as `--precision` wants it. Raises PrecisionDtypeError, PrecisionGlobError."""
+    if precision is None:
+        return logical
+    from fxpar.precision import with_precision
+
+    return with_precision(logical, precision)
 
 
 def as_computed(logical: LogicalGraph, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from fxpar.cli.cache import CaptureCache, model_files, recorded
 from fxpar.cli.console import human_bytes
 from fxpar.cli.options import SUFFIX
-from fxpar.cli.request import capture_model, in_precision, load_model, parse_strategies
+from fxpar.cli.request import capture_model, in_precision, load_model, parse_precision, parse_strategies
 from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError
 from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
@@ -72,12 +72,13 @@ def read_logical(source: GraphSource) -> LogicalGraph:
 
     Raises GraphFileError (a file that holds another graph), the errors of loading and of `fxpar.capture`.
     """
-    if source.is_file:
-        graph = read_file(source)
-        if not isinstance(graph, LogicalGraph):
-            raise _wrong_kind(source.model, graph, "a logical graph", "without --strategy")
-        return in_precision(graph, source.precision)
-    return in_precision(_captured(source), source.precision)
+    precision = parse_precision(source.precision)
+    if not source.is_file:
+        return in_precision(_captured(source), precision)
+    graph = read_file(source)
+    if not isinstance(graph, LogicalGraph):
+        raise _wrong_kind(source.model, graph, "a logical graph", "without --strategy")
+    return in_precision(graph, precision)
 
 
 def read_rows(source: GraphSource) -> LogicalGraph:

@@ -223,7 +223,8 @@ def test_in_another_precision(tmp_path):
         assert 1e-4 < result["grad_max_rel_err"] < 3e-2
 
 
-def test_a_precision_that_does_not_parse():
-    status, _, err = fxpar("check", "llama", "-s", "tp2", "--precision", "bf17")
+@pytest.mark.parametrize("command", ["check", "dump"])
+def test_a_precision_is_read_before_the_model(command):
+    status, _, err = fxpar(command, "no/such/model.py", "-s", "tp2", "--precision", "bf17")
     assert status != 0
     assert "did you mean 'bf16'?" in err
