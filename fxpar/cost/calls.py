@@ -13,7 +13,7 @@ Nothing is taken to overlap, so times add up:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.links import seconds_per_byte
-from fxpar.cost.ops import SizesOf, flops, is_kernel, local_metas, touched_bytes
+from fxpar.cost.ops import SizesOf, flops, is_kernel, local_metas, touched, touched_bytes
 from fxpar.cost.polynomial import Polynomial, Sizes, fitted
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
@@ -82,15 +82,18 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return next(local_metas(node)).dtype
 
 
+Counts = tuple[Fraction | int, ...]  # at three numbers of tokens
+
+
 @dataclass
 class _Walk:
     """Layers repeat: a polynomial is worked out once for calls with the same counts."""
 
     program: Program
     cluster: ClusterSpec
-    _fitted: dict[tuple[Fraction, ...], Polynomial] = field(default_factory=dict)
+    _nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
     _per_byte: dict[str, Fraction] = field(default_factory=dict)
-    _seconds: dict[tuple[Polynomial, Polynomial, torch.dtype], Polynomial] = field(default_factory=dict)
+    _kernels: dict[tuple[Counts, Counts, torch.dtype], tuple[Polynomial, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._samples = [Sizes(self.program, k) for k in (1, 2, 3)]
@@ -109,33 +112,37 @@ class _Walk:
         found = Communication(kind, axis, sent, part, fqn, backward)
         if axis not in self._per_byte:
             self._per_byte[axis] = seconds_per_byte(self.program.mesh, axis, self.cluster)
-        elements = self._fit(*(Fraction(sizes.numel(sent)) for sizes in self._samples))
+        elements = self._fit([sizes.numel(sent) for sizes in self._samples])
         nbytes = elements * _bytes_per_element(found, self.program.strategy.mesh.degree(axis))
         seconds = nbytes * self._per_byte[axis] + Polynomial(self.cluster.latency_s)
         return NodeCost(part, node.name, fqn, kind, axis, backward, seconds, nbytes, Polynomial())  # type: ignore[arg-type]
 
     def _kernel(self, part: str, node: fx.Node) -> NodeCost:
-        work = self._fit(*(flops(node, sizes) for sizes in self._samples))
-        touched = self._fit(*(Fraction(touched_bytes(node, sizes)) for sizes in self._samples))
-        is_memory = work == Polynomial()
+        counts = tuple(flops(node, sizes) for sizes in self._samples)
+        moved = [self._bytes_of(meta) for meta in touched(node)]
+        nbytes = tuple(sum(at) for at in zip(*moved, strict=True))
+        key = counts, nbytes, _dtype(node)
+        if key not in self._kernels:
+            self._kernels[key] = self._kernel_costs(*key)
+        seconds, total, work = self._kernels[key]
+        kind: Kind = "memory" if not any(counts) else "attention" if node.target in ATTENTION else "product"
+        return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work)
+
+    def _kernel_costs(self, counts: Counts, nbytes: Counts, dtype: torch.dtype) -> tuple[Polynomial, ...]:
+        """Seconds, bytes and operations."""
+        work, moved, device = self._fit(counts), self._fit(nbytes), self.cluster.sustained
         # Of a product what grows with T hides behind the arithmetic.
-        moved = touched if is_memory else Polynomial(touched.c0)
-        kind: Kind = "memory" if is_memory else "attention" if node.target in ATTENTION else "product"
-        fqn, backward = fqn_of(node), is_backward(node)
-        seconds = self._kernel_s(work, moved, _dtype(node))
-        return NodeCost(part, node.name, fqn, kind, "", backward, seconds, touched, work)
+        waits = moved if work == Polynomial() else Polynomial(moved.c0)
+        computing = work * (1 / device.flops_per_s(dtype))
+        return computing + waits * (1 / device.bytes_per_s) + Polynomial(device.launch_s), moved, work
 
-    def _kernel_s(self, work: Polynomial, moved: Polynomial, dtype: torch.dtype) -> Polynomial:
-        key, device = (work, moved, dtype), self.cluster.sustained
-        if key not in self._seconds:
-            computing = work * (1 / device.flops_per_s(dtype))
-            self._seconds[key] = computing + moved * (1 / device.bytes_per_s) + Polynomial(device.launch_s)
-        return self._seconds[key]
+    def _bytes_of(self, meta: TensorMeta) -> Counts:
+        if meta not in self._nbytes:
+            self._nbytes[meta] = tuple(sizes.numel(meta) * meta.dtype.itemsize for sizes in self._samples)
+        return self._nbytes[meta]
 
-    def _fit(self, *values: Fraction) -> Polynomial:
-        if values not in self._fitted:
-            self._fitted[values] = fitted(values, self._samples[0].tokens)
-        return self._fitted[values]
+    def _fit(self, counts: Sequence[Fraction | int]) -> Polynomial:
+        return fitted(counts, self._samples[0].tokens)
 
 
 def _bytes_per_element(found: Communication, degree: int) -> Fraction:

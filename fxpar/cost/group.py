@@ -97,6 +97,7 @@ def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:
 
 
 def _total(program: Program, cluster: ClusterSpec) -> Polynomial:
-    """Seconds of all calls of a micro-batch; equal ones, of which there are many, are added once."""
-    counts = Counter(cost.seconds for cost in node_costs(program, cluster))
-    return sum((seconds * count for seconds, count in counts.items()), Polynomial())
+    """Seconds of all calls of a micro-batch. Those that share an object, of which there are many, are added once."""
+    found = [cost.seconds for cost in node_costs(program, cluster)]
+    counts = Counter(map(id, found))
+    return sum((one * counts[key] for key, one in {id(one): one for one in found}.items()), Polynomial())

@@ -59,7 +59,7 @@ class SizesAt:
         return self._known[size]
 
 
-def flops(node: fx.Node, shape: SizesOf) -> Fraction:
+def flops(node: fx.Node, shape: SizesOf) -> Fraction | int:
     """Floating-point operations (2 per multiply-add) of a product, a convolution or attention, and of an op that
     another package declares them for; 0 for any other op.
 
@@ -72,11 +72,11 @@ def flops(node: fx.Node, shape: SizesOf) -> Fraction:
         return _attention(node, shape)
     if node.target in MATRIX_PRODUCTS or node.target in ADDED_PRODUCTS:
         first = shape(_meta(node.args[int(node.target in ADDED_PRODUCTS)]))
-        return Fraction(2 * first[-1] * math.prod(shape(_meta(node))))
+        return 2 * first[-1] * math.prod(shape(_meta(node)))
     if node.target in CONVOLUTIONS:
-        return Fraction(_convolution(node, shape))
+        return _convolution(node, shape)
     count = declared(node.target).flops
-    return Fraction(0) if count is None else _declared(node, count, shape)
+    return 0 if count is None else _declared(node, count, shape)
 
 
 def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
@@ -112,15 +112,15 @@ def _convolution(node: fx.Node, shape: SizesOf) -> int:
     return 2 * products * math.prod(shape(_meta(result))) * math.prod(shape(_meta(args[2]))[1:])
 
 
+def touched(node: fx.Node) -> Iterator[TensorMeta]:
+    """The tensors that an op reads and writes, as one rank has them."""
+    others = [node] if node.target in READS_ROWS else node.all_input_nodes
+    return (meta for value in (node, *others) for meta in local_metas(value))
+
+
 def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
     """Bytes of the tensors that an op reads and writes."""
-
-    def nbytes(value: fx.Node) -> int:
-        return sum(math.prod(shape(meta)) * meta.dtype.itemsize for meta in local_metas(value))
-
-    if node.target in READS_ROWS:
-        return 2 * nbytes(node)
-    return nbytes(node) + sum(map(nbytes, node.all_input_nodes))
+    return sum(math.prod(shape(meta)) * meta.dtype.itemsize for meta in touched(node))
 
 
 def is_kernel(node: fx.Node) -> bool:

@@ -40,15 +40,15 @@ class Polynomial:
 def sent_bytes(program: Program, sent: Sequence[TensorMeta]) -> Polynomial:
     """Bytes of these local tensors of `program`, with one row of T tokens."""
     samples = [Sizes(program, k) for k in (1, 2, 3)]
-    values = [Fraction(sum(s.numel(meta) * meta.dtype.itemsize for meta in sent)) for s in samples]
+    values = [sum(s.numel(meta) * meta.dtype.itemsize for meta in sent) for s in samples]
     return fitted(values, samples[0].tokens)
 
 
-def fitted(values: Sequence[Fraction], tokens: int) -> Polynomial:
+def fitted(values: Sequence[Fraction | int], tokens: int) -> Polynomial:
     """The polynomial with these values at `tokens`, twice and three times as many."""
     a, b, c = values
     linear, square = -5 * a + 8 * b - 3 * c, a - 2 * b + c
-    return Polynomial(3 * a - 3 * b + c, linear / (2 * tokens), square / (2 * tokens * tokens))
+    return Polynomial(Fraction(3 * a - 3 * b + c), Fraction(linear, 2 * tokens), Fraction(square, 2 * tokens**2))
 
 
 class Sizes(SizesAt):
