@@ -20,7 +20,8 @@ from fxpar.torch_api.threaded import run_threads
 from tests.runtime import hot
 from tests.runtime.hot import World, adamw, make_llama, one_device, sequences
 
-STRATEGIES = {64: "dp2.pp2", 512: "tp2.cp2"}
+STRATEGIES = {64: "dp2", 512: "pp2"}
+WIDE = {64: "dp2.pp2", 512: "tp2.cp2"}
 BATCHES = [sequences(seed) for seed in (5, 6)]
 
 SMALL = {"dim": "32", "heads": "4", "kv_heads": "2", "ffn": "48"}
@@ -73,14 +74,14 @@ def prepare() -> None:
         compiled(text)
 
 
-WORLD = World(4, prepare)
+WORLD = World(2, prepare)
+TEXTS = ("bf16", "bf16+reduce=bf16", "captured")
 
 
-@WORLD.case
-def followed(rank: int) -> dict[str, Any]:
+def follow(strategies: dict[int, str]) -> dict[str, Any]:
     found = {}
-    for text in ("bf16", "bf16+reduce=bf16", "captured"):
-        model = parallel(text)
+    for text in TEXTS:
+        model = parallel(text, strategies)
         reports = train(model)
         found[text] = {
             "losses": [r.loss for r in reports],
@@ -91,20 +92,34 @@ def followed(rank: int) -> dict[str, Any]:
     return found
 
 
+@WORLD.case
+def followed(rank: int) -> dict[str, Any]:
+    return follow(STRATEGIES)
+
+
 def test_bf16_travels_and_masters_stay_single():
+    saves_half(followed())
+    assert set(compiled("bf16").programs) == set(STRATEGIES.values())
+
+
+@pytest.mark.nightly
+def test_bf16_travels_between_four():
+    for text in TEXTS:
+        compiled(text, WIDE)
+    saves_half(run_forked(4, lambda rank: follow(WIDE)))
+
+
+def saves_half(ranks: list[dict[str, Any]]) -> None:
     """Half the bytes of a switch and, if asked for, of the reductions; the loss follows that of float64."""
-    texts = ("bf16", "bf16+reduce=bf16")
-    programs = {text: compiled(text).programs for text in (*texts, "captured")}
-    (found, *others) = followed()
+    (found, *others) = ranks
     assert all(other == found for other in others)
     assert found["captured"]["losses"] == pytest.approx(truth(), rel=1e-5)
-    for text in texts:
+    for text in TEXTS[:2]:
         assert found[text]["losses"] == pytest.approx(truth(), rel=2e-3)
         assert found[text]["dtypes"] == {torch.float32}
     # Weights of norms stay single: a little more than half.
     assert found["captured"]["switched"] * 0.5 <= found["bf16"]["switched"] < found["captured"]["switched"] * 0.52
     assert found["bf16"]["reduced"] == found["captured"]["reduced"] == 2 * found["bf16+reduce=bf16"]["reduced"]
-    assert {name for name in programs["bf16"]} == set(STRATEGIES.values())
 
 
 def test_bf16_evaluates():
@@ -116,8 +131,8 @@ def test_bf16_evaluates():
 
 @pytest.mark.nightly
 def test_bf16_evaluates_through_stages():
-    compiled("bf16")
-    found = run_forked(4, lambda rank: parallel("bf16").evaluate(BATCHES[0]))
+    compiled("bf16", WIDE)
+    found = run_forked(4, lambda rank: parallel("bf16", WIDE).evaluate(BATCHES[0]))
     assert found == pytest.approx([held_out(BATCHES[0])] * 4, rel=2e-3)
 
 

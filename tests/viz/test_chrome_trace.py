@@ -6,7 +6,9 @@ import json
 from fxpar.viz.chrome_trace import chrome_trace
 from tests.viz.steps import STRATEGIES, inside, predicted, shown_step
 
-INSIDES = {strategy: inside(strategy) for strategy in STRATEGIES}
+
+def insides():
+    return {strategy: inside(strategy) for strategy in STRATEGIES}
 
 
 def complete(trace):
@@ -14,7 +16,7 @@ def complete(trace):
 
 
 def test_events_are_sorted_and_do_not_overlap_on_a_track():
-    trace = json.loads(json.dumps(chrome_trace(predicted(), INSIDES), allow_nan=False))
+    trace = json.loads(json.dumps(chrome_trace(predicted(), insides()), allow_nan=False))
     events = complete(trace)
     assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
     assert all(e["dur"] >= 0 and e["name"] for e in events)
@@ -28,7 +30,7 @@ def test_events_are_sorted_and_do_not_overlap_on_a_track():
 
 def test_a_process_per_lane_with_names():
     timeline = predicted()
-    trace = chrome_trace(timeline, INSIDES)
+    trace = chrome_trace(timeline, insides())
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {lane.ranks[0]: str(lane) for lane in timeline.lanes}
     assert {e["pid"] for e in complete(trace)} == set(names)
@@ -37,7 +39,7 @@ def test_a_process_per_lane_with_names():
 
 
 def test_what_is_inside_fills_its_micro_batch():
-    trace = complete(chrome_trace(predicted(), INSIDES))
+    trace = complete(chrome_trace(predicted(), insides()))
     first = next(e for e in trace if e["cat"] == "micro_batch" and e["pid"] == 0)
     mine = [
         e
@@ -51,7 +53,7 @@ def test_what_is_inside_fills_its_micro_batch():
 
 def test_measured_and_predicted_are_processes_of_their_own():
     step = shown_step()
-    trace = chrome_trace({"measured": step.measured, "predicted": step.predicted}, INSIDES)
+    trace = chrome_trace({"measured": step.measured, "predicted": step.predicted}, insides())
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert list(names.values())[:5] == [f"measured: rank {r}" for r in range(4)] + [
         f"predicted: {predicted().lanes[0]}"
@@ -61,4 +63,4 @@ def test_measured_and_predicted_are_processes_of_their_own():
 
 def test_few_events_inside_of_large_steps(monkeypatch):
     monkeypatch.setattr("fxpar.viz.chrome_trace.MOST_INSIDE", 200)
-    assert 0 < sum(e["tid"] == 2 for e in complete(chrome_trace(predicted(), INSIDES))) <= 200
+    assert 0 < sum(e["tid"] == 2 for e in complete(chrome_trace(predicted(), insides()))) <= 200
