@@ -101,17 +101,27 @@ def _configs(models: list[Any]) -> list[tuple[Any, bool]]:
 # --------------------------------------------------------------------------------------------------- masks
 @contextmanager
 def _described_masks() -> Iterator[None]:
-    """Make the mask builders of transformers say what they build, in an attribute `fxpar_rule` of the mask function."""
+    """Make the mask builders of transformers say what they build, in an attribute `fxpar_rule` of the mask function.
+
+    Releases of transformers differ in the builders they have. One that is missing, or new, costs knowledge only: a
+    mask function of unknown meaning leaves the dense mask in the graph, as the model makes it.
+    """
     from transformers import masking_utils as masks
 
     describe: dict[str, Callable[..., MaskRule | None]] = {
         "sliding_window_causal_mask_function": lambda window: MaskRule(True, int(window)),
         "chunked_causal_mask_function": lambda size, _: MaskRule(True, chunk=int(size)),
-        "packed_sequence_compatibility_function": _packed_rule,
+        "packed_sequence_mask_function": lambda documents: MaskRule(False, documents=documents),
+        "remap_positions_for_packed_sequence": lambda function, positions: _changed(function, positions=positions),
+        "packed_sequence_compatibility_function": lambda function, positions, documents: _changed(
+            function, positions=positions, documents=documents
+        ),
+        "and_masks": _both,
     }
     with contextlib.ExitStack() as stack:
         for name, rule in describe.items():
-            stack.enter_context(_attribute(masks, name, _describing(getattr(masks, name), rule)))
+            if hasattr(masks, name):
+                stack.enter_context(_attribute(masks, name, _describing(getattr(masks, name), rule)))
         stack.enter_context(_attribute(masks, "find_packed_sequence_indices", packed_documents))
         yield
 
@@ -136,9 +146,20 @@ def _rule_of(function: Callable[..., Any]) -> MaskRule | None:
     return getattr(function, "fxpar_rule", None)
 
 
-def _packed_rule(function: Callable[..., Any], position_ids: Tensor, documents: Tensor) -> MaskRule | None:
+def _changed(function: Callable[..., Any], **changes: Any) -> MaskRule | None:
     rule = _rule_of(function)
-    return None if rule is None else replace(rule, documents=documents, positions=position_ids)
+    return None if rule is None else replace(rule, **changes)
+
+
+def _both(*functions: Callable[..., Any]) -> MaskRule | None:
+    """What hides all that one of the functions hides: known for a rule and the documents that it stays inside."""
+    if len(functions) != 2:
+        return None
+    rule, within = map(_rule_of, functions)
+    if rule is None or rule.documents is not None or within is None:
+        return None
+    only_documents = replace(within, documents=None) == MaskRule(causal=False)
+    return replace(rule, documents=within.documents) if only_documents else None
 
 
 def packed_documents(position_ids: Tensor) -> Tensor | None:
@@ -180,6 +201,8 @@ def mask_forward(
         # Padding becomes a document of its own: valid tokens see what they saw, padding sees only padding.
         rule = replace(rule, documents=attention_mask.long())
     elif rule.chunk:
+        if rule.documents is not None and rule.positions is None:
+            return dense  # chunks of the row, cut at documents: releases before 5.23
         positions = torch.arange(q_length).unsqueeze(0) if rule.positions is None else rule.positions
         rule = replace(rule, documents=(positions % rule.chunk == 0).cumsum(-1))
     context.masks.append((dense, rule))

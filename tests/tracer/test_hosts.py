@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fxpar import errors, losses
-from fxpar.tracer import capture
+from fxpar.tracer import capture, hosts
+from fxpar.tracer.context import MaskRule, running
 from tests.repeat import thinned
 from tests.tracer.helpers import check, difference, eager, ops, run
 
@@ -198,6 +200,59 @@ def test_nothing_is_left_changed():
     from transformers import masking_utils
 
     assert masking_utils.find_packed_sequence_indices is find_packed_sequence_indices
+
+
+def test_what_builders_of_masks_say():
+    """Releases of transformers put a mask together in different ways: 5.23 in one call, 5.24 in two."""
+    from transformers import masking_utils as masks
+
+    ids, more, positions = torch.tensor([[1, 1, 2]]), torch.tensor([[1, 2, 2]]), torch.tensor([[0, 1, 0]])
+    with hosts._described_masks():
+        within = masks.packed_sequence_mask_function(ids)
+        windowed = masks.sliding_window_causal_mask_function(5)
+        packed = masks.and_masks(masks.remap_positions_for_packed_sequence(windowed, positions), within)
+        assert hosts._rule_of(packed) == MaskRule(True, 5, documents=ids, positions=positions)
+        assert hosts._rule_of(masks.and_masks(masks.causal_mask_function, within)) == MaskRule(True, documents=ids)
+        unknown = masks.or_masks(windowed, masks.causal_mask_function)
+        for meaningless in (
+            unknown,
+            masks.and_masks(unknown, within),
+            masks.and_masks(within, unknown),
+            masks.and_masks(windowed, masks.causal_mask_function),
+            masks.and_masks(packed, masks.packed_sequence_mask_function(more)),
+            masks.and_masks(windowed, within, within),
+        ):
+            assert hosts._rule_of(meaningless) is None
+    assert hosts._rule_of(masks.and_masks(masks.causal_mask_function, within)) is None
+
+
+@pytest.mark.parametrize("restarting", [True, False])
+def test_chunks_of_documents_are_known_by_their_positions(restarting):
+    """Chunks of three tokens, counted within documents of four and two, or along the row as before 5.23."""
+    from transformers import masking_utils as masks
+
+    ids, positions = torch.tensor([[1, 1, 1, 1, 2, 2]]), torch.tensor([[0, 1, 2, 3, 0, 1]])
+    with hosts._described_masks(), running(SimpleNamespace(masks=[])) as context:
+        function = masks.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
+        if restarting:
+            function = masks.remap_positions_for_packed_sequence(function, positions)
+        function = masks.and_masks(function, masks.packed_sequence_mask_function(ids))
+        dense = hosts.mask_forward(1, 6, 6, mask_function=function)
+    rules = [rule for _, rule in context.masks]
+    assert len(rules) == restarting
+    if restarting:
+        within = rules[0].documents[:, :, None] == rules[0].documents[:, None, :]
+        assert torch.equal(dense[0], within & torch.ones(6, 6).tril().bool())
+
+
+def test_a_builder_that_a_release_lacks_costs_knowledge_only(monkeypatch):
+    """The mask stays in the graph as the model makes it, and the numbers are the same."""
+    from transformers import masking_utils as masks
+
+    monkeypatch.setattr(hosts, "_rule_of", lambda function: None)
+    monkeypatch.delattr(masks, "chunked_causal_mask_function")
+    graph = check(build("llama"), losses.causal_lm, [tokens(16), tokens(23)])
+    assert all(node.args[4] is not None and not node.args[5] for node in attention_nodes(graph))
 
 
 def test_meta_device_allocates_nothing():
