@@ -23,7 +23,7 @@ class BatchError(CaptureError):
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
-            f"cannot use input {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
+            f"cannot use {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
             "what is not a tensor belongs into the loss function"
         )
 
