@@ -117,6 +117,8 @@ def parallelize(
     """
     arguments = {k: v for k, v in locals().items() if k not in ("target", "strategies", "loss", "example")}
     options = ParallelizeOptions(**arguments)
+    if not callable(loss):
+        raise ParallelizeError(f"loss={loss!r} is no function of a model and a batch, such as fxpar.losses.causal_lm")
 
     def convert(module: nn.Module) -> nn.Module:
         return _convert(module, strategies, loss, example, options)

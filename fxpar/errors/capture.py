@@ -23,7 +23,7 @@ class BatchError(CaptureError):
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
-            f"cannot use input {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
+            f"cannot use {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
             "what is not a tensor belongs into the loss function"
         )
 
@@ -161,9 +161,11 @@ class BackendOptionError(FxparError):
     """An option of `torch.compile(model, backend="fxpar")` that is missing, unknown or does not fit."""
 
     def __init__(self, option: str, why: str) -> None:
+        example = '"strategies": {1024: "dp2", 8192: "tp2"}' if option == "strategies" else '"strategy": "dp2.tp2"'
+        stop = "" if why.endswith("?") else "."
         super().__init__(
-            f"torch.compile(backend='fxpar'), option {option!r}: {why}. Write for example "
-            'torch.compile(model, backend="fxpar", options={"strategy": "dp2.tp2"})'
+            f"torch.compile(backend='fxpar'), option {option!r}: {why}{stop} Write for example "
+            f'torch.compile(model, backend="fxpar", options={{{example}}})'
         )
 
 

@@ -87,7 +87,7 @@ class PlainCalls:
         if name not in self.strategies:
             raise ParallelizeError(
                 f"using({name!r}): the model was parallelized with {', '.join(self.strategies)}"
-                f"{nearest(name, self.strategies)}"
+                f"{nearest(str(name), self.strategies)}"
             )
         before, self.strategy = self.strategy, name
         try:

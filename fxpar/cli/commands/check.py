@@ -31,7 +31,7 @@ def check_command(
     world: World = None,
     compile_: Annotated[Backend, typer.Option("--compile", help="How the graphs of the ranks run.")] = Backend.eager,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest relative error (default: by dtype).", show_default=False)
+        float | None, typer.Option(min=0, help="Largest relative error (default: by dtype).", show_default=False)
     ] = None,
     precision: PrecisionText = None,
     packed: Annotated[

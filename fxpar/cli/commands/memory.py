@@ -51,4 +51,8 @@ def memory_command(
     from fxpar.cli.source import GraphSource
 
     source = GraphSource(model, dtype, None, tuple(set_), tuple(override), world, cache=not no_cache)
+    if tokens is not None and longest is not None and longest > tokens:
+        raise typer.BadParameter(
+            f"a document of {longest} tokens is longer than its row of {tokens}", param_hint="--longest"
+        )
     run_memory(MemoryRequest(source, strategy, tokens, longest, micro_batches, cluster, json))
