@@ -38,10 +38,11 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, length: int | torch.SymInt)
 
 
 def remembered(context: CaptureContext, key: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """`make(key)`, computed once per capture."""
-    known = context.documents.get(id(key))
+    """`make(key)`, computed once per capture, and again where the key was written to."""
+    place = (id(key), key._version)
+    known = context.documents.get(place)
     if known is None:
-        known = context.documents[id(key)] = (key, make(key))  # holding the key keeps its id taken
+        known = context.documents[place] = (key, make(key))  # holding the key keeps its id taken
     return known[1]
 
 
@@ -52,7 +53,9 @@ def with_batch_documents(rule: MaskRule, query: Tensor, key: Tensor, cu_seqlens:
     "cu_seq_lens_q" or "cu_seqlens", positions are its "position_ids" [B or 1, S].
     """
     context, length = current(), query.shape[-2]
-    if context is None or not rule.causal or rule.chunk or not known_equal(length, key.shape[-2]):
+    if context is None or not rule.causal or rule.chunk or rule.keys is not None:
+        return rule  # beside a mask of padding transformers looks for no documents either
+    if not known_equal(length, key.shape[-2]):
         return rule
     batch = context.batch
     if cu_seqlens is None:
@@ -112,7 +115,7 @@ def packed_attention(
     ids, context = _PACKED.get(), current()
     rule = context.mask_rule(attn_mask) if context is not None and attn_mask is not None else None
     if rule is not None:
-        attn_mask, rule = None, with_batch_documents(rule, query, key)
+        attn_mask, rule = rule.hidden_keys(), with_batch_documents(rule, query, key)
         ids = rule.documents if ids is None else ids
     fits = ids is not None and all(known_equal(x.shape[-2], ids.shape[-1]) for x in (query, key))
     return scaled_dot_product_attention(
