@@ -67,6 +67,7 @@ class CaptureContext:
     means: list[Mean] = field(default_factory=list)
     masks: list[tuple[Tensor, int, MaskRule]] = field(default_factory=list)  # with the version of the tensor
     documents: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    restarting: set[str] = field(default_factory=set)  # keys of the batch whose zeros begin documents
 
     def unsupported(self, what: str, instead: str) -> UnsupportedOpError:
         """The error for something that the running module does, with its FQN and line."""

@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import PackedCallError
+from fxpar.ops.traits import TAKES
 from fxpar.torch_api.symbolic import known_equal
+from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.attention import scaled_dot_product_attention
 from fxpar.tracer.context import CaptureContext, MaskRule, current
 
+_SAME_POSITIONS = TAKES | {torch.ops.aten._to_copy.default}
 _PACKED: ContextVar[Tensor | None] = ContextVar("fxpar_packed", default=None)
 
 
@@ -46,6 +49,15 @@ def remembered(context: CaptureContext, key: Tensor, make: Callable[[Tensor], Te
     return known[1]
 
 
+def documents_of_positions(context: CaptureContext, positions: Tensor) -> Tensor:
+    """The documents of positions; notes which key of the batch they are, as a call may bring others that jump."""
+    node = node_of(positions)
+    while node is not None and node.op == "call_function" and node.target in _SAME_POSITIONS:
+        node = node.all_input_nodes[0]
+    context.restarting |= {key for key, value in context.batch.items() if node is not None and node_of(value) is node}
+    return remembered(context, positions, document_ids_from_positions)
+
+
 def with_batch_documents(rule: MaskRule, query: Tensor, key: Tensor, cu_seqlens: Tensor | None = None) -> MaskRule:
     """Give a causal rule without documents those of the batch: bounds if there are any, else restarting positions.
 
@@ -68,7 +80,7 @@ def with_batch_documents(rule: MaskRule, query: Tensor, key: Tensor, cu_seqlens:
         return rule
     if not known_equal(positions.shape[1], length):
         return rule
-    return replace(rule, documents=remembered(context, positions, document_ids_from_positions))
+    return replace(rule, documents=documents_of_positions(context, positions))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from fxpar.torch_api.tracing import is_computed_from
 from fxpar.tracer.attention import AttentionRule, attend
 from fxpar.tracer.context import CaptureContext, MaskRule, current
 from fxpar.tracer.counts import is_filled
-from fxpar.tracer.documents import document_ids_from_positions, remembered, with_batch_documents
+from fxpar.tracer.documents import documents_of_positions, with_batch_documents
 
 NAME = "fxpar"
 
@@ -171,7 +171,7 @@ def packed_documents(position_ids: Tensor) -> Tensor | None:
     context = current()
     if context is None or not is_computed_from(position_ids, "batch"):
         return None
-    return remembered(context, position_ids, document_ids_from_positions)
+    return documents_of_positions(context, position_ids)
 
 
 def mask_forward(
