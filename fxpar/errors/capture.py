@@ -147,6 +147,17 @@ class CallMismatchError(FxparError):
         )
 
 
+class PositionsError(FxparError):
+    """Positions of a plain call jump to another number than 0, where transformers would begin a document."""
+
+    def __init__(self, key: str, row: int, token: int, values: tuple[int, int]) -> None:
+        super().__init__(
+            f"{key} of row {row} go from {values[0]} to {values[1]} at token {token}: transformers would begin another "
+            "document there, and fxpar begins one only where positions are 0. Let positions count up by 1, from 0 in "
+            "every document, or say with an attention_mask which tokens see each other"
+        )
+
+
 class StaleWeightsError(FxparError):
     """A backward comes after the weights that its forward ran with have changed."""
 
