@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fxpar.batching import GroupPlan, LengthGroup
-from fxpar.runtime.arrivals import Arrivals
+from fxpar.runtime.arrivals import Arrivals, Handed
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.micro import MicroRun
@@ -57,14 +57,15 @@ class MiniBatch:
     phase: Phase
     recorder: Recorder | None = None
     losses: list[float] = field(default_factory=list)
-    _grads: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    _grads: dict[int, Handed] = field(default_factory=dict)
     _moved: dict[GroupAction, int] = field(default_factory=dict)
     _arrivals: dict[int, Arrivals] = field(default_factory=dict)
 
     def run(self, overlap: bool) -> list[GroupReport]:
         """All groups; `overlap`: switches and reductions run beside the groups, in a thread of their own."""
         plan = schedule_of([one.name for one in self.groups], self.switching.schedule.resident, overlap)
-        self._arrivals = {run.group: Arrivals() for run in plan.fed_by}
+        self._arrivals = {action.group: Arrivals() for action in plan.fed_by if action.kind == "run"}
+        self._grads = {number: Handed() for number in range(len(self.groups))}
         spent = carry_out(plan, self._do, self._shown)
         return [self._report(number, spent) for number in range(len(self.groups))]
 
@@ -73,38 +74,38 @@ class MiniBatch:
         if action.kind == "switch":
             self._switch(action, name)
         elif action.kind == "run":
-            self._compute(number)
+            with self._grads[number].arrivals.coming():
+                self._compute(number)
         else:
-            self._moved[action] = self.gradients.add(name, self._grads.pop(number))
+            self._moved[action] = self.gradients.add(name, self._grads[number])
+            # The next switch may write where the run has its weights.
+            self._grads[number].arrivals.wait_for_all()
+            del self._grads[number]
 
     def _switch(self, action: GroupAction, name: str) -> None:
         visited, arrivals = self._visited(action.group), self._arrivals.get(action.group)
         if arrivals is None:
             self._moved[action] = self.switching.to(name, visited)
             return
-        try:
+        with arrivals.coming():
             self._moved[action] = self.switching.to(name, visited, arrivals.came)
-        except BaseException as error:
-            arrivals.ended(error)
-            raise
-        arrivals.ended()
 
     def _visited(self, number: int) -> list[str]:
         return [one.name for one in self.groups[:number]]
 
     def _compute(self, number: int) -> None:
-        one, spans = self.groups[number], self._spans
+        one, spans, made = self.groups[number], self._spans, self._grads[number].came
         bound, arrivals = self.bound[one.name], self._arrivals.get(number)
         with spans.span("prologue"):
             bound.prepare(self.switching.store.compute(one.name), self.buffers, arrivals)
-        bound.run_all(one.micro_batches(), spans)
+        bound.run_all(one.micro_batches(), spans, made)
         if arrivals is not None:
             arrivals.wait_for_all()  # a replica without micro-batches learns here that the switch has failed
         with spans.span("epilogue"):
             result: Mapping[str, Any] = bound.finish()
             self.losses.append(float(result["loss"]))
         self.buffers.update(result["buffers"])
-        self._grads[number] = result["grads"]
+        made(result["grads"])
 
     @property
     def _spans(self) -> Spans:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fxpar.runtime.mini_batch import Borders, schedule_of
+from fxpar.batching import GroupPlan, LengthGroup
+from fxpar.ir.strategy import Strategy
+from fxpar.runtime.mini_batch import Borders, GroupWork, MiniBatch, schedule_of
 from fxpar.schedule.mini_batch import GroupAction
 
 
@@ -77,7 +81,37 @@ def test_only_what_stays_in_memory_is_filled_early(resident, early):
     assert found == early
 
 
-def test_one_group_overlaps_with_its_own_weights():
+def test_a_reduction_ends_after_its_run():
+    """Also where this rank needs none of its gradients: the next switch may write where the run has its weights."""
+    ended = []
+
+    class Stub(SimpleNamespace):
+        """Of a bound graph, a switching and gradients."""
+
+        def run_all(self, micro_batches: Any, spans: Any, made: Any) -> None:
+            time.sleep(0.05)
+            ended.append("run")
+
+        def to(self, *args: Any) -> int:
+            ended.append("switch")
+            return 0
+
+    stub: Any = Stub(
+        prepare=lambda *args: None,
+        finish=lambda: {"loss": 0.0, "grads": {}, "buffers": {}},
+        store=SimpleNamespace(compute=lambda name: {}),
+        schedule=SimpleNamespace(resident=()),
+        predicted_s=lambda *args: 0.0,
+        add=lambda name, gradients: 0,
+    )
+    spec, plan = LengthGroup(8, Strategy.parse("dp1"), 8), GroupPlan(0, ((),), 0.0)
+    groups = [GroupWork(spec, name, plan, (8,), list) for name in "ab"]
+    MiniBatch(groups, {"a": stub, "b": stub}, stub, stub, {}, lambda text: nullcontext()).run(overlap=True)
+    assert ended == ["switch", "run", "switch", "run"]
+
+
+def test_one_group_overlaps_with_its_own_weights_and_gradients():
     plan = schedule_of(("a",), ("a",), overlap=True)
-    assert plan.fed_by == {GroupAction("run", 0): GroupAction("switch", 0)}
+    switch, run, reduce = (GroupAction(kind, 0) for kind in ("switch", "run", "reduce"))
+    assert plan.fed_by == {run: switch, reduce: run}
     assert schedule_of(("a",), ("a",), overlap=False).fed_by == {}

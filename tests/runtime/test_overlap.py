@@ -140,7 +140,7 @@ def test_the_same_bits_with_plain_calls_and_evaluation_between_the_steps(name):
         assert_same_bits(overlapping, blocking)
 
 
-FAULTS = [("none", 1), ("to", 2), ("add", 1), ("run_all", 2)]
+FAULTS = [("none", 1), ("to", 2), ("add", 1), ("run_all", 2), ("backward", 1)]
 
 
 class Fault(Exception):
@@ -160,6 +160,25 @@ def failing_once(owner, name, turn):
     setattr(owner, name, fails)
 
 
+def failing_backward(bound):
+    """The first run raises in its backward, when some gradients have left."""
+    run_all, runs = bound.run_all, []
+
+    def fails(micro_batches, spans, made):
+        left = []
+
+        def some(gradients):
+            left.extend(gradients)
+            if len(left) == 4:
+                raise Fault("backward")
+            made(gradients)
+
+        runs.append(None)
+        run_all(micro_batches, spans, some if len(runs) == 1 else made)
+
+    bound.run_all = fails
+
+
 @WORLD.case
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
@@ -169,6 +188,8 @@ def faults(rank):
         engine, seen = model._session().engine, []
         if where == "run_all":
             failing_once(engine.bound[last], where, turn)
+        elif where == "backward":
+            failing_backward(engine.bound[last])
         elif where != "none":
             owner = engine.switching if where == "to" else engine.gradients
             failing_once(owner, where, 3 * turn - 1)  # of three in a step: the second one
