@@ -30,6 +30,12 @@ class BoundGraph(TrainRunner[ExecGraph]):
         for name in program.parts:
             self.compiled(name)
 
+    @property
+    def is_flowing(self) -> bool:
+        """Whether a group begins before all of its weights are there, and all gradients leave before it ends."""
+        grads = sum(out.kind == "grad" for out in self.program.outputs)
+        return self._backend == "eager" and len(self._final) == grads
+
     def finish_graph(self, graph: fx.Graph, part: Part) -> None:
         super().finish_graph(graph, part)
         if part is self.program.body and self._backend == "eager":

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpar.batching import GroupPlan, LengthGroup
+from fxpar.batching import GroupPlan, LengthGroup, RunTime
 from fxpar.runtime.arrivals import Arrivals, Handed
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
@@ -21,6 +21,7 @@ from fxpar.runtime.spans import NO_SPANS, Recorder, Spans
 from fxpar.runtime.streams import carry_out
 from fxpar.runtime.switching import Switching
 from fxpar.schedule.mini_batch import (
+    Flow,
     GroupAction,
     MiniBatchSchedule,
     blocking,
@@ -160,24 +161,29 @@ def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) 
 
 @dataclass
 class Borders:
-    """What switches and reductions add to a mini-batch, as predicted; the same on all ranks."""
+    """What switches and reductions add to a mini-batch, as predicted; the same on all ranks. Under `flowing` strategies
+    weights come, and gradients leave, one by one.
+    """
 
     switching: Switching
     gradients: Gradients
     overlap: bool
+    flowing: Collection[str] = ()
     _known: dict[tuple[str, ...], Mapping[GroupAction, float]] = field(default_factory=dict)
 
-    def exposed_s(self, order: tuple[str, ...], run_s: Mapping[str, float]) -> float:
-        """Seconds beyond the runs, if the strategies run in this `order`; `run_s` are of all groups of a strategy."""
-        runs = {GroupAction("run", number): run_s[name] for number, name in enumerate(order)}
+    def exposed_s(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> float:
+        """Seconds beyond the runs, if the strategies run in this `order`; `runs` are all groups of each."""
+        named = [(GroupAction("run", number), name) for number, name in enumerate(order)]
+        seconds = {**self._transfers(order), **{run: runs[name].seconds for run, name in named}}
+        flows = {run: Flow.of_run(*runs[name]) for run, name in named if name in self.flowing}
         plan = schedule_of(order, self.switching.schedule.resident, self.overlap)
-        return round(simulate_mini_batch(plan, {**self._transfers(order), **runs}).exposed_s, 9)
+        return round(simulate_mini_batch(plan, seconds, flows).exposed_s, 9)
 
-    def fastest(self, order: tuple[str, ...], run_s: Mapping[str, float]) -> tuple[str, ...]:
+    def fastest(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> tuple[str, ...]:
         """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies."""
         if not self.overlap or len(order) > EXHAUSTIVE:
             return order
-        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, run_s))  # the first is `order`
+        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, runs))  # the first is `order`
 
     def _transfers(self, order: tuple[str, ...]) -> Mapping[GroupAction, float]:
         if order not in self._known:

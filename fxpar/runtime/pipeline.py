@@ -96,6 +96,8 @@ class BoundPipeline:
         self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
         self._device = torch.device("cpu")
 
+    is_flowing = False  # gradients leave at the end, and are priced so; as are weights
+
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
     ) -> None:
