@@ -149,7 +149,7 @@ class _Paced:
             if self._arrivals is not None:
                 self._arrivals.wait(fqn)
             time.sleep(flow.uses_s / len(self._weights))
-        time.sleep(plan.predicted_s - flow.uses_s - flow.makes_s)
+        time.sleep(max(0.0, plan.predicted_s - flow.uses_s - flow.makes_s))
         for fqn in self._made:
             time.sleep(flow.makes_s / len(self._made))
             made({fqn: self._result["grads"][fqn]})
