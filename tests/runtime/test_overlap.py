@@ -13,12 +13,14 @@ from torch import nn
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
+from fxpar.schedule import mini_batch as schedule
 from tests.runtime.hot import World, parallel, precompile, sequences, shallow
 
 ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 # On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
 TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
 DENSE = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
+ZERO = {16: "dp4+zero3", 64: "dp4+zero2", 512: "dp2.tp2+zero1"}
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
 
 
@@ -53,12 +55,19 @@ NIGHTLY = {
     "chain": (shallow, {"gradients": "chain"}),
     "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
     "dropout, arena": (dropping, {"resident": []}),
+    "idle replicas": (shallow, {"strategies": ZERO, "order": list(ZERO.values())}),
 }
 LENGTHS = (5, 60, 130, 8, 33)  # a single token has no variance
 
 
 def prepare() -> None:
-    for make, strategies in ((shallow, None), (dropping, None), (normed, DENSE), (shallow, TAKING_TURNS)):
+    for make, strategies in (
+        (shallow, None),
+        (dropping, None),
+        (normed, DENSE),
+        (shallow, TAKING_TURNS),
+        (shallow, ZERO),
+    ):
         precompile(make, strategies)
 
 
@@ -75,8 +84,27 @@ def delayed(owner, name, delays):
     setattr(owner, name, slow)
 
 
+def unchanged(bound):
+    """What a run has handed over stays as it is until the run ends."""
+    run_all = bound.run_all
+
+    def watched(micro_batches, spans, made):
+        left = []
+
+        def seen(gradients):
+            left.extend((gradient, gradient.clone()) for gradient in gradients.values())
+            made(gradients)
+
+        run_all(micro_batches, spans, seen)
+        assert len(left) >= len(bound.program.params())
+        assert all(torch.equal(gradient, copy) for gradient, copy in left)
+
+    bound.run_all = watched
+
+
 def opened(make, overlap, rank, **options):
-    """A session whose ranks and streams drift apart."""
+    """A session whose ranks and streams drift apart, and that moves what it moves in several buckets."""
+    schedule.BUCKET_BYTES = 1 << 12  # of this forked rank
     model = parallel(make, **{"order": ORDER, "overlap": overlap, **options})
     engine, delays = model._session().engine, random.Random(rank)
     assert engine.options.overlap == overlap
@@ -84,6 +112,7 @@ def opened(make, overlap, rank, **options):
         delayed(engine.switching, "to", delays)
         delayed(engine.gradients, "add", delays)
         for bound in engine.bound.values():
+            unchanged(bound)
             delayed(bound, "run_all", delays)
     return model
 
