@@ -19,10 +19,10 @@ from emulated import RANKS_PER_NODE, sent_bytes
 import fxpar
 from fxpar.batching import GroupPlan
 from fxpar.models import load
-from fxpar.runtime.arrivals import Arrivals
+from fxpar.runtime.arrivals import Arrivals, order_of_gradients
 from fxpar.runtime.mini_batch import GroupWork
 from fxpar.runtime.report import GroupReport, StepReport
-from fxpar.schedule.mini_batch import GroupAction, overlapped, simulate_mini_batch
+from fxpar.schedule.mini_batch import Flow, GroupAction, overlapped, simulate_mini_batch
 
 STRATEGIES = {256: "dp4", 1024: "dp2.tp2+sp", 2048: "tp4+sp"}
 SLOWEST = "tp4+sp"
@@ -30,7 +30,6 @@ LLAMA = {"layers": "4", "dim": "256", "heads": "8", "kv_heads": "8", "ffn": "704
 TINY = {"layers": "1", "dim": "32", "heads": "4", "kv_heads": "4", "ffn": "64", "vocab": "64"}
 TOKENS, TINY_TOKENS = 8192, 2600  # of a mini-batch
 KINDS = ("switch", "run", "reduce")
-FORWARD = 1 / 3  # of a micro-batch
 
 
 def mini_batch(seed: int, tokens: int, vocab: int) -> list[torch.Tensor]:
@@ -115,12 +114,12 @@ def _seconds(groups: Sequence[GroupReport]) -> float:
 def _simulated(blocking: Sequence[GroupReport], together: Sequence[GroupReport]) -> float:
     """The overlapped list of actions with what the blocking step measured."""
     assert [group.strategy for group in blocking] == [group.strategy for group in together]
-    seconds, first_use_s = {}, {}
+    seconds, flows = {}, {}
     for number, group in enumerate(blocking):
-        first_use_s[GroupAction("run", number)] = group.compute_s / group.micro_batches * FORWARD
+        flows[GroupAction("run", number)] = Flow.of_run(group.compute_s, group.micro_batches)
         for kind, took in zip(KINDS, (group.switch_s, group.compute_s, group.reduce_s), strict=True):
             seconds[GroupAction(kind, number)] = took
-    return simulate_mini_batch(overlapped([False] * len(blocking)), seconds, first_use_s).makespan_s
+    return simulate_mini_batch(overlapped([False] * len(blocking)), seconds, flows).makespan_s
 
 
 def _require_equal(ways: Mapping[bool, Any], reports: Mapping[bool, StepReport]) -> None:
@@ -132,23 +131,28 @@ def _require_equal(ways: Mapping[bool, Any], reports: Mapping[bool, StepReport])
 
 class _Paced:
     """In place of a bound graph: what it gave last time, after the time that the plan predicts. In the forward of the
-    first micro-batch it waits for the weights, one after the other.
+    first micro-batch it waits for the weights, one after the other; in the backward of the last one it makes gradients,
+    one after the other.
     """
 
     def __init__(self, bound: Any, grads: Mapping[str, torch.Tensor], loss: torch.Tensor) -> None:
         self.program, self.rank = bound.program, bound.rank
         self._result = {"loss": loss, "grads": grads, "buffers": {}}
+        self._made = [fqn for fqn in order_of_gradients(bound.program) if fqn in grads]
 
     def prepare(self, params: Mapping[str, torch.Tensor], buffers: object, arrivals: Arrivals | None = None) -> None:
         self._weights, self._arrivals = list(params), arrivals
 
-    def run_all(self, plan: GroupPlan, spans: object) -> None:
-        first_s = plan.predicted_s / plan.slots * FORWARD
+    def run_all(self, plan: GroupPlan, spans: object, made: Any) -> None:
+        flow = Flow.of_run(plan.predicted_s, plan.slots)
         for fqn in self._weights:
             if self._arrivals is not None:
                 self._arrivals.wait(fqn)
-            time.sleep(first_s / len(self._weights))
-        time.sleep(plan.predicted_s - first_s)
+            time.sleep(flow.uses_s / len(self._weights))
+        time.sleep(max(0.0, plan.predicted_s - flow.uses_s - flow.makes_s))
+        for fqn in self._made:
+            time.sleep(flow.makes_s / len(self._made))
+            made({fqn: self._result["grads"][fqn]})
 
     def finish(self) -> Mapping[str, Any]:
         return self._result

@@ -88,9 +88,9 @@ def parallelize(
     - `memory_budget_bytes`: per rank, for weights, gradients, staging and predicted activations, without the states of
       the optimizer; layouts that do not fit take turns. `resident` names the strategies that stay in memory instead.
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
-    - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs, and a group
-      begins before all of its weights are there: on ranks of CPUs with gloo, if the gradients of two groups fit into
-      the memory budget. The results are the same, bit by bit.
+    - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs; a group begins
+      before all of its weights are there, and its gradients leave as its last backward makes them: on ranks of CPUs
+      with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
     - `cluster`: the devices and links that costs are predicted for; what is not said of them is usual for the kind that
       it runs on. `cost(program, cluster)` returns the `GroupCost` of a micro-batch instead; every rank calls it, and
       what rank 0 returns counts on all.

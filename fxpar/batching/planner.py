@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fxpar.batching.balance import Share, lower_bound, makespan, share_out
 from fxpar.batching.groups import LengthGroup
@@ -21,7 +22,16 @@ from fxpar.errors import (
 
 EXHAUSTIVE = 6  # groups: 63 choices of those that run
 Running = tuple[int, ...]  # indices of the groups that run, ascending
-BorderSeconds = Callable[[Running, tuple[float, ...]], float]
+
+
+class RunTime(NamedTuple):
+    """What a group takes: seconds, and the micro-batches of a replica that they are for."""
+
+    seconds: float
+    micro_batches: int
+
+
+BorderSeconds = Callable[[Running, tuple[RunTime, ...]], float]
 
 
 def plan_batch(
@@ -35,13 +45,14 @@ def plan_batch(
 ) -> BatchPlan:
     """Plan a mini-batch of sequences with these `lengths` in tokens.
 
-    `groups` are sorted by limit, `costs[g]` predicts group g. `border_s(groups, run_s)` gives the seconds that switches
-    and reductions add to a mini-batch that runs these groups (indices, ascending) for so long each; what runs longer
-    may hide more of them, but no mini-batch may become shorter by it. Each sequence goes to the first group
-    whose limit holds it. With `merge`, a group moves as a whole to the next larger one that runs if the predicted time
-    of everything is then less: all choices of running groups are compared up to six groups, beyond that by local
-    search. Without `packed`, each sequence is a micro-batch of its own. Groups whose cost has several pipeline stages
-    get as many micro-batches as take least time, bubble included; all others as few as hold the sequences.
+    `groups` are sorted by limit, `costs[g]` predicts group g. `border_s(groups, runs)` gives the seconds that switches
+    and reductions add to a mini-batch that runs these groups (indices, ascending) for so long each; what runs longer,
+    or in fewer micro-batches, may hide more of them, but no mini-batch may become shorter by running longer. Each
+    sequence goes to the first group whose limit holds it. With `merge`, a group moves as a whole to the next larger one
+    that runs if the predicted time of everything is then less: all choices of running groups are compared up to six
+    groups, beyond that by local search. Without `packed`, each sequence is a micro-batch of its own. Groups whose cost
+    has several pipeline stages get as many micro-batches as take least time, bubble included; all others as few as hold
+    the sequences.
 
     Every sequence is in exactly one micro-batch. Ranks that pass equal arguments get equal plans.
 
@@ -149,16 +160,19 @@ class _Planner:
 
     def _price(self, running: Running) -> tuple[int, int, Running]:
         """What the search minimises: time in ticks, then the number of groups that are merged."""
-        time = self._with_borders(running, [self._worked_out(first, into)[1] for first, into in _ranges(running)])
+        worked_out = [self._worked_out(first, into) for first, into in _ranges(running)]
+        time = self._with_borders(running, [(time, max(map(len, shares))) for shares, time in worked_out])
         moved = sum(bool(members) for g, members in enumerate(self.members) if g not in running)
         return time, moved, running
 
     def _bound(self, running: Running) -> int:
         """Ticks that `running` cannot undercut."""
-        return self._with_borders(running, [self._load(first, into).bound for first, into in _ranges(running)])
+        return self._with_borders(running, [(self._load(first, into).bound, 1) for first, into in _ranges(running)])
 
-    def _with_borders(self, running: Running, runs: Sequence[int]) -> int:
-        return sum(runs) + ticks(self.border_s(running, tuple(run / TICKS_PER_S for run in runs)))
+    def _with_borders(self, running: Running, runs: Sequence[tuple[int, int]]) -> int:
+        """Of runs in ticks, with their micro-batches."""
+        border_s = self.border_s(running, tuple(RunTime(time / TICKS_PER_S, count) for time, count in runs))
+        return sum(time for time, _ in runs) + ticks(border_s)
 
     def _load(self, first: int, into: int) -> _Load:
         """The sequences of the groups `first` to `into`, as group `into` sees them."""

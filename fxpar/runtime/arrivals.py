@@ -1,21 +1,23 @@
-"""`Arrivals`: which weights of a layout have come, told by the thread that moves them to the one that computes."""
+"""What one thread of a rank hands to the other piece by piece: weights that have come, gradients that are made."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 
-from torch import fx
+from torch import Tensor, fx
 
-from fxpar.ir.exec_graph import Part, Program
+from fxpar.ir.exec_graph import ExecGraph, Part, Program
+from fxpar.ir.pass_base import right_behind
 
 
 class Arrivals:
-    """The weights of one switch. One thread says what `came`, or how it `ended`; another one calls `wait`."""
+    """The pieces of one transfer, by name. One thread says what `came`, within a block `coming`; another one waits."""
 
     def __init__(self) -> None:
-        self.waited_s = 0.0  # by the thread that computes
+        self.waited_s = 0.0  # by the thread that waits
         self._here: set[str] = set()
         self._ended = False
         self._error: BaseException | None = None
@@ -26,19 +28,29 @@ class Arrivals:
             self._here.update(fqns)
             self._changed.notify_all()
 
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """What comes, comes in this block; its error is that of who waits for what has not come."""
+        try:
+            yield
+        except BaseException as error:
+            self.ended(error)
+            raise
+        self.ended()
+
     def ended(self, error: BaseException | None = None) -> None:
-        """Nothing more comes: all is here, or the switch has failed."""
+        """Nothing more comes: all is here, or what brings it has failed."""
         with self._changed:
             self._ended, self._error = True, error
             self._changed.notify_all()
 
     def wait(self, fqn: str) -> None:
-        """Until this weight is complete. Raises the error that ended the switch before it."""
+        """Until this piece is there, or nothing more comes. Raises the error that ended it before."""
         if fqn not in self._here:
             self._wait_until(lambda: fqn in self._here)
 
     def wait_for_all(self) -> None:
-        """Until the switch has ended. Raises its error."""
+        """Until nothing more comes. Raises the error that ended it."""
         self._wait_until(lambda: False)
 
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
@@ -48,6 +60,37 @@ class Arrivals:
         self.waited_s += time.perf_counter() - begun
         if self._error is not None and not is_there():
             raise self._error
+
+
+class Handed(Mapping[str, Tensor]):
+    """The gradients of a group, while they are made: whoever looks one up waits for it. A run that fails gives those
+    that it has made before, and its error for all others: what leaves a rank does not depend on how fast it leaves.
+    """
+
+    def __init__(self) -> None:
+        self.arrivals = Arrivals()
+        self._tensors: dict[str, Tensor] = {}
+
+    def came(self, gradients: Mapping[str, Tensor]) -> None:
+        """These are final; those that have come before stay as they are."""
+        self._tensors.update({fqn: value for fqn, value in gradients.items() if fqn not in self._tensors})
+        self.arrivals.came(gradients)
+
+    def __contains__(self, fqn: object) -> bool:
+        self.arrivals.wait(str(fqn))
+        return fqn in self._tensors
+
+    def __getitem__(self, fqn: str) -> Tensor:
+        self.arrivals.wait(fqn)
+        return self._tensors[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        self.arrivals.wait_for_all()
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        self.arrivals.wait_for_all()
+        return len(self._tensors)
 
 
 def wait_before_use(graph: fx.Graph, part: Part, program: Program, wait: Callable[[int], None]) -> None:
@@ -60,3 +103,33 @@ def wait_before_use(graph: fx.Graph, part: Part, program: Program, wait: Callabl
         if source == "input" and program.inputs[i].kind == "param" and node.users:
             with graph.inserting_before(min(node.users, key=places.__getitem__)):
                 graph.call_function(wait, (i,))
+
+
+def hand_over(graph: fx.Graph, places: Collection[int], give: Callable[[int, Tensor], None]) -> None:
+    """Call `give(i, value)` in a graph as soon as its result i is final."""
+    (output,) = graph.find_nodes(op="output")
+    for i in places:
+        result = output.args[0][i]  # type: ignore[index]
+        with right_behind(graph, result):
+            graph.call_function(give, (i, result))
+
+
+def final_gradients(program: ExecGraph) -> dict[int, str]:
+    """Gradients that the epilogue hands on as the body has made them: FQN by place among the results of the body, in
+    the order in which the body makes them.
+    """
+    sources = dict(zip(program.epilogue.graph.find_nodes(op="placeholder"), program.epilogue.sources, strict=True))
+    handed = [
+        (sources[node][1], out.fqn)
+        for out, node in zip(program.outputs, program.epilogue.results, strict=True)
+        if out.kind == "grad" and node in sources and sources[node][0] == "body"
+    ]
+    order = {node: number for number, node in enumerate(program.body.graph.nodes)}
+    results = program.body.results
+    return dict(sorted(handed, key=lambda one: order[results[one[0]]]))
+
+
+def order_of_gradients(program: Program) -> list[str]:
+    """The gradients of a program about in the order in which they are final; those of stages are so all at once."""
+    early = list(final_gradients(program).values()) if isinstance(program, ExecGraph) else []
+    return [*early, *(out.fqn for out in program.outputs if out.kind == "grad" and out.fqn not in set(early))]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, plan_batch
+from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, RunTime, plan_batch
 from fxpar.batching.collate import check_keys, check_present, check_sequences, documents_of, valid_tokens
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
@@ -96,7 +95,8 @@ class Engine:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self._borders = Borders(self.switching, self.gradients, self.options.overlap)
+        flowing = {name for name, bound in self.bound.items() if bound.is_flowing and self.gradients.mode == "home"}
+        self._borders = Borders(self.switching, self.gradients, self.options.overlap, flowing)
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run. Raises the errors of `fxpar.batching`."""
@@ -117,22 +117,24 @@ class Engine:
                 raise ModelLengthError(index, length, str(options.lengths))
         return plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
 
-    def border_seconds(self, groups: Sequence[int], run_s: Sequence[float]) -> float:
-        """Predicted seconds that switches and reductions add to a mini-batch whose groups take `run_s`."""
-        return self._borders.exposed_s(self._order_of_strategies(groups), self._by_strategy(groups, run_s))
+    def border_seconds(self, groups: Sequence[int], runs: Sequence[RunTime]) -> float:
+        """Predicted seconds that switches and reductions add to a mini-batch whose groups take so long."""
+        return self._borders.exposed_s(self._order_of_strategies(groups), self._by_strategy(groups, runs))
 
     def _in_order(self, groups: Sequence[GroupPlan]) -> list[GroupPlan]:
         """The groups in the order of running, those of one strategy together."""
         numbers = [group.group for group in groups]
         order = self._order_of_strategies(numbers)
         if self.options.order is None:
-            order = self._borders.fastest(order, self._by_strategy(numbers, [group.predicted_s for group in groups]))
+            runs = [RunTime(group.predicted_s, group.slots) for group in groups]
+            order = self._borders.fastest(order, self._by_strategy(numbers, runs))
         return sorted(groups, key=lambda g: (order.index(self.names[g.group]), g.group))
 
-    def _by_strategy(self, groups: Sequence[int], run_s: Sequence[float]) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        for group, seconds in zip(groups, run_s, strict=True):
-            found[self.names[group]] += seconds
+    def _by_strategy(self, groups: Sequence[int], runs: Sequence[RunTime]) -> dict[str, RunTime]:
+        found: dict[str, RunTime] = {}
+        for group, run in zip(groups, runs, strict=True):
+            before = found.get(self.names[group], RunTime(0.0, 0))
+            found[self.names[group]] = RunTime(before.seconds + run.seconds, before.micro_batches + run.micro_batches)
         return found
 
     def _order_of_strategies(self, groups: Sequence[int]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ chain   (the paper's way) terms are reduced within the replicas of their graph; 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Program
+from fxpar.runtime.arrivals import order_of_gradients
 from fxpar.runtime.loss_scaler import overflows_anywhere
 from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore
@@ -66,7 +67,9 @@ class Gradients:
         self._last = None
 
     def add(self, name: str, grads: Mapping[str, Tensor]) -> int:
-        """Reduce the gradients of a group and add them to what is there; returns the bytes that all ranks sent."""
+        """Reduce the gradients of a group and add them to what is there; returns the bytes that all ranks sent. With
+        mode "home" a gradient is looked up when it is its turn to leave, in the order in which the graph makes them.
+        """
         plan = self.plan(name)
         sent = plan.intra_node_bytes + plan.inter_node_bytes
         if self.mode == "home":
@@ -106,7 +109,15 @@ class Gradients:
         if name not in self._plans:
             terms = gradient_placements(self.programs[name])
             plan = (
-                cheapest_reduction(terms, self._target(), self.cluster, name, self.options.staging_bytes, self.planner)
+                cheapest_reduction(
+                    terms,
+                    self._target(order_of_gradients(self.programs[name])),
+                    self.cluster,
+                    name,
+                    self.options.staging_bytes,
+                    self.planner,
+                    self.options.bucketed,
+                )
                 if self.mode == "home"
                 else plan_large_reduction(terms, self._scattered(name), self.cluster, name, self.planner)
             )
@@ -114,9 +125,12 @@ class Gradients:
             self._plans[name] = plan
         return self._plans[name]
 
-    def _target(self) -> ParamLayout:
+    def _target(self, order: Sequence[str] = ()) -> ParamLayout:
+        """Home, as far as it is trained."""
         home = self.store.home
-        return ParamLayout("home", home.world, {f: p for f, p in home.params.items() if f in self.store.trained})
+        return ParamLayout(
+            "home", home.world, {f: home.params[f] for f in order or home.params if f in self.store.trained}
+        )
 
     def _scattered(self, name: str) -> ParamLayout:
         """Where the sum of a graph's replicas lies in chain mode, in the dtype of the home layout."""
@@ -133,6 +147,7 @@ class Gradients:
                 self.plan(name),
                 self.store.rank,
                 Holding(layout, target),
+                bucketed=self.options.bucketed,
                 **self.options.shared(),
             )
         return self._reductions[name]

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpar.batching import GroupPlan, LengthGroup
-from fxpar.runtime.arrivals import Arrivals
+from fxpar.batching import GroupPlan, LengthGroup, RunTime
+from fxpar.runtime.arrivals import Arrivals, Handed
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.micro import MicroRun
@@ -21,6 +21,7 @@ from fxpar.runtime.spans import NO_SPANS, Recorder, Spans
 from fxpar.runtime.streams import carry_out
 from fxpar.runtime.switching import Switching
 from fxpar.schedule.mini_batch import (
+    Flow,
     GroupAction,
     MiniBatchSchedule,
     blocking,
@@ -57,14 +58,15 @@ class MiniBatch:
     phase: Phase
     recorder: Recorder | None = None
     losses: list[float] = field(default_factory=list)
-    _grads: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    _grads: dict[int, Handed] = field(default_factory=dict)
     _moved: dict[GroupAction, int] = field(default_factory=dict)
     _arrivals: dict[int, Arrivals] = field(default_factory=dict)
 
     def run(self, overlap: bool) -> list[GroupReport]:
         """All groups; `overlap`: switches and reductions run beside the groups, in a thread of their own."""
         plan = schedule_of([one.name for one in self.groups], self.switching.schedule.resident, overlap)
-        self._arrivals = {run.group: Arrivals() for run in plan.fed_by}
+        self._arrivals = {action.group: Arrivals() for action in plan.fed_by if action.kind == "run"}
+        self._grads = {number: Handed() for number in range(len(self.groups))}
         spent = carry_out(plan, self._do, self._shown)
         return [self._report(number, spent) for number in range(len(self.groups))]
 
@@ -73,38 +75,38 @@ class MiniBatch:
         if action.kind == "switch":
             self._switch(action, name)
         elif action.kind == "run":
-            self._compute(number)
+            with self._grads[number].arrivals.coming():
+                self._compute(number)
         else:
-            self._moved[action] = self.gradients.add(name, self._grads.pop(number))
+            self._moved[action] = self.gradients.add(name, self._grads[number])
+            # The next switch may write where the run has its weights.
+            self._grads[number].arrivals.wait_for_all()
+            del self._grads[number]
 
     def _switch(self, action: GroupAction, name: str) -> None:
         visited, arrivals = self._visited(action.group), self._arrivals.get(action.group)
         if arrivals is None:
             self._moved[action] = self.switching.to(name, visited)
             return
-        try:
+        with arrivals.coming():
             self._moved[action] = self.switching.to(name, visited, arrivals.came)
-        except BaseException as error:
-            arrivals.ended(error)
-            raise
-        arrivals.ended()
 
     def _visited(self, number: int) -> list[str]:
         return [one.name for one in self.groups[:number]]
 
     def _compute(self, number: int) -> None:
-        one, spans = self.groups[number], self._spans
+        one, spans, made = self.groups[number], self._spans, self._grads[number].came
         bound, arrivals = self.bound[one.name], self._arrivals.get(number)
         with spans.span("prologue"):
             bound.prepare(self.switching.store.compute(one.name), self.buffers, arrivals)
-        bound.run_all(one.micro_batches(), spans)
+        bound.run_all(one.micro_batches(), spans, made)
         if arrivals is not None:
             arrivals.wait_for_all()  # a replica without micro-batches learns here that the switch has failed
         with spans.span("epilogue"):
             result: Mapping[str, Any] = bound.finish()
             self.losses.append(float(result["loss"]))
         self.buffers.update(result["buffers"])
-        self._grads[number] = result["grads"]
+        made(result["grads"])
 
     @property
     def _spans(self) -> Spans:
@@ -159,24 +161,29 @@ def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) 
 
 @dataclass
 class Borders:
-    """What switches and reductions add to a mini-batch, as predicted; the same on all ranks."""
+    """What switches and reductions add to a mini-batch, as predicted; the same on all ranks. Under `flowing` strategies
+    weights come, and gradients leave, one by one.
+    """
 
     switching: Switching
     gradients: Gradients
     overlap: bool
+    flowing: Collection[str] = ()
     _known: dict[tuple[str, ...], Mapping[GroupAction, float]] = field(default_factory=dict)
 
-    def exposed_s(self, order: tuple[str, ...], run_s: Mapping[str, float]) -> float:
-        """Seconds beyond the runs, if the strategies run in this `order`; `run_s` are of all groups of a strategy."""
-        runs = {GroupAction("run", number): run_s[name] for number, name in enumerate(order)}
+    def exposed_s(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> float:
+        """Seconds beyond the runs, if the strategies run in this `order`; `runs` are all groups of each."""
+        named = [(GroupAction("run", number), name) for number, name in enumerate(order)]
+        seconds = {**self._transfers(order), **{run: runs[name].seconds for run, name in named}}
+        flows = {run: Flow.of_run(*runs[name]) for run, name in named if name in self.flowing}
         plan = schedule_of(order, self.switching.schedule.resident, self.overlap)
-        return round(simulate_mini_batch(plan, {**self._transfers(order), **runs}).exposed_s, 9)
+        return round(simulate_mini_batch(plan, seconds, flows).exposed_s, 9)
 
-    def fastest(self, order: tuple[str, ...], run_s: Mapping[str, float]) -> tuple[str, ...]:
+    def fastest(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> tuple[str, ...]:
         """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies."""
         if not self.overlap or len(order) > EXHAUSTIVE:
             return order
-        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, run_s))  # the first is `order`
+        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, runs))  # the first is `order`
 
     def _transfers(self, order: tuple[str, ...]) -> Mapping[GroupAction, float]:
         if order not in self._known:

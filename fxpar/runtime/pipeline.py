@@ -97,6 +97,8 @@ class BoundPipeline:
         self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
         self._device = torch.device("cpu")
 
+    is_flowing = False  # gradients leave at the end, and are priced so; as are weights
+
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
     ) -> None:
@@ -105,8 +107,10 @@ class BoundPipeline:
             stage.prepare(params, buffers, arrivals)
             self._device = stage.device
 
-    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS) -> None:
-        """All micro-batches of this replica, in the order of the schedule; they may differ in length."""
+    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Any = None) -> None:
+        """All micro-batches of this replica, in the order of the schedule; they may differ in length. No gradient is
+        `made` before `finish`, which adds up what the stages of this rank give.
+        """
         if not micro_batches:
             for stage in self.stages.values():
                 stage.skip()

@@ -20,8 +20,8 @@ def carry_out(plan: MiniBatchSchedule, do: Do, shown: Shown) -> Mapping[GroupAct
     """`do` every action; returns the seconds that this thread spent on each, or in waiting for it.
 
     `shown(action)` is a context for what this thread is at. The first error of either thread is raised here, once
-    nothing is under way any more. If it is of this thread, the transfers that need nothing more from it still run:
-    where all ranks raise the same error they have done the same, and the next mini-batch finds them alike.
+    nothing is under way any more. If it is of this thread, transfers still run as far as they need nothing more from
+    it: where all ranks raise the same error they have done the same, and the next mini-batch finds them alike.
     """
     transfers = _Transfers(plan, do)
     spent: dict[GroupAction, float] = defaultdict(float)
@@ -44,8 +44,8 @@ def carry_out(plan: MiniBatchSchedule, do: Do, shown: Shown) -> Mapping[GroupAct
         for action in plan.compute:
             for need in plan.needs.get(action, ()):
                 wait_for(need)
+            transfers.begins(action)
             timed(action, do)
-            transfers.has_run(action)
         for action in plan.transfer[-1:]:
             wait_for(action)
     except Exception:
@@ -72,23 +72,25 @@ class _Transfers:
     error: BaseException | None = None
     ended: dict[GroupAction, threading.Event] = field(init=False)
     _done: set[GroupAction] = field(default_factory=set)
+    _running: set[GroupAction] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ended = {action: threading.Event() for action in self.plan.transfer}
-        self._computed = {action: threading.Event() for action in self.plan.compute}
+        self._begun = {action: threading.Event() for action in self.plan.compute}
         self._thread = threading.Thread(target=self._main, daemon=True, name="fxpar transfers")
 
     def start(self) -> None:
         if self.plan.transfer:
             self._thread.start()
 
-    def has_run(self, action: GroupAction) -> None:
-        self._done.add(action)
-        self._computed[action].set()
+    def begins(self, action: GroupAction) -> None:
+        """An action of the compute stream; what it feeds may begin now."""
+        self._running.add(action)
+        self._begun[action].set()
 
     def stop(self) -> None:
-        """Nothing more will have run: let the thread end where it would wait for it."""
-        for event in self._computed.values():
+        """Nothing more will begin: let the thread end where it would wait for it."""
+        for event in self._begun.values():
             event.set()
 
     def join(self, seconds: float | None = None) -> None:
@@ -104,11 +106,11 @@ class _Transfers:
     def _main(self) -> None:
         try:
             for action in self.plan.transfer:
-                for need in self.plan.needs.get(action, ()):
-                    if need in self._computed:
-                        self._computed[need].wait()
-                        if need not in self._done:
-                            return
+                feeding = self.plan.fed_by.get(action)
+                if feeding is not None:
+                    self._begun[feeding].wait()
+                    if feeding not in self._running:
+                        return
                 self.do(action)
                 self._done.add(action)
                 self.ended[action].set()

@@ -1,10 +1,11 @@
 """A mini-batch as actions of every rank on two streams: one computes, the other moves weights and gradients meanwhile.
 
-    compute     |          run 0            |        run 1          |  run 2  |
-    transfer    | switch 0 | switch 1 |     | reduce 0 | switch 2 | | reduce 1 | reduce 2 |
+    compute     |          run 0            |        run 1            |      run 2       |
+    transfer    | switch 0 | switch 1 |  | reduce 0 | switch 2 |  | reduce 1 |  | reduce 2 |
 
-A run begins with the switch that brings its weights, and waits for each of them where it first uses it. All ranks have
-the same actions in the same order, so a stream of one rank waits for the same stream of others only.
+A run begins with the switch that brings its weights, and waits for each of them where it first uses it. A reduction
+begins while its run still makes gradients, and waits for each of them. All ranks have the same actions in the same
+order, so a stream of one rank waits for the same stream of others, or for what is before it in the order of groups.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Literal
 from fxpar.errors import ScheduleDeadlockError
 
 Kind = Literal["switch", "run", "reduce"]
-BUCKETS = 8  # that the weights of a switch come in
+BUCKETS = 8  # that weights come in, and gradients leave in
+BUCKET_BYTES = 2 << 20  # that a bucket has at least
+FORWARD = 1 / 3  # of a micro-batch
 
 
 @dataclass(frozen=True, order=True)
@@ -32,8 +35,9 @@ class GroupAction:
 
 @dataclass(frozen=True)
 class MiniBatchSchedule:
-    """Both streams, each in its order, and what an action needs to have ended before it begins. `fed_by[run]` must have
-    begun: it brings weights in the order in which the run uses them.
+    """Both streams, each in its order, and the transfers that a run `needs` to have ended before it begins. What an
+    action is `fed_by` must have begun: a switch brings weights in the order in which its run uses them, a run makes
+    gradients in the order in which its reduction sends them.
     """
 
     compute: tuple[GroupAction, ...]
@@ -57,7 +61,7 @@ def overlapped(overwrites: Sequence[bool]) -> MiniBatchSchedule:
 
     `overwrites[i]`: the switch of group i writes where an earlier group of the mini-batch may still have weights, so it
     waits for the reduction before it (what leaves a graph may be a view of its weights). Gradients of at most two
-    groups are alive at a time.
+    groups are alive at a time. A run needs nothing that is behind its switch, so it never waits for what it feeds.
     """
     groups = range(len(overwrites))
     switch, run, reduce = ([GroupAction(kind, group) for group in groups] for kind in ("switch", "run", "reduce"))
@@ -66,11 +70,35 @@ def overlapped(overwrites: Sequence[bool]) -> MiniBatchSchedule:
         # What is before its switch is the reduction of the group before the last one, or comes after that.
         before = transfer.index(switch[group])
         needs[run[group]] = tuple(transfer[max(before - 1, 0) : before])
-        needs[reduce[group]] = (run[group],)
         following = switch[group + 1 : group + 2]
         late = bool(following) and overwrites[group + 1]
         transfer += [reduce[group], *following] if late else [*following, reduce[group]]
-    return MiniBatchSchedule(tuple(run), tuple(transfer), needs, dict(zip(run, switch, strict=True)))
+    fed_by = {**dict(zip(run, switch, strict=True)), **dict(zip(reduce, run, strict=True))}
+    return MiniBatchSchedule(tuple(run), tuple(transfer), needs, fed_by)
+
+
+def bucket_bytes(whole: int, room: int) -> int:
+    """Bytes of a bucket of `whole`, if no more than `room` may be under way at a time."""
+    return min(room, max(whole // BUCKETS, BUCKET_BYTES))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Of a run's seconds, the first in which it comes to use its weights (the forward of its first micro-batch), and
+    the last in which it makes its gradients (the backward of its last one).
+    """
+
+    uses_s: float = 0.0
+    makes_s: float = 0.0
+
+    @classmethod
+    def of_run(cls, seconds: float, micro_batches: int) -> Flow:
+        """Of a run that takes so long, with micro-batches that take equally long."""
+        each = seconds / micro_batches
+        return cls(each * FORWARD, each * (1 - FORWARD))
+
+
+AT_ONCE = Flow()
 
 
 @dataclass(frozen=True)
@@ -85,17 +113,17 @@ class SimulatedMiniBatch:
 def simulate_mini_batch(
     plan: MiniBatchSchedule,
     seconds: Mapping[GroupAction, float],
-    first_use_s: Mapping[GroupAction, float] | None = None,
+    flows: Mapping[GroupAction, Flow] | None = None,
 ) -> SimulatedMiniBatch:
     """Each action begins as soon as its stream is free and what it needs has ended.
 
-    `first_use_s[run]` are the seconds, of those that a run takes, in which it first uses its weights, evenly: the
-    forward of its first micro-batch. Weights come evenly too, in BUCKETS. A run begins so late that it never waits;
-    one that is not listed needs all weights at once.
+    `flows[run]` says when a run uses its weights and makes its gradients. They come in BUCKETS, evenly, and an action
+    begins so late that it never waits for them. A run that is not listed needs all weights at once, and makes all
+    gradients at its end.
 
     Raises ScheduleDeadlockError if the streams wait for each other.
     """
-    first_use_s = first_use_s or {}
+    flows = flows or {}
     spans: dict[GroupAction, tuple[float, float]] = {}
     streams, free = {"compute": list(plan.compute), "transfer": list(plan.transfer)}, {"compute": 0.0, "transfer": 0.0}
     progress = True
@@ -106,9 +134,12 @@ def simulate_mini_batch(
                 action = left.pop(0)
                 start = max([free[name], *(spans[need][1] for need in plan.needs.get(action, ()))])
                 if action in plan.fed_by:
-                    begun, ended = spans[plan.fed_by[action]]
-                    first, used = (ended - begun) / BUCKETS, first_use_s.get(action, 0.0)
-                    start = max(start, begun + first, ended - used * (1 - 1 / BUCKETS))
+                    feeding = plan.fed_by[action]
+                    begun, ended = spans[feeding]
+                    run = action if action.kind == "run" else feeding
+                    flow = flows.get(run, AT_ONCE)
+                    gives, takes = (ended - begun, flow.uses_s) if action == run else (flow.makes_s, seconds[action])
+                    start = max(start, ended - min(gives, takes) * (1 - 1 / BUCKETS))
                 spans[action] = (start, start + seconds[action])
                 free[name] = spans[action][1]
                 progress = True

@@ -17,6 +17,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import SwitchPlanError
 from fxpar.ir.dist_config import AxisShard, DistConfig, chunk
 from fxpar.ir.mesh import Mesh
+from fxpar.schedule.mini_batch import bucket_bytes
 from fxpar.switch.boxes import refine
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.reduction import (
@@ -94,22 +95,29 @@ def cheapest_reduction(
     name: str = "gradients",
     sums_bytes: int = 64 << 20,
     planner: str = "auto",
+    bucketed: bool = False,
 ) -> AnyReductionPlan | NodeFirstPlan:
     """The faster of the direct reduction and the one through the nodes, by predicted time; the first if equal.
 
     With planner "turns", or so many transfers that the direct one is by turns, it is taken as it is.
 
-    `sums_bytes` bounds the memory of a round per rank (one tensor may need more). Raises what `plan_reduction` raises.
+    `sums_bytes` bounds the memory of a round per rank (one tensor may need more), and `bucketed` makes several rounds
+    of what would fit into one. Raises what `plan_reduction` raises.
     """
     direct = plan_large_reduction(sources, target, cluster, name, planner)
     if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes:
         return direct
-    through = plan_node_first(sources, target, cluster, name, sums_bytes)
+    through = plan_node_first(sources, target, cluster, name, sums_bytes, bucketed)
     return direct if through is None or direct.predicted_s <= through.predicted_s else through
 
 
 def plan_node_first(
-    sources: Placements, target: ParamLayout, cluster: ClusterSpec, name: str = "gradients", sums_bytes: int = 64 << 20
+    sources: Placements,
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    name: str = "gradients",
+    sums_bytes: int = 64 << 20,
+    bucketed: bool = False,
 ) -> NodeFirstPlan | None:
     """The reduction through the nodes; None if the ranks are no whole nodes, or the target is no plain cut over them.
 
@@ -119,7 +127,8 @@ def plan_node_first(
     if sums is None:
         return None
     rounds = []
-    for fqns in _shares(sums, sums_bytes):
+    room = bucket_bytes(sums.max_bytes(), sums_bytes) if bucketed else sums_bytes
+    for fqns in _shares(sums, room):
         gradients = matched({f: sources[f] for f in fqns if f in sources}, _part(target, fqns), cluster, name)
         rounds.append(_round(gradients, _part(sums, fqns), _part(target, fqns), cluster))
     matched(sources, target, cluster, name)  # a gradient without target is in no round

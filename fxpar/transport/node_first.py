@@ -50,8 +50,7 @@ class NodeFirstReduction:
         reports = []
         for memory, sums, inside, between in self._rounds:
             memory.zero_()
-            mine = {fqn: sources[fqn] for fqn in sums if fqn in sources}
-            reports += [inside.run(mine), between.run(sums)]
+            reports += [inside.run(sources), between.run(sums)]
         return SwitchReport(
             math.fsum(one.wall_ms for one in reports),
             sum(one.sent_bytes for one in reports),

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxpar.schedule.mini_batch import BUCKETS
+from fxpar.schedule.mini_batch import bucket_bytes
 from fxpar.switch.plan import Box
 from fxpar.switch.problem import SwitchProblem
-
-MIB = 1 << 20
-BUCKET_BYTES = 2 * MIB  # hops overlap but for one bucket in BUCKETS, if that leaves at least so much in each
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +93,7 @@ def _limit(whole: np.ndarray, staging_bytes: int, bucketed: bool) -> int:
     largest = int(whole.max())
     if whole.shape[0] == 1 and not bucketed:
         return staging_bytes if largest <= staging_bytes else staging_bytes // 2
-    return min(staging_bytes // 2, max(largest // BUCKETS, BUCKET_BYTES))
+    return bucket_bytes(largest, staging_bytes // 2)  # hops overlap but for one bucket
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -30,16 +30,19 @@ from fxpar.transport.switch import SideStream, SwitchReport, device_of
 from fxpar.transport.views import paired_views
 from fxpar.transport.wire import AllToAll, Parcel, PhaseOnWire, PhaseOptions, PointToPoint, Task, run_pipeline
 
+Own = tuple[Piece, tuple[int, ...]]  # a term held here, and where it starts in this rank's gradients
+Arrived = tuple[int, Tensor, Tensor]  # term, view of the target, view of what is added
+
 
 @dataclass(eq=False)
 class _Phase:
-    """What a phase sends and adds. `arrived` is (term, target view, buffer view), `own` the terms held here."""
+    """What a phase sends and adds."""
 
     phase: TransferPhase
     sends: list[tuple[Message, list[list[Segment]]]]
     receives: list[Letter]
-    own: list[tuple[Piece, tuple[int, ...]]]
-    arrived: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    own: list[Own]
+    arrived: list[Arrived] = field(default_factory=list)
 
 
 class Reduction:
@@ -50,7 +53,8 @@ class Reduction:
 
     The other arguments are those of `Switch`. Gradients may be other tensors in every run. Construct and run the same
     reductions in the same order on all ranks. Raises HoldingError; `run` raises HoldingError, ReductionError,
-    FingerprintError, TransferError, ChecksumError.
+    FingerprintError, TransferError, ChecksumError, and what looking up a gradient raises: then it has gone as far as
+    there were gradients, and nothing is under way.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Reduction:
         staging_bytes: int = 64 << 20,
         checked: bool = False,
         merge: bool = True,
+        bucketed: bool = False,
         timeout_s: float | None = None,
         staging: Staging | None = None,
         device: torch.device | str | None = None,
@@ -72,7 +77,7 @@ class Reduction:
         self._table = plan.rows_of(rank)
         device = torch.device(device) if device is not None else device_of((target,))
         way = resolve("p2p" if device.type != "cpu" else "auto", device, group)
-        self.options = TransportOptions(way, staging_bytes, checked, add=True, merge=merge)
+        self.options = TransportOptions(way, staging_bytes, checked, add=True, merge=merge, bucketed=bucketed)
         self.name = name or f"reduction {plan.problem.source} -> {plan.problem.target}"
         self.counts = SwitchCounts()
         timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
@@ -85,45 +90,57 @@ class Reduction:
         self._direct: list[tuple[Parcel, Tensor]] = []  # parcels that may send from gradients, and their own memory
         self._stream = SideStream(device)
         self._cuts = list(self._cut())
-        self._alone = list(self._without_messages())
+        self._alone = self._without_messages()
         self.phases = self._on_wire(staging_on(device, staging))
         self._fingerprint = hashlib.sha256(f"{plan.fingerprint} {self.options}".encode()).digest()[:8]
         self._compared = False
 
     @torch.no_grad()
     def run(self, sources: Mapping[str, Tensor], accumulate: bool = True) -> SwitchReport:
-        """Add the sum of all ranks' `sources` to the target, or with `accumulate=False` put it there."""
+        """Add the sum of all ranks' `sources` to the target, or with `accumulate=False` put it there. Gradients are
+        looked up about in the order of the plan, when they are sent or added: looking one up may wait for it.
+        """
         begun = time.perf_counter()
         if not self._compared or self.options.checked:
             compare_fingerprints(self.name, self._fingerprint, self._wire, self._stream.device)
             self._compared = True
-        self._bind(sources)
+        self._sources.rebind(sources)
         self._accumulate = accumulate
-        with self._stream:
-            run_pipeline(self.phases, self._add_alone)
-        self._sources.rebind({})  # gradients may be freed now, wherever they were sent from
-        for parcel, room in self._direct:
-            parcel.buffer = room
+        try:
+            with self._stream:
+                run_pipeline(self.phases, partial(self._bring, sources))
+        finally:
+            self._sources.rebind({})  # gradients may be freed now, wherever they were sent from
+            for parcel, room in self._direct:
+                parcel.buffer = room
         counts = self.counts
         wall_ms = (time.perf_counter() - begun) * 1e3
         return SwitchReport(wall_ms, counts.sent_bytes, counts.received_bytes, counts.copied_bytes, 0)
 
-    def _bind(self, sources: Mapping[str, Tensor]) -> None:
-        self._sources.rebind(sources)
-        for fqn in self.plan.problem.tensors:
-            param = self.plan.sources.params[fqn]
-            if not any(self.rank in dist.mesh for dist in param.copies):
-                continue
+    def _bring(self, sources: Mapping[str, Tensor], number: int) -> None:
+        """Before phase `number` is posted: its gradients, and the sums up to there that need no message."""
+        alone = self._alone[number]
+        self._bind(sources, (piece for piece, _ in alone))
+        self._add([], alone)
+        if number < len(self._cuts):
+            one = self._cuts[number]
+            self._bind(sources, (piece for message, _ in one.sends for piece in message.pieces))
+            self._bind(sources, (piece for piece, _ in one.own))
+
+    def _bind(self, sources: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
+        """Look up the gradients of these pieces, and check them before they are sent."""
+        for fqn in dict.fromkeys(fqn for piece in pieces for fqn in piece.fqns):
+            dtype = self.plan.sources.params[fqn].dtype
             if fqn not in sources:
                 raise ReductionError(fqn, f"no gradient was given on rank {self.rank}")
-            if sources[fqn].dtype != param.dtype:
-                raise ReductionError(fqn, f"the gradient is {sources[fqn].dtype}, but was planned as {param.dtype}")
-            self._sources.tensor(fqn)  # checks the shape, before anything is sent
+            if sources[fqn].dtype != dtype:
+                raise ReductionError(fqn, f"the gradient is {sources[fqn].dtype}, but was planned as {dtype}")
+            self._sources.tensor(fqn)  # checks the shape
 
     def _cut(self) -> Iterator[_Phase]:
         problem, table = self.plan.problem, self._table
         self._tags = []
-        for tag, phase in enumerate(cut_phases(problem, table, self.options.staging_bytes, self.plan.most)):
+        for tag, phase in enumerate(self._phases()):
             together = self.options.execution == "a2a"  # all ranks take part in all phases, with a message per peer
             alone_bytes = None if together else ALONE_BYTES
             sent, received = messages(problem, table, phase, self.rank, self._dtypes, alone_bytes)
@@ -138,6 +155,10 @@ class Reduction:
             own = list(self._own(mine["tensor"], mine["slice"], phase.part, phase.parts))
             yield _Phase(phase, sends, self._letters(received), own)
 
+    def _phases(self) -> list[TransferPhase]:
+        options = self.options
+        return cut_phases(self.plan.problem, self._table, options.staging_bytes, self.plan.most, options.bucketed)
+
     def _letters(self, received: list[Message]) -> list[Letter]:
         letters = []
         for message in received:
@@ -150,9 +171,7 @@ class Reduction:
         """Where the rank's gradients have a piece; equal for all tensors of a class."""
         return [Segment(self._sources, self._sources.required(piece.fqns[0], piece.box), 0, piece.fqns)]
 
-    def _own(
-        self, tensors: np.ndarray, slices: np.ndarray, part: int, parts: int
-    ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    def _own(self, tensors: np.ndarray, slices: np.ndarray, part: int, parts: int) -> Iterator[Own]:
         """The rank's own terms of these slices, as pieces, and where they start in its gradients."""
         problem = self.plan.problem
         classes = problem.class_of[tensors]
@@ -172,9 +191,15 @@ class Reduction:
                 if one.numel:
                     yield one, self._sources.required(fqns[0], box)
 
-    def _without_messages(self) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-        """Own terms of slices that no other rank has a term of (or none that is not held here)."""
-        table = self._table
+    def _without_messages(self) -> list[list[Own]]:
+        """Own terms of slices that no other rank has a term of (or none that is not held here), by the phase before
+        which they are added, as their tensors come before its own; the last ones after all phases.
+        """
+        table, starts = self._table, [0]
+        for one in self._cuts:
+            tensors = table["tensor"][one.phase.rows]
+            starts.append(int(tensors.min()) if len(tensors) else starts[-1])
+        found: list[list[Own]] = [[] for _ in starts]
         rows = table[table["dst"] == self.rank]
         for number, terms in enumerate(self.plan.terms):
             mine = rows[self.plan.problem.class_of[rows["tensor"]] == number]
@@ -182,7 +207,11 @@ class Reduction:
             arriving = np.zeros_like(needed)
             arriving[np.searchsorted(terms.cls.members, mine["tensor"]), mine["slice"]] = True
             member, piece = np.nonzero(needed & ~arriving)
-            yield from self._own(terms.cls.members[member], piece, 0, 1)
+            tensors = terms.cls.members[member]
+            before = np.searchsorted(starts[1:], tensors, side="right")
+            for phase in np.unique(before).tolist():
+                found[phase] += self._own(tensors[before == phase], piece[before == phase], 0, 1)
+        return found
 
     def _on_wire(self, staging: Staging) -> list[tuple[bool, PhaseOnWire]]:
         sizes = [self._size(one) for one in self._cuts]
@@ -227,7 +256,7 @@ class Reduction:
         for letter in one.receives:
             buffer = arena.take(letter.nbytes)
             receives.append(Parcel(letter.peer, buffer, self._arrive(one, letter, buffer)))
-        return PointToPoint(self._wire, tag, sends, receives, [partial(self._add, one)])
+        return PointToPoint(self._wire, tag, sends, receives, [partial(self._add, one.arrived, one.own)])
 
     def _all_to_all(self, one: _Phase, arena: Arena) -> AllToAll:
         """Only for process groups that know nothing else; nothing is sent from where it lies."""
@@ -237,7 +266,7 @@ class Reduction:
         ]
         receives = [(letter.peer, letter.nbytes, partial(self._arrive, one, letter)) for letter in one.receives]
         phase = all_to_all(self._wire, sends, receives, arena)
-        phase.after.append(partial(self._add, one))
+        phase.after.append(partial(self._add, one.arrived, one.own))
         return phase
 
     def _packing(self, message: Message, segments: list[list[Segment]], room: Tensor) -> list[Task]:
@@ -263,9 +292,9 @@ class Reduction:
             for task in self._letter(message, views).pack(room):
                 task()
 
-    def _add(self, one: _Phase) -> None:
-        """All terms of a phase in ascending order, the rank's own in its place."""
-        sums: list[tuple[int, Tensor, Tensor]] = [*one.arrived, *self._own_views(one.own)]
+    def _add(self, arrived: list[Arrived], own: list[Own]) -> None:
+        """All terms of some slices in ascending order, the rank's own in its place."""
+        sums: list[Arrived] = [*arrived, *self._own_views(own)]
         sums.sort(key=lambda entry: entry[0])
         for term, target, value in sums:
             if term == 0 and not self._accumulate:
@@ -273,15 +302,12 @@ class Reduction:
             else:
                 target.add_(value)
 
-    def _own_views(self, own: list[tuple[Piece, tuple[int, ...]]]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _own_views(self, own: list[Own]) -> Iterator[Arrived]:
         for piece, start in own:
             at = self._target.required(piece.fqns[0], piece.box)
             pairs = paired_views(self._sources, self._target, piece.fqns, (start, at), piece.shape, self.options.merge)
             for value, target in pairs:
                 yield piece.term, target, value
-
-    def _add_alone(self) -> None:
-        self._add(_Phase(TransferPhase(0, 0, np.empty(0, np.int64)), [], [], self._alone))
 
 
 def _share(parcel: Parcel, first: Parcel) -> None:

@@ -120,10 +120,11 @@ class Switch:
         arriving = self.compiled.arriving
         late = {fqn for names in arriving for fqn in names}
 
-        def copy_at_home() -> None:
-            for task in self.compiled.copies:
-                task()
-            arrived([fqn for fqn in self.plan.problem.tensors if fqn not in late])
+        def copy_at_home(number: int) -> None:
+            if number == min(1, len(arriving)):  # beside the first phase
+                for task in self.compiled.copies:
+                    task()
+                arrived([fqn for fqn in self.plan.problem.tensors if fqn not in late])
 
         with self._stream:
             for copy, original in self.compiled.snapshots:

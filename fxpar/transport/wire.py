@@ -199,13 +199,15 @@ PhaseOnWire = PointToPoint | AllToAll | AllGather
 
 def run_pipeline(
     phases: Sequence[tuple[bool, PhaseOnWire]],
-    meanwhile: Task | None = None,
+    beside: Callable[[int], object] = lambda _: None,
     completed: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Post phase n+1 before completing phase n, unless it sends on what phase n brings (is blocking).
 
-    `phases` are (blocking, phase) of those that this rank takes part in. `meanwhile` runs while the first is on the
-    wire, and so before `completed` is called with the number of a phase that is complete.
+    `phases` are (blocking, phase) of those that this rank takes part in. `beside(n)` is called before phase n is
+    posted, while the one before is on the wire, and once more after the last one (with their number). If it raises,
+    what is under way is completed first: other ranks have posted it too. `completed` is called with the number of a
+    phase that is complete; never before `beside(1)`.
     """
     under_way: deque[tuple[int, PhaseOnWire]] = deque()
 
@@ -214,17 +216,22 @@ def run_pipeline(
         phase.complete()
         completed(number)
 
+    def between(number: int) -> None:
+        try:
+            beside(number)
+        except BaseException:
+            while under_way:
+                complete()
+            raise
+
     for number, (blocking, phase) in enumerate(phases):
+        between(number)
         while blocking and under_way:
             complete()
         phase.post()
-        if meanwhile is not None:
-            meanwhile()
-            meanwhile = None
         under_way.append((number, phase))
         if len(under_way) > 1:
             complete()
-    if meanwhile is not None:
-        meanwhile()
+    between(len(phases))
     while under_way:
         complete()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.batching import GroupCost, length_groups, plan_batch
+from fxpar.batching import GroupCost, RunTime, length_groups, plan_batch
 from fxpar.batching import planner as planner_module
 from tests.batching.planning import check_plan, mini_batches
 from tests.repeat import examples
@@ -72,7 +72,7 @@ def test_into_an_empty_group_that_saves_the_switch():
 
 def hidden_behind_runs(seconds: float):
     """A border is hidden by the run before it, as far as that lasts."""
-    return lambda order, run_s: sum(max(0.0, seconds - run) for run in run_s[:-1])
+    return lambda order, runs: sum(max(0.0, seconds - run.seconds) for run in runs[:-1])
 
 
 def test_a_border_that_a_run_hides_does_not_merge():
@@ -82,6 +82,20 @@ def test_a_border_that_a_run_hides_does_not_merge():
     assert plan_batch(lengths, TWO, [FAST, SLOW], hidden_behind_runs(border)).merged == ()
     assert plan_batch(lengths, TWO, [FAST, SLOW], hidden_behind_runs(border)).switch_s == 0.0
     assert plan_batch(lengths, TWO, [FAST, SLOW], hidden_behind_runs(100.0)).merged == ((0, 1),)
+
+
+def test_borders_are_asked_with_micro_batches_and_bounded_with_one():
+    asked = {}
+
+    def border_s(order, runs):
+        asked.setdefault(order, []).append(runs)
+        return 0.0
+
+    plan = plan_batch([50] * 400 + [900], TWO, [FAST, SLOW], border_s)
+    assert plan.order == (0, 1)
+    assert plan.groups[0].slots > 1
+    assert tuple(RunTime(group.predicted_s, group.slots) for group in plan.groups) in asked[plan.order]
+    assert all(run.micro_batches == 1 for run in asked[1,][0])  # only looked at, not worked out
 
 
 def brute_force(lengths, groups, costs, border_s) -> float:
@@ -95,8 +109,8 @@ def brute_force(lengths, groups, costs, border_s) -> float:
                 lengths, [groups[g] for g in chosen], [costs[g] for g in chosen], lambda order, run_s: 0.0, merge=False
             )
             if len(part.order) == size:
-                run_s = tuple(group.predicted_s for group in part.groups)
-                best = min(best, part.predicted_s + border_s(chosen, run_s))
+                runs = tuple(RunTime(group.predicted_s, group.slots) for group in part.groups)
+                best = min(best, part.predicted_s + border_s(chosen, runs))
     return best
 
 
@@ -105,9 +119,10 @@ def brute_force(lengths, groups, costs, border_s) -> float:
 def test_the_best_choice_is_found(case, hops, hidden):
     lengths, groups, costs = case
 
-    def border_s(order, run_s):
-        before = (0.0, *run_s) if hidden else itertools.repeat(0.0)
-        return sum(max(0.0, hops[g] - run) for g, run in zip(order, before, strict=False))
+    def border_s(order, runs):
+        """The run before hides a border, the last micro-batch of it most."""
+        hides = [run.seconds / 2 * (1 + 1 / run.micro_batches) if hidden else 0.0 for run in runs]
+        return sum(max(0.0, hops[g] - run) for g, run in zip(order, [0.0, *hides], strict=False))
 
     plan = plan_batch(lengths, groups, costs, border_s)
     assert plan.predicted_s == pytest.approx(brute_force(lengths, groups, costs, border_s), rel=1e-9, abs=1e-12)

@@ -12,8 +12,9 @@ import torch
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.lowering import lower
 from fxpar.models import load
-from fxpar.runtime.arrivals import Arrivals
+from fxpar.runtime.arrivals import Arrivals, Handed, order_of_gradients
 from fxpar.runtime.bound import bind
+from fxpar.runtime.micro import MicroRun
 from fxpar.tracer import capture
 
 
@@ -106,3 +107,64 @@ def test_a_compiled_graph_waits_for_everything(monkeypatch):
     begun = time.perf_counter()
     bound.prepare(params, arrivals=arrivals)
     assert time.perf_counter() - begun >= 0.04
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_each_gradient_is_handed_over_when_it_is_final(micro_batches):
+    """While the last micro-batch runs, in the order in which it makes them: the rest of it changes none of them."""
+    bound, params, batch = bound_llama()
+    made, running = [], threading.Event()
+    run, finish = bound.run, bound.finish
+
+    def last(*args, **kwargs):
+        running.set()
+        run(*args, **kwargs)
+        running.clear()
+
+    bound.run = last
+    bound.prepare(params)
+    bound.run_all(
+        [MicroRun(lambda: batch, 1.0)] * micro_batches,
+        made=lambda grads: made.append(({fqn: g.clone() for fqn, g in grads.items()}, running.is_set())),
+    )
+    found = finish()["grads"]
+    *early, (all_, inside) = made
+    assert not inside
+    assert all(inside and len(grads) == 1 for grads, inside in early)
+    order = [fqn for grads, _ in early for fqn in grads]
+    assert order == order_of_gradients(bound.program)
+    assert (order[0], order[-1]) == (list(params)[-1], next(iter(params)))  # backward
+    assert all_.keys() == found.keys() == set(order)
+    for grads, _ in made:
+        assert all(torch.equal(found[fqn], grad) for fqn, grad in grads.items())
+
+
+def test_a_replica_without_work_hands_over_zeros_at_once():
+    bound, params, _ = bound_llama()
+    made = []
+    bound.prepare(params)
+    bound.run_all([], made=made.append)
+    assert [grads.keys() for grads in made] == [params.keys()]
+    assert not any(grad.any() for grad in made[0].values())
+
+
+def test_what_a_run_has_made_before_its_error_is_still_there():
+    gradients, one = Handed(), torch.ones(2)
+
+    def fails():
+        with gradients.arrivals.coming():
+            gradients.came({"a": one})
+            time.sleep(0.02)
+            raise OSError("no memory")
+
+    with pytest.raises(OSError, match="no memory"):
+        fails()
+    assert gradients["a"] is one
+    for ask in (lambda: gradients["b"], lambda: "b" in gradients, lambda: list(gradients)):
+        with pytest.raises(OSError, match="no memory"):
+            ask()
+    whole = Handed()
+    with whole.arrivals.coming():
+        whole.came({"a": one})
+        whole.came({"a": torch.zeros(2), "b": one})
+    assert (whole["a"] is one, "c" in whole, dict(whole).keys()) == (True, False, {"a", "b"})

@@ -13,6 +13,7 @@ from torch import nn
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
+from fxpar.schedule import mini_batch as schedule
 from tests.runtime.delays import LIMIT, drawn, error_of
 from tests.runtime.hot import World, parallel, precompile, sequences, shallow
 
@@ -20,6 +21,7 @@ ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 # On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
 TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
 DENSE = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
+ZERO = {16: "dp4+zero3", 64: "dp4+zero2", 512: "dp2.tp2+zero1"}
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
 
 
@@ -54,12 +56,19 @@ NIGHTLY = {
     "chain": (shallow, {"gradients": "chain"}),
     "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
     "dropout, arena": (dropping, {"resident": []}),
+    "idle replicas": (shallow, {"strategies": ZERO, "order": list(ZERO.values())}),
 }
 LENGTHS = (5, 60, 130, 8, 33)  # a single token has no variance
 
 
 def prepare() -> None:
-    for make, strategies in ((shallow, None), (dropping, None), (normed, DENSE), (shallow, TAKING_TURNS)):
+    for make, strategies in (
+        (shallow, None),
+        (dropping, None),
+        (normed, DENSE),
+        (shallow, TAKING_TURNS),
+        (shallow, ZERO),
+    ):
         precompile(make, strategies)
 
 
@@ -76,8 +85,27 @@ def delayed(owner, name, delays):
     setattr(owner, name, slow)
 
 
+def unchanged(bound):
+    """What a run has handed over stays as it is until the run ends."""
+    run_all = bound.run_all
+
+    def watched(micro_batches, spans, made):
+        left = []
+
+        def seen(gradients):
+            left.extend((gradient, gradient.clone()) for gradient in gradients.values())
+            made(gradients)
+
+        run_all(micro_batches, spans, seen)
+        assert len(left) >= len(bound.program.params())
+        assert all(torch.equal(gradient, copy) for gradient, copy in left)
+
+    bound.run_all = watched
+
+
 def opened(make, overlap, rank, **options):
-    """A session whose ranks and streams drift apart."""
+    """A session whose ranks and streams drift apart, and that moves what it moves in several buckets."""
+    schedule.BUCKET_BYTES = 1 << 12  # of this forked rank
     model = parallel(make, **{"order": ORDER, "overlap": overlap, **options})
     engine, delays = model._session().engine, random.Random(rank)
     assert engine.options.overlap == overlap
@@ -85,6 +113,7 @@ def opened(make, overlap, rank, **options):
         delayed(engine.switching, "to", delays)
         delayed(engine.gradients, "add", delays)
         for bound in engine.bound.values():
+            unchanged(bound)
             delayed(bound, "run_all", delays)
     return model
 
@@ -141,7 +170,7 @@ def test_the_same_bits_with_plain_calls_and_evaluation_between_the_steps(name):
         assert_same_bits(overlapping, blocking)
 
 
-FAULTS = [("none", 1), ("to", 2), ("add", 1), ("run_all", 2)]
+FAULTS = [("none", 1), ("to", 2), ("add", 1), ("run_all", 2), ("backward", 1)]
 
 
 class Fault(Exception):
@@ -161,6 +190,25 @@ def failing_once(owner, name, turn):
     setattr(owner, name, fails)
 
 
+def failing_backward(bound):
+    """The first run raises in its backward, when some gradients have left."""
+    run_all, runs = bound.run_all, []
+
+    def fails(micro_batches, spans, made):
+        left = []
+
+        def some(gradients):
+            left.extend(gradients)
+            if len(left) == 4:
+                raise Fault("backward")
+            made(gradients)
+
+        runs.append(None)
+        run_all(micro_batches, spans, some if len(runs) == 1 else made)
+
+    bound.run_all = fails
+
+
 @WORLD.case
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
@@ -170,6 +218,8 @@ def faults(rank):
         engine, seen = model._session().engine, []
         if where == "run_all":
             failing_once(engine.bound[last], where, turn)
+        elif where == "backward":
+            failing_backward(engine.bound[last])
         elif where != "none":
             owner = engine.switching if where == "to" else engine.gradients
             failing_once(owner, where, 3 * turn - 1)  # of three in a step: the second one

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.errors import ScheduleDeadlockError
-from fxpar.schedule.mini_batch import GroupAction, blocking, overlapped, simulate_mini_batch
+from fxpar.schedule.mini_batch import Flow, GroupAction, blocking, overlapped, simulate_mini_batch
 
 overwriting = st.lists(st.booleans(), min_size=1, max_size=6)
 
@@ -69,21 +69,39 @@ def test_a_run_begins_while_its_weights_come():
     plan, run = overlapped([False]), of("run", 0)
     seconds = {of("switch", 0): 8.0, run: 20.0, of("reduce", 0): 1.0}
     for used, begins in ((0.0, 8.0), (4.0, 4.5), (8.0, 1.0), (20.0, 1.0)):
-        found = simulate_mini_batch(plan, seconds, {run: used})
+        found = simulate_mini_batch(plan, seconds, {run: Flow(uses_s=used)})
         assert (found.spans[run], found.exposed_s) == ((begins, begins + 20.0), begins + 1.0)
 
 
+def test_a_reduction_begins_while_its_gradients_are_made():
+    """So late that it never waits: gradients are made in eight parts, in the last seconds of the run."""
+    plan, run, reduce = overlapped([False]), of("run", 0), of("reduce", 0)
+    seconds = {of("switch", 0): 1.0, run: 19.0, reduce: 8.0}
+    for makes, begins in ((0.0, 20.0), (4.0, 16.5), (8.0, 13.0), (19.0, 13.0)):
+        found = simulate_mini_batch(plan, seconds, {run: Flow(makes_s=makes)})
+        assert (found.spans[reduce], found.exposed_s) == ((begins, begins + 8.0), begins + 8.0 - 19.0)
+
+
+def test_a_micro_batch_uses_weights_in_its_forward_and_makes_gradients_in_its_backward():
+    flow = Flow.of_run(12.0, 4)
+    assert (flow.uses_s, flow.makes_s) == pytest.approx((1.0, 2.0))
+
+
 @given(overwriting, st.data())
-def test_weights_that_come_meanwhile_make_nothing_slower(overwrites, data):
+def test_what_flows_meanwhile_makes_nothing_slower(overwrites, data):
     plan = overlapped(overwrites)
     seconds = {action: data.draw(st.floats(0, 9)) for action in plan.actions}
-    used = {run: data.draw(st.floats(0, seconds[run])) for run in plan.fed_by}
-    found, whole = simulate_mini_batch(plan, seconds, used), simulate_mini_batch(plan, seconds)
+    of_run = lambda run: st.floats(0, seconds[run])  # noqa: E731
+    flows = {run: Flow(data.draw(of_run(run)), data.draw(of_run(run))) for run in plan.compute}
+    found, whole = simulate_mini_batch(plan, seconds, flows), simulate_mini_batch(plan, seconds)
     assert found.makespan_s <= whole.makespan_s + 1e-9
-    for run, switch in plan.fed_by.items():
-        assert found.spans[run][0] >= max(found.spans[switch][0], found.spans[switch][1] - used[run]) - 1e-9
-        if run.group >= 2:  # gradients of at most two groups
-            assert found.spans[run][0] >= found.spans[of("reduce", run.group - 2)][1]
+    for action, feeding in plan.fed_by.items():
+        begins, (begun, ended) = found.spans[action][0], found.spans[feeding]
+        takes = flows[action].uses_s if action.kind == "run" else seconds[action]
+        gives = ended - begun if action.kind == "run" else flows[feeding].makes_s
+        assert begins >= max(begun, ended - min(takes, gives)) - 1e-9
+        if action.kind == "run" and action.group >= 2:  # gradients of at most two groups
+            assert begins >= found.spans[of("reduce", action.group - 2)][1]
 
 
 def test_streams_that_wait_for_each_other_are_found():

@@ -23,11 +23,12 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import plan_switch
+from fxpar.switch.node_first import plan_node_first
 from fxpar.switch.reduction import GradientPlacement, plan_reduction
 from fxpar.torch_api.threaded import run_threads
-from fxpar.transport import Holding, Reduction, Switch
+from fxpar.transport import Holding, Reduction, Switch, reduction_on
 from fxpar.transport.checksum import checksums
-from tests.transport.test_ways import FLAT, WORLD, held, layout, numbers
+from tests.transport.test_ways import FLAT, PAIRS, WORLD, held, layout, numbers
 
 
 def test_tensors_that_are_not_what_the_layout_says():
@@ -211,8 +212,43 @@ def test_gradients_that_do_not_fit():
             ),
         ):
             with pytest.raises(ReductionError, match=why):
-                reduction._bind(bad)
+                reduction.run(bad)
         with pytest.raises(HoldingError, match=r"'gradients': w1 is \[4, 8\] on rank"):
-            reduction._bind({**good, "w1": torch.ones(4, 8)})
+            reduction.run({**good, "w1": torch.ones(4, 8)})
 
     run_threads(WORLD, work)
+
+
+class Making(dict[str, torch.Tensor]):
+    """Gradients of a run that fails: those that it has not made raise its error."""
+
+    def __contains__(self, fqn: object) -> bool:
+        if not super().__contains__(fqn):
+            raise ValueError("the run has failed")
+        return True
+
+
+@pytest.mark.parametrize("through_nodes", [False, True])
+def test_a_reduction_ends_alike_where_the_run_fails_on_all_ranks(through_nodes):
+    """As far as there are gradients it is carried out, and the next one finds nothing under way."""
+    home = layout("tp4@0")
+    partial = GradientPlacement((16, 8), DistConfig(Mesh((("dp", 4),)), ((), ()), (("dp", "sum"),)), torch.float32)
+    sources = dict.fromkeys(home.params, partial)
+    through = plan_node_first(sources, home, PAIRS, sums_bytes=1) if through_nodes else None
+    plan = through or plan_reduction(sources, home, PAIRS)
+
+    def work(rank: int) -> None:
+        target = held(home, rank)
+        reduction = reduction_on(plan, rank, target, staging_bytes=2048)
+        grads = {fqn: torch.full((16, 8), float(rank)) for fqn in home.params}
+        for made in (0, 3, 2):
+            with pytest.raises(ValueError, match="the run has failed"):
+                reduction.run(Making(list(grads.items())[:made]), accumulate=False)
+            for number, tensor in enumerate(target.tensors.values()):
+                assert torch.equal(tensor, torch.full((4, 8), 6.0 if number < made else 0.0))
+            for tensor in target.tensors.values():
+                tensor.zero_()
+        reduction.run(grads, accumulate=False)
+        assert all(torch.equal(tensor, torch.full((4, 8), 6.0)) for tensor in target.tensors.values())
+
+    run_forked(WORLD, work)

@@ -129,7 +129,7 @@ def test_parts_of_a_box_cover_it(sizes, parts):
 
 
 def test_a_bucketed_switch_comes_in_eighths(monkeypatch):
-    monkeypatch.setattr("fxpar.transport.phases.BUCKET_BYTES", 1)
+    monkeypatch.setattr("fxpar.schedule.mini_batch.BUCKET_BYTES", 1)
     mesh = Mesh((("tp", 2),))
     placed = [PlacedParam((8, 4), torch.float32, (DistConfig(mesh, (of, ())),)) for of in ((AxisShard("tp"),), ())]
     cut, whole = (ParamLayout("", 2, {f"w{n}": param for n in range(32)}) for param in placed)
