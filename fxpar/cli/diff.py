@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from fxpar.cli.commands import DiffRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import GraphSource, read_graph
+from fxpar.cli.source import read_graph, strategies_of
 from fxpar.errors import NoModuleError, SidesError, nearest
 from fxpar.graph_diff import Digest, compare, digest
 from fxpar.ir.graph import LogicalGraph
@@ -17,28 +18,11 @@ from fxpar.ir.printer import AnyGraph
 from fxpar.ir.strategy import Strategy
 
 
-@dataclass(frozen=True)
-class DiffRequest:
-    """The words of the command line. `source` is the first MODEL with all options, `other` the second one. `passes`
-    are names or steps; `before` and `after` the pass before which, and after which, the graph is looked at.
-    """
-
-    source: GraphSource
-    other: str | None = None
-    strategies: tuple[str, ...] = ()
-    passes: tuple[str, str] | None = None
-    before: str | None = None
-    after: str | None = None
-    fqn: str | None = None
-    text: bool = False
-    brief: bool = False
-    json: str | None = None
-
-
 def run_diff(request: DiffRequest) -> bool:
-    """Do it; whether the graphs differ. Raises FxparError."""
+    """Do it; False if the graphs differ and the exit status is to say so. Raises FxparError."""
     begun = time.process_time()
-    strategies = request.source.strategies(request.strategies)
+    texts = [*request.strategy, *(request.strategies.split(",") if request.strategies else ())]
+    strategies = strategies_of(request.source, texts)
     if request.json is not None:
         check_output(request.json)
     notes: list[str] = []
@@ -54,7 +38,7 @@ def run_diff(request: DiffRequest) -> bool:
         write_output(request.json, to_json(document))
     if request.json != "-":
         show(stdout_console(), diff, nodes=not request.brief, text=request.text)
-    return diff.differs
+    return not (diff.differs and request.exit_code)
 
 
 def _passes(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:

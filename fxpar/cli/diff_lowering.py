@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpar.cli.after_pass import FIRST, step_name
-from fxpar.cli.source import GraphSource, read_rows
+from fxpar.cli.options import GraphSource
+from fxpar.cli.source import read_rows, storage_dtype
 from fxpar.errors import SidesError
 from fxpar.graph_diff import Digest, digest, joined
 from fxpar.ir.graph import AnnotatedGraph
@@ -42,11 +43,11 @@ def after_passes(source: GraphSource, strategy: Strategy, steps: tuple[str, str]
             seen[name].append(digest(graph, only=only))
 
     logical = read_rows(source)
-    lower(logical, strategy, storage=source.storage_dtype, on_pass=look)
+    lower(logical, strategy, storage=storage_dtype(source), on_pass=look)
     return [joined(seen[step], logical.name, strategy, f"{strategy} after {step}") for step in steps]
 
 
 def lowered_alike(source: GraphSource, strategies: Sequence[Strategy]) -> list[TrainGraph]:
     """The same capture under each strategy."""
     logical = read_rows(source)
-    return [lower(logical, strategy, storage=source.storage_dtype) for strategy in strategies]
+    return [lower(logical, strategy, storage=storage_dtype(source)) for strategy in strategies]

@@ -6,12 +6,13 @@ import json
 import time
 import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Any
 
 import torch
 
+from fxpar.cli.commands import PassesRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
 from fxpar.cli.pass_needs import check_needs
@@ -37,49 +38,37 @@ from fxpar.models.options import parse_assignments, typed
 _DUMP = "Make one with: fxpar dump MODEL --strategy S --after PASS -o FILE.fxpar"
 
 
-@dataclass(frozen=True)
-class RunPassRequest:
-    """The words of the command line; `options` are `field=value` of the pass."""
-
-    name: str
-    on: str
-    output: str | None = None
-    options: tuple[str, ...] = ()
-    text: bool = False
-    json: str | None = None
-
-
-def run_pass(request: RunPassRequest) -> None:
-    """Do it. Raises FxparError."""
-    step = make_pass(request.name, request.options)
+def run_pass(request: PassesRequest, name: str, path: str) -> None:
+    """Run the pass `name` on the graph of the file `path`. Raises FxparError."""
+    step = make_pass(name, request.options)
     if request.output is not None:
         check_graph_output(request.output)
     if request.json is not None:
         check_output(request.json)
-    graph = load_graph(request.on)
+    graph = load_graph(path)
     if not isinstance(graph, AnnotatedGraph):
         why = f"it holds the {kind_of(graph)} graph, and passes change an annotated one"
-        raise GraphFileError(request.on, why, _DUMP)
-    verify(graph, f"(read from {request.on})")
-    check_needs(request.name, graph)
+        raise GraphFileError(path, why, _DUMP)
+    verify(graph, f"(read from {path})")
+    check_needs(name, graph)
     strategy = str(graph.strategy)
-    old = digest(graph, f"{strategy} in {request.on}")
+    old = digest(graph, f"{strategy} in {path}")
     begun = time.process_time()
     try:
         step(graph)
     except FxparError:
         raise
     except Exception as error:
-        raise PassRunError(request.name, error) from error
+        raise PassRunError(name, error) from error
     cpu_s = time.process_time() - begun
-    graph.passes.append(request.name)
-    verify(graph, request.name)
-    diff = compare(old, digest(graph, f"{strategy} after {request.name}"))
+    graph.passes.append(name)
+    verify(graph, name)
+    diff = compare(old, digest(graph, f"{strategy} after {name}"))
     if request.output is not None:
-        save_graph(request.output, graph, load_origin(request.on))
+        save_graph(request.output, graph, load_origin(path))
         stderr_console().print(f"wrote the graph to {request.output}", markup=False)
     if request.json is not None:
-        write_output(request.json, to_json({"pass": request.name, "cpu_s": cpu_s, **diff.to_json()}))
+        write_output(request.json, to_json({"pass": name, "cpu_s": cpu_s, **diff.to_json()}))
     if request.json != "-":
         console = stdout_console()
         console.print(f"{step!r}: {cpu_s * 1e3:.1f} CPU ms, verified", markup=False, soft_wrap=True)
@@ -130,6 +119,3 @@ def _value(name: str, key: str, text: str, hint: Any) -> Any:
 def _tuples(value: Any) -> Any:
     """Lists as tuples, so that a pass stays hashable."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
-
-
-__all__ = ["RunPassRequest", "make_pass", "run_pass"]

@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
+from fxpar.cli.commands import TrainRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.request import check_output, write_output
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
@@ -23,21 +24,6 @@ if TYPE_CHECKING:
     from fxpar.train.rank import Job
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
-
-@dataclass(frozen=True)
-class TrainRequest:
-    """The words of `fxpar train`."""
-
-    config: str | None
-    demo: bool
-    assignments: tuple[str, ...]
-    steps: int | None
-    ranks: int | None
-    resume: bool
-    compare: str | None
-    debug: bool
-    json: str | None = None
 
 
 def run_train(request: TrainRequest) -> None:
