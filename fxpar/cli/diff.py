@@ -45,7 +45,7 @@ def _passes(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:
     """A graph after two passes."""
     if len(strategies) != 1 or request.other is not None:
         raise SidesError("passes are compared in the lowering of one model", "Name one MODEL and one strategy")
-    from fxpar.cli.diff_lowering import after_passes, steps_of
+    from fxpar.cli.after_pass import after_passes, steps_of
 
     steps = steps_of(request.passes, request.before, request.after)
     return after_passes(request.source, strategies[0], steps, request.fqn)
@@ -63,7 +63,7 @@ def _graphs(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:
     sources = [source, replace(source, model=request.other or source.model)]
     graphs: Sequence[AnyGraph]
     if request.other is None and not source.cache and not source.is_file:
-        from fxpar.cli.diff_lowering import lowered_alike
+        from fxpar.cli.after_pass import lowered_alike
 
         graphs = lowered_alike(source, strategies)  # one capture for both
     else:

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
+from fxpar.cli.after_pass import FIRST
 from fxpar.cli.commands import PassesRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
-from fxpar.cli.pass_needs import check_needs
 from fxpar.cli.request import check_graph_output, check_output, to_json, write_output
 from fxpar.errors import (
     FxparError,
     GraphFileError,
     ModelOptionError,
     PassContractError,
+    PassNeedsError,
     PassOptionError,
     PassRunError,
     nearest,
@@ -31,6 +32,8 @@ from fxpar.graph_files import kind_of, load_graph, load_origin, save_graph
 from fxpar.ir import pass_registry
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import GraphPass
+from fxpar.lowering.ladder import default_passes
+from fxpar.lowering.needs import Need, lacking
 from fxpar.lowering.verify import verify
 from fxpar.models.load import parse_dtype
 from fxpar.models.options import parse_assignments, typed
@@ -119,3 +122,21 @@ def _value(name: str, key: str, text: str, hint: Any) -> Any:
 def _tuples(value: Any) -> Any:
     """Lists as tuples, so that a pass stays hashable."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def check_needs(name: str, graph: AnnotatedGraph) -> None:
+    """Raises PassNeedsError for the first thing that a graph, picked by hand, lacks (`fxpar.lowering.needs`)."""
+    need = lacking(name, graph)
+    if need is not None:
+        raise PassNeedsError(name, need.what, need.lack, _advice(name, need))
+
+
+def _advice(name: str, need: Need) -> str:
+    """What to do: run the pass that makes it so, or dump the graph as it is right before the pass."""
+    ladder = [step.name for step in default_passes()]
+    if name == FIRST:
+        return "Give the model and --strategy instead of a file, or the graph that was captured to fxpar.lower"
+    if name not in ladder:
+        return f"Run {need.maker} first" if need.maker else "The runtime runs it on the body of a step"
+    place = f"ump the model with --after {ladder[ladder.index(name) - 1]}, which comes before it"
+    return f"Run {need.maker} first, or d{place}" if need.maker else f"D{place}"
