@@ -23,8 +23,7 @@ from fxpar.cli.request import (
     in_precision,
     load_model,
     parse_precision,
-    to_json,
-    write_output,
+    write_json,
 )
 from fxpar.cli.source import strategies_of
 from fxpar.ir.graph import LogicalGraph
@@ -72,8 +71,7 @@ def run_check(request: CheckRequest) -> bool:
     source = request.source
     strategies = strategies_of(source, request.strategies.split(",") if request.strategies else ())
     precision = parse_precision(source.precision)
-    if request.json:
-        check_output(request.json)
+    check_output(request.json)
     notes: list[str] = []
     console = stderr_console() if request.json == "-" else stdout_console()
     if source.is_file:
@@ -90,8 +88,7 @@ def run_check(request: CheckRequest) -> bool:
             status.update(f"checking {strategy}")
             results.append(check_one(logical, model, strategy, request))
     show(console, model, logical, results, notes, eager)
-    if request.json:
-        write_output(request.json, to_json(report(request, model, results, eager)))
+    write_json(request.json, report(request, model, results, eager))
     return all(result.ok for result in results) and (eager is None or equals_model(eager, request))
 
 
@@ -103,14 +100,13 @@ def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy
             request.source, strategies, tolerance=request.tolerance, compile=request.compile, seed=request.seed
         )
     _show_results(console, results, notes)
-    if request.json:
-        found = {
-            "model": logical.name,
-            "file": request.source.model,
-            "eager": None,
-            "results": [r.to_json() for r in results],
-        }
-        write_output(request.json, to_json(found))
+    found = {
+        "model": logical.name,
+        "file": request.source.model,
+        "eager": None,
+        "results": [r.to_json() for r in results],
+    }
+    write_json(request.json, found)
     return all(result.ok for result in results)
 
 

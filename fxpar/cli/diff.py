@@ -9,7 +9,7 @@ from dataclasses import replace
 from fxpar.cli.commands import DiffRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_graph, strategies_of
 from fxpar.errors import NoModuleError, SidesError, nearest
 from fxpar.graph_diff import Digest, compare, digest
@@ -23,8 +23,7 @@ def run_diff(request: DiffRequest) -> bool:
     begun = time.process_time()
     texts = [*request.strategy, *(request.strategies.split(",") if request.strategies else ())]
     strategies = strategies_of(request.source, texts)
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
@@ -32,11 +31,8 @@ def run_diff(request: DiffRequest) -> bool:
         old, new = _passes(request, strategies) if of_passes else _graphs(request, strategies)
     _check_glob(old, new, request.fqn)
     diff = compare(old, new)
-    if request.json is not None:
-        document = diff.to_json()
-        document["timings"] = {"total_cpu_s": time.process_time() - begun}
-        write_output(request.json, to_json(document))
-    if request.json != "-":
+    timings = {"total_cpu_s": time.process_time() - begun}
+    if write_json(request.json, {**diff.to_json(), "timings": timings}):
         show(stdout_console(), diff, nodes=not request.brief, text=request.text)
     return not (diff.differs and request.exit_code)
 

@@ -52,7 +52,7 @@ def run_dump(request: DumpRequest) -> None:
         return
     view = None
     if request.rank is not None:
-        graph, view = as_rank(_program(graph, request), request.rank)
+        graph, view = as_rank(_program(graph), request.rank)
         if view.stages and request.pipeline_stage not in (None, *view.stages):
             runs = ", ".join(map(str, view.stages))
             raise DumpOptionError(
@@ -154,7 +154,7 @@ def _check_stage(request: DumpRequest, graph: AnyGraph) -> None:
         check_stage(strategy, request.pipeline_stage)
 
 
-def _program(graph: AnyGraph, request: DumpRequest) -> Program:
+def _program(graph: AnyGraph) -> Program:
     if not isinstance(graph, Program):
         raise DumpOptionError("--rank", "is for a lowered graph", "Name a --strategy, without --stage and --after")
     return graph

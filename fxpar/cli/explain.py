@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from fxpar.cli.commands import ExplainRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.options import GraphSource
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import (
     check_placed,
     check_stage,
@@ -47,16 +47,13 @@ def run_explain(request: ExplainRequest) -> None:
     """Do it. Raises FxparError."""
     texts = () if request.strategy is None else (request.strategy,)
     strategies = strategies_of(request.source, texts)
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         graphs = _Graphs(request.source, strategies[0] if strategies else None)
         document = explained(request, graphs)
-    if request.json is not None:
-        write_output(request.json, to_json(document))
-    if request.json != "-":
+    if write_json(request.json, document):
         from fxpar.cli.explain_show import show
 
         show(stdout_console(), document, top=request.top)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpar.cli.commands import OrderRequest
 from fxpar.cli.console import human_bytes, plain_table, stdout_console
-from fxpar.cli.request import check_output, to_json, write_output
+from fxpar.cli.request import check_output, write_json
 from fxpar.cli.switch import layouts_of, same_world
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlannerError
@@ -23,8 +23,7 @@ def run_order(request: OrderRequest) -> None:
     cluster = ClusterSpec.from_file(request.cluster)
     strategies = same_world(request.source, request.strategies.split(","), cluster)
     first = None if request.first is None else str(Strategy.parse(request.first))
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     layouts = layouts_of(request.source, strategies)
     begun = time.process_time()
     keep_bytes = int(request.keep_gb * 1e9)
@@ -43,9 +42,7 @@ def run_order(request: OrderRequest) -> None:
         "as_given": given.to_json(),
         "same_first": same_first.to_json(),
     }
-    if request.json is not None:
-        write_output(request.json, to_json(document))
-    if request.json != "-":
+    if write_json(request.json, document):
         _show(request.source.model, {"as given": given, "best, same first": same_first, "best": best}, document)
 
 

@@ -16,7 +16,7 @@ from fxpar.cli.after_pass import FIRST
 from fxpar.cli.commands import PassesRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
-from fxpar.cli.request import check_graph_output, check_output, to_json, write_output
+from fxpar.cli.request import check_graph_output, check_output, write_json
 from fxpar.errors import (
     FxparError,
     GraphFileError,
@@ -46,8 +46,7 @@ def run_pass(request: PassesRequest, name: str, path: str) -> None:
     step = make_pass(name, request.options)
     if request.output is not None:
         check_graph_output(request.output)
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     graph = load_graph(path)
     if not isinstance(graph, AnnotatedGraph):
         why = f"it holds the {kind_of(graph)} graph, and passes change an annotated one"
@@ -70,9 +69,7 @@ def run_pass(request: PassesRequest, name: str, path: str) -> None:
     if request.output is not None:
         save_graph(request.output, graph, load_origin(path))
         stderr_console().print(f"wrote the graph to {request.output}", markup=False)
-    if request.json is not None:
-        write_output(request.json, to_json({"pass": name, "cpu_s": cpu_s, **diff.to_json()}))
-    if request.json != "-":
+    if write_json(request.json, {"pass": name, "cpu_s": cpu_s, **diff.to_json()}):
         console = stdout_console()
         console.print(f"{step!r}: {cpu_s * 1e3:.1f} CPU ms, verified", markup=False, soft_wrap=True)
         show(console, diff, text=request.text)

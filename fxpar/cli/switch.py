@@ -11,7 +11,7 @@ from rich.table import Table
 from fxpar.cli.commands import SwitchRequest
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.options import GraphSource
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import from_cache, load_meta, note_files, read_logical, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import DtypeError, PlannerError
@@ -33,14 +33,11 @@ def run_switch(request: SwitchRequest) -> None:
         raise PlannerError(request.planner, planner_names())
     cluster = ClusterSpec.from_file(request.cluster)
     strategies = same_world(request.source, [request.before, request.after], cluster)
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     layouts = layouts_of(request.source, strategies)
     plan = plan_switch(layouts[0], layouts[1], cluster, request.planner)
     plan.verify()
-    if request.json is not None:
-        write_output(request.json, to_json(plan.to_json()))
-    if request.json != "-":
+    if write_json(request.json, plan.to_json()):
         _show(request.source.model, plan)
 
 

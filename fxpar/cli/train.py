@@ -32,8 +32,7 @@ def run_train(request: TrainRequest) -> None:
     compare = compared(request, config)
     from fxpar.train.rank import SUMMARY, Job
 
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     job = Job(config, compare)
     with _stdout_on_stderr() if request.json == "-" else nullcontext():
         interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)

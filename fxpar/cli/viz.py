@@ -39,8 +39,7 @@ def run_viz(request: VizRequest) -> None:
     if request.trace is not None and Path(request.trace).resolve() == Path(request.output).resolve():
         raise SameOutputError(request.output)
     for path in (request.output, request.trace):
-        if path is not None:
-            check_output(path)
+        check_output(path)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
