@@ -39,9 +39,11 @@ install:
 demo: setup
 	$(RUN) -m fxpar train --demo --compare static $(DEMO_ARGS)
 
-# Tests of the library. Those that take minutes and test something else each have a target, and a marker, of their own.
+# Tests of the library. Those that test something else (benchmarks, pages, packages, documentation, torchtitan) each have a
+# target of their own.
 test: setup
-	$(PYTEST) -m "not (benchmarks or browser or packaging or docs or titan or nightly)" $(PYTEST_ARGS)
+	$(PYTEST) -m "not (benchmarks or browser or packaging or docs or titan or nightly)" \
+		--ignore tests/docs --ignore tests/recipes --ignore tests/titan $(PYTEST_ARGS)
 
 # Every benchmark in its tiny form.
 test-benchmarks: setup
@@ -55,13 +57,13 @@ test-browser: setup
 test-packaging: setup
 	$(PYTEST) -m packaging tests/test_packaging.py $(PYTEST_ARGS)
 
-# Every code block of README.md and docs/, and the examples.
+# Every code block of README.md and docs/, the example package, and the examples.
 test-docs: setup
-	$(PYTEST) -m docs tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly" tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
 
-# torchtitan in processes of its own, stock and with fxpar: several minutes.
+# The recipes, and torchtitan in processes of its own, stock and with fxpar: several minutes.
 test-titan: setup
-	$(PYTEST) -m "titan and not nightly" tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly and (titan or not benchmarks)" tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
 
 # Twenty times as many examples of each property, and the cases that are too many for every run: an hour.
 test-nightly: setup

@@ -26,7 +26,7 @@ from torch import fx
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pass_base import Tier, right_behind, set_results
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import SINGLE
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
@@ -68,7 +68,7 @@ class AccumulateGradients:
 
 def accumulate(graph: fx.Graph, keep: Collection[int]) -> None:
     """Apply AccumulateGradients to the graph of a part."""
-    AccumulateGradients(keep=tuple(keep))(AnnotatedGraph(graph, (), (), (), Strategy((("dp", 1),))))
+    AccumulateGradients(keep=tuple(keep))(AnnotatedGraph(graph, (), (), (), SINGLE))
 
 
 def _product_below(result: fx.Node) -> list[fx.Node] | None:

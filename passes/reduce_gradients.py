@@ -30,6 +30,7 @@ from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, set_results
+from fxpar.ir.strategy import REPLICAS
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
     """
     config = dist_of(node)
     dtype = tensor_of(node).dtype
-    if graph.strategy.degree("dp") == 1 or (op == "avg" and dtype == torch.bool):
+    if graph.strategy.replicas == 1 or (op == "avg" and dtype == torch.bool):
         return config
-    return config.with_placement("dp", Partial(op if op == "sum" or dtype.is_floating_point else "max"))
+    return config.with_placement(REPLICAS, Partial(op if op == "sum" or dtype.is_floating_point else "max"))
 
 
 def _scattered(param: DistConfig, graph: AnnotatedGraph) -> DistConfig:

@@ -157,7 +157,7 @@ def _why_whole(found: AxisSearch, entry: OpClass, dim: int, size: int, fixed: Pl
         return f"an override says {fixed}"
     if isinstance(found.policy, ContextAxis) and is_param:
         return "cp cuts tokens; every rank has the whole parameter"
-    if entry.token[0][dim] and isinstance(found.policy, TensorAxis) and not found.policy.sp:
+    if entry.token[0][dim] and isinstance(found.policy, TensorAxis) and not found.policy.cuts_tokens:
         return "it cuts tokens, which tp does under +sp only"
     if is_param or entry.token[0][dim]:
         return f"size {size} does not divide by {axis}={degree}"

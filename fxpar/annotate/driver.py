@@ -1,4 +1,4 @@
-"""Annotate: every value gets a placement, from two small searches (tp, then cp).
+"""Annotate: every value gets a placement, from a small search for each axis of a replica (tp, then cp).
 
 Before: the graph of one replica with global shapes, as it was captured. After: the same calls; each node has a
 `DistConfig` for its results (`meta["dist"]`) and its operands (`meta["dist_in"]`), which need not agree yet with how
@@ -6,13 +6,15 @@ the operands lie: `insert_reshards` sees to that.
 
     %y = aten.mm(%x, %w)          ->  %y: P(sum)@tp = aten.mm(%x: S(1)@tp, %w: S(0)@tp)
 
-The tensor axis is solved first (it decides how weights lie), then the context axis on sizes local to the tensor axis.
+The axis that cuts weights is solved first, then the one that cuts tokens, on sizes local to the first.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,14 +22,12 @@ import sympy
 from torch import fx
 
 from fxpar.annotate.policy import (
-    ContextAxis,
-    TensorAxis,
     boundary_placement,
     grad_cost,
     resolve_overrides,
 )
 from fxpar.annotate.problem import AxisProblem, build
-from fxpar.annotate.roles import check_options, context_policy, tensor_policy
+from fxpar.annotate.roles import Policy, check_options, policy_of
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
@@ -36,12 +36,12 @@ from fxpar.ir.fqn import block_or_module_of, starred
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, source_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
 from fxpar.rules.view import Sizes, is_op, resolve
 
-Choice = dict[fx.Node, Option]
+Choice = Mapping[fx.Node, Option]  # on one axis
 SENT = ("sent", "sent_grad")
 
 
@@ -77,12 +77,13 @@ def unplaced(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
 
     Raises NotYetError for axes that the lowering does not know.
     """
-    if strategy.degree("pp") > 1:
+    if strategy.pipeline_size > 1:
         raise NotYetError(
             f"a graph of one mesh for '{strategy}'", "Cut it into stages: fxpar.lowering.pipeline.lower_pipeline."
         )
-    if strategy.degree("ep") > 1:
-        raise NotYetError(f"axis 'ep' of strategy '{strategy}'", "Use dp, pp, cp and tp.")
+    for axis, degree in strategy.axes:
+        if degree > 1 and USES[axis] == "experts":
+            raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, pp, cp and tp.")
     graph = fx.Graph()
     graph.output(graph.graph_copy(logical.gm.graph, {}))
     return AnnotatedGraph(
@@ -103,30 +104,25 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
     started = time.process_time()
     strategy, token = graph.strategy, token_symbol(graph)
     _label_placeholders(graph)
-    tensor, context = strategy.degree("tp"), strategy.degree("cp")
-    sizes = Sizes([d.symbol for d in graph.dims], tensor * tensor * context, token)
+    sizes = Sizes([d.symbol for d in graph.dims], degrees_product(strategy), token)
     overrides = resolve_overrides(graph, strategy)
     _label_variants(graph, overrides)
     searches: list[AxisSearch] = []
-    tp: Choice = {}
-    if tensor > 1:
-        axis = tensor_policy(strategy, overrides, token)
-        problem = build(graph.graph, sizes, tensor, None, 1, axis, token)
-        check_options(strategy, "tp", problem)
-        searches.append(_search("tp", axis, problem, _demands(graph, problem, token, strategy.sp)))
-        tp = _spread(searches[-1])
-    cp: Choice = {}
-    if context > 1:
-        across = context_policy(strategy, token)
-        problem = build(graph.graph, sizes, context, tp, tensor, across, token)
-        check_options(strategy, "cp", problem)
-        searches.append(_search("cp", across, problem, _demands(graph, problem, token, None)))
-        cp = _spread(searches[-1])
-    _write(graph, tp, cp, token)
-    _note_attention(graph, tp, cp)
+    choices: dict[str, Choice] = {}
+    inner: Choice | None = None
+    inner_degree = 1
+    for axis in strategy.model_axes:
+        policy = policy_of(strategy, axis, overrides, token)
+        problem = build(graph.graph, sizes, policy.degree, inner, inner_degree, policy, token)
+        check_options(strategy, axis, problem)
+        searches.append(_search(axis, policy, problem, _demands(graph, problem, token, axis)))
+        inner = choices[axis] = _spread(searches[-1])
+        inner_degree = policy.degree
+    _write(graph, choices, token)
+    _note_attention(graph, choices)
     _note_missing_rules(graph)
     if token is not None:
-        graph.divisors[str(token)] = context * (tensor if strategy.sp else 1)
+        graph.divisors[str(token)] = math.prod(map(strategy.degree, strategy.token_axes))
     graph.timings["annotate_cpu_s"] = time.process_time() - started
     return tuple(searches)
 
@@ -154,13 +150,13 @@ def _label_variants(graph: AnnotatedGraph, overrides: dict[str, Placement]) -> N
             node.meta["variant"] = tuple(variants.get(block_or_module_of(fqn_of(node)), ()))
 
 
-def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, sp: bool | None) -> list[Demand]:
+def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, axis: str) -> list[Demand]:
     """What the graph's results may be: a gradient lies like its parameter, or stays partial if that is replicated.
 
-    Buffers, values and gradients of the batch leave whole, what goes to another stage as `boundary_placement` says.
-    `sp` is None on the context axis.
+    Buffers, values and gradients of the batch leave whole, what goes to another stage as `boundary_placement` says. On
+    a data axis terms of gradients cost nothing: they are summed with those of the replicas.
     """
-    tensor_axis, cuts_tokens = sp is not None, sp is not False
+    cuts_tokens, is_data = axis in graph.strategy.token_axes, axis in graph.strategy.data_axes
     placeholder = {
         info.fqn: node for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"
     }
@@ -178,7 +174,7 @@ def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | 
             param = problem.class_of[placeholder[output.fqn]]
             lies = [o.outputs[0] for o in problem.classes[param].options]
             nbytes = problem.sizes.nbytes(tensor_metas(source)[index])  # type: ignore[arg-type]
-            later = grad_cost(nbytes, P, problem.degree) if tensor_axis else 0.0
+            later = 0.0 if is_data else grad_cost(nbytes, P, problem.degree)
             if param in problem.narrow:
                 later = 0.0  # heads, not bytes, decide how these lie
             whole = [(R, 0.0, R), (P, later, R)] if R in lies else []  # the gradient's, its cost, the parameter's
@@ -190,7 +186,7 @@ def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | 
     return list(demands.values())
 
 
-def _search(axis: str, policy: TensorAxis | ContextAxis, problem: AxisProblem, demands: list[Demand]) -> AxisSearch:
+def _search(axis: str, policy: Policy, problem: AxisProblem, demands: list[Demand]) -> AxisSearch:
     search = Search(problem, lambda entry, option: policy.node_cost(problem, entry, option), demands)
     return AxisSearch(axis, policy, search, search.run())
 
@@ -199,30 +195,25 @@ def _spread(found: AxisSearch) -> Choice:
     return {node: found.solution.options[index] for node, index in found.problem.class_of.items()}
 
 
-def _write(graph: AnnotatedGraph, tp: Choice, cp: Choice, token: sympy.Symbol | None) -> None:
-    """Put DistConfigs on all nodes from the two axes' choices."""
+def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Symbol | None) -> None:
+    """Put DistConfigs on all nodes from the choices of all axes."""
     mesh = graph.strategy.mesh
 
-    def config(meta: TensorMeta, on_tp: Placement, on_cp: Placement) -> DistConfig:
-        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, on_tp, on_cp, token)
+    def config(meta: TensorMeta, placements: Mapping[str, Placement]) -> DistConfig:
+        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token)
 
     for node in graph.graph.nodes:
         if node.op == "placeholder" or is_op(node):
             metas = tensor_metas(node)
-            on_tp, on_cp = tp.get(node), cp.get(node)
+            chosen = {axis: choice[node] for axis, choice in choices.items()}
             dist = tuple(
-                config(m, on_tp.outputs[j] if on_tp else R, on_cp.outputs[j] if on_cp else R) if m else None
+                config(m, {axis: option.outputs[j] for axis, option in chosen.items()}) if m else None
                 for j, m in enumerate(metas)
             )
             node.meta["dist"] = dist if isinstance(whole_meta(node), tuple) else dist[0]
-            operands = tensor_operands(node)
             node.meta["dist_in"] = tuple(
-                config(
-                    tensor_of(operand),
-                    on_tp.inputs[i] if on_tp else R,
-                    on_cp.inputs[i] if on_cp else R,
-                )
-                for i, operand in enumerate(operands)
+                config(tensor_of(operand), {axis: option.inputs[i] for axis, option in chosen.items()})
+                for i, operand in enumerate(tensor_operands(node))
             )
         elif node.op == "call_function" and tensor_metas(node):  # getitem
             source, index = resolve(node)
@@ -243,10 +234,9 @@ def _result_config(
     lies = dist_of(param) if param is not None and kind == "grad" else None
     target = lies or DistConfig.replicated(graph.strategy.mesh, made.ndim, made.dtype)
     if kind in SENT:
-        meta, strategy = tensor_of(node), graph.strategy
-        on_tp = boundary_placement(meta, token, strategy.sp and strategy.degree("tp") > 1)
-        on_cp = boundary_placement(meta, token, strategy.degree("cp") > 1)
-        return combine(target, meta, on_tp, on_cp, token)
+        meta = tensor_of(node)
+        cut = boundary_placement(meta, token, True)
+        return combine(target, meta, dict.fromkeys(graph.strategy.token_axes, cut), token)
     if kind in ("loss", "grad"):
         for axis, op in made.partial:
             if target.placement(axis) == R:
@@ -255,23 +245,31 @@ def _result_config(
 
 
 def combine(
-    base: DistConfig, meta: TensorMeta, on_tp: Placement, on_cp: Placement, token: sympy.Symbol | None
+    base: DistConfig, meta: TensorMeta, placements: Mapping[str, Placement], token: sympy.Symbol | None
 ) -> DistConfig:
-    """Both axes on one tensor. On a token dim cp cuts first (its piece is a run of tokens), elsewhere tp."""
-    order: tuple[tuple[str, Placement], ...] = (("tp", on_tp), ("cp", on_cp))
-    if isinstance(on_tp, Shard) and isinstance(on_cp, Shard) and on_tp.dim == on_cp.dim:
-        size = meta.shape[on_tp.dim]
+    """The placements of all axes on one tensor. The axis that is searched first cuts first; but on a token dim last,
+    as a piece on a context axis is a run of tokens.
+    """
+    order = [axis for axis in ROLE_AXES if placements.get(axis, R) != R]
+    cut = {axis: p.dim for axis in order if isinstance(p := placements[axis], Shard)}
+    if len(cut) > len(set(cut.values())):
+        (dim,) = set(cut.values())
+        size = meta.shape[dim]
         if not isinstance(size, int) and token in size.free_symbols:
-            order = (("cp", on_cp), ("tp", on_tp))
-    for axis, placement in order:
-        if placement != R:
-            base = base.with_placement(axis, placement)
+            order.reverse()
+    for axis in order:
+        base = base.with_placement(axis, placements[axis])
     return base
 
 
-def _note_attention(graph: AnnotatedGraph, tp: Choice, cp: Choice) -> None:
+def degrees_product(strategy: Strategy) -> int:
+    """What divides by all degrees inside of a replica, also after a cut by each of them."""
+    return math.prod(map(strategy.degree, strategy.model_axes)) ** 2
+
+
+def _note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
     """Say where heads did not divide and what was done instead."""
-    for axis, choice in (("tp", tp), ("cp", cp)):
+    for axis, choice in choices.items():
         places = defaultdict(list)
         for node, option in choice.items():
             if node.target is own.attention.default and not any(isinstance(p, Shard) for p in option.inputs):
@@ -286,7 +284,7 @@ def _note_attention(graph: AnnotatedGraph, tp: Choice, cp: Choice) -> None:
 
 def _note_missing_rules(graph: AnnotatedGraph) -> None:
     """Warn of ops that run replicated only because nobody wrote their rule."""
-    if graph.strategy.degree("tp") * graph.strategy.degree("cp") == 1:
+    if not graph.strategy.model_axes:
         return
     missing = defaultdict(list)
     for node in graph.graph.nodes:

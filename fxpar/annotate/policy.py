@@ -1,4 +1,4 @@
-"""What each mesh axis is for: the tensor axis cuts weights, the context axis cuts tokens."""
+"""What each mesh axis inside of a replica is for: the tensor axis cuts weights, the context axis cuts tokens."""
 
 from __future__ import annotations
 
@@ -91,23 +91,28 @@ def _is_term(placement: Placement) -> bool:
 
 
 @dataclass(frozen=True)
-class TensorAxis:
-    """tp: weights are cut; activations follow. With `sp`, tokens may be cut where weights are not involved."""
+class ModelAxis:
+    """An axis of `degree`; `cuts_tokens` says whether it cuts the token dim, of symbol `token`, between modules."""
 
     degree: int
-    sp: bool
-    overrides: Mapping[str, Placement]  # by placeholder name
+    cuts_tokens: bool
+    overrides: Mapping[str, Placement]  # of parameters, by placeholder name
     token: sympy.Symbol | None
+
+
+@dataclass(frozen=True)
+class TensorAxis(ModelAxis):
+    """tp: weights are cut; activations follow. Under `+sp`, tokens may be cut where weights are not involved."""
 
     def seeds(self, entry: OpClass, result: int) -> list[int]:
         if input_kind(entry.nodes[0]) == "param":
             return list(range(len(entry.view.outputs[0])))
-        return _token_dims(entry, result) if self.sp else []
+        return _token_dims(entry, result) if self.cuts_tokens else []
 
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
         if input_kind(node) in RECEIVED:
-            return [Option((), (boundary_placement(tensor_of(node), self.token, self.sp),))]
+            return [Option((), (boundary_placement(tensor_of(node), self.token, self.cuts_tokens),))]
         shards = sorted((s for s in entry.candidates[0] if not _is_term(s)), key=str)
         if input_kind(node) == "tangent":
             return [Option((), (R,)), *(Option((), (s,)) for s in shards)]
@@ -138,7 +143,7 @@ class TensorAxis:
         kinds = cut_kinds(problem, entry, option)
         if None in kinds:
             return "it cuts a dynamic dim that is not the tokens"
-        return "it cuts tokens, which tp does under +sp only" if True in kinds and not self.sp else ""
+        return "it cuts tokens, which tp does under +sp only" if True in kinds and not self.cuts_tokens else ""
 
     def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
         one_head = problem.narrow.get(entry.index) == 1
@@ -154,7 +159,7 @@ class TensorAxis:
         cost = 0.0
         if not _is_cut(option) and not one_head:
             cost = WHOLE_WORK * _work_bytes(problem, entry)
-        if self.sp and entry.weighted and not is_view(entry.view.target) and not one_head:
+        if self.cuts_tokens and entry.weighted and not is_view(entry.view.target) and not one_head:
             for placement, kinds, meta in zip(option.outputs, entry.token, tensor_metas(entry.nodes[0]), strict=True):
                 if meta is not None and any(kinds) and placement == R:
                     cost += WHOLE_ACTIVATION * problem.sizes.nbytes(meta)
@@ -162,11 +167,8 @@ class TensorAxis:
 
 
 @dataclass(frozen=True)
-class ContextAxis:
+class ContextAxis(ModelAxis):
     """cp: tokens are cut everywhere but in attention, which swaps them for heads (Ulysses) where heads divide."""
-
-    degree: int
-    token: sympy.Symbol | None
 
     def seeds(self, entry: OpClass, result: int) -> list[int]:
         return _token_dims(entry, result)
@@ -174,7 +176,7 @@ class ContextAxis:
     def sources(self, entry: OpClass) -> list[Option]:
         node = entry.nodes[0]
         if input_kind(node) in RECEIVED:
-            return [Option((), (boundary_placement(tensor_of(node), self.token, True),))]
+            return [Option((), (boundary_placement(tensor_of(node), self.token, self.cuts_tokens),))]
         if input_kind(node) not in _WHOLE_INPUTS:
             return [Option((), (R,))]
         return [Option((), (R,)), *(Option((), (s,)) for s in sorted(entry.candidates[0], key=str))]
@@ -228,6 +230,7 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
 
 __all__ = [
     "ContextAxis",
+    "ModelAxis",
     "TensorAxis",
     "boundary_placement",
     "grad_cost",

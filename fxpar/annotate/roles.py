@@ -7,7 +7,6 @@ role is a class of policies: one that derives from `TensorAxis` is for tp, one t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import sympy
 
@@ -19,22 +18,20 @@ from fxpar.ir.registry import Registry
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option, OpView
 
-BUILTIN = {"tp": "fxpar.annotate.policy:TensorAxis", "cp": "fxpar.annotate.policy:ContextAxis"}
+Policy = TensorAxis | ContextAxis
+# What an axis is used for unless the strategy names another role, and what such another role derives from.
+BASES: dict[str, type[Policy]] = {"tp": TensorAxis, "cp": ContextAxis}
+BUILTIN = {axis: f"{base.__module__}:{base.__name__}" for axis, base in BASES.items()}
 ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
-Policy = TypeVar("Policy", TensorAxis, ContextAxis)
 
 
-def tensor_policy(strategy: Strategy, overrides: Mapping[str, Placement], token: sympy.Symbol | None) -> TensorAxis:
-    """What the tp axis is used for; `overrides` are by placeholder name, `token` is the symbol of the token dim.
+def policy_of(strategy: Strategy, axis: str, overrides: Mapping[str, Placement], token: sympy.Symbol | None) -> Policy:
+    """What `axis` is used for; `overrides` are by placeholder name, `token` is the symbol of the token dim.
 
     Raises UnknownRoleError, RoleContractError, DuplicateNameError, EntryLoadError.
     """
-    return _class(strategy, "tp", TensorAxis)(strategy.degree("tp"), strategy.sp, overrides, token)
-
-
-def context_policy(strategy: Strategy, token: sympy.Symbol | None) -> ContextAxis:
-    """What the cp axis is used for. Raises as `tensor_policy` does."""
-    return _class(strategy, "cp", ContextAxis)(strategy.degree("cp"), token)
+    role = _class(strategy, axis)
+    return role(strategy.degree(axis), axis in strategy.token_axes, overrides, token)
 
 
 def check_options(strategy: Strategy, axis: str, problem: AxisProblem) -> None:
@@ -68,8 +65,8 @@ def role_of(strategy: Strategy, axis: str) -> str:
     return dict(strategy.roles).get(axis, axis)
 
 
-def _class(strategy: Strategy, axis: str, base: type[Policy]) -> type[Policy]:
-    name = role_of(strategy, axis)
+def _class(strategy: Strategy, axis: str) -> type[Policy]:
+    name, base = role_of(strategy, axis), BASES[axis]
     if name == axis:
         return base  # without a look at what is installed, which takes 15 ms
     found = ROLES.get(name)

@@ -74,9 +74,11 @@ def mark_documents(inputs: Collection[Input], row: Row, *, whole: bool = False) 
 
 
 def cut_in_documents(inputs: Collection[Input], row: Row) -> dict[str, Tensor]:
-    """An unmarked row [1, T] as two documents of about half its length; any other as it is."""
+    """An unmarked row [1, T] as two documents of about half its length; any other as it is. Not of half its length, as
+    ranks that have a half each would keep them apart by themselves.
+    """
     token = dim_symbol("T")
     length = next((row[i.fqn].shape[1] for i in inputs if i.fqn in row and i.meta.shape == (1, token)), 0)
     if document_starts(row) is not None or length < 2:
         return dict(row)
-    return {**row, "document_ids": 1 + (torch.arange(length) >= (length + 1) // 2).long()[None]}
+    return {**row, "document_ids": 1 + (torch.arange(length) >= min(length // 2 + 1, length - 1)).long()[None]}

@@ -36,7 +36,7 @@ class LengthGroup:
     @property
     def replicas(self) -> int:
         """Data-parallel replicas, each with micro-batches of its own."""
-        return self.strategy.degree("dp")
+        return self.strategy.replicas
 
     @property
     def lockstep(self) -> bool:
@@ -100,7 +100,7 @@ def _budget(
     budget = given.get(limit) if isinstance(given, Mapping) else given
     if budget is None:
         longest = max(parsed)
-        ranks, ranks_of_longest = (s.world // s.degree("dp") // s.degree("pp") for s in (strategy, parsed[longest]))
+        ranks, ranks_of_longest = (s.world // s.replicas // s.pipeline_size for s in (strategy, parsed[longest]))
         return max(limit, longest * ranks // ranks_of_longest)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < limit:
         raise TokenBudgetError(budget, limit, str(strategy))

@@ -173,7 +173,7 @@ class _Oracle:
 
 def assign(strategy: Strategy, count: int) -> list[list[int]]:
     """Micro-batches of each dp replica: round robin over at least one each."""
-    replicas = strategy.degree("dp")
+    replicas = strategy.replicas
     total = max(count, replicas)
     return [[i for i in range(total) if i % replicas == r] for r in range(replicas)]
 

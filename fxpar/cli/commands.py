@@ -70,7 +70,7 @@ class CheckRequest:
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON; - is stdout.")] = None
     compile: Annotated[Literal["eager", "inductor"], typer.Option(help="How the graphs of the ranks run.")] = "eager"
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest relative error (default: by dtype).", show_default=False)
+        float | None, typer.Option(min=0, help="Largest relative error (default: by dtype).", show_default=False)
     ] = None
     packed: Annotated[
         bool, typer.Option("--force-packing", help="Pack documents into rows without a proof that it is harmless.")
@@ -299,6 +299,11 @@ class MemoryRequest:
         ),
     ] = None
     json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.longest is not None and self.longest > self.tokens:
+            why = f"a document of {self.longest} tokens is longer than its row of {self.tokens}"
+            raise typer.BadParameter(why, param_hint="--longest")
 
 
 @dataclass(frozen=True)

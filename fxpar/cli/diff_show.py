@@ -256,7 +256,7 @@ def _mesh(side: Digest) -> str:
 def _schedule(side: Digest) -> str:
     """How pipeline stages run; empty where there are none."""
     strategy = side.strategy
-    return "" if strategy is None or strategy.degree("pp") == 1 else strategy.pipeline.schedule
+    return "" if strategy is None or strategy.pipeline_size == 1 else strategy.pipeline.schedule
 
 
 def _stages(side: Digest) -> int:

@@ -40,7 +40,7 @@ def run_dump(request: DumpRequest) -> None:
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         graph = _graph(request, strategies[0] if strategies else None)
-        whole = request.after is None or strategies[0].degree("pp") == 1  # batches are those of all stages
+        whole = request.after is None or strategies[0].pipeline_size == 1  # batches are those of all stages
         origin = read_origin(request.source, graph) if request.form == "graph" and whole else None
     _check_stage(request, graph)
     for note in notes:
@@ -114,12 +114,12 @@ def planned(graph: PipelineGraph, micro_batches: int | None) -> Timeline:
     """
     from fxpar.memory import schedule_of
 
-    mean = sum(graph.flops) / graph.strategy.degree("pp") or 1.0
+    mean = sum(graph.flops) / graph.strategy.pipeline_size or 1.0
 
     def forward_ms(action: Action) -> float:
         return graph.flops[action.stage] / mean
 
-    plan = schedule_of(graph, micro_batches or graph.strategy.degree("pp"))
+    plan = schedule_of(graph, micro_batches or graph.strategy.pipeline_size)
     return simulate(plan, Costs(forward_ms=forward_ms, backward_ms=lambda action: 2 * forward_ms(action)))
 
 
@@ -148,7 +148,7 @@ def _check_stage(request: DumpRequest, graph: AnyGraph) -> None:
             raise NoScheduleError("no strategy")
         return
     strategy: Strategy = graph.strategy
-    if request.schedule and strategy.degree("pp") == 1:
+    if request.schedule and strategy.pipeline_size == 1:
         raise NoScheduleError(str(strategy))
     if request.pipeline_stage is not None:
         check_stage(strategy, request.pipeline_stage)

@@ -101,7 +101,7 @@ class _Graphs:
             if isinstance(self.file, AnnotatedGraph):
                 yield placed(self.file, ())
             return
-        if self.strategy.degree("pp") == 1:
+        if self.strategy.pipeline_size == 1:
             yield placed(*annotate_and_search(self.logical, self.strategy))
             return
         from fxpar.lowering.pipeline import strategy_of_stage

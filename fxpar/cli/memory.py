@@ -32,7 +32,7 @@ def run_memory(request: MemoryRequest) -> None:
         status.update(f"lowering {request.source.model} to {strategy}")
         sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
         program = read_for_store(request.source, strategy, sizes)
-        count = request.micro_batches or (strategy.degree("pp") if strategy.degree("pp") > 1 else 2)
+        count = request.micro_batches or (strategy.pipeline_size if strategy.pipeline_size > 1 else 2)
         conditions = Conditions(longest=request.longest)
         found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
     document = {"model": request.source.model, "world": strategy.world, **found.to_json()}

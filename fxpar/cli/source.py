@@ -183,7 +183,7 @@ def check_placed(source: GraphSource, graph: AnnotatedGraph | TrainGraph, strate
 
 def check_stage(strategy: Strategy, index: int) -> None:
     """Raises StageIndexError for a pipeline stage that the strategy has not."""
-    if strategy.degree("pp") == 1 or index >= strategy.stages:
+    if strategy.pipeline_size == 1 or index >= strategy.stages:
         raise StageIndexError(index, str(strategy), strategy.stages)
 
 

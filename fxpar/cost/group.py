@@ -93,7 +93,7 @@ def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:
         mine = sum(sent, _total(stage, cluster))
         totals[stage.mesh] = totals.get(stage.mesh, Polynomial()) + mine
     slowest = max(totals.values(), key=lambda one: one.at(NOMINAL_TOKENS))
-    return GroupCost.of(slowest, program.strategy.degree("pp"), program.strategy.pipeline.virtual)
+    return GroupCost.of(slowest, program.strategy.pipeline_size, program.strategy.pipeline.virtual)
 
 
 def _total(program: Program, cluster: ClusterSpec) -> Polynomial:

@@ -11,6 +11,9 @@ With `options={"strategies": {1024: "dp4", 8192: "tp4"}}` each call runs under t
 Weights are whole, so every strategy's pieces are views of them and a switch moves nothing. All ranks must come to the
 same strategy: under dp4 four batches of at most 1,024 tokens, under tp4 one batch that all have.
 
+Pass `fullgraph=True`: what Dynamo leaves to plain torch (behind a graph break, beyond its limit of recompilations) is
+not seen here, so its gradients are those of one replica.
+
 Weights that are stored sharded are what `fxpar.parallelize` is for.
 """
 

@@ -17,7 +17,7 @@ from fxpar.dynamo.options import BackendOptions
 from fxpar.errors import BackendOptionError, SpecializedShapeError, warn
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import ForwardGraph
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import REPLICAS, Strategy
 from fxpar.lowering import lower_forward
 from fxpar.runtime.plain import PlainRunner
 from fxpar.torch_api.since_2_13 import all_gather_single
@@ -176,7 +176,7 @@ class _Compiled:
         key = strategy, self._key(values)
         if key not in self.programs:
             is_fixed = not any(slot.dims for slot in self.slots) or self.fixed
-            if is_fixed and (strategy.degree("cp") > 1 or strategy.sp):
+            if is_fixed and strategy.token_axes:
                 warn(
                     f"all sizes of this graph are fixed, so '{strategy}' has no token dim to cut over cp or sp: every "
                     "rank computes all tokens. Pass dynamic=True to torch.compile, or mark the dim with mark_dynamic"
@@ -205,8 +205,8 @@ class _Compiled:
     def _seed(self, strategy: Strategy, rank: int) -> int:
         """Another one for each call and replica, the same on all ranks of a replica."""
         call = self.calls[rank] = self.calls.get(rank, -1) + 1
-        replica = strategy.mesh.coordinate(rank).get("dp", 0)
-        return (self.options.seed << 40) + call * max(one.degree("dp") for one in self.options.strategies) + replica
+        replica = strategy.mesh.index(rank, REPLICAS)
+        return (self.options.seed << 40) + call * max(one.replicas for one in self.options.strategies) + replica
 
 
 def _write(buffers: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ class BackendOptions:
         given = dict(options or {})
         for name in given:
             if name not in OPTIONS:
-                raise BackendOptionError(name, f"there is none of this name{nearest(name, OPTIONS) or '.'}")
+                raise BackendOptionError(name, f"there is none of this name{nearest(name, OPTIONS)}")
         limits, strategies = _limits(given)
         seed, compile = given.get("seed", 0), given.get("compile", "eager")
         if not isinstance(seed, int):
@@ -74,7 +74,7 @@ def _strategy(option: str, value: Any, overrides: Any) -> Strategy:
         raise BackendOptionError(option, "it is missing")
     if not isinstance(value, Strategy):
         if not isinstance(value, str):
-            raise BackendOptionError(option, f"it is a {type(value).__name__}, not a text")
+            raise BackendOptionError(option, f"it is {value!r}, not a text")
         value = Strategy.parse(value, overrides=overrides)
     if value.zero:
         why = "weights are whole on every rank here, so there is nothing for ZeRO to shard; use fxpar.parallelize"

@@ -23,7 +23,7 @@ class BatchError(CaptureError):
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
-            f"cannot use input {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
+            f"cannot use {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
             "what is not a tensor belongs into the loss function"
         )
 
@@ -147,6 +147,17 @@ class CallMismatchError(FxparError):
         )
 
 
+class PositionsError(FxparError):
+    """Positions of a plain call jump to another number than 0, where transformers would begin a document."""
+
+    def __init__(self, key: str, row: int, token: int, values: tuple[int, int]) -> None:
+        super().__init__(
+            f"{key} of row {row} go from {values[0]} to {values[1]} at token {token}: transformers would begin another "
+            "document there, and fxpar begins one only where positions are 0. Let positions count up by 1, from 0 in "
+            "every document, or say with an attention_mask which tokens see each other"
+        )
+
+
 class StaleWeightsError(FxparError):
     """A backward comes after the weights that its forward ran with have changed."""
 
@@ -161,9 +172,11 @@ class BackendOptionError(FxparError):
     """An option of `torch.compile(model, backend="fxpar")` that is missing, unknown or does not fit."""
 
     def __init__(self, option: str, why: str) -> None:
+        example = '"strategies": {1024: "dp2", 8192: "tp2"}' if option == "strategies" else '"strategy": "dp2.tp2"'
+        stop = "" if why.endswith("?") else "."
         super().__init__(
-            f"torch.compile(backend='fxpar'), option {option!r}: {why}. Write for example "
-            'torch.compile(model, backend="fxpar", options={"strategy": "dp2.tp2"})'
+            f"torch.compile(backend='fxpar'), option {option!r}: {why}{stop} Write for example "
+            f'torch.compile(model, backend="fxpar", options={{{example}}})'
         )
 
 

@@ -77,7 +77,7 @@ class DeviceCountError(FxparError):
     def __init__(self, ranks: int, found: int) -> None:
         super().__init__(
             f"{ranks} local ranks need {ranks} GPUs, but torch sees {found}. Use strategies of fewer ranks, start more "
-            'nodes with torchrun, or set run.device = "cpu"'
+            'nodes with torchrun, or take the CPU: run.device = "cpu" in `fxpar train`, --device cpu in `fxpar profile`'
         )
 
 

@@ -20,7 +20,7 @@ from fxpar.ir.graph import Dim, Input
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, source_of, tensor_metas
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name, type_of, without_folders
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
 from fxpar.rules.view import Sizes, resolve
 
 Document = dict[str, Any]
@@ -39,7 +39,7 @@ def decided_by(strategy: Strategy, info: Input) -> Document:
     for glob, placement in strategy.overrides:
         if any(fnmatch.fnmatchcase(name, glob) for name in (info.fqn, *info.aliases)):
             return {"by": "override", "glob": glob, "placement": placement}
-    return {"by": "search" if strategy.degree("tp") > 1 else "nothing to decide"}
+    return {"by": "search" if "weights" in map(USES.get, strategy.model_axes) else "nothing to decide"}
 
 
 # --------------------------------------------------------------------------------------------------------- one subject
@@ -65,7 +65,7 @@ def _value(known: Placed, nodes: tuple[fx.Node, ...]) -> Document:
         **_place(first),
         "decided": decided_by(strategy, info) if info and is_param else {"by": "search"},
         "axes": [_axis(known, choice) for choice in choices],
-        "undecided_axes": [name for name, degree in strategy.mesh.axes if degree > 1 and name not in ("tp", "cp")],
+        "undecided_axes": [name for name, degree in strategy.mesh.axes if degree > 1 and name not in ROLE_AXES],
     }
     chosen = set(nodes)
     made = [m for m in known.moves if resolve(m.value)[0] in chosen]
@@ -335,13 +335,13 @@ def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
     count = sum(p["count"] for p in params)
     cut = sum(p["count"] for p in params if axis in p["cut_by"])
     zero = f"; ZeRO-{strategy.zero} stores {cut} of {count} parameters in pieces over it" if strategy.zero else ""
-    match axis:
-        case "dp":
+    match USES[axis]:
+        case "replicas":
             return f"replicas with a micro-batch each; gradients are summed over it{zero}"
-        case "pp":
+        case "stages":
             plan = strategy.pipeline
             return f"cuts the model into {strategy.stages} stages, scheduled as {plan.schedule}"
-        case "cp":
+        case "tokens":
             return f"cuts the tokens of a micro-batch; attention swaps them for heads where these divide{zero}"
         case _:
             sp = "; +sp: tokens are cut where no weight is involved" if strategy.sp else ""

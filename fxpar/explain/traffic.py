@@ -16,6 +16,7 @@ from fxpar.ir.graph import Output
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_of, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
+from fxpar.ir.strategy import USES
 from fxpar.ops import layout
 from fxpar.ops.traits import is_view
 from fxpar.rules.view import resolve
@@ -53,7 +54,7 @@ class CollectiveTraffic:
         first = "insert_reshards"
         if self.what == "parameters":
             first = "zero_shard"
-        elif self.what == "gradients" and self.comm.axis == "tp" and self.comm.kind == "reduce_scatter":
+        elif self.what == "gradients" and USES.get(self.comm.axis) == "weights" and self.comm.kind == "reduce_scatter":
             first = "insert_reshards"  # to lie like a parameter that tp cuts
         elif self.part == "epilogue" or self.what == "gradients":
             first = "reduce_gradients"

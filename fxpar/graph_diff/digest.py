@@ -23,7 +23,7 @@ from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import STAGES, Strategy
 
 BETWEEN_STAGES = "between stages"
 _SENT = {"sent": "forward", "sent_grad": "backward"}
@@ -94,7 +94,7 @@ class Digest:
 
     def _by_rank(self, of_stages: tuple[int, ...]) -> list[int]:
         """Sums over the stages that the same ranks run."""
-        blocks = 1 if self.strategy is None else self.strategy.degree("pp")
+        blocks = 1 if self.strategy is None else self.strategy.pipeline_size
         return [sum(of_stages[i::blocks]) for i in range(blocks)]
 
 
@@ -215,7 +215,7 @@ def _messages(graph: AnyGraph, dims: Dims) -> list[SentTensor]:
     for out, stored in zip(graph.outputs, _stored_outputs(graph), strict=True):
         if out.kind in _SENT:
             size = stored.local.numel(dims) * stored.local.dtype.itemsize
-            found.append(SentTensor("send", "pp", ModulePlace(BETWEEN_STAGES, _SENT[out.kind]), float(size), 1))
+            found.append(SentTensor("send", STAGES, ModulePlace(BETWEEN_STAGES, _SENT[out.kind]), float(size), 1))
     return found
 
 

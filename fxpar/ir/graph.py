@@ -180,7 +180,8 @@ class CallStructure:
     """How a forward is called and what it returns, as flattened by `fxpar.torch_api.tree`.
 
     `arguments` has the batch key of each leaf of `(args, kwargs)`, None for one that is no tensor. `leaves` are those
-    of the returned structure: ValueRef, SizeRef, or a constant.
+    of the returned structure: ValueRef, SizeRef, or a constant. `restarting` names tensors of positions whose zeros
+    begin documents; a call must not bring others that jump.
     """
 
     call: Any
@@ -188,6 +189,7 @@ class CallStructure:
     constants: tuple[Any, ...]  # leaves of the call that are no tensors, in order
     returned: Any
     leaves: tuple[Any, ...]
+    restarting: tuple[str, ...] = ()
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import fx
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import local_tensor
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import SINGLE
 
 c10d = torch.ops._c10d_functional
 # Collective -> position of its process group among the arguments.
@@ -29,7 +29,7 @@ def from_graph_module(gm: fx.GraphModule) -> AnnotatedGraph:
 
     This is what torchtitan's graph_trainer hands to its passes: a graph of local tensors with functional collectives.
     """
-    strategy = Strategy((("dp", 1),))
+    strategy = SINGLE
     for node in gm.graph.nodes:
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, int | torch.SymInt):

@@ -2,7 +2,7 @@
 
 The rank at a coordinate is `offset` plus, for each axis, the coordinate times the axis' stride. By default the last
 axis is the fastest, so with axes `dp=2, tp=4` the four ranks of one tp group are neighbours, as in Megatron. What lies
-at one coordinate of an axis is a mesh again (`at`): a pipeline stage is `mesh.at("pp", 1)`.
+at one coordinate of an axis is a mesh again (`at`): a pipeline stage is `mesh.at(STAGES, 1)`.
 
 An axis splits into sub-axes, written as in Shardy: `tp:(1)2` is the sub-axis of 2 with 1 in front of it, `tp:(2)2` the
 one of 2 behind. On `tp4` these are the outer and the inner half of 4 = 2 x 2: rank 3 is at 1 on both. What takes an

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -26,9 +26,13 @@ from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError, nea
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
 
-AXES = ("dp", "pp", "cp", "tp", "ep")
+Use = Literal["replicas", "stages", "tokens", "weights", "experts"]
+# What each axis is used for. Only this file and the policies of axes (`fxpar.annotate.policy`) know axes by name.
+USES: dict[str, Use] = {"dp": "replicas", "pp": "stages", "cp": "tokens", "tp": "weights", "ep": "experts"}
+AXES = tuple(USES)
+REPLICAS, STAGES = "dp", "pp"
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-ROLE_AXES = ("tp", "cp")
+ROLE_AXES = ("tp", "cp")  # inside of a replica, in the order in which placements are searched
 FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut", "role")
 _AXIS = re.compile(r"([a-z]+)(\d+)")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
@@ -155,7 +159,7 @@ class Strategy:
         of a stage, and without stages, the last axis is the fastest.
         """
         steps, step = {}, 1
-        for name, degree in sorted(reversed(self.axes), key=lambda axis: axis[0] == "pp"):
+        for name, degree in sorted(reversed(self.axes), key=lambda axis: axis[0] == STAGES):
             steps[name] = step
             step *= degree
         return Mesh(self.axes, self.offset, tuple(steps[name] for name, _ in self.axes))
@@ -170,20 +174,40 @@ class Strategy:
         return dict(self.axes).get(axis, 1)
 
     @property
+    def replicas(self) -> int:
+        """Data-parallel replicas, each with micro-batches of its own."""
+        return self.degree(REPLICAS)
+
+    @property
+    def pipeline_size(self) -> int:
+        """Ranks that a micro-batch passes on its way through the stages; 1 without a pipeline."""
+        return self.degree(STAGES)
+
+    @property
     def stages(self) -> int:
-        """Pipeline stages of the model: pp, times the stages per rank."""
-        return self.degree("pp") * self.pipeline.virtual
+        """Pipeline stages of the model: those of a rank, times `pipeline_size`."""
+        return self.pipeline_size * self.pipeline.virtual
 
     def of_stage(self, stage: int) -> Strategy:
         """What a pipeline stage runs under. With several stages per rank, s, s + pp ... have the same ranks."""
-        axes = tuple(axis for axis in self.axes if axis[0] != "pp") or (("dp", 1),)
-        ranks = self.mesh.at("pp", stage % self.degree("pp"))
+        axes = tuple(axis for axis in self.axes if axis[0] != STAGES) or SINGLE.axes
+        ranks = self.mesh.at(STAGES, stage % self.pipeline_size)
         return replace(self, axes=axes, pipeline=Pipeline(), offset=ranks.offset)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes over which parameters are replicated and gradients are summed (dp and cp), degree > 1 only."""
-        return tuple(name for name, size in self.axes if name in ("dp", "cp") and size > 1)
+        return data_axes(self.axes)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes on which the values of a replica are placed (tp, then cp), degree > 1 only."""
+        return tuple(axis for axis in ROLE_AXES if self.degree(axis) > 1)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Those that cut the tokens of a micro-batch between modules: cp, and tp under sequence parallelism."""
+        return tuple(axis for axis in self.model_axes if self.sp or USES[axis] == "tokens")
 
     def __str__(self) -> str:
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
@@ -202,6 +226,14 @@ class Strategy:
         if isinstance(data, str):
             data = json.loads(data)
         return cls.parse(data["strategy"], overrides=data.get("overrides"))
+
+
+SINGLE = Strategy(((REPLICAS, 1),))  # one rank
+
+
+def data_axes(axes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """Of axes with degrees those over which parameters are replicated, degree > 1 only."""
+    return tuple(name for name, size in axes if USES.get(name) in ("replicas", "tokens") and size > 1)
 
 
 def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
@@ -281,7 +313,7 @@ def _parse_schedule(text: str, flag: str, kind: str, count: str | None) -> Pipel
 def _check_pipeline(text: str, strategy: Strategy) -> None:
     """Schedules and cuts need stages, and cuts one per boundary."""
     flags = strategy.pipeline.flags()
-    if flags and strategy.degree("pp") == 1:
+    if flags and strategy.pipeline_size == 1:
         raise StrategySyntaxError(text, flags[0], "it needs a pp axis, such as pp2")
     cuts = strategy.pipeline.cuts
     for cut in cuts:

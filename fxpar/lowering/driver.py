@@ -68,7 +68,7 @@ def lower(
     if passes is not None and given:
         raise GivenPassesError(given)
     ladder = default_passes(**options) if passes is None else checked_ladder(passes)
-    if strategy.degree("pp") > 1:
+    if strategy.pipeline_size > 1:
         return lower_pipeline(logical, strategy, ladder, on_pass)
     started = time.process_time()
     graph, report = run_passes(logical, strategy, ladder, on_pass)
@@ -108,7 +108,7 @@ def lower_forward(
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     logical = _with_room_for_padding(logical)
-    if strategy.degree("pp") > 1:
+    if strategy.pipeline_size > 1:
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
     ladder = default_passes(for_store=not whole)
     if whole:

@@ -20,6 +20,7 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import comm_of, dist_of, is_size, phase_of, tensor_of
+from fxpar.ir.strategy import REPLICAS
 from fxpar.lowering.verify import misfit, writes
 
 
@@ -176,7 +177,7 @@ def _undone(node: fx.Node, out: Output, graph: AnnotatedGraph, spread: dict[fx.N
     dist = dist_of(node)
     deferred = graph.deferred.get(out.fqn) if out.kind == "grad" else None
     if deferred is not None:
-        terms = dist.with_placement("dp", Partial()) if graph.strategy.degree("dp") > 1 else dist
+        terms = dist.with_placement(REPLICAS, Partial()) if graph.strategy.replicas > 1 else dist
         if deferred != terms:
             return f"is to be summed up as {deferred}, and lies as {dist}"
         return "" if spread.get(node, True) else "is summed over dp, and is to be summed up again as deferred"
@@ -199,7 +200,7 @@ def _spread(graph: AnnotatedGraph) -> dict[fx.Node, bool]:
     with what is not). Empty if there is one replica.
     """
     found: dict[fx.Node, bool] = {}
-    if graph.strategy.degree("dp") == 1:
+    if graph.strategy.replicas == 1:
         return found
     for node, info in zip(graph.placeholders, graph.inputs, strict=True):
         if info.kind in ("batch", "tangent", "received", "received_grad"):
@@ -208,5 +209,5 @@ def _spread(graph: AnnotatedGraph) -> dict[fx.Node, bool]:
         operands = [found[o] for o in node.all_input_nodes if o in found]
         if operands:
             sums = collective_kind(node) in ("all_reduce", "reduce_scatter")
-            found[node] = any(operands) and not (sums and "dp" in comm_of(node)[0].split("."))
+            found[node] = any(operands) and not (sums and REPLICAS in comm_of(node)[0].split("."))
     return found

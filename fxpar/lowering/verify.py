@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.annotate.driver import degrees_product
 from fxpar.errors import VerifyError
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
@@ -20,6 +21,7 @@ from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import dists_of, fqn_of, is_size, source_of, tensor_metas, tensor_of, wanted_dists, whole_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.serialize import OpOverload
+from fxpar.ir.strategy import Strategy
 from fxpar.ops.traits import ATTENTION
 from fxpar.rules.option import Cut, Option, Seed, replicated
 from fxpar.rules.own_ops import attention_options, narrow_attention
@@ -118,8 +120,7 @@ def verify_placements(
     fit. Of `nodes`, by default of all; `known` keeps what was found legal for the next time.
     """
     strategy = graph.strategy
-    tensor, context = strategy.degree("tp"), strategy.degree("cp")
-    sizes = Sizes([d.symbol for d in graph.dims], tensor * tensor * context)
+    sizes = Sizes([d.symbol for d in graph.dims], degrees_product(strategy))
     known = set() if known is None else known
     if resharded and (found := misfit(graph)):
         raise VerifyError(f"after pass {after!r}: {found}")
@@ -130,7 +131,7 @@ def verify_placements(
         _check_form(node, operands, after)
         wanted = wanted_dists(node)
         if is_op(node) and node.target is not reshard:
-            _check_op(node, wanted, sizes, (("tp", tensor), ("cp", context)), known, after)
+            _check_op(node, wanted, sizes, strategy, known, after)
 
 
 def _check_form(node: fx.Node, operands: list[fx.Node], after: str) -> None:
@@ -154,16 +155,14 @@ def _check_op(
     node: fx.Node,
     wanted: tuple[DistConfig, ...],
     sizes: Sizes,
-    axes: tuple[tuple[str, int], ...],
+    strategy: Strategy,
     known: set[Any],
     after: str,
 ) -> None:
     made = dists_of(node)
     inner: dict[fx.Node, Option] | None = None
     inner_degree = 1
-    for axis, degree in axes:
-        if degree == 1:
-            continue
+    for axis in strategy.model_axes:
         option = Option(
             tuple(c.placement(axis) for c in wanted),
             tuple(c.placement(axis) if c is not None else R for c in made),
@@ -171,10 +170,10 @@ def _check_op(
         key = (node.target, tuple(tensor_metas(node)), option, axis, str(node.args) if option.inputs else "")
         if key not in known:
             view, _ = make_view(node, sizes, inner, inner_degree)
-            if not legal(view, option, degree):
+            if not legal(view, option, strategy.degree(axis)):
                 raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
             known.add(key)
-        inner, inner_degree = {node: option}, degree
+        inner, inner_degree = {node: option}, strategy.degree(axis)
 
 
 def legal(view: Any, option: Option, degree: int) -> bool:

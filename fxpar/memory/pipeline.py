@@ -29,7 +29,7 @@ def pipeline_over_time(
     """All pipeline ranks, and the prediction for the fullest one with all stages; `micro_batches` per replica, by
     default one per pipeline rank. `sizes` are padded. Raises MicroBatchCountError.
     """
-    ranks = program.strategy.degree("pp")
+    ranks = program.strategy.pipeline_size
     plan = schedule_of(program, micro_batches or ranks)
     layout, in_flight = layout_of(program), simulate(plan).peak_saved
     masters, optimizer, gradients = home_bytes(program)
@@ -66,7 +66,7 @@ def schedule_of(program: PipelineGraph, micro_batches: int) -> Schedule:
     """The schedule of the program's strategy. Raises MicroBatchCountError."""
     strategy = program.strategy
     pipeline = strategy.pipeline
-    return schedule(pipeline.schedule, strategy.degree("pp"), micro_batches, virtual=pipeline.virtual)
+    return schedule(pipeline.schedule, strategy.pipeline_size, micro_batches, virtual=pipeline.virtual)
 
 
 def pipeline_peak(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxpar.errors import DtypeError, ModelOptionError, UnknownModelError, nearest
+from fxpar.errors import DtypeError, ModelFunctionError, ModelOptionError, UnknownModelError, nearest
 from fxpar.models.builtin import EXAMPLES, load_example
 from fxpar.models.loaded import LoadedModel
 from fxpar.models.loaders import check_loaded, loader_of, prefix_of
@@ -49,6 +49,8 @@ def load(
         return load_function(spec, given, dtype=dtype, device=device, seed=seed)
     if spec in EXAMPLES:
         return load_example(spec, given, dtype=dtype, device=device, seed=seed, tokens=tokens, noise=noise)
+    if spec.endswith(".py"):
+        raise ModelFunctionError(spec, f"it names no function. Write {spec}:FUNCTION")
     raise UnknownModelError(spec, EXAMPLES, nearest(spec, [*EXAMPLES, *(f"hf:{name}" for name in EXAMPLES)]))
 
 

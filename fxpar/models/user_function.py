@@ -75,7 +75,8 @@ def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, *tuple[Mapping[
     elif isinstance(result, tuple) and len(result) == 3:
         parts, others = result, ()
     else:
-        raise ModelFunctionError(spec, f"it returned {type(result).__name__}; it must return {_WANTED}")
+        length = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise ModelFunctionError(spec, f"it returned {type(result).__name__}{length}; it must return {_WANTED}")
     model, loss_fn, example = parts
     if not isinstance(model, nn.Module):
         raise ModelFunctionError(spec, f"the model it returned is {type(model).__name__}, not a torch.nn.Module")
@@ -85,8 +86,13 @@ def unpack(spec: str, result: Any) -> tuple[nn.Module, Callable, *tuple[Mapping[
 
 
 def _as_dict(spec: str, batch: Any) -> Mapping[str, Tensor]:
-    if not isinstance(batch, Mapping) or not all(isinstance(v, Tensor) for v in batch.values()):
+    if not isinstance(batch, Mapping):
         raise ModelFunctionError(spec, f"a batch it returned is {type(batch).__name__}, not a dict of tensors")
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ModelFunctionError(
+                spec, f"a batch it returned has {key!r} of type {type(value).__name__}, not a tensor"
+            )
     return batch
 
 

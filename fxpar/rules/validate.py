@@ -21,11 +21,11 @@ from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, 
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pass_registry import get
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import ROLE_AXES, Strategy
 from fxpar.rules.option import Cut, Option, OpView, Seed, TensorRef, divides, replicated
 from fxpar.rules.table import options, passing
 
-AXIS = "tp"
+AXIS, *_ = ROLE_AXES  # any of them: rules do not know what an axis is used for
 # Ratios in which a dim is tried as a concatenation of parts; those that do not divide are left out.
 SECTIONS: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (1, 2), (2, 1), (2, 1, 1), (1, 1, 2))
 _UNINITIALISED = ("aten.empty", "aten.new_empty")  # only the shapes of their results are defined

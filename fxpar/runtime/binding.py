@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.strategy import STAGES
 from fxpar.runtime.bound import BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
 from fxpar.runtime.pipeline import BoundPipeline
@@ -31,9 +32,9 @@ def bind_here(
     if not isinstance(program, PipelineGraph):
         return bind(program, rank, process_groups.names(program.mesh, program.axes()), compile=compile)
     names = {stage.index: process_groups.names(stage.mesh, stage.axes()) for stage in program.stages}
-    columns = process_groups.to_make(program.mesh, ("pp",))
+    columns = process_groups.to_make(program.mesh, (STAGES,))
     made = {column: process_groups.of(column) for column in columns}
-    mine = made[program.mesh.group_of(rank, ("pp",))]
+    mine = made[program.mesh.group_of(rank, (STAGES,))]
     if channels is None:
         pairs = [pair for column in columns for pair in _neighbours(column)]
         channels = ProcessGroupChannels.make(pairs, process_groups, device or torch.device("cpu"))

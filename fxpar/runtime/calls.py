@@ -22,6 +22,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.gradients import gradient_placements
+from fxpar.runtime.micro import replica_of
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.runner import Backend
 from fxpar.runtime.switching import Switching
@@ -86,7 +87,7 @@ class PlainCalls:
         if name not in self.strategies:
             raise ParallelizeError(
                 f"using({name!r}): the model was parallelized with {', '.join(self.strategies)}"
-                f"{nearest(name, self.strategies)}"
+                f"{nearest(str(name), self.strategies)}"
             )
         before, self.strategy = self.strategy, name
         try:
@@ -110,7 +111,7 @@ class PlainCalls:
         self._fill(ready.place)
         self.calls += 1
         program = ready.runner.program
-        replica = program.strategy.mesh.coordinate(ready.runner.rank).get("dp", 0)
+        replica = replica_of(program, ready.runner.rank)
         buffers = dict(module.named_buffers(remove_duplicate=False))
 
         def write_back(new: Mapping[str, Tensor]) -> None:
@@ -140,7 +141,7 @@ class PlainCalls:
         assert ready.reduction is not None
         store, program = self.switching.store, ready.runner.program
         store.attach_gradients(grads.keys())
-        replicas = program.strategy.degree("dp")
+        replicas = program.strategy.replicas
         mean = {fqn: grad / replicas for fqn, grad in grads.items()} if replicas > 1 else dict(grads)
         for out, stored in zip(program.outputs, program.stored_outputs, strict=True):
             if out.kind == "grad" and out.fqn not in mean:  # the plan of the reduction has them all

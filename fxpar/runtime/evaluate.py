@@ -78,7 +78,7 @@ class Evaluation:
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
             value = self._loss(module, collate(sequences, micro, self.keys))
             found += value if turn < len(mine) else 0.0
-        return found * program.strategy.degree("dp") / program.strategy.world
+        return found * program.strategy.replicas / program.strategy.world
 
     def _loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> float:
         """The sum of the losses of a batch, by the user's function."""

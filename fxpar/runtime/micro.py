@@ -12,6 +12,7 @@ from fxpar.batching import MicroBatch
 from fxpar.batching.collate import ALIASES, Tokens, collate
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import TOKEN_NUMBERS, Input
+from fxpar.ir.strategy import REPLICAS
 from fxpar.ops.dropout import token_numbers
 from fxpar.runtime.padding import pad
 
@@ -72,7 +73,7 @@ def as_one_sequence(inputs: Sequence[Input], batch: Mapping[str, Tensor], index:
 
 def replica_of(program: Program, rank: int) -> int:
     """The data-parallel replica of a rank."""
-    return program.mesh.index(rank, "dp")
+    return program.mesh.index(rank, REPLICAS)
 
 
 def local_batch(

@@ -71,7 +71,10 @@ class ParallelizeOptions:
     """
 
     strategies: Mapping[int, Strategy | str]
-    loss: LossFunction = causal_lm
+    loss: LossFunction = field(
+        default=causal_lm,
+        metadata=_only(Callable, "function of a model and a batch, such as fxpar.losses.causal_lm"),
+    )
     example: Mapping[str, Tensor] | None = None
     token_budget: int | Mapping[int, int] | None = None
     packed: bool | None = None

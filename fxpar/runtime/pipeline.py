@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.strategy import STAGES
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.channels import Channels, PendingMessage
 from fxpar.runtime.micro import MicroRun, local_batch
@@ -32,7 +33,7 @@ def plan_pipeline(program: PipelineGraph, micro_batches: int) -> Schedule:
     interleaved_1f1b takes a multiple of the ranks: the number is rounded up.
     """
     strategy = program.strategy
-    ranks, pipeline = strategy.degree("pp"), strategy.pipeline
+    ranks, pipeline = strategy.pipeline_size, strategy.pipeline
     if pipeline.virtual > 1:
         micro_batches = -(-micro_batches // ranks) * ranks
     plan = schedule(pipeline.schedule, ranks, micro_batches, virtual=pipeline.virtual)
@@ -43,7 +44,7 @@ def plan_pipeline(program: PipelineGraph, micro_batches: int) -> Schedule:
 
 def forward_only(program: PipelineGraph, micro_batches: int) -> Schedule:
     """All micro-batches through all stages, without a backward."""
-    ranks, virtual = program.strategy.degree("pp"), program.strategy.pipeline.virtual
+    ranks, virtual = program.strategy.pipeline_size, program.strategy.pipeline.virtual
     actions = tuple(
         tuple(
             Action("F", chunk * ranks + rank, number)
@@ -88,8 +89,8 @@ class BoundPipeline:
     ) -> None:
         self.program, self.rank = program, rank
         self._channels, self._column = channels, column
-        self._position = program.mesh.index(rank, "pp")
-        self._ranks = program.mesh.group_of(rank, ("pp",))  # those that have this rank's place in their stages
+        self._position = program.mesh.index(rank, STAGES)
+        self._ranks = program.mesh.group_of(rank, (STAGES,))  # those that have this rank's place in their stages
         self.stages = {
             stage.index: BoundStage(stage, rank, groups[stage.index], compile) for stage in program.stages_of(rank)
         }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching.documents import mark_documents
-from fxpar.errors import CallMismatchError, PadError, SecondDerivativeError, StaleWeightsError
+from fxpar.errors import CallMismatchError, PadError, PositionsError, SecondDerivativeError, StaleWeightsError
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
 from fxpar.runtime.micro import local_batch
@@ -116,9 +116,10 @@ class PlainRunner(Runner[PlainGraph]):
         backward checks that it is as in its forward. `roots` are tensors by parameter FQN whose gradients autograd gets
         as well, for programs lowered with `whole`.
 
-        Raises CallMismatchError, PadError; in the backward StaleWeightsError, SecondDerivativeError.
+        Raises CallMismatchError, PadError, PositionsError; in the backward StaleWeightsError, SecondDerivativeError.
         """
         given = call_tensors(self.program.structure, args, kwargs or {})
+        _check_restarts(self.program.structure.restarting, given)
         batch = mark_documents(self.program.inputs, given, whole=True)  # padding will be another document
         lengths = self._lengths(batch)
         self.move_to((*params.values(), *batch.values()))
@@ -310,6 +311,17 @@ def call_tensors(structure: CallStructure, args: Sequence[Any], kwargs: Mapping[
             what = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
             raise CallMismatchError(f"there is {what} instead of {expected!r}")
     return tensors
+
+
+def _check_restarts(keys: Sequence[str], given: Tensors) -> None:
+    """Raise PositionsError for positions [..., S] that jump, and not to 0: documents were captured as begun by a 0."""
+    for key in keys:
+        now, before = given[key][..., 1:], given[key][..., :-1]
+        jumps = ((now != before + 1) & (now != 0)).reshape(-1, now.shape[-1]).nonzero()
+        if len(jumps):
+            row, token = map(int, jumps[0])
+            values = (rows.reshape(-1, now.shape[-1])[row, token] for rows in (before, now))
+            raise PositionsError(key, row, token + 1, tuple(map(int, values)))  # type: ignore[arg-type]
 
 
 def _check(info: Input, tensor: Tensor, sizes: dict[sympy.Symbol, int]) -> None:

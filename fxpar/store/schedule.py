@@ -82,5 +82,5 @@ def check_order(order: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
         if name not in names:
             raise OrderError(f"{name!r} is none of the strategies{nearest(name, names)}")
     if sorted(order) != sorted(names):
-        raise OrderError("each strategy must appear once")
+        raise OrderError(f"each strategy must appear once: {', '.join(names)}; there is {', '.join(order)}")
     return tuple(order)

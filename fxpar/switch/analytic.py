@@ -27,7 +27,7 @@ from fxpar.ir.fqn import starred
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import dist_of
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import SINGLE, USES, Strategy
 from fxpar.passes.zero_shard import shard_over
 from fxpar.switch.layout import ParamLayout, PlacedParam
 
@@ -90,8 +90,8 @@ class ModelShapes:
 
     def _placements(self, strategy: Strategy) -> dict[tuple[str, tuple[int, ...]], DistConfig]:
         """The placement on the tp axis by FQN pattern and shape."""
-        axes = tuple(axis for axis in strategy.axes if axis[0] in ("tp", "ep"))
-        alone = replace(strategy, axes=axes or (("tp", 1),), zero=0)
+        axes = tuple(axis for axis in strategy.axes if USES[axis[0]] in ("weights", "experts"))
+        alone = replace(strategy, axes=axes or SINGLE.axes, zero=0)
         if alone not in self.by_tp:
             graph = annotate(self.logical, alone)
             self.by_tp[alone] = {
@@ -114,8 +114,7 @@ def _stage_of(layer: int, starts: list[int]) -> int:
 
 def _on_mesh(dist: DistConfig, mesh: Mesh, dtype: torch.dtype, strategy: Strategy) -> DistConfig:
     """A placement over tp, on the mesh of a stage."""
-    whole = DistConfig.replicated(mesh, dist.ndim, dtype)
-    placed = replace(dist, mesh=mesh, dtype=dtype) if "tp" in mesh.names else whole
+    placed = replace(dist, mesh=mesh, dtype=dtype)
     if strategy.zero == 3 and strategy.data_axes and dist.ndim:
         placed = shard_over(placed, ".".join(strategy.data_axes))
     return placed

@@ -17,6 +17,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import dist_of
+from fxpar.ir.strategy import data_axes
 from fxpar.passes.zero_shard import shard_over
 
 
@@ -79,7 +80,7 @@ class ParamLayout:
 
 
 def _scatter(dist: DistConfig) -> DistConfig:
-    axes = [name for name, size in dist.mesh.axes if name in ("dp", "cp") and size > 1 and name not in _used(dist)]
+    axes = [name for name in data_axes(dist.mesh.axes) if name not in _used(dist)]
     return shard_over(dist, ".".join(axes)) if axes else dist
 
 

@@ -113,7 +113,7 @@ class OrderSearch:
             if name not in self._by_name:
                 raise OrderError(f"{name!r} is none of the strategies{nearest(name, self._by_name)}")
         if sorted(order) != sorted(self._by_name):
-            raise OrderError("each strategy must appear once")
+            raise OrderError(f"each strategy must appear once: {', '.join(self._by_name)}; there is {', '.join(order)}")
         return self._evaluate(tuple(order))
 
     def best(self, first: str | None = None) -> OrderPlan:

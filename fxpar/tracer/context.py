@@ -21,7 +21,7 @@ class Mean:
     """A mean that the program took over everything, and the sum it could have taken instead.
 
     `node` is the mean as it was taken: the tensor may be written to since. `divisor` counts the numbers averaged, or
-    says in words what else the mean divides by.
+    says in words what else the mean divides by. `by_labels`: of those numbers, by the labels that are not -100.
     """
 
     node: fx.Node
@@ -29,17 +29,27 @@ class Mean:
     what: str
     divisor: Callable[[], int | torch.SymInt | str]
     line: str | None
+    by_labels: bool
 
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What a dense attention mask means. Documents are [B or 1, S] ids; a chunk of tokens is like a document."""
+    """What a dense attention mask means. Documents are [B or 1, S] ids; a chunk of tokens is like a document.
+
+    `keys` [B or 1, S] says which tokens are seen at all. It is no document: tokens that nobody sees (padding) see the
+    others, and a loss that counts them is the model's business.
+    """
 
     causal: bool
     window: int = 0
     chunk: int = 0
     documents: Tensor | None = None
     positions: Tensor | None = None  # within the documents, [B or 1, S]
+    keys: Tensor | None = None
+
+    def hidden_keys(self) -> Tensor | None:
+        """The bool mask [B or 1, 1, 1, S] of `keys`, which an attention is given beside the rule."""
+        return None if self.keys is None else self.keys[:, None, None, :]
 
 
 @dataclass
@@ -55,24 +65,36 @@ class CaptureContext:
     device: torch.device
     token_numbers: Tensor | None = None
     means: list[Mean] = field(default_factory=list)
-    masks: list[tuple[Tensor, MaskRule]] = field(default_factory=list)
-    documents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: list[tuple[Tensor, int, MaskRule]] = field(default_factory=list)  # with the version of the tensor
+    documents: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    restarting: set[str] = field(default_factory=set)  # keys of the batch whose zeros begin documents
 
     def unsupported(self, what: str, instead: str) -> UnsupportedOpError:
         """The error for something that the running module does, with its FQN and line."""
         return UnsupportedOpError(what, instead, self.provenance.fqn, user_line())
 
+    def add_mask(self, mask: Tensor, rule: MaskRule) -> None:
+        """Remember what a mask means as it is now."""
+        self.masks.append((mask, mask._version, rule))
+
     def mask_rule(self, mask: Tensor) -> MaskRule | None:
-        """What a mask means, if it is one that was made by rule and has not been changed since."""
-        return next((rule for known, rule in self.masks if known is mask), None)
+        """What a mask means, if it is one that was made by rule and has not been written to since."""
+        found = (rule for known, version, rule in self.masks if known is mask and version == mask._version)
+        return next(found, None)
 
     def add_mean(
-        self, result: Tensor, total: Tensor, what: str, divisor: Callable[[], int | torch.SymInt | str]
+        self,
+        result: Tensor,
+        total: Tensor,
+        what: str,
+        divisor: Callable[[], int | torch.SymInt | str],
+        *,
+        by_labels: bool = False,
     ) -> Tensor:
         """Remember that `result` is a mean whose sum is `total` (see `Mean`); returns `result`."""
         node = node_of(result)
         if node is not None:
-            self.means.append(Mean(node, total, what, divisor, user_line()))
+            self.means.append(Mean(node, total, what, divisor, user_line(), by_labels))
         return result
 
 

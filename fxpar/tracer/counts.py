@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from fxpar.ir.node_meta import input_kind
 from fxpar.ops.traits import RELABELS, SIZES, TAKES
-from fxpar.torch_api.tracing import OpOverload
+from fxpar.torch_api.schemas import schema_of
+from fxpar.torch_api.tracing import OpOverload, node_of
 
 aten = torch.ops.aten
 
@@ -65,6 +66,30 @@ def is_whole(value: Any) -> bool:
 
 def _is_yes_or_no(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool
+
+
+def is_filled(value: Tensor) -> bool:
+    """Whether every element is one number other than 0, as the traced program says (not what the example happens to
+    hold): `ones`, moved and cast.
+    """
+    node = node_of(value)
+    while node is not None and node.target in _MOVES and not _is_written(node):
+        node = node.all_input_nodes[0]
+    if node is None or node.op != "call_function" or _is_written(node):
+        return False
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return isinstance(node.args[-1], bool | int | float) and bool(node.args[-1])
+    return node.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether an op of the program so far writes to a value, or to what may be a view of it."""
+    for user in node.users:
+        if isinstance(user.target, OpOverload):
+            written = schema_of(user.target).writes
+            if written or (user.target in TAKES and _is_written(user)):
+                return True
+    return False
 
 
 def is_count(node: fx.Node, divides: bool = False) -> bool:

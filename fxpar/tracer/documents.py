@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import PackedCallError
+from fxpar.ops.traits import TAKES
 from fxpar.torch_api.symbolic import known_equal
+from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.attention import scaled_dot_product_attention
 from fxpar.tracer.context import CaptureContext, MaskRule, current
 
+_SAME_POSITIONS = TAKES | {torch.ops.aten._to_copy.default}
 _PACKED: ContextVar[Tensor | None] = ContextVar("fxpar_packed", default=None)
 
 
@@ -38,11 +41,21 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, length: int | torch.SymInt)
 
 
 def remembered(context: CaptureContext, key: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """`make(key)`, computed once per capture."""
-    known = context.documents.get(id(key))
+    """`make(key)`, computed once per capture, and again where the key was written to."""
+    place = (id(key), key._version)
+    known = context.documents.get(place)
     if known is None:
-        known = context.documents[id(key)] = (key, make(key))  # holding the key keeps its id taken
+        known = context.documents[place] = (key, make(key))  # holding the key keeps its id taken
     return known[1]
+
+
+def documents_of_positions(context: CaptureContext, positions: Tensor) -> Tensor:
+    """The documents of positions; notes which key of the batch they are, as a call may bring others that jump."""
+    node = node_of(positions)
+    while node is not None and node.op == "call_function" and node.target in _SAME_POSITIONS:
+        node = node.all_input_nodes[0]
+    context.restarting |= {key for key, value in context.batch.items() if node is not None and node_of(value) is node}
+    return remembered(context, positions, document_ids_from_positions)
 
 
 def with_batch_documents(rule: MaskRule, query: Tensor, key: Tensor, cu_seqlens: Tensor | None = None) -> MaskRule:
@@ -52,7 +65,9 @@ def with_batch_documents(rule: MaskRule, query: Tensor, key: Tensor, cu_seqlens:
     "cu_seq_lens_q" or "cu_seqlens", positions are its "position_ids" [B or 1, S].
     """
     context, length = current(), query.shape[-2]
-    if context is None or not rule.causal or rule.chunk or not known_equal(length, key.shape[-2]):
+    if context is None or not rule.causal or rule.chunk or rule.keys is not None:
+        return rule  # beside a mask of padding transformers looks for no documents either
+    if not known_equal(length, key.shape[-2]):
         return rule
     batch = context.batch
     if cu_seqlens is None:
@@ -65,7 +80,7 @@ def with_batch_documents(rule: MaskRule, query: Tensor, key: Tensor, cu_seqlens:
         return rule
     if not known_equal(positions.shape[1], length):
         return rule
-    return replace(rule, documents=remembered(context, positions, document_ids_from_positions))
+    return replace(rule, documents=documents_of_positions(context, positions))
 
 
 @contextmanager
@@ -112,7 +127,7 @@ def packed_attention(
     ids, context = _PACKED.get(), current()
     rule = context.mask_rule(attn_mask) if context is not None and attn_mask is not None else None
     if rule is not None:
-        attn_mask, rule = None, with_batch_documents(rule, query, key)
+        attn_mask, rule = rule.hidden_keys(), with_batch_documents(rule, query, key)
         ids = rule.documents if ids is None else ids
     fits = ids is not None and all(known_equal(x.shape[-2], ids.shape[-1]) for x in (query, key))
     return scaled_dot_product_attention(

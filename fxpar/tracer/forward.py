@@ -154,6 +154,7 @@ class Forward(Traced):
     training: bool | None
     differentiate: bool
     returned: Any = None
+    restarting: tuple[str, ...] = ()
     leaves: list[Any] = field(default_factory=list)
 
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
@@ -163,6 +164,7 @@ class Forward(Traced):
                 module.training = self.training
         args, kwargs = self.call.rebuilt(context.batch)
         leaves, self.returned = flatten(_call_model(self.model, args, kwargs))
+        self.restarting = tuple(sorted(context.restarting))
         tensors = self._values(leaves)
         grads = self._gradients(tensors, values) if self.differentiate else []
         return [*(t.detach() for t in tensors), *grads]
@@ -170,7 +172,9 @@ class Forward(Traced):
     def structure(self) -> CallStructure:
         """How the graph is called and what it returns."""
         call = self.call
-        return CallStructure(call.structure, call.names, call.constants, self.returned, tuple(self.leaves))
+        return CallStructure(
+            call.structure, call.names, call.constants, self.returned, tuple(self.leaves), self.restarting
+        )
 
     def trace(self) -> RawTrace:
         """As `Traced.trace`; sizes that the forward returns are then expressions in the dynamic dims."""

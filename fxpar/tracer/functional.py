@@ -20,7 +20,7 @@ from fxpar.errors import MutationError, UnsupportedOpError
 from fxpar.ir.node_meta import fqn_of, source_of
 from fxpar.ops.traits import is_random
 from fxpar.torch_api import tracing
-from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.torch_api.symbolic import FakeWorld, known_equal
 from fxpar.tracer.signature import Signature
 
 aten = torch.ops.aten
@@ -41,6 +41,7 @@ def make_functional(gm: fx.GraphModule, signature: Signature, world: FakeWorld) 
     _check_ops(gm)
     written: dict[str, fx.Node] = {}
     if any(_writes(node) for node in gm.graph.nodes):
+        _drop_expands(gm)
         renaming = _Renaming(gm, signature, world)
         if not renaming.possible():
             gm = _functionalize(gm, signature, world)
@@ -48,6 +49,18 @@ def make_functional(gm: fx.GraphModule, signature: Signature, world: FakeWorld) 
             assert renaming.possible(), "functionalize left a write through a view"
         written = renaming.run()
     return Functional(gm, list(_output(gm).args[0]), written)  # type: ignore[arg-type]
+
+
+def _drop_expands(gm: fx.GraphModule) -> None:
+    """Take out each `expand` to the shape that a value has already. Through one torch writes a value as `base + (value
+    - base)`, which no bool has, and which is NaN for two infinities.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.expand.default):
+        source: Any = node.args[0]
+        old, new = source.meta["val"].shape, node.meta["val"].shape
+        if len(old) == len(new) and all(known_equal(a, b) for a, b in zip(old, new, strict=True)):
+            node.replace_all_uses_with(source)
+            gm.graph.erase_node(node)
 
 
 def _output(gm: fx.GraphModule) -> fx.Node:

@@ -24,7 +24,8 @@ from fxpar.torch_api.symbolic import known_equal
 from fxpar.torch_api.tracing import is_computed_from
 from fxpar.tracer.attention import AttentionRule, attend
 from fxpar.tracer.context import CaptureContext, MaskRule, current
-from fxpar.tracer.documents import document_ids_from_positions, remembered, with_batch_documents
+from fxpar.tracer.counts import is_filled
+from fxpar.tracer.documents import documents_of_positions, with_batch_documents
 
 NAME = "fxpar"
 
@@ -170,7 +171,7 @@ def packed_documents(position_ids: Tensor) -> Tensor | None:
     context = current()
     if context is None or not is_computed_from(position_ids, "batch"):
         return None
-    return remembered(context, position_ids, document_ids_from_positions)
+    return documents_of_positions(context, position_ids)
 
 
 def mask_forward(
@@ -185,8 +186,8 @@ def mask_forward(
     """The mask function of the "fxpar" attention: the dense bool mask [B, 1, Sq, Skv], with its meaning noted."""
     from transformers.masking_utils import sdpa_mask
 
-    if attention_mask is not None and not is_computed_from(attention_mask, "batch"):
-        attention_mask = None  # all ones, made by the model itself
+    if attention_mask is not None and is_filled(attention_mask):
+        attention_mask = None  # made by the model itself: it hides nothing
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     dense: Any = sdpa_mask(
         batch_size, q_length, kv_length, *args, mask_function=mask_function, attention_mask=attention_mask, **kwargs
@@ -198,14 +199,13 @@ def mask_forward(
     if attention_mask is not None:
         if rule.chunk or rule.documents is not None or not known_equal(attention_mask.shape[-1], kv_length):
             return dense
-        # Padding becomes a document of its own: valid tokens see what they saw, padding sees only padding.
-        rule = replace(rule, documents=attention_mask.long())
+        rule = replace(rule, keys=attention_mask)
     elif rule.chunk:
         if rule.documents is not None and rule.positions is None:
             return dense  # chunks of the row, cut at documents: releases before 5.23
         positions = torch.arange(q_length).unsqueeze(0) if rule.positions is None else rule.positions
         rule = replace(rule, documents=(positions % rule.chunk == 0).cumsum(-1))
-    context.masks.append((dense, rule))
+    context.add_mask(dense, rule)
     return dense
 
 
@@ -234,7 +234,7 @@ def attention_forward(
     if rule is None:
         mask, rule = attention_mask, MaskRule(causal=False)
     else:
-        mask, rule = None, with_batch_documents(rule, query, key, kwargs.get("cu_seq_lens_q"))
+        mask, rule = rule.hidden_keys(), with_batch_documents(rule, query, key, kwargs.get("cu_seq_lens_q"))
     if position_bias is not None:
         mask = _with_bias(mask, position_bias)
     wanted = AttentionRule(

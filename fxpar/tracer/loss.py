@@ -14,11 +14,22 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import LossError, warn
+from fxpar.losses import IGNORE_INDEX
 from fxpar.torch_api.symbolic import hint
 from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.context import CaptureContext, Mean
 from fxpar.tracer.counts import CASTS, SCALINGS, is_static, is_whole, out_of_place
 from fxpar.tracer.means import check_sum
+
+aten = torch.ops.aten
+_IGNORING = {
+    aten.eq.Scalar,
+    aten.ne.Scalar,
+    aten.ge.Scalar,
+    aten.gt.Scalar,
+    aten.nll_loss_forward.default,
+    aten.nll_loss2d_forward.default,
+}
 
 
 def as_sum(loss: Any, context: CaptureContext) -> Tensor:
@@ -81,15 +92,33 @@ def _warn_of_other_scale(mean: Mean, context: CaptureContext) -> None:
     if not isinstance(divisor, str):
         tokens, numbers = _tokens(context), hint(divisor)
         fixed = isinstance(divisor, int) and numbers > 1 and _is_dynamic(context)
-        if tokens is None or (numbers <= tokens and not fixed):
+        if tokens is not None and (numbers > tokens or fixed):
+            divisor = f"all numbers that it averages, of the example {numbers} for {tokens} tokens"
+        elif not mean.by_labels and _ignores_labels(mean):
+            divisor = "all labels, those of -100 too"
+        else:
             return
-        divisor = f"all numbers that it averages, of the example {numbers} for {tokens} tokens"
     where = f" at {mean.line}" if mean.line else ""
     warn(
         f"the loss is {mean.what}{where}, which divides by {divisor}. fxpar takes the sum and divides by the valid "
         "tokens of the mini-batch (labels that are not -100; all tokens without labels), so loss and gradients have "
         "another scale than on one device: return the sum times a factor of your own"
     )
+
+
+def _ignores_labels(mean: Mean) -> bool:
+    """Whether the losses averaged leave out labels of -100: something behind them compares with it."""
+    todo = [node_of(mean.total)]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        assert node is not None
+        if node.target in _IGNORING and IGNORE_INDEX in node.args:
+            return True
+        found = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(found)
+        todo += found
+    return False
 
 
 def _tokens(context: CaptureContext) -> int | None:

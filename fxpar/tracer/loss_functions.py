@@ -56,7 +56,7 @@ def cross_entropy(
         return total
     divisor = _labels_but(ignore_index) or labels.numel()
     mean = total / (labels != ignore_index).sum()
-    return _context().add_mean(mean, total, "F.cross_entropy(reduction='mean')", lambda: divisor)
+    return _context().add_mean(mean, total, "F.cross_entropy(reduction='mean')", lambda: divisor, by_labels=True)
 
 
 def _context() -> CaptureContext:
@@ -82,16 +82,19 @@ def _with_sum(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     averaged, options["reduction"] = options["reduction"], "sum"
     total = function(*bound.args, **bound.kwargs)
 
+    by_labels = "ignore_index" in options and not options["target"].dtype.is_floating_point
+
     def divisor() -> int | torch.SymInt | str:
         if averaged == "batchmean":
             return options["input"].shape[0]
-        if "ignore_index" in options and not options["target"].dtype.is_floating_point:
-            by_labels = "the weights of the labels" if options["weight"] is not None else ""
-            return by_labels or _labels_but(options["ignore_index"]) or options["target"].numel()
+        if by_labels:
+            weights = "the weights of the labels" if options["weight"] is not None else ""
+            return weights or _labels_but(options["ignore_index"]) or options["target"].numel()
         options["reduction"] = "none"
         return function(*bound.args, **bound.kwargs).numel()
 
-    return _context().add_mean(result, total, f"F.{function.__name__}(reduction={averaged!r})", divisor)
+    what = f"F.{function.__name__}(reduction={averaged!r})"
+    return _context().add_mean(result, total, what, divisor, by_labels=by_labels)
 
 
 def full_mean(input: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -58,15 +58,15 @@ def named_batch(batch: Batch) -> dict[str, Tensor]:
     Raises BatchError if there is anything but dense tensors in it.
     """
     if not isinstance(batch, Mapping | Sequence):
-        raise BatchError("example batch", f"it is {type(batch).__name__}")
+        raise BatchError("the example batch", f"it is {type(batch).__name__}")
     named = dict(batch) if isinstance(batch, Mapping) else {str(i): t for i, t in enumerate(batch)}
     for key, value in named.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
-            raise BatchError(repr(key), f"it is {type(value).__name__}, not a tensor under a string key")
+            raise BatchError(f"input {key!r}", f"it is {type(value).__name__}, not a tensor under a string key")
         if value.layout is not torch.strided:
-            raise BatchError(repr(key), f"its layout is {value.layout}, not strided")
+            raise BatchError(f"input {key!r}", f"its layout is {value.layout}, not strided")
     if not named:
-        raise BatchError("", "the batch is empty")
+        raise BatchError("the batch", "there is no tensor in it")
     return named
 
 

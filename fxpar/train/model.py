@@ -72,7 +72,11 @@ def _load(config: TrainConfig, options: dict[str, str], automatic: dict[str, str
 def _check_text(loaded: LoadedModel, vocab_size: int, tokenizer: str) -> None:
     if "input_ids" not in loaded.example_batch:
         keys = ", ".join(loaded.example_batch)
-        raise TextModelError(loaded.name, f"takes no input_ids (its batches have {keys})")
+        raise TextModelError(
+            loaded.name,
+            f"takes no input_ids (its batches have {keys}), and fxpar train is for causal language models: "
+            "train it in a loop of your own, by plain calls after fxpar.parallelize",
+        )
     known = model_vocab(loaded.model)
     if known is not None and known < vocab_size:
         raise VocabularyError(tokenizer, vocab_size, known)

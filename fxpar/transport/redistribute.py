@@ -79,6 +79,8 @@ def redistribute(
 
 def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layout]) -> Mapping[str, Layout]:
     """A layout for every tensor; tensors and layouts are what they must be, one by one and together."""
+    if not isinstance(tensors, Mapping):
+        raise RedistributeError("tensors", f"is a {type(tensors).__name__}; write a dict of DTensors by name")
     wanted = layouts if isinstance(layouts, Mapping) else dict.fromkeys(tensors, layouts)
     if odd := sorted(set(wanted) ^ set(tensors)):
         there, other = ("tensors", wanted) if odd[0] in tensors else ("layouts", tensors)
@@ -98,6 +100,7 @@ def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layou
             ):
                 raise RedistributeError(name, "is to be written to an expanded tensor; clone that one")
         elif isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], DeviceMesh):
+            _check_placements(name, to[1])
             kinds.add(to[0].device_type)
         else:
             raise RedistributeError(
@@ -106,6 +109,15 @@ def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layou
         if len(kinds) > 1:
             raise RedistributeError(name, f"leads from one kind of device to another ({', '.join(sorted(kinds))})")
     return {name: wanted[name] for name in tensors}
+
+
+def _check_placements(name: str, placements: object) -> None:
+    listed = isinstance(placements, tuple | list)
+    if not listed or not all(isinstance(each, Placement) for each in placements):
+        raise RedistributeError(
+            name,
+            f"has the placements {placements!r}; write a list with one for each dim of the mesh, such as [Shard(0)]",
+        )
 
 
 def _check(name: str, tensor: DTensor, what: str) -> None:

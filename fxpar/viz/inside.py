@@ -145,7 +145,7 @@ class Inside:
         """The graphs that run: the backward of a stage whole, or in halves where the schedule has it so."""
         if not (isinstance(self.program, PipelineGraph) and isinstance(program, StageProgram)):
             return program.parts
-        actions = plan_pipeline(self.program, self.program.strategy.degree("pp")).actions
+        actions = plan_pipeline(self.program, self.program.strategy.pipeline_size).actions
         names = {ACTION_PARTS[action.part] for done in actions for action in done}
         return {name: getattr(program, name) for name in ("prologue", *sorted(names), "epilogue")}
 

@@ -72,7 +72,7 @@ def memory_section(views: Sequence[Viewed], insides: Mapping[str, Inside] | None
 
 def micro_batches_of(view: Viewed) -> int:
     """As told; else 2, under pipeline stages one per rank of the pp axis: the default of `fxpar memory`."""
-    degree = view.graph.strategy.degree("pp")
+    degree = view.graph.strategy.pipeline_size
     return view.micro_batches or (degree if degree > 1 else 2)
 
 

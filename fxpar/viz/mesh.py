@@ -13,7 +13,7 @@ from typing import Any
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.ir.dist_config import short_dtype
 from fxpar.ir.fqn import numbers_in, starred, with_numbers
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import STAGES, Strategy
 from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of, plan_switch
 from fxpar.switch.layout import PlacedParam
@@ -121,7 +121,7 @@ def _elements(box: tuple[tuple[int, int], ...]) -> int:
 
 def coordinates(strategy: Strategy) -> list[str]:
     """Where each rank stands: `pp1 dp0 tp3`."""
-    axes = sorted((axis for axis, degree in strategy.axes if degree > 1), key=lambda axis: axis != "pp")
+    axes = sorted((axis for axis, degree in strategy.axes if degree > 1), key=lambda axis: axis != STAGES)
     places = [strategy.mesh.coordinate(rank) for rank in range(strategy.world)]
     return [" ".join(f"{axis}{place[axis]}" for axis in axes) for place in places]
 

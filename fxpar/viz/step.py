@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.strategy import STAGES
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
@@ -202,7 +203,7 @@ def _lanes(planned: Sequence[Planned], world: int) -> tuple[tuple[Lane, ...], li
 
 def _place(one: Planned, rank: int) -> _Place:
     program = one.inside.program
-    return replica_of(program, rank), program.mesh.index(rank, "pp")
+    return replica_of(program, rank), program.mesh.index(rank, STAGES)
 
 
 def _run(one: Planned, replica: int, position: int) -> _Run:

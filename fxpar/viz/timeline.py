@@ -96,7 +96,7 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
         group = StepGroup(
             "",
             view.strategy,
-            ((view.lengths,) * view.runs,) * program.strategy.degree("dp"),
+            ((view.lengths,) * view.runs,) * program.strategy.replicas,
             switch.intra_node_bytes + switch.inter_node_bytes,
             reduction.intra_node_bytes + reduction.inter_node_bytes,
         )

@@ -79,5 +79,5 @@ class Viewed:
     @property
     def runs(self) -> int:
         """Micro-batches of a mini-batch: as told, else one, under pipeline stages one per rank of the pp axis."""
-        degree = self.graph.strategy.degree("pp") if isinstance(self.graph, PipelineGraph) else 1
+        degree = self.graph.strategy.pipeline_size if isinstance(self.graph, PipelineGraph) else 1
         return self.micro_batches or degree

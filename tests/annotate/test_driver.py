@@ -243,11 +243,12 @@ def test_context_cuts_tokens_outside_of_tensor():
     """A cp rank holds a run of tokens; on weights tp comes first."""
     mesh, token = Mesh((("cp", 2), ("tp", 2))), dim_symbol("T")
     base = DistConfig.replicated(mesh, 1)
-    tokens = combine(base, TensorMeta((token,), torch.int64), Shard(0), Shard(0), token)
-    heads = combine(base, TensorMeta((8,), torch.int64), Shard(0), Shard(0), token)
+    both = {"tp": Shard(0), "cp": Shard(0)}
+    tokens = combine(base, TensorMeta((token,), torch.int64), both, token)
+    heads = combine(base, TensorMeta((8,), torch.int64), both, token)
     assert [e.axis for e in tokens.dims[0]] == ["cp", "tp"]
     assert [e.axis for e in heads.dims[0]] == ["tp", "cp"]
-    assert combine(base, TensorMeta((8,), torch.int64), R, R, token) == base
+    assert combine(base, TensorMeta((8,), torch.int64), {"tp": R}, token) == base
 
 
 @pytest.mark.parametrize(("how", "kv_heads"), [("split", 2), ("chunk", 4), ("view", 4)])

@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
+from fxpar.batching.documents import cut_in_documents
 from fxpar.checking import CheckResult, assign, check, relative_error
+from fxpar.ir.graph import Input, TensorMeta, dim_symbol
 from fxpar.ir.strategy import Strategy
 from fxpar.losses import causal_lm
 from fxpar.models.llama import Llama, LlamaOptions
@@ -226,3 +228,13 @@ def test_what_prints_errors_is_left_as_it_was():
     hook, captured = sys.excepthook, llama()
     check(captured.graph, ["tp2"], captured.params, captured.buffers, captured.batches)
     assert sys.excepthook is hook
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 12, 15, 16])
+def test_an_unmarked_row_is_cut_where_no_rank_is(length):
+    """Ranks with half a row each would keep its halves apart, whatever a rule says of the op."""
+    row = {"input_ids": torch.zeros(1, length, dtype=torch.int64)}
+    inputs = [Input("batch", "input_ids", TensorMeta((1, dim_symbol("T")), torch.int64))]
+    first = int((cut_in_documents(inputs, row)["document_ids"] == 1).sum())
+    assert 0 < first < length
+    assert length < 4 or first not in {length * part // degree for degree in (2, 3) for part in (1, 2) if part < degree}

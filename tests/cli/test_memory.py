@@ -123,6 +123,12 @@ def test_tokens_are_one_number(tokens):
     assert "Invalid value for '--tokens'" in err
 
 
+def test_no_document_is_longer_than_its_row():
+    status, _, err = fxpar("memory", "llama", "-s", "tp2", "--tokens", "32", "--longest", "33")
+    assert status == 2
+    assert "a document of 33 tokens is longer than its row of 32" in err
+
+
 def test_tokens_of_a_function_and_of_a_graph_file(tmp_path):
     """Neither is captured anew for them."""
     (tmp_path / "own.py").write_text(OWN)

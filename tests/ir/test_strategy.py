@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -148,6 +150,39 @@ def test_what_a_stage_runs_under():
     assert strategy.of_stage(0) == Strategy.parse("dp2.tp4+sp+zero1+remat", overrides={"*": "R"})
     assert str(Strategy.parse("pp4").of_stage(0)) == "dp1"
     assert Strategy.parse("dp2").stages == Strategy.parse("dp2.pp1").stages == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas", "pipeline_size", "model_axes", "token_axes"),
+    [
+        ("dp4", 4, 1, (), ()),
+        ("dp2.pp3.cp4.tp2", 2, 3, ("tp", "cp"), ("cp",)),
+        ("cp2.tp2+sp", 1, 1, ("tp", "cp"), ("tp", "cp")),
+        ("tp2.cp1+sp", 1, 1, ("tp",), ("tp",)),
+        ("tp2", 1, 1, ("tp",), ()),
+        ("dp1", 1, 1, (), ()),
+    ],
+)
+def test_what_axes_are_used_for(text, replicas, pipeline_size, model_axes, token_axes):
+    strategy = Strategy.parse(text)
+    assert (strategy.replicas, strategy.pipeline_size) == (replicas, pipeline_size)
+    assert (strategy.model_axes, strategy.token_axes) == (model_axes, token_axes)
+
+
+NAMES_AXES = {"fxpar/ir/strategy.py", "fxpar/annotate/roles.py"}
+
+
+def test_no_other_file_knows_axes_by_name():
+    root = Path(__file__).resolve().parents[2]
+    found = {
+        f"{path.relative_to(root)}:{node.lineno}"
+        for folder in ("fxpar", "passes", "recipes")
+        for path in (root / folder).rglob("*.py")
+        if str(path.relative_to(root)) not in NAMES_AXES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in AXES
+    }
+    assert not found
 
 
 def test_axes_of_degree_one_hold_no_data():

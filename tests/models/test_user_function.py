@@ -38,6 +38,8 @@ GOOD = """
     def no_module(): return 3, loss, {"x": torch.ones(1)}
     def no_loss(): return nn.Linear(2, 2), None, {"x": torch.ones(1)}
     def no_batch(): return nn.Linear(2, 2), loss, [torch.ones(1)]
+    def no_tensor(): return nn.Linear(2, 2), loss, {"x": torch.ones(1), "y": [1, 2]}
+    def two(): return nn.Linear(2, 2), loss
     def half(): return {"model": nn.Linear(2, 2)}
     def breaks(): raise KeyError("oh")
     value = 3
@@ -89,6 +91,8 @@ def test_function_that_needs_values_is_called_again_without_meta(file):
         ("no_module", "is int, not a torch.nn.Module"),
         ("no_loss", "loss function it returned is NoneType"),
         ("no_batch", "is list, not a dict of tensors"),
+        ("no_tensor", "has 'y' of type list, not a tensor"),
+        ("two", "returned tuple of 2; it must return"),
         ("half", "has no 'loss_fn'"),
         ("breaks", "the function raised KeyError: 'oh'"),
     ],

@@ -317,7 +317,7 @@ def test_ranks_with_different_batches_are_named():
 def bad_options(rank):
     cases = [
         ({"order": ["dp4", "tp4"]}, OrderError, "'tp4' is none"),
-        ({"order": ["dp4"]}, OrderError, "each strategy"),
+        ({"order": ["dp4"]}, OrderError, "each strategy must appear once: dp4, .*; there is dp4$"),
         ({"resident": ["dp3"]}, OrderError, "dp3"),
         ({"strategies": {16: "dp4", 64: "dp2"}}, StrategyWorldsError, "dp2"),
         ({"token_budget": 100}, TokenBudgetError, "512"),

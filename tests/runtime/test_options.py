@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import fxpar
 from fxpar import losses
 from fxpar.batching import length_groups
 from fxpar.errors import BatchError, FxparError, ParallelizeError, PlannerError
+from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
 from fxpar.runtime.session import Session, _alone, with_multiples
 
@@ -80,6 +82,24 @@ def test_strategies_are_looked_at_before_the_model(strategies):
         compile_strategies(nn.Linear(5, 3), strategies, losses.causal_lm)
 
 
-def test_an_example_that_is_no_batch_is_named():
-    with pytest.raises(BatchError, match="it is int"):
-        capture_step(nn.Linear(5, 3), losses.causal_lm, 3)
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [(3, "the example batch: it is int"), ({}, "use the batch: there is no"), ({"x": 3}, "use input 'x': it is int")],
+)
+def test_an_example_that_is_no_batch_is_named(example, words):
+    with pytest.raises(BatchError, match=words):
+        capture_step(nn.Linear(5, 3), losses.causal_lm, example)
+
+
+def test_a_loss_that_is_no_function_is_named():
+    with pytest.raises(ParallelizeError, match="loss='ce' is no function of a model and a batch"):
+        fxpar.parallelize(nn.Linear(5, 3), strategies={8: "dp1"}, loss="ce")
+
+
+def test_a_plain_call_under_what_is_no_strategy_is_named():
+    calls = SimpleNamespace(strategies={"dp2": None})
+    with (
+        pytest.raises(ParallelizeError, match=r"using\(3\): the model was parallelized with dp2"),
+        PlainCalls.using(calls, 3),
+    ):
+        pass

@@ -13,6 +13,7 @@ from torch import nn
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
+from tests.runtime.delays import LIMIT, drawn, error_of
 from tests.runtime.hot import World, parallel, precompile, sequences, shallow
 
 ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
@@ -190,3 +191,10 @@ def test_a_step_after_an_error_of_all_ranks_is_like_any_other():
     for found in faults():
         for seen in found.values():
             assert_same_bits(seen, found["none", 1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_random_delays_change_nothing(seed):
+    """`python -m tests.runtime.delays 20` runs more and longer ones."""
+    assert error_of(drawn(seed), steps=4) <= LIMIT

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.errors import CallMismatchError, PadError, StaleWeightsError
+from fxpar.errors import CallMismatchError, PadError, PositionsError, StaleWeightsError
 from fxpar.lowering import lower_forward
 from fxpar.runtime.plain import PlainRunner
 from fxpar.tracer import capture_forward
@@ -44,6 +44,26 @@ def test_weights_that_changed():
     version[0] += 1
     with pytest.raises(StaleWeightsError):
         result["y"].sum().backward()
+
+
+def test_positions_at_which_transformers_would_begin_a_document():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes)).double()
+    ids, documents = torch.randint(31, (1, 7)), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+
+    def logits(positions, **more):
+        kwargs = {"input_ids": ids, "position_ids": positions, "use_cache": False, **more}
+        runner = PlainRunner(lower_forward(capture_forward(model, (), kwargs), "dp1"), 0, {})
+        tensors = dict(model.named_parameters()), dict(model.named_buffers())
+        found = runner(*tensors, (), kwargs, seed=0, on_gradients=lambda grads: None).logits
+        assert torch.allclose(found, model(**kwargs).logits, rtol=1e-12)
+
+    logits(documents)
+    logits(torch.arange(5, 12)[None])
+    logits(documents + 3, attention_mask=torch.ones_like(ids))
+    with pytest.raises(PositionsError, match="position_ids of row 0 go from 5 to 3 at token 3"):
+        logits(documents + 3)
 
 
 class Pooled(nn.Module):

@@ -76,7 +76,16 @@ def promoted(m, y):
     return y + count.double()
 
 
-CASES = [on_temporary, then_view, on_result_of_several, through_view, masked, promoted]
+def through_expand(m, y):
+    """To the shape that it has: such a view is written to, one of repeated elements is not."""
+    seen, bias = (y > 0).expand(y.shape), torch.zeros_like(y).expand(-1, 8)
+    seen[:, 2:] = True
+    bias[:, :2] = -torch.inf
+    bias[:, :2] = 0.5
+    return y.masked_fill(~seen, 0.0) + bias
+
+
+CASES = [on_temporary, then_view, on_result_of_several, through_view, masked, promoted, through_expand]
 
 
 @pytest.mark.parametrize("function", CASES)

@@ -132,17 +132,82 @@ def test_document_bounds():
     assert "aten.cumsum" not in ops(graph)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_a_document(side):
+@pytest.mark.parametrize("hidden", [slice(0, 5), slice(11, 16), slice(4, 8)])
+def test_padding_sees_the_tokens_and_may_have_a_loss(hidden):
     model, batch = build("llama"), tokens(16)
     mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, slice(0, 5) if side == "left" else slice(11, 16)] = 0
+    mask[1, hidden] = 0
     batch["attention_mask"] = mask
-    batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    batch["labels"][mask == 0] = -100
-    batch["labels"][1, 10 if side == "right" else 15] = -100
     graph = check(model, losses.causal_lm, [batch])
-    assert all(node.args[3] is not None and node.args[4] is None for node in attention_nodes(graph))
+    assert all(node.args[4] is not None and node.args[5] for node in attention_nodes(graph))
+
+
+def test_padding_in_a_bidirectional_model():
+    config = transformers.BertConfig(**PLAIN | {"num_hidden_layers": 1}, hidden_dropout_prob=0.0)
+    config.attention_probs_dropout_prob = 0.0
+    batch = tokens(12)
+    batch["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
+    batch["attention_mask"][0, 9:] = 0
+    check(transformers.BertForMaskedLM(config).double().train(), losses.causal_lm, [batch])
+
+
+def test_beside_a_mask_positions_make_no_documents():
+    batch = tokens(12, [7, 5])
+    batch["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
+    check(build("llama"), losses.causal_lm, [batch])
+
+
+class Masking(transformers.LlamaForCausalLM):
+    """Makes its masks by itself."""
+
+    def __init__(self, padding=None, change=None):
+        super().__init__(transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1}))
+        self.padding, self.change = padding, change
+        self.register_buffer("kept", torch.arange(64) >= 2)
+
+    def forward(self, input_ids):
+        embedded = self.model.embed_tokens(input_ids)
+        padding = None if self.padding is None else self.padding(self, input_ids)
+        mask = transformers.masking_utils.create_causal_mask(
+            self.config, embedded, padding, None, allow_is_causal_skip=False
+        )
+        if self.change is not None:
+            self.change(mask)
+        return self.lm_head(self.model(inputs_embeds=embedded, attention_mask=mask).last_hidden_state)
+
+
+def first_hidden(model, ids):
+    mask = torch.ones_like(ids)
+    mask.view(-1)[1] = 0
+    return mask.bool()
+
+
+PADDINGS = {
+    "ones": lambda model, ids: torch.ones_like(ids),
+    "of a buffer": lambda model, ids: model.kept[: ids.shape[1]].expand(ids.shape),
+    "of positions": lambda model, ids: (torch.arange(ids.shape[1]) >= 2).expand(ids.shape),
+    "written": first_hidden,
+}
+
+
+@pytest.mark.parametrize("name", PADDINGS)
+def test_a_mask_that_the_model_makes_is_left_out_only_if_it_hides_nothing(name):
+    model = Masking(PADDINGS[name]).double()
+    graph = check(model, losses.causal_lm, [tokens(12)])
+    assert all((node.args[4] is None) == (name == "ones") for node in attention_nodes(graph))
+
+
+CHANGES = {
+    "whole": lambda mask: mask.logical_or_(torch.arange(mask.shape[-1]) < 3),
+    "part": lambda mask: mask[..., :3].fill_(True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_mask_that_the_model_writes_to_is_used_as_it_is(name):
+    """Such as a prefix that all tokens see."""
+    graph = check(Masking(change=CHANGES[name]).double(), losses.causal_lm, [tokens(12, B=1)])
+    assert all(node.args[4] is not None and not node.args[5] for node in attention_nodes(graph))
 
 
 def test_prepared_mask_is_used_as_it_is():
@@ -232,13 +297,13 @@ def test_chunks_of_documents_are_known_by_their_positions(restarting):
     from transformers import masking_utils as masks
 
     ids, positions = torch.tensor([[1, 1, 1, 1, 2, 2]]), torch.tensor([[0, 1, 2, 3, 0, 1]])
-    with hosts._described_masks(), running(SimpleNamespace(masks=[])) as context:
+    rules = []
+    with hosts._described_masks(), running(SimpleNamespace(add_mask=lambda mask, rule: rules.append(rule))):
         function = masks.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
         if restarting:
             function = masks.remap_positions_for_packed_sequence(function, positions)
         function = masks.and_masks(function, masks.packed_sequence_mask_function(ids))
         dense = hosts.mask_forward(1, 6, 6, mask_function=function)
-    rules = [rule for _, rule in context.masks]
     assert len(rules) == restarting
     if restarting:
         within = rules[0].documents[:, :, None] == rules[0].documents[:, None, :]

@@ -214,6 +214,13 @@ OTHER_SCALES = {
     "kl": (lambda c: F.kl_div(c.logits.log_softmax(-1), c.logits.detach().softmax(-1)), "77 for 7 tokens"),
     "hardest tokens": (lambda c: c.each.flatten().topk(2).values.mean(), "2 for 7 tokens"),
     "one vector": (lambda c: F.mse_loss(c.pooled(), c.vectors[:, 0]), "4 for 7 tokens"),
+    "ignored labels": (lambda c: c.each.mean(), "all labels, those of -100 too"),
+    "ignored labels, masked": (lambda c: (c.vector.sum(-1) * c.mask).mean(), "all labels, those of -100 too"),
+    "ignored labels, nll": (
+        lambda c: F.nll_loss(c.logits.log_softmax(-1)[0], c.labels[0], reduction="none").mean(),
+        "all labels, those of -100 too",
+    ),
+    "ignored labels, l1": (lambda c: F.l1_loss(c.each, c.weights), "all labels, those of -100 too"),
 }
 SAME_SCALE = {
     "cross entropy": lambda c: c.mean,
@@ -221,9 +228,9 @@ SAME_SCALE = {
     "smoothing": lambda c: c.cross_entropy("mean", label_smoothing=0.1),
     "probabilities": lambda c: F.cross_entropy(c.logits[0], c.logits[0].detach().softmax(-1)),
     "nll": lambda c: F.nll_loss(c.logits.log_softmax(-1)[0], c.labels[0]),
-    "one per token": lambda c: c.each.mean(),
+    "one per token": lambda c: c.vector.logsumexp(-1).mean(),
     "features": lambda c: (c.vector - c.vectors).square().mean(-1).mean(),
-    "l1": lambda c: F.l1_loss(c.each, c.weights),
+    "l1": lambda c: F.l1_loss(c.vector.sum(-1), c.weights),
     "batchmean": lambda c: F.kl_div(
         c.logits[0].log_softmax(-1), c.logits[0].detach().softmax(-1), reduction="batchmean"
     ),
