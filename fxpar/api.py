@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ParamSpec, Protocol
 
 from torch import Tensor, nn
 
 from fxpar.batching import BatchPlan
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError
-from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.strategy import Strategy
-from fxpar.losses import causal_lm
 from fxpar.monitor import Monitor
-from fxpar.precision import Precision
-from fxpar.runtime.options import CompiledModel, CostModel, Ladder, LossFunction, ParallelizeOptions
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.session import Session, open_session
 from fxpar.store import MemoryReport
@@ -32,43 +28,39 @@ from fxpar.store import MemoryReport
 _STATE = "_fxpar_session"
 
 
-def parallelize(
-    target: Any = None,
-    *,
-    strategies: Mapping[int, Strategy | str],
-    loss: LossFunction = causal_lm,
-    token_budget: int | Mapping[int, int] | None = None,
-    example: Mapping[str, Tensor] | None = None,
-    packed: bool | None = None,
-    length_multiple: int = 1,
-    order: Sequence[str] | None = None,
-    merge: bool = True,
-    home: Mapping[str, str | DistConfig] | None = None,
-    resident: Sequence[str] | None = None,
-    memory_budget_bytes: int | None = None,
-    gradients: Literal["home", "chain"] = "home",
-    overlap: bool = True,
-    cluster: ClusterSpec | None = None,
-    cost: CostModel | None = None,
-    planner: str = "auto",
-    execution: str = "auto",
-    staging_bytes: int = 64 << 20,
-    checked: bool = False,
-    nan: Literal["error", "skip"] = "error",
-    compile: Literal["eager", "inductor"] = "eager",
-    precision: Precision | str | None = None,
-    loss_scale: float | None = None,
-    deterministic: bool = False,
-    record: bool = False,
-    timeout_s: float | None = None,
-    monitor: bool | Monitor = True,
-    plain: str | None = None,
-    passes: Ladder | None = None,
-    compiled: CompiledModel | None = None,
-    initializer: Callable[[nn.Module], object] | None = None,
-    meta_init: Literal["slice", "whole"] = "slice",
-    seed: int = 0,
-) -> Any:
+Arguments = ParamSpec("Arguments")
+
+
+class Parallelizes(Protocol[Arguments]):
+    """A function of a module, or class of modules, and the options of `ParallelizeOptions`; without a target it returns
+    the decorator.
+    """
+
+    def __call__(self, target: Any = None, *args: Arguments.args, **options: Arguments.kwargs) -> Any: ...
+
+
+def _with_options(
+    kind: Callable[Arguments, ParallelizeOptions],
+) -> Callable[[Callable[[Any, ParallelizeOptions], Any]], Parallelizes[Arguments]]:
+    """Options are written once, as fields of `kind`: the function has them as keyword arguments, for type checkers,
+    editors, `help` and `inspect.signature` alike.
+    """
+
+    def decorate(function: Callable[[Any, ParallelizeOptions], Any]) -> Parallelizes[Arguments]:
+        @functools.wraps(function)
+        def with_options(target: Any = None, *args: Arguments.args, **options: Arguments.kwargs) -> Any:
+            return function(target, kind(*args, **options))
+
+        own = inspect.signature(with_options, follow_wrapped=False)
+        given = inspect.signature(kind).parameters.values()
+        with_options.__signature__ = own.replace(parameters=[own.parameters["target"], *given])  # type: ignore[attr-defined]
+        return with_options
+
+    return decorate
+
+
+@_with_options(ParallelizeOptions)
+def parallelize(target: Any, options: ParallelizeOptions) -> Any:
     """Make `target` (a module, or as a decorator a module class) train under `strategies`.
 
     `strategies` maps the longest sequence (tokens) that a strategy takes to the strategy; `train_step` refuses one
@@ -100,6 +92,7 @@ def parallelize(
       default as the model is. Masters stay fp32. With fp16 the loss is scaled, at first by `loss_scale` (2**16): an
       overflow on any rank, in any group, leaves the mini-batch out everywhere and halves the factor.
     - `deterministic`: only kernels that give the same bits every time, or an error that names the one which does not.
+    - `compile`: "inductor" compiles the programs, "eager" runs them op by op. `seed`: of dropout.
     - `record`: what each rank does and when, in `report.trace` of every `train_step`.
     - `timeout_s`: how long a rank may be silent before the others end with an error that names it (`monitor=False`:
       no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
@@ -115,29 +108,21 @@ def parallelize(
 
     Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
     """
-    arguments = {k: v for k, v in locals().items() if k not in ("target", "strategies", "loss", "example")}
-    options = ParallelizeOptions(**arguments)
-    if not callable(loss):
-        raise ParallelizeError(f"loss={loss!r} is no function of a model and a batch, such as fxpar.losses.causal_lm")
-
-    def convert(module: nn.Module) -> nn.Module:
-        return _convert(module, strategies, loss, example, options)
-
     if target is None:
-        return functools.partial(_wrap, convert)
-    return _wrap(convert, target)
+        return functools.partial(_wrap, options)
+    return _wrap(options, target)
 
 
-def _wrap(convert: Callable[[nn.Module], nn.Module], target: Any) -> Any:
+def _wrap(options: ParallelizeOptions, target: Any) -> Any:
     if isinstance(target, nn.Module):
-        return convert(target)
+        return _convert(target, options)
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
         raise ParallelizeError(f"the target is {target!r}, neither an nn.Module nor a class of modules")
 
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         target.__init__(self, *args, **kwargs)
         if type(self) is made:
-            convert(self)
+            _convert(self, options)
 
     functools.update_wrapper(init, target.__init__)
     made = type(
@@ -147,16 +132,10 @@ def _wrap(convert: Callable[[nn.Module], nn.Module], target: Any) -> Any:
     return made
 
 
-def _convert(
-    module: nn.Module,
-    strategies: Mapping[int, Strategy | str],
-    loss: LossFunction,
-    example: Mapping[str, Tensor] | None,
-    options: ParallelizeOptions,
-) -> nn.Module:
+def _convert(module: nn.Module, options: ParallelizeOptions) -> nn.Module:
     if isinstance(module, ParallelModule):
         raise ParallelizeError(f"this {type(module).__name__} is parallel already")
-    session = open_session(module, strategies, loss, example, options)
+    session = open_session(module, options.strategies, options.loss, options.example, options)
     module.__class__ = _parallel_class(type(module))
     module.__dict__[_STATE] = session
     return module

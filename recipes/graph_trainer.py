@@ -20,7 +20,7 @@ with shown_import_errors(__name__):
     import torch
 
     from fxpar.ir.pass_base import GraphPass
-    from fxpar.recipes import cpu, debug_data
+    from fxpar.recipes import cpu, debug
     from fxpar.recipes import graph_trainer_api as host
     from fxpar.recipes.passes_in import as_fxpar_pass
     from fxpar.recipes.passes_out import for_graph_trainer, resolve
@@ -76,8 +76,8 @@ def debug_default_passes() -> host.GraphTrainer.Config:
         cpu.enable()
     bridge_torch()
     recipe = host.llama3_recipes.graph_trainer_llama3_debugmodel_sdpa()
-    recipe.hf_assets_path = debug_data.hf_assets()
-    recipe.dataloader.dataset = debug_data.add_dataset()
+    recipe.hf_assets_path = debug.hf_assets()
+    recipe.dataloader.dataset = debug.add_dataset()
     recipe.training.local_batch_size = 2
     recipe.training.seq_len = 512
     recipe.debug.seed = 42

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fxpar.losses import next_token_labels
 from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.runtime.forked import run_forked
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.tracer.documents import packed
 from tests.runtime.hot import (
     World,
@@ -32,6 +34,16 @@ from tests.runtime.hot import (
 )
 
 POSITIONS = torch.arange(40)[None]
+
+
+def test_every_option_stands_in_the_signature_and_in_the_docstring():
+    found = inspect.signature(fxpar.parallelize).parameters
+    assert list(found) == ["target", *inspect.signature(ParallelizeOptions).parameters]
+    assert found["strategies"].default is inspect.Parameter.empty
+    assert (found["target"].default, found["staging_bytes"].default) == (None, 64 << 20)
+    about = inspect.getdoc(fxpar.parallelize)
+    undocumented = [name for name in found if f"`{name}" not in about]
+    assert not undocumented
 
 
 def row(replica: int) -> tuple[torch.Tensor, torch.Tensor]:

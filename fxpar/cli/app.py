@@ -1,14 +1,19 @@
-"""The program: its commands in the order of the help, and the options of the program itself."""
+"""The program: its commands in the order of the help, each made of its words, and the options of the program itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import MISSING, Field, fields
+from importlib import import_module
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli.commands import check, diff, dump, explain, memory, order, passes, profile, switch, train, viz
+from fxpar.cli import commands
 from fxpar.cli.console import reporting
+from fxpar.cli.options import Debug, GraphSource, Offered
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,24 +23,94 @@ app = typer.Typer(
     help="Capture a model once, lower it to per-rank graphs of any parallel strategy, check it, see it, train with it.",
 )
 
-# Name, what the list of commands says (one line of 80 columns), the command, its examples.
-COMMANDS: tuple[tuple[str, str, Callable[..., Any], Sequence[str]], ...] = (
-    ("train", "Train a language model that switches strategies by length.", train.train_command, train.EXAMPLES),
-    ("check", "Check strategies: loss and gradients against one device.", check.check_command, check.EXAMPLES),
-    ("dump", "Print or save the graph of a model, or a pipeline schedule.", dump.dump_command, dump.EXAMPLES),
-    ("diff", "Compare two strategies, two graph files, or passes.", diff.diff_command, diff.EXAMPLES),
+# Name (`check` is `fxpar.cli.check.run_check`), what the list of commands says (one line of 80 columns), its words, its
+# examples.
+COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
+    (
+        "train",
+        "Train a language model that switches strategies by length.",
+        commands.TrainRequest,
+        ("fxpar train --demo", "fxpar train run.toml --steps 10 --compare static"),
+    ),
+    (
+        "check",
+        "Check strategies: loss and gradients against one device.",
+        commands.CheckRequest,
+        ("fxpar check hf:qwen3 -s dp2,tp2+sp --dtype float64",),
+    ),
+    (
+        "dump",
+        "Print or save the graph of a model, or a pipeline schedule.",
+        commands.DumpRequest,
+        (
+            "fxpar dump llama --strategy dp2.tp2+sp",
+            "fxpar dump hf:llama@8b -s dp4.tp8+sp --brief",
+            "fxpar dump llama -s tp2 -o llama.fxpar",
+        ),
+    ),
+    (
+        "diff",
+        "Compare two strategies, two graph files, or passes.",
+        commands.DiffRequest,
+        (
+            "fxpar diff llama -s tp2 -s tp2+sp",
+            "fxpar diff llama -s dp2+zero3 --after casts --text",
+            "fxpar diff old.fxpar new.fxpar --fqn 'layers.0' --text",
+        ),
+    ),
     (
         "explain",
         "Say why a value lies as it does, and what else would cost.",
-        explain.explain_command,
-        explain.EXAMPLES,
+        commands.ExplainRequest,
+        (
+            "fxpar explain hf:llama@8b -s dp4.tp8+sp",
+            "fxpar explain llama -s tp2+sp 'layers.*.q_proj.weight'",
+            "fxpar explain llama -s dp2.tp2+zero1 all_reduce_2",
+        ),
     ),
-    ("viz", "Draw a page with graph, mesh, timeline and memory.", viz.viz_command, viz.EXAMPLES),
-    ("memory", "Predict the memory of a rank and of each pipeline stage.", memory.memory_command, memory.EXAMPLES),
-    ("switch", "Plan how weights move from one strategy to another.", switch.switch_command, switch.EXAMPLES),
-    ("order", "Find the order of strategies that switches cheapest.", order.order_command, order.EXAMPLES),
-    ("profile", "Measure devices, memory and links for a cluster file.", profile.profile_command, profile.EXAMPLES),
-    ("passes", "List passes, describe one, or run one on a graph file.", passes.passes_command, passes.EXAMPLES),
+    (
+        "viz",
+        "Draw a page with graph, mesh, timeline and memory.",
+        commands.VizRequest,
+        (
+            "fxpar viz llama -s dp2.tp2+sp,pp2.tp2 -o llama.html",
+            "fxpar viz llama -s tp2 -o g.json --format model-explorer",
+        ),
+    ),
+    (
+        "memory",
+        "Predict the memory of a rank and of each pipeline stage.",
+        commands.MemoryRequest,
+        ("fxpar memory hf:llama@8b -s tp8+sp+remat --tokens 8192", "fxpar memory llama -s dp4.tp2 --cluster c.toml"),
+    ),
+    (
+        "switch",
+        "Plan how weights move from one strategy to another.",
+        commands.SwitchRequest,
+        ("fxpar switch llama --from pp2 --to tp2 --cluster c.toml",),
+    ),
+    (
+        "order",
+        "Find the order of strategies that switches cheapest.",
+        commands.OrderRequest,
+        ("fxpar order llama -s dp4,dp2.tp2,tp4 --cluster c.toml",),
+    ),
+    (
+        "profile",
+        "Measure devices, memory and links for a cluster file.",
+        commands.ProfileRequest,
+        (
+            "fxpar profile -o cluster.json",
+            "fxpar profile -o cluster.json --ranks 4",
+            "torchrun --nproc-per-node 8 -m fxpar profile",
+        ),
+    ),
+    (
+        "passes",
+        "List passes, describe one, or run one on a graph file.",
+        commands.PassesRequest,
+        ("fxpar passes", "fxpar passes casts", "fxpar passes cleanup --on g.fxpar -o out.fxpar"),
+    ),
 )
 
 
@@ -61,5 +136,58 @@ def _examples(lines: Sequence[str]) -> str:
     return "\b\n" + "\n".join(["Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)])
 
 
-for _name, _summary, _command, _lines in COMMANDS:
-    app.command(name=_name, short_help=_summary, epilog=_examples(_lines))(reporting(_command))
+def _options(words: Any) -> Iterator[tuple[Field[Any], Any, Any]]:
+    """(field, its annotation, its default) of all options; those of a graph stand where the graph does."""
+    for one in fields(words):
+        _, said = get_args(one.type)
+        if not isinstance(said, Offered):
+            yield one, one.type, one.default
+            continue
+        for found, hint, default in _options(GraphSource):
+            if found.name in ("model", "dtype", *said.options.split()):
+                kind, option = get_args(hint)
+                if found.name in said.says:
+                    option = copy(option)
+                    option.help = said.says[found.name]
+                yield found, Annotated[kind, option], said.dtype if found.name == "dtype" else default
+
+
+def _parameter(one: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
+    """An option in the form that typer reads."""
+    kind, option = get_args(hint)
+    if get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # repeatable
+        hint, default = Annotated[list[str], option], []
+    if "negated" in one.metadata:
+        default = not default
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+
+
+def command_of(name: str, words: type) -> Callable[..., None]:
+    """The function that typer makes a command of: a parameter for each option of `words`, and `--debug`.
+
+    It calls `run_NAME` of `fxpar.cli.NAME` with the words; False means exit status 1.
+    """
+    found = list(_options(words))
+    options = {one.name: one for one, _, _ in found}
+    parameters = [_parameter(*each) for each in found]
+    if "debug" not in options:
+        parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, annotation=Debug, default=False))
+
+    def command(**given: Any) -> None:
+        values: dict[str, Any] = {}
+        for key, one in options.items():
+            value = not given[key] if "negated" in one.metadata else given[key]
+            values[key] = tuple(value) if isinstance(value, list) else value
+        own = {key: values.pop(key) for key in words.__dataclass_fields__ if key in values}  # type: ignore[attr-defined]
+        request = words(source=GraphSource(**values), **own) if values else words(**own)
+        if getattr(import_module(f"fxpar.cli.{name}"), f"run_{name}")(request) is False:
+            raise typer.Exit(1)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = words.__doc__
+    return command
+
+
+for _name, _summary, _words, _lines in COMMANDS:
+    app.command(name=_name, short_help=_summary, epilog=_examples(_lines))(reporting(command_of(_name, _words)))

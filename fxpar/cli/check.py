@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +13,8 @@ from rich.table import Table
 from fxpar.checking import CheckResult, check
 from fxpar.checking.eager import EagerComparison, compare_with_eager
 from fxpar.cli.check_file import check_file
+from fxpar.cli.commands import CheckRequest
 from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console
-from fxpar.cli.options import SUFFIX
 from fxpar.cli.request import (
     as_computed,
     capture_model,
@@ -23,42 +23,13 @@ from fxpar.cli.request import (
     in_precision,
     load_model,
     parse_precision,
-    parse_strategies,
-    to_json,
-    write_output,
+    write_json,
 )
-from fxpar.cli.source import GraphSource
+from fxpar.cli.source import strategies_of
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.models import LoadedModel
-
-
-@dataclass(frozen=True)
-class CheckRequest:
-    """The words of the command line."""
-
-    model: str
-    strategies: tuple[str, ...]
-    dtype: str = "float32"
-    tokens: str | None = None
-    json: str | None = None
-    options: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    world: int | None = None
-    compile: Literal["eager", "inductor"] = "eager"
-    tolerance: float | None = None
-    seed: int = 0
-    debug: bool = False
-    precision: str | None = None
-    packed: bool = False
-    padded: bool = False
-
-    @property
-    def source(self) -> GraphSource:
-        """Where the graph of a graph file comes from."""
-        words = (self.model, self.dtype, self.tokens, self.options, self.overrides, self.world, self.precision)
-        return GraphSource(*words, cache=False)
 
 
 @dataclass(frozen=True)
@@ -97,19 +68,17 @@ def run_check(request: CheckRequest) -> bool:
     Raises FxparError for what concerns all strategies: bad words, a model that cannot be loaded or captured. What
     concerns one strategy is a result of that strategy.
     """
-    strategies = parse_strategies(request.strategies, request.overrides, request.world)
-    precision = parse_precision(request.precision)
-    if request.json:
-        check_output(request.json)
+    source = request.source
+    strategies = strategies_of(source, request.strategies.split(",") if request.strategies else ())
+    precision = parse_precision(source.precision)
+    check_output(request.json)
     notes: list[str] = []
     console = stderr_console() if request.json == "-" else stdout_console()
-    if request.model.endswith(SUFFIX):
+    if source.is_file:
         return _run_file(console, request, strategies)
     with stderr_console().status("") as status, collected_warnings(notes):
-        status.update(f"capturing {request.model}")
-        model = load_model(
-            request.model, request.options, request.dtype, request.tokens, device="cpu", seed=request.seed
-        )
+        status.update(f"capturing {source.model}")
+        model = load_model(source.model, source.options, source.dtype, source.tokens, device="cpu", seed=request.seed)
         logical = capture_model(model)
         status.update("comparing the captured graph with the model")
         eager = compare_with_eager(logical, model.model, model.loss_fn, model.example_batch)
@@ -119,22 +88,25 @@ def run_check(request: CheckRequest) -> bool:
             status.update(f"checking {strategy}")
             results.append(check_one(logical, model, strategy, request))
     show(console, model, logical, results, notes, eager)
-    if request.json:
-        write_output(request.json, to_json(report(request, model, results, eager)))
+    write_json(request.json, report(request, model, results, eager))
     return all(result.ok for result in results) and (eager is None or equals_model(eager, request))
 
 
 def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy]) -> bool:
     """The same for a graph file, which has no model to compare the captured graph with."""
     notes: list[str] = []
-    with stderr_console().status(f"checking {request.model}"), collected_warnings(notes):
+    with stderr_console().status(f"checking {request.source.model}"), collected_warnings(notes):
         logical, results = check_file(
             request.source, strategies, tolerance=request.tolerance, compile=request.compile, seed=request.seed
         )
     _show_results(console, results, notes)
-    if request.json:
-        found = {"model": logical.name, "file": request.model, "eager": None, "results": [r.to_json() for r in results]}
-        write_output(request.json, to_json(found))
+    found = {
+        "model": logical.name,
+        "file": request.source.model,
+        "eager": None,
+        "results": [r.to_json() for r in results],
+    }
+    write_json(request.json, found)
     return all(result.ok for result in results)
 
 
@@ -143,7 +115,7 @@ def equals_model(eager: EagerComparison, request: CheckRequest) -> bool:
 
     Looser than the comparison of strategies: the model's float32 islands are rounded in its own order here.
     """
-    limit = 5e-2 if request.dtype in ("bfloat16", "float16") else 1e-4
+    limit = 5e-2 if request.source.dtype in ("bfloat16", "float16") else 1e-4
     return max(eager.loss_rel_err, eager.grad_max_rel_err) <= limit
 
 
@@ -193,8 +165,8 @@ def report(
 ) -> dict[str, Any]:
     """The JSON document."""
     return {
-        "model": request.model,
-        "dtype": request.dtype,
+        "model": request.source.model,
+        "dtype": request.source.dtype,
         "tokens": [max(value.shape[-1] for value in batch.values()) for batch in model.batches],
         "eager": asdict(eager) if eager else None,
         "results": [result.to_json() for result in results],

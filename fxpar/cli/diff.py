@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from fxpar.cli.commands import DiffRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import GraphSource, read_graph
+from fxpar.cli.request import check_output, collected_warnings, write_json
+from fxpar.cli.source import read_graph, strategies_of
 from fxpar.errors import NoModuleError, SidesError, nearest
 from fxpar.graph_diff import Digest, compare, digest
 from fxpar.ir.graph import LogicalGraph
@@ -17,30 +18,12 @@ from fxpar.ir.printer import AnyGraph
 from fxpar.ir.strategy import Strategy
 
 
-@dataclass(frozen=True)
-class DiffRequest:
-    """The words of the command line. `source` is the first MODEL with all options, `other` the second one. `passes`
-    are names or steps; `before` and `after` the pass before which, and after which, the graph is looked at.
-    """
-
-    source: GraphSource
-    other: str | None = None
-    strategies: tuple[str, ...] = ()
-    passes: tuple[str, str] | None = None
-    before: str | None = None
-    after: str | None = None
-    fqn: str | None = None
-    text: bool = False
-    brief: bool = False
-    json: str | None = None
-
-
 def run_diff(request: DiffRequest) -> bool:
-    """Do it; whether the graphs differ. Raises FxparError."""
+    """Do it; False if the graphs differ and the exit status is to say so. Raises FxparError."""
     begun = time.process_time()
-    strategies = request.source.strategies(request.strategies)
-    if request.json is not None:
-        check_output(request.json)
+    texts = [*request.strategy, *(request.strategies.split(",") if request.strategies else ())]
+    strategies = strategies_of(request.source, texts)
+    check_output(request.json)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
@@ -48,20 +31,17 @@ def run_diff(request: DiffRequest) -> bool:
         old, new = _passes(request, strategies) if of_passes else _graphs(request, strategies)
     _check_glob(old, new, request.fqn)
     diff = compare(old, new)
-    if request.json is not None:
-        document = diff.to_json()
-        document["timings"] = {"total_cpu_s": time.process_time() - begun}
-        write_output(request.json, to_json(document))
-    if request.json != "-":
+    timings = {"total_cpu_s": time.process_time() - begun}
+    if write_json(request.json, {**diff.to_json(), "timings": timings}):
         show(stdout_console(), diff, nodes=not request.brief, text=request.text)
-    return diff.differs
+    return not (diff.differs and request.exit_code)
 
 
 def _passes(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:
     """A graph after two passes."""
     if len(strategies) != 1 or request.other is not None:
         raise SidesError("passes are compared in the lowering of one model", "Name one MODEL and one strategy")
-    from fxpar.cli.diff_lowering import after_passes, steps_of
+    from fxpar.cli.after_pass import after_passes, steps_of
 
     steps = steps_of(request.passes, request.before, request.after)
     return after_passes(request.source, strategies[0], steps, request.fqn)
@@ -79,7 +59,7 @@ def _graphs(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:
     sources = [source, replace(source, model=request.other or source.model)]
     graphs: Sequence[AnyGraph]
     if request.other is None and not source.cache and not source.is_file:
-        from fxpar.cli.diff_lowering import lowered_alike
+        from fxpar.cli.after_pass import lowered_alike
 
         graphs = lowered_alike(source, strategies)  # one capture for both
     else:

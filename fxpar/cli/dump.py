@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
+from fxpar.cli.commands import DumpRequest
 from fxpar.cli.console import stderr_console
 from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
 from fxpar.cli.request import check_graph_output, check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import GraphSource, StageName, check_stage, read_graph, read_origin, read_rows
+from fxpar.cli.source import check_stage, read_graph, read_origin, read_rows, storage_dtype, strategies_of
 from fxpar.errors import (
     DumpOptionError,
     NoModuleError,
@@ -29,36 +29,13 @@ from fxpar.ir.strategy import Strategy
 from fxpar.schedule import Action, Costs, Timeline, chart, simulate
 
 
-@dataclass(frozen=True)
-class DumpRequest:
-    """The words of the command line; `strategy` is None for the logical graph, `stage` for what `source` leads to.
-
-    `pipeline_stage` is None for all of them, `schedule` asks for the pipeline's in place of the graph, `form` is text,
-    json, dot or graph.
-    """
-
-    source: GraphSource
-    strategy: str | None
-    stage: StageName | None = None
-    pipeline_stage: int | None = None
-    after: str | None = None
-    fqn: str | None = None
-    rank: int | None = None
-    schedule: bool = False
-    micro_batches: int | None = None
-    form: str = "text"
-    output: str = "-"
-    fold: bool = True
-    brief: bool = False
-
-
 def run_dump(request: DumpRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    texts = () if request.strategy is None else (request.strategy,)
-    strategies = request.source.strategies(texts)
+    texts = () if request.strategy is None or request.level == "logical" else (request.strategy,)
+    strategies = strategies_of(request.source, texts)
     _check_words(request)
-    (check_graph_output if request.form == "graph" else check_output)(request.output)
+    (check_graph_output if request.form == "graph" else check_output)(request.target)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
@@ -70,23 +47,23 @@ def run_dump(request: DumpRequest) -> None:
         if isinstance(graph, LogicalGraph) or note not in graph.notes:  # those are in the dump
             stderr_console().print(f"note: {without_folders(note)}", markup=False)
     if request.form == "graph":
-        save_graph(request.output, graph, origin)
-        stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.output}", markup=False)
+        save_graph(request.target, graph, origin)
+        stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.target}", markup=False)
         return
     view = None
     if request.rank is not None:
-        graph, view = as_rank(_program(graph, request), request.rank)
+        graph, view = as_rank(_program(graph), request.rank)
         if view.stages and request.pipeline_stage not in (None, *view.stages):
             runs = ", ".join(map(str, view.stages))
             raise DumpOptionError(
                 f"--rank {request.rank}", f"is of stage {runs}", "Leave out --stage, or name that one"
             )
-    write_output(request.output, _written(request, graph, view, begun))
+    write_output(request.target, _written(request, graph, view, begun))
 
 
 def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
     if request.after is None:
-        return read_graph(request.source, request.stage, strategy)
+        return read_graph(request.source, request.level, strategy)
     if strategy is None:
         raise StageNeedsStrategyError(request.after)
     from fxpar.cli.after_pass import graph_after
@@ -94,7 +71,7 @@ def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
     stage = request.pipeline_stage
     if stage is not None:
         check_stage(strategy, stage)
-    return graph_after(read_rows(request.source), strategy, request.after, stage or 0, request.source.storage_dtype)
+    return graph_after(read_rows(request.source), strategy, request.after, stage or 0, storage_dtype(request.source))
 
 
 def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun: float) -> str:
@@ -109,7 +86,7 @@ def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun
         if timeline is not None and isinstance(graph, PipelineGraph):
             document: dict[str, Any] = schedule_document(graph, timeline)
         else:
-            document = graph_document(graph, request.stage or _level(graph), stage, request.fqn)
+            document = graph_document(graph, request.level or _level(graph), stage, request.fqn)
         document |= {"as_rank": view.to_json()} if view else {}
         document.setdefault("timings", {})["total_cpu_s"] = time.process_time() - begun
         return to_json(document)
@@ -154,7 +131,7 @@ def schedule_text(graph: PipelineGraph, timeline: Timeline) -> str:
 
 def _check_words(request: DumpRequest) -> None:
     """Options that do not go together. Raises DumpOptionError."""
-    if request.form == "graph" and request.output == "-":
+    if request.form == "graph" and request.target == "-":
         raise DumpOptionError("--format graph", "writes a file", "Add -o FILE.fxpar")
     if request.form == "graph" and (request.rank is not None or request.fqn is not None or request.schedule):
         raise DumpOptionError("-o FILE.fxpar", "saves the whole graph", "Leave out --rank, --fqn and --schedule")
@@ -177,7 +154,7 @@ def _check_stage(request: DumpRequest, graph: AnyGraph) -> None:
         check_stage(strategy, request.pipeline_stage)
 
 
-def _program(graph: AnyGraph, request: DumpRequest) -> Program:
+def _program(graph: AnyGraph) -> Program:
     if not isinstance(graph, Program):
         raise DumpOptionError("--rank", "is for a lowered graph", "Name a --strategy, without --stage and --after")
     return graph

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from fxpar.cli.commands import ExplainRequest
 from fxpar.cli.console import stderr_console, stdout_console
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.options import GraphSource
+from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import (
-    GraphSource,
     check_placed,
     check_stage,
     read_file,
     read_lowered,
     read_origin,
     read_rows,
+    strategies_of,
 )
 from fxpar.errors import StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
 from fxpar.explain.document import (
@@ -42,36 +43,17 @@ _COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|a
 NO_LOGICAL = "the file holds no logical graph, so there is nothing to search again: no alternatives, no prices"
 
 
-@dataclass(frozen=True)
-class ExplainRequest:
-    """The words of the command line. `subject` None: the strategy as a whole. `stage` is one of a pipeline.
-
-    `passes`: say of parameters what passes added for them. `top`: rows of the summary's table of modules.
-    """
-
-    source: GraphSource
-    strategy: str | None
-    subject: str | None = None
-    stage: int | None = None
-    passes: bool = False
-    top: int = 12
-    json: str | None = None
-
-
 def run_explain(request: ExplainRequest) -> None:
     """Do it. Raises FxparError."""
     texts = () if request.strategy is None else (request.strategy,)
-    strategies = request.source.strategies(texts)
-    if request.json is not None:
-        check_output(request.json)
+    strategies = strategies_of(request.source, texts)
+    check_output(request.json)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         graphs = _Graphs(request.source, strategies[0] if strategies else None)
         document = explained(request, graphs)
-    if request.json is not None:
-        write_output(request.json, to_json(document))
-    if request.json != "-":
+    if write_json(request.json, document):
         from fxpar.cli.explain_show import show
 
         show(stdout_console(), document, top=request.top)

@@ -239,8 +239,7 @@ def _collective(answer: Document, width: int | None) -> Iterator[Styled]:
     yield from _said(head, width, 0, "bold")
     fused = f" in {answer['fused']} tensors" if answer["fused"] > 1 else ""
     yield from _said(f"a rank puts in {answer['sent']}{fused}, sends {human_bytes(answer['wire_bytes'])}", width, 2)
-    facts = ", ".join(filter(None, (_where(answer),)))
-    yield from _said(f"moves {answer['what']}{f': {facts}' if facts else ''}", width, 2)
+    yield from _said(f"moves {answer['what']}{f': {where}' if (where := _where(answer)) else ''}", width, 2)
     if answer["params"]:
         verb = "reads" if answer["what"] == "activations" else "of"
         yield from _said(f"{verb} {_some(answer['params'])}", width, 2)

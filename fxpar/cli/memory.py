@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 import time
-from dataclasses import dataclass
 
 from rich.console import Console
 
+from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import GraphSource, read_for_store, read_rows
+from fxpar.cli.options import GraphSource
+from fxpar.cli.request import check_output, collected_warnings, write_json
+from fxpar.cli.source import read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
@@ -18,28 +19,14 @@ _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "
 _LEAST = 16  # columns for text that goes on below a number
 
 
-@dataclass(frozen=True)
-class MemoryRequest:
-    """The words of the command line; `tokens`: of a replica's micro-batch; `longest`: of its longest document."""
-
-    source: GraphSource
-    strategy: str
-    tokens: int | None = None
-    longest: int | None = None
-    micro_batches: int | None = None
-    cluster: str | None = None
-    json: str | None = None
-
-
 def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    (strategy,) = request.source.strategies((request.strategy,))
+    (strategy,) = strategies_of(request.source, (request.strategy,))
     cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
     if cluster is not None:
         cluster.require(strategy.world)
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
         status.update(f"lowering {request.source.model} to {strategy}")
@@ -50,9 +37,7 @@ def run_memory(request: MemoryRequest) -> None:
         found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
     document = {"model": request.source.model, "world": strategy.world, **found.to_json()}
     document["cpu_s"] = time.process_time() - begun
-    if request.json is not None:
-        write_output(request.json, to_json(document))
-    if request.json != "-":
+    if write_json(request.json, document):
         console = stdout_console()
         show(console, request.source.model, strategy.world, found, [*notes, *program.notes])
         if cluster is not None and cluster.sustained.memory_gb is not None:

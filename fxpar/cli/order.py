@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
+from fxpar.cli.commands import OrderRequest
 from fxpar.cli.console import human_bytes, plain_table, stdout_console
-from fxpar.cli.request import check_output, to_json, write_output
-from fxpar.cli.source import GraphSource
+from fxpar.cli.request import check_output, write_json
 from fxpar.cli.switch import layouts_of, same_world
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlannerError
 from fxpar.ir.strategy import Strategy
-from fxpar.switch.order import EXHAUSTIVE, Gradients, Objective, OrderPlan, OrderSearch
+from fxpar.switch.order import EXHAUSTIVE, OrderPlan, OrderSearch
 from fxpar.switch.planners import planner_names
-
-
-@dataclass(frozen=True)
-class OrderRequest:
-    """The words of the command line; `first` fixes the first graph."""
-
-    model: GraphSource
-    strategies: tuple[str, ...]
-    cluster: str
-    planner: str = "relay"
-    first: str | None = None
-    gradients: Gradients = "chain"
-    by: Objective = "bytes"
-    keep_gb: float = 0.0
-    json: str | None = None
 
 
 def run_order(request: OrderRequest) -> None:
@@ -37,11 +21,10 @@ def run_order(request: OrderRequest) -> None:
     if request.planner not in planner_names():
         raise PlannerError(request.planner, planner_names())
     cluster = ClusterSpec.from_file(request.cluster)
-    strategies = same_world(request.model, request.strategies, cluster)
+    strategies = same_world(request.source, request.strategies.split(","), cluster)
     first = None if request.first is None else str(Strategy.parse(request.first))
-    if request.json is not None:
-        check_output(request.json)
-    layouts = layouts_of(request.model, strategies)
+    check_output(request.json)
+    layouts = layouts_of(request.source, strategies)
     begun = time.process_time()
     keep_bytes = int(request.keep_gb * 1e9)
     search = OrderSearch(layouts, cluster, request.planner, request.gradients, keep_bytes, request.by)
@@ -59,10 +42,8 @@ def run_order(request: OrderRequest) -> None:
         "as_given": given.to_json(),
         "same_first": same_first.to_json(),
     }
-    if request.json is not None:
-        write_output(request.json, to_json(document))
-    if request.json != "-":
-        _show(request.model.model, {"as given": given, "best, same first": same_first, "best": best}, document)
+    if write_json(request.json, document):
+        _show(request.source.model, {"as given": given, "best, same first": same_first, "best": best}, document)
 
 
 def _show(model: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from fxpar.cli.commands import PassesRequest
 from fxpar.cli.console import plain_table, stdout_console
 from fxpar.cli.request import check_output, to_json, write_output
 from fxpar.errors import FxparError
@@ -17,12 +18,18 @@ from fxpar.lowering import default_passes
 _WIDE = 110  # columns that the list needs to be a table
 
 
-def run_passes(name: str | None, json: str | None = None) -> None:
-    """Print the list (the passes of `lower` in their order, then others), or the description of `name`; with `json`
-    write what there is to know of them to this file.
+def run_passes(request: PassesRequest) -> None:
+    """Run a pass on a graph file, or print the list (the passes of `lower` in their order, then others), or the
+    description of one; with `json` write what there is to know of them to this file.
 
-    Raises the errors of the registry, OutputError.
+    Raises what `run_pass` raises, the errors of the registry, OutputError.
     """
+    name, json = request.name, request.json
+    if name is not None and request.on is not None:
+        from fxpar.cli.run_pass import run_pass
+
+        run_pass(request, name, request.on)
+        return
     ladder = [step.name for step in default_passes()]
     others = [n for n in pass_registry.available() if n not in ladder]
     if json is not None:

@@ -6,13 +6,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from fxpar.cli.commands import ProfileRequest
 from fxpar.cli.console import plain_table, stdout_console
 from fxpar.cli.request import check_replaced, replace_output, to_json
 from fxpar.cost.cluster import ClusterSpec
@@ -24,22 +25,10 @@ from fxpar.train.launch import run_ranks
 from fxpar.train.rank import choose_device
 
 
-@dataclass(frozen=True)
-class ProfileRequest:
-    """The words of the command line."""
-
-    output: str = "cluster.json"
-    ranks: int = 1
-    seconds: float = 0.2
-    threads: int = 1
-    device: str = "auto"
-    force: bool = False
-
-    @property
-    def words(self) -> list[str]:
-        """The same as words."""
-        values = {f"--{one.name}": getattr(self, one.name) for one in fields(self) if one.name != "force"}
-        return [*(word for pair in values.items() for word in map(str, pair)), *(["--force"] if self.force else [])]
+def words_of(request: ProfileRequest) -> list[str]:
+    """The same as words."""
+    values = {f"--{one.name}": getattr(request, one.name) for one in fields(request) if one.name != "force"}
+    return [*(word for pair in values.items() for word in map(str, pair)), *(["--force"] if request.force else [])]
 
 
 def run_profile(request: ProfileRequest) -> None:
@@ -51,7 +40,7 @@ def run_profile(request: ProfileRequest) -> None:
         record(_as_rank)(request)
     elif request.ranks > 1:
         logs = Path(tempfile.mkdtemp(prefix="fxpar-profile-"))  # stays if a rank fails: its error names the log
-        run_ranks(request.ranks, ("-m", "fxpar", "profile", *request.words), logs)
+        run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs)
         shutil.rmtree(logs, ignore_errors=True)
     else:
         _measure(request, choose_device(request.device, 0, 1), 0, 1, 1)

@@ -90,9 +90,9 @@ def collected_warnings(notes: list[str]) -> Iterator[None]:
             notes.append(text)
 
 
-def check_output(path: str) -> None:
-    """Find out early that `path` cannot be written. Raises OutputError."""
-    if path == "-":
+def check_output(path: str | None) -> None:
+    """Find out early that `path`, if there is one, cannot be written. Raises OutputError."""
+    if path in (None, "-"):
         return
     if Path(path).is_dir():
         raise OutputError(path, IsADirectoryError(0, "it is a folder"))
@@ -128,6 +128,13 @@ def write_output(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(path, error) from error
+
+
+def write_json(path: str | None, document: Any) -> bool:
+    """Write what `--json` asks for, if it does; whether stdout is free for people. Raises OutputError."""
+    if path is not None:
+        write_output(path, to_json(document))
+    return path != "-"
 
 
 def replace_output(path: str, text: str) -> None:

@@ -6,21 +6,23 @@ import json
 import time
 import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Any
 
 import torch
 
+from fxpar.cli.after_pass import FIRST
+from fxpar.cli.commands import PassesRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
-from fxpar.cli.pass_needs import check_needs
-from fxpar.cli.request import check_graph_output, check_output, to_json, write_output
+from fxpar.cli.request import check_graph_output, check_output, write_json
 from fxpar.errors import (
     FxparError,
     GraphFileError,
     ModelOptionError,
     PassContractError,
+    PassNeedsError,
     PassOptionError,
     PassRunError,
     nearest,
@@ -30,6 +32,8 @@ from fxpar.graph_files import kind_of, load_graph, load_origin, save_graph
 from fxpar.ir import pass_registry
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import GraphPass
+from fxpar.lowering.ladder import default_passes
+from fxpar.lowering.needs import Need, lacking
 from fxpar.lowering.verify import verify
 from fxpar.models.load import parse_dtype
 from fxpar.models.options import parse_assignments, typed
@@ -37,50 +41,35 @@ from fxpar.models.options import parse_assignments, typed
 _DUMP = "Make one with: fxpar dump MODEL --strategy S --after PASS -o FILE.fxpar"
 
 
-@dataclass(frozen=True)
-class RunPassRequest:
-    """The words of the command line; `options` are `field=value` of the pass."""
-
-    name: str
-    on: str
-    output: str | None = None
-    options: tuple[str, ...] = ()
-    text: bool = False
-    json: str | None = None
-
-
-def run_pass(request: RunPassRequest) -> None:
-    """Do it. Raises FxparError."""
-    step = make_pass(request.name, request.options)
+def run_pass(request: PassesRequest, name: str, path: str) -> None:
+    """Run the pass `name` on the graph of the file `path`. Raises FxparError."""
+    step = make_pass(name, request.options)
     if request.output is not None:
         check_graph_output(request.output)
-    if request.json is not None:
-        check_output(request.json)
-    graph = load_graph(request.on)
+    check_output(request.json)
+    graph = load_graph(path)
     if not isinstance(graph, AnnotatedGraph):
         why = f"it holds the {kind_of(graph)} graph, and passes change an annotated one"
-        raise GraphFileError(request.on, why, _DUMP)
-    verify(graph, f"(read from {request.on})")
-    check_needs(request.name, graph)
+        raise GraphFileError(path, why, _DUMP)
+    verify(graph, f"(read from {path})")
+    check_needs(name, graph)
     strategy = str(graph.strategy)
-    old = digest(graph, f"{strategy} in {request.on}")
+    old = digest(graph, f"{strategy} in {path}")
     begun = time.process_time()
     try:
         step(graph)
     except FxparError:
         raise
     except Exception as error:
-        raise PassRunError(request.name, error) from error
+        raise PassRunError(name, error) from error
     cpu_s = time.process_time() - begun
-    graph.passes.append(request.name)
-    verify(graph, request.name)
-    diff = compare(old, digest(graph, f"{strategy} after {request.name}"))
+    graph.passes.append(name)
+    verify(graph, name)
+    diff = compare(old, digest(graph, f"{strategy} after {name}"))
     if request.output is not None:
-        save_graph(request.output, graph, load_origin(request.on))
+        save_graph(request.output, graph, load_origin(path))
         stderr_console().print(f"wrote the graph to {request.output}", markup=False)
-    if request.json is not None:
-        write_output(request.json, to_json({"pass": request.name, "cpu_s": cpu_s, **diff.to_json()}))
-    if request.json != "-":
+    if write_json(request.json, {"pass": name, "cpu_s": cpu_s, **diff.to_json()}):
         console = stdout_console()
         console.print(f"{step!r}: {cpu_s * 1e3:.1f} CPU ms, verified", markup=False, soft_wrap=True)
         show(console, diff, text=request.text)
@@ -132,4 +121,19 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-__all__ = ["RunPassRequest", "make_pass", "run_pass"]
+def check_needs(name: str, graph: AnnotatedGraph) -> None:
+    """Raises PassNeedsError for the first thing that a graph, picked by hand, lacks (`fxpar.lowering.needs`)."""
+    need = lacking(name, graph)
+    if need is not None:
+        raise PassNeedsError(name, need.what, need.lack, _advice(name, need))
+
+
+def _advice(name: str, need: Need) -> str:
+    """What to do: run the pass that makes it so, or dump the graph as it is right before the pass."""
+    ladder = [step.name for step in default_passes()]
+    if name == FIRST:
+        return "Give the model and --strategy instead of a file, or the graph that was captured to fxpar.lower"
+    if name not in ladder:
+        return f"Run {need.maker} first" if need.maker else "The runtime runs it on the body of a step"
+    place = f"ump the model with --after {ladder[ladder.index(name) - 1]}, which comes before it"
+    return f"Run {need.maker} first, or d{place}" if need.maker else f"D{place}"

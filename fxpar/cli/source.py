@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxpar.cli.cache import CaptureCache, model_files, recorded
 from fxpar.cli.console import human_bytes
-from fxpar.cli.options import SUFFIX
+from fxpar.cli.options import GraphSource
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_precision, parse_strategies
 from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError
 from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
@@ -26,45 +25,26 @@ if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache 
 
     from fxpar.models import LoadedModel
 
-StageName = Literal["logical", "annotated", "exec"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class GraphSource:
-    """What MODEL and its options say. `model` may be a graph file; `cache` False captures and lowers anew."""
+def strategies_of(source: GraphSource, texts: Sequence[str]) -> list[Strategy]:
+    """Parsed, with the overrides of this source. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
+    return parse_strategies(texts, source.overrides, source.world)
 
-    model: str
-    dtype: str = "float32"
-    tokens: str | None = None
-    options: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    world: int | None = None
-    precision: str | None = None
-    storage: str | None = None
-    cache: bool = True
 
-    @property
-    def is_function(self) -> bool:
-        """Whether it is a function of the user's, which brings its own batches."""
-        return ":" in self.model and _prefix(self.model) is None
+def is_function(source: GraphSource) -> bool:
+    """Whether MODEL is a function of the user's, which brings its own batches."""
+    return ":" in source.model and _prefix(source.model) is None
 
-    @property
-    def is_file(self) -> bool:
-        return self.model.endswith(SUFFIX)
 
-    def strategies(self, texts: tuple[str, ...]) -> list[Strategy]:
-        """Parsed, with the overrides of this source. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
-        return parse_strategies(texts, self.overrides, self.world)
+def storage_dtype(source: GraphSource) -> torch.dtype | None:
+    """What ranks store parameters in, if another than the graph's. Raises DtypeError."""
+    if source.storage is None:
+        return None
+    from fxpar.models.load import parse_dtype
 
-    @property
-    def storage_dtype(self) -> torch.dtype | None:
-        """What ranks store parameters in, if another than the graph's. Raises DtypeError."""
-        if self.storage is None:
-            return None
-        from fxpar.models.load import parse_dtype
-
-        return parse_dtype(self.storage)
+    return parse_dtype(source.storage)
 
 
 def read_logical(source: GraphSource) -> LogicalGraph:
@@ -113,7 +93,7 @@ def read_lowered(source: GraphSource, strategy: Strategy | None) -> TrainGraph:
     def build() -> TrainGraph:
         from fxpar.lowering import lower
 
-        return lower(read_rows(source), strategy, storage=source.storage_dtype)
+        return lower(read_rows(source), strategy, storage=storage_dtype(source))
 
     return from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build, strategy)
 
@@ -164,7 +144,7 @@ def read_annotated(source: GraphSource, strategy: Strategy | None) -> AnnotatedG
     return from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build, strategy)
 
 
-def read_graph(source: GraphSource, stage: StageName | None, strategy: Strategy | None) -> SavedGraph:
+def read_graph(source: GraphSource, stage: str | None, strategy: Strategy | None) -> SavedGraph:
     """The graph at a stage; without one that of the file, else "exec" with a strategy and "logical" without."""
     if stage is None:
         if source.is_file:
@@ -285,7 +265,7 @@ def _import_model(source: GraphSource) -> None:
         from fxpar.models.loaders import loader_of
 
         loader_of(prefix)
-    if source.is_function:
+    if is_function(source):
         from fxpar.models.user_function import find_function
 
         place, _, name = source.model.rpartition(":")
@@ -316,7 +296,7 @@ def _words(source: GraphSource) -> dict[str, Any]:
         "tokens": source.tokens,
         "options": list(source.options),
     }
-    if source.is_function:
+    if is_function(source):
         words["folder"] = str(Path.cwd())  # decides what a path or the name of a package means
     return words
 

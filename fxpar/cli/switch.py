@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from rich.table import Table
 
+from fxpar.cli.commands import SwitchRequest
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import GraphSource, from_cache, load_meta, note_files, read_logical
+from fxpar.cli.options import GraphSource
+from fxpar.cli.request import check_output, collected_warnings, write_json
+from fxpar.cli.source import from_cache, load_meta, note_files, read_logical, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import DtypeError, PlannerError
 from fxpar.ir.strategy import Strategy
@@ -25,38 +27,23 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 MOST_LINKS = 8
 
 
-@dataclass(frozen=True)
-class SwitchRequest:
-    """The words of the command line."""
-
-    model: GraphSource
-    source: str
-    target: str
-    cluster: str
-    planner: str = "auto"
-    json: str | None = None
-
-
 def run_switch(request: SwitchRequest) -> None:
     """Do it. Raises FxparError."""
     if request.planner not in planner_names():
         raise PlannerError(request.planner, planner_names())
     cluster = ClusterSpec.from_file(request.cluster)
-    strategies = same_world(request.model, [request.source, request.target], cluster)
-    if request.json is not None:
-        check_output(request.json)
-    layouts = layouts_of(request.model, strategies)
+    strategies = same_world(request.source, [request.before, request.after], cluster)
+    check_output(request.json)
+    layouts = layouts_of(request.source, strategies)
     plan = plan_switch(layouts[0], layouts[1], cluster, request.planner)
     plan.verify()
-    if request.json is not None:
-        write_output(request.json, to_json(plan.to_json()))
-    if request.json != "-":
-        _show(request.model.model, plan)
+    if write_json(request.json, plan.to_json()):
+        _show(request.source.model, plan)
 
 
-def same_world(model: GraphSource, texts: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
+def same_world(source: GraphSource, texts: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
     """The strategies; all of one world size, which the cluster has. Raises StrategySyntaxError, WorldSizeError, ..."""
-    strategies = model.strategies(tuple(texts))
+    strategies = strategies_of(source, texts)
     for strategy in strategies:
         strategy.check_world(strategies[0].world)
     cluster.require(strategies[0].world)

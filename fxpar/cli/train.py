@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
+from fxpar.cli.commands import TrainRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.request import check_output, write_output
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
@@ -25,29 +26,13 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
-@dataclass(frozen=True)
-class TrainRequest:
-    """The words of `fxpar train`."""
-
-    config: str | None
-    demo: bool
-    assignments: tuple[str, ...]
-    steps: int | None
-    ranks: int | None
-    resume: bool
-    compare: str | None
-    debug: bool
-    json: str | None = None
-
-
 def run_train(request: TrainRequest) -> None:
     """Raises what is wrong with the input; typer.Exit(130) after Ctrl-C."""
     config = configured(request)
     compare = compared(request, config)
     from fxpar.train.rank import SUMMARY, Job
 
-    if request.json is not None:
-        check_output(request.json)
+    check_output(request.json)
     job = Job(config, compare)
     with _stdout_on_stderr() if request.json == "-" else nullcontext():
         interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxpar.cli.commands import VizRequest
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
+from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import GraphSource, read_for_store, read_lowered, read_rows
+from fxpar.cli.source import read_for_store, read_lowered, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import token_dim
 from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
@@ -31,23 +32,6 @@ from fxpar.viz.model_explorer import graph_collection, node_data, open_model_exp
 from fxpar.viz.timeline import inside_of, shown_steps, timeline_section
 
 
-@dataclass(frozen=True)
-class VizRequest:
-    """The words of the command line; no `strategies` for a graph file that holds a lowered graph. `form` is html, json
-    or model-explorer; `tokens` are those of a row of a replica's micro-batch.
-    """
-
-    source: GraphSource
-    strategies: tuple[str, ...] = ()
-    output: str = "-"
-    form: str = "html"
-    cluster: str | None = None
-    tokens: int | None = None
-    micro_batches: int | None = None
-    trace: str | None = None
-    open: bool = False
-
-
 def run_viz(request: VizRequest) -> None:
     """Do it. Raises FxparError."""
     if request.open and request.output == "-":
@@ -55,8 +39,7 @@ def run_viz(request: VizRequest) -> None:
     if request.trace is not None and Path(request.trace).resolve() == Path(request.output).resolve():
         raise SameOutputError(request.output)
     for path in (request.output, request.trace):
-        if path is not None:
-            check_output(path)
+        check_output(path)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
     notes: list[str] = []
     with stderr_console().status("") as status, collected_warnings(notes):
@@ -76,7 +59,8 @@ def run_viz(request: VizRequest) -> None:
 def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str], object]) -> list[Viewed]:
     """One for each strategy, or the one of a graph file."""
     source = request.source
-    strategies = list({str(one): one for one in source.strategies(request.strategies)}.values())
+    texts = request.strategies.split(",") if request.strategies else ()
+    strategies = list({str(one): one for one in strategies_of(source, texts)}.values())
     for strategy in strategies:
         if cluster:
             cluster.require(strategy.world)
@@ -119,7 +103,7 @@ def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> li
     """The files that were written, the one asked for first."""
     written = [request.output]
     insides = inside_of(views)
-    if request.form == "model-explorer":
+    if request.format == "model-explorer":
         shown = shown_parts(views)
         collection = graph_collection(request.source.model, shown)
         write_output(request.output, json.dumps(collection))
@@ -130,7 +114,7 @@ def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> li
                 written.append(path)
     else:
         document = _document(request, views, insides, notes)
-        write_output(request.output, page_html(document) if request.form == "html" else to_json(document))
+        write_output(request.output, page_html(document) if request.format == "html" else to_json(document))
     if request.trace is not None:
         write_output(request.trace, json.dumps(_trace(views, insides)))
         written.append(request.trace)
@@ -156,7 +140,7 @@ def _trace(views: list[Viewed], insides: Mapping[str, Inside]) -> dict[str, Any]
 
 
 def _open(request: VizRequest, written: Sequence[str]) -> None:
-    if request.form == "model-explorer":
+    if request.format == "model-explorer":
         open_model_explorer(request.output, [path for path in written[1:] if path != request.trace])
     else:
         webbrowser.open(Path(request.output).resolve().as_uri())

@@ -128,12 +128,12 @@ def compare_sections(old: dict[ModulePlace, Section], new: dict[ModulePlace, Sec
     for place in dict.fromkeys([*old, *new]):
         left, right = old.get(place, ()), new.get(place, ())
         if left != right:
-            key = (place.part, tuple(_canonical(place, left)), tuple(_canonical(place, right)))
+            key = (place.part, tuple(_canonical(left)), tuple(_canonical(right)))
             found.setdefault(key, (place, [], left, right))[1].append(place.block)
     return [_diff(*each) for each in found.values()]
 
 
-def _canonical(place: ModulePlace, section: Section) -> Iterable[str]:
+def _canonical(section: Section) -> Iterable[str]:
     """The lines with what is of other blocks called by its order of appearance."""
     seen: dict[str, str] = {}
 

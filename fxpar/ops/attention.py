@@ -34,6 +34,7 @@ combines partial results of one query; no gradient flows through it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -128,48 +129,34 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
     return _empty_bshe(q, q.shape), _empty_bshe(k, k.shape), _empty_bshe(v, v.shape)
 
 
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
-    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cpu.forward(q, k, v, attention_cpu.MaskRule(ids, mask, *rule))
+def _kernels(of: Callable[[], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward on a device; `of()` is the module that has them."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
+        check_inputs(q, k, v, ids, mask, rule[0], rule[1])
+        return of().forward(q, k, v, attention_cpu.MaskRule(ids, mask, *rule))
+
+    def backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        ids: Tensor | None,
+        mask: Tensor | None,
+        *rule: Any,
+    ) -> Any:
+        check_inputs(q, k, v, ids, mask, rule[0], rule[1])
+        return of().backward(dout, q, k, v, out, lse, attention_cpu.MaskRule(ids, mask, *rule))
+
+    return forward, backward
 
 
-def _backward_cpu(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ids: Tensor | None,
-    mask: Tensor | None,
-    *rule: Any,
-) -> Any:
-    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cpu.backward(dout, q, k, v, out, lse, attention_cpu.MaskRule(ids, mask, *rule))
-
-
-def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
+def _cuda() -> Any:
     from fxpar.ops import attention_cuda  # only a process that has a GPU needs it
 
-    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cuda.forward(q, k, v, attention_cpu.MaskRule(ids, mask, *rule))
-
-
-def _backward_cuda(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ids: Tensor | None,
-    mask: Tensor | None,
-    *rule: Any,
-) -> Any:
-    from fxpar.ops import attention_cuda
-
-    check_inputs(q, k, v, ids, mask, rule[0], rule[1])
-    return attention_cuda.backward(dout, q, k, v, out, lse, attention_cpu.MaskRule(ids, mask, *rule))
+    return attention_cuda
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -187,10 +174,9 @@ def _autograd(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
     return (*grads, *(None,) * 6)
 
 
-_LIB.impl("attention", _forward_cpu, "CPU")
-_LIB.impl("attention", _forward_cuda, "CUDA")
-_LIB.impl("attention_backward", _backward_cpu, "CPU")
-_LIB.impl("attention_backward", _backward_cuda, "CUDA")
+for _device, _of in (("CPU", lambda: attention_cpu), ("CUDA", _cuda)):
+    for _name, _kernel in zip(("attention", "attention_backward"), _kernels(_of), strict=True):
+        _LIB.impl(_name, _kernel, _device)
 torch.library.register_fake("fxpar::attention", _forward_fake, lib=_LIB)
 torch.library.register_fake("fxpar::attention_backward", _backward_fake, lib=_LIB)
 torch.library.register_autograd("fxpar::attention", _autograd, setup_context=_setup_context, lib=_LIB)

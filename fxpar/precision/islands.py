@@ -15,9 +15,10 @@ from fxpar.ir.node_meta import fqn_of, is_backward, tensor_metas
 from fxpar.ops.traits import INDEX_PUTS, computes
 from fxpar.precision.loss_region import is_model_op, loss_region
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import NORM_NAMES
 
 aten = torch.ops.aten
+# Last parts of the FQN of a module that normalises, in lower case.
+NORM_NAMES = ("*norm*", "ln", "ln_*", "*_ln", "ln[0-9]*")
 _VALUES = ("param", "batch", "tangent")
 
 

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
 from fxpar.ir.graph import LogicalGraph, Output
 from fxpar.ir.node_meta import is_size
 from fxpar.ops.traits import computes
 from fxpar.precision.islands import active_nodes, find_islands, is_float, metas
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import AS_THEY_COME, LIKE
 from fxpar.torch_api import kernels
+
+own = torch.ops.fxpar
+
+# Positions of operands that are taken as they come. Own ops compute in fp32 inside whatever they are given, and a mask
+# or a logsumexp is never worth a copy; uncast logits save the [T, V] copy.
+AS_THEY_COME: Mapping[Any, tuple[int, ...]] = {
+    own.attention.default: (4,),
+    own.attention_backward.default: (5, 7),
+    own.cross_entropy.default: (0,),
+    own.cross_entropy_backward.default: (2, 5),
+}
+# Operand -> the operand whose dtype it must have.
+LIKE: Mapping[Any, Mapping[int, int]] = {own.cross_entropy_backward.default: {0: 5, 1: 5}}
 
 
 @dataclass(frozen=True)

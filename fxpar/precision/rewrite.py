@@ -30,9 +30,8 @@ from fxpar.ir.node_meta import is_backward, tensor_metas, tensor_of
 from fxpar.ops.traits import FACTORIES, is_elementwise
 from fxpar.precision.dtypes import ResultDtypes
 from fxpar.precision.islands import metas
-from fxpar.precision.plan import PrecisionPlan, is_cast, kept, make_plan
+from fxpar.precision.plan import LIKE, PrecisionPlan, is_cast, kept, make_plan
 from fxpar.precision.precision import Precision
-from fxpar.precision.tables import LIKE
 from fxpar.torch_api import kernels
 
 G = TypeVar("G", bound=LogicalGraph)

@@ -6,8 +6,8 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.losses import causal_lm
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import checked_ladder
 from fxpar.monitor import Monitor
@@ -56,33 +57,58 @@ def cluster_here(described: ClusterSpec | None, world: int, device: torch.device
     return usual_cluster(world, local if 0 < local <= world else world, device.type)
 
 
-@dataclass(frozen=True)
-class ParallelizeOptions:
-    """The keyword arguments of `fxpar.parallelize`, see there."""
+def _only(kinds: Any, meant: str) -> dict[str, Any]:
+    """Of a field whose kind of value is looked at: what it may be, and in words. Numbers are above 0."""
+    return {"kinds": kinds, "meant": meant}
 
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelizeOptions:
+    """The keyword arguments of `fxpar.parallelize`, which says what they mean: each with its type, its default, and the
+    values that it takes (those of a `Literal`, of `words`, or of the kinds that are looked at).
+
+    Raises ParallelizeError for another value, PlannerError for a planner that nobody has.
+    """
+
+    strategies: Mapping[int, Strategy | str]
+    loss: LossFunction = field(
+        default=causal_lm,
+        metadata=_only(Callable, "function of a model and a batch, such as fxpar.losses.causal_lm"),
+    )
+    example: Mapping[str, Tensor] | None = None
     token_budget: int | Mapping[int, int] | None = None
     packed: bool | None = None
-    length_multiple: int = 1
+    length_multiple: int = field(default=1, metadata=_only(int, "whole number of 1 or more"))
     order: Sequence[str] | None = None
     merge: bool = True
-    home: Mapping[str, str | DistConfig] | None = None
+    home: Mapping[str, str | DistConfig] | None = field(
+        default=None, metadata=_only(Mapping | None, 'dict from globs to placements, such as {"*.norm.*": "R"}')
+    )
     resident: Sequence[str] | None = None
-    memory_budget_bytes: int | None = None
+    memory_budget_bytes: int | None = field(
+        default=None, metadata=_only(int | float | None, "number of bytes above 0, such as 8e9")
+    )
     gradients: Mode = "home"
     overlap: bool = True
-    cluster: ClusterSpec | None = None
-    cost: CostModel | None = None
+    cluster: ClusterSpec | None = field(
+        default=None, metadata=_only(ClusterSpec | None, "ClusterSpec; a file is read with fxpar.ClusterSpec.from_file")
+    )
+    cost: CostModel | None = field(default=None, metadata=_only(Callable | None, "function of a program and a cluster"))
     planner: str = "auto"
-    execution: str = "auto"
-    staging_bytes: int = 64 << 20
+    execution: str = field(default="auto", metadata={"words": EXECUTIONS})
+    staging_bytes: int = field(
+        default=64 << 20, metadata=_only(int | float, "number of bytes above 0, such as 64 << 20")
+    )
     checked: bool = False
     nan: Literal["error", "skip"] = "error"
     compile: Backend = "eager"
-    precision: Precision | str | None = None
+    precision: Precision | str | None = field(
+        default=None, metadata=_only(str | Precision | None, 'precision; write its text, such as "bf16"')
+    )
     loss_scale: float | None = None
     deterministic: bool = False
     record: bool = False
-    timeout_s: float | None = None
+    timeout_s: float | None = field(default=None, metadata=_only(int | float | None, "number of seconds above 0"))
     monitor: bool | Monitor = True
     plain: str | None = None
     passes: Ladder | None = None
@@ -92,40 +118,20 @@ class ParallelizeOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("gradients", get_args(Mode)),
-            ("nan", ("error", "skip")),
-            ("meta_init", ("slice", "whole")),
-            ("compile", get_args(Backend)),
-            ("execution", EXECUTIONS),
-        ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ParallelizeError(f"{name}={value!r} is none of {', '.join(known)}{nearest(str(value), known)}")
-        if not isinstance(self.cluster, ClusterSpec | None):
-            raise ParallelizeError(
-                f"cluster={self.cluster!r} is no ClusterSpec; a file is read with fxpar.ClusterSpec.from_file"
-            )
-        for name, kinds, meant in _KINDS:
-            value = getattr(self, name)
-            fits = isinstance(value, kinds) and not isinstance(value, bool)
-            if not fits or (isinstance(value, int | float) and value <= 0):
-                raise ParallelizeError(f"{name}={value!r} is no {meant}")
+        hints = get_type_hints(ParallelizeOptions)
+        for one in fields(self):
+            value, hint = getattr(self, one.name), hints[one.name]
+            words = get_args(hint) if get_origin(hint) is Literal else one.metadata.get("words")
+            if words and value not in words:
+                wanted = f"none of {', '.join(words)}{nearest(str(value), words)}"
+                raise ParallelizeError(f"{one.name}={value!r} is {wanted}")
+            if "kinds" in one.metadata:
+                fits = isinstance(value, one.metadata["kinds"]) and not isinstance(value, bool)
+                if not fits or (isinstance(value, int | float) and value <= 0):
+                    raise ParallelizeError(f"{one.name}={value!r} is no {one.metadata['meant']}")
         planners = (*planner_names(), TURNS)
         if self.planner not in planners:
             raise PlannerError(self.planner, planners)
-
-
-_KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("length_multiple", int, "whole number of 1 or more"),
-    ("memory_budget_bytes", int | float | None, "number of bytes above 0, such as 8e9"),
-    ("staging_bytes", int | float, "number of bytes above 0, such as 64 << 20"),
-    ("timeout_s", int | float | None, "number of seconds above 0"),
-    ("cost", Callable | None, "function of a program and a cluster"),
-    ("home", Mapping | None, 'dict from globs to placements, such as {"*.norm.*": "R"}'),
-    ("precision", str | Precision | None, 'precision; write its text, such as "bf16"'),
-)
-"""Options whose kind of value is fixed: what it may be, and in words."""
 
 
 @dataclass(frozen=True)

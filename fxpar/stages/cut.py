@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.errors import NotAChainError
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import whole_meta
 from fxpar.stages.backward import Backward
 from fxpar.stages.build import Result, StageBuilder, crossings
 from fxpar.stages.forward import choose_cuts, stages_of
 from fxpar.stages.nodes import Nodes, producer
 from fxpar.stages.staged import SharedParam, StagedGraph
-from fxpar.stages.ties import sums, terms
+
+_ADD = torch.ops.aten.add.Tensor
 
 
 def cut_stages(logical: LogicalGraph, stages: int, *, cuts: Sequence[str] | None = None) -> StagedGraph:
@@ -96,8 +100,8 @@ def _gradient_terms(
     dropped: set[fx.Node] = set()
     for node, out in zip(nodes.logical.results, nodes.logical.outputs, strict=True):
         if out.kind == "grad":
-            found[out.fqn] = terms(node) if len(holders[out.fqn]) > 1 else [node]
-            dropped |= sums(node, found[out.fqn])
+            found[out.fqn] = _terms(node) if len(holders[out.fqn]) > 1 else [node]
+            dropped |= _sums(node, found[out.fqn])
     return found, dropped
 
 
@@ -134,3 +138,44 @@ def _by_position(nodes: Nodes, homes: Mapping[fx.Node, int], node: fx.Node) -> i
     """The stage during which a free node runs in the model."""
     earlier = [n for n in nodes.bound if nodes.position[n] < nodes.position.get(node, 0)]
     return homes[earlier[-1]] if earlier else 0
+
+
+# Gradients of parameters that several stages hold: the sum that the graph makes of them, taken apart into terms.
+def _terms(gradient: fx.Node) -> list[fx.Node]:
+    """The summands of a gradient in the order in which they are added; the gradient itself if it is no plain sum.
+
+    A sum is taken apart only where nothing else reads it, and only to the left, so that adding the terms up one by one
+    gives the same bits.
+    """
+    found: list[fx.Node] = []
+    node: Any = gradient
+    while len(node.users) == 1 and node.target is _ADD and not node.kwargs:
+        left, right = node.args
+        if not (_same(node, left) and _same(node, right)):
+            break
+        first, second = (left, right) if _earlier(left, right) else (right, left)
+        found.append(second)
+        node = first
+    return [node, *reversed(found)]
+
+
+def _same(node: fx.Node, term: Any) -> bool:
+    return isinstance(term, fx.Node) and whole_meta(term) == whole_meta(node)
+
+
+def _earlier(left: fx.Node, right: fx.Node) -> bool:
+    """Whether the left one is a sum, else whether it is computed first (a + b and b + a have the same bits)."""
+    if (left.target is _ADD) != (right.target is _ADD):
+        return left.target is _ADD
+    return left < right
+
+
+def _sums(gradient: fx.Node, leaves: list[fx.Node]) -> set[fx.Node]:
+    """The additions between a gradient and its terms."""
+    found: set[fx.Node] = set()
+    todo = [gradient] if gradient not in leaves else []
+    while todo:
+        node = todo.pop()
+        found.add(node)
+        todo += [n for n in node.all_input_nodes if n not in leaves and n not in found]
+    return found

@@ -95,24 +95,17 @@ class SwitchProblem:
         return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def switch_problem(
-    source: ParamLayout, target: ParamLayout, cluster: ClusterSpec, holders: Sequence[ParamLayout] = ()
-) -> SwitchProblem:
-    """The problem of a switch; `holders` are further valid sources (copies of earlier graphs, the home shard).
-
-    Raises LayoutError (layouts of different models), NoOwnerError, ClusterError (too few devices).
-    """
-    world, alike = alike_tensors(source, target, cluster, holders)
-    return problem_of(alike, target, source.name, world, cluster)
-
-
 Alike = Mapping[tuple, list[int]]  # (shape, item size, copies per source, copies in the target) -> tensor numbers
 
 
 def alike_tensors(
     source: ParamLayout, target: ParamLayout, cluster: ClusterSpec, holders: Sequence[ParamLayout] = ()
 ) -> tuple[int, Alike]:
-    """The number of ranks, and the tensors that lie alike in all of these layouts, together."""
+    """The number of ranks, and the tensors that lie alike in all of these layouts, together; `holders` are further
+    valid sources (copies of earlier graphs, the home shard).
+
+    Raises LayoutError (layouts of different models), ClusterError (too few devices).
+    """
     sources = (source, *holders)
     world = max(layout.world for layout in (*sources, target))
     cluster.require(world)

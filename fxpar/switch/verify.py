@@ -20,7 +20,7 @@ def verify(problem: SwitchProblem, table: np.ndarray) -> None:
     slices = 1 + max((len(cls.nbytes) for cls in problem.classes), default=0)
     place = (table["tensor"].astype(np.int64) * slices + table["slice"]) * problem.world
     _check_arrivals(problem, table, place + table["dst"], slices)
-    _check_sources(problem, table, place, slices)
+    _check_sources(problem, table, place)
 
 
 def _fail(problem: SwitchProblem, tensor: int, piece: int, rank: int, why: str) -> NoReturn:
@@ -69,7 +69,7 @@ def _check_arrivals(problem: SwitchProblem, table: np.ndarray, arrivals: np.ndar
             _fail(problem, tensor, piece, rank, why)
 
 
-def _check_sources(problem: SwitchProblem, table: np.ndarray, place: np.ndarray, slices: int) -> None:
+def _check_sources(problem: SwitchProblem, table: np.ndarray, place: np.ndarray) -> None:
     """Every source holds the slice from the start, or has received it in an earlier step."""
     held = _HeldTable(problem)
     relayed = np.flatnonzero(~held(table["tensor"], table["slice"], table["src"]))

@@ -12,4 +12,3 @@ flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 flash_attention_cuda = torch.ops.aten._flash_attention_forward.default
 flash_attention_cuda_backward = torch.ops.aten._flash_attention_backward.default
 to_copy = torch.ops.aten._to_copy.default
-unsafe_view = torch.ops.aten._unsafe_view.default

@@ -23,7 +23,6 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
 )
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -156,10 +155,6 @@ def inputs_first(gm: fx.GraphModule) -> None:
     for before, node in itertools.pairwise(places):
         before.append(node)
     gm.recompile()
-
-
-def is_fake(value: object) -> bool:
-    return isinstance(value, FakeTensor)
 
 
 def sequence_number() -> int:

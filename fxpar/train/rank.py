@@ -38,9 +38,8 @@ from fxpar.train.records import StepRecord, Totals
 from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
-from fxpar.train.summary import summary_lines
 from fxpar.train.text import Prepared, describe, prepare
-from fxpar.train.view import open_view
+from fxpar.train.view import open_view, summary_lines
 
 # Data is prepared once per machine; a large corpus takes longer than any step.
 _PREPARE_LIMIT = timedelta(hours=12)

@@ -30,10 +30,9 @@ from fxpar.train.traces import StepSpans, gathered
 from fxpar.viz.chrome_trace import chrome_trace
 from fxpar.viz.document import view_document
 from fxpar.viz.inside import Inside
-from fxpar.viz.measured import measured_step
 from fxpar.viz.page import page_html
 from fxpar.viz.run import run_section
-from fxpar.viz.step import Planned, StepGroup, predict_step
+from fxpar.viz.step import Planned, StepGroup, measured_step, predict_step
 from fxpar.viz.timeline import ShownStep, optimizer_ms, timeline_section
 from fxpar.viz.viewed import Viewed
 

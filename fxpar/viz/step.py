@@ -13,10 +13,12 @@ from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import STAGES
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
+from fxpar.runtime.spans import RunSpan
 from fxpar.schedule import Action, Costs, Span, Transfer, simulate
 from fxpar.schedule.mini_batch import GroupAction, MiniBatchSchedule, blocking, simulate_mini_batch
 from fxpar.viz.inside import ACTION_PARTS, Inside
 
+MOST_RANKS = 32  # that a picture has lanes for
 Lengths = tuple[int, ...]  # of the sequences of a micro-batch
 
 
@@ -254,3 +256,20 @@ def _rounded(ms: float) -> float:
 
 def _rounded_all(times: dict[str, float]) -> dict[str, float]:
     return {name: _rounded(ms) for name, ms in times.items()}
+
+
+def measured_step(
+    groups: Sequence[StepGroup], ranks: Sequence[Sequence[RunSpan]], replicas: Sequence[Sequence[int]]
+) -> StepTimeline:
+    """One lane per rank, of the first 32. `ranks[r]` are the spans of rank r from the begin of its step, `replicas[r]`
+    its data-parallel replica in each group.
+
+    Ranks begin a step together up to the small all-reduce before it, so their clocks are not compared.
+    """
+    lanes = tuple(Lane((rank,), tuple(replicas[rank])) for rank in range(min(len(ranks), MOST_RANKS)))
+    spans = [
+        StepSpan(lane, span.kind, span.group, span.start_ms, span.end_ms, span.micro_batch, span.stage)
+        for lane in range(len(lanes))
+        for span in sorted(ranks[lane], key=lambda span: span.start_ms)
+    ]
+    return StepTimeline("measured", tuple(groups), lanes, tuple(spans))

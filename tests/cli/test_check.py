@@ -11,6 +11,7 @@ from rich.console import Console
 from fxpar.checking import CheckResult
 from fxpar.checking import driver as checking
 from fxpar.cli import check as cli_check
+from fxpar.ir.strategy import Strategy
 from tests.cli.helpers import fxpar
 
 KEYS = {
@@ -202,8 +203,8 @@ def test_error_inside_the_users_model(tmp_path):
 
 
 def test_columns_fit_the_terminal():
-    strategies = cli_check.parse_strategies(["dp2.cp2.tp4+sp+zero3"], (), None)
-    (result,) = [CheckResult(str(s), s.world, False, 1e-3, 1e-3, "a.b", {}, 1, 0, 0, 0, 1) for s in strategies]
+    strategy = Strategy.parse("dp2.cp2.tp4+sp+zero3")
+    result = CheckResult(str(strategy), strategy.world, False, 1e-3, 1e-3, "a.b", {}, 1, 0, 0, 0, 1)
     for width in (60, 80, 160):
         console = Console(width=width, force_terminal=True, no_color=True)
         shown = [column for column in cli_check.COLUMNS if column.width <= width]

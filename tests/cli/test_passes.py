@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from fxpar.cli.pass_needs import check_needs
+from fxpar.cli.run_pass import check_needs
 from fxpar.errors import PassNeedsError
 from fxpar.ir import pass_registry
 from fxpar.ir.graph import AnnotatedGraph

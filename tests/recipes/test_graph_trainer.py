@@ -16,7 +16,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is an extra")
 from fxpar.errors import PipelineNameError, UnsupportedRecipeError
 from fxpar.lowering import default_passes
 from fxpar.passes.bucket_collectives import BucketCollectives
-from fxpar.recipes import debug_data
+from fxpar.recipes import debug
 from fxpar.recipes import graph_trainer as recipes
 from fxpar.recipes import graph_trainer_api as host
 
@@ -24,7 +24,7 @@ from fxpar.recipes import graph_trainer_api as host
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     before = dict(host.PASS_PIPELINE_REGISTRY)
-    monkeypatch.setattr(debug_data, "hf_assets", lambda: "assets")
+    monkeypatch.setattr(debug, "hf_assets", lambda: "assets")
     yield host.PASS_PIPELINE_REGISTRY
     host.PASS_PIPELINE_REGISTRY.clear()
     host.PASS_PIPELINE_REGISTRY.update(before)

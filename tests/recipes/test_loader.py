@@ -20,7 +20,7 @@ from torchtitan.hf_datasets.text_datasets import (
 
 from fxpar.errors import DataRanksError, UnsupportedRecipeError
 from fxpar.recipes import torchtitan_api as titan
-from fxpar.recipes.debug_data import CHAT
+from fxpar.recipes.debug import CHAT
 from fxpar.recipes.documents import split_rows
 from fxpar.recipes.loader import LengthGroupedDataLoader
 

@@ -14,6 +14,7 @@ from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
 from fxpar.runtime.session import Session, _alone, with_multiples
 
+TWO = {64: "dp2", 512: "tp2"}
 BAD = [
     ("length_multiple", 0),
     ("length_multiple", "2"),
@@ -31,22 +32,24 @@ BAD = [
 @pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value}" for name, value in BAD])
 def test_a_value_of_another_kind_is_named(name, value):
     with pytest.raises(ParallelizeError, match=f"{name}=.* is no "):
-        ParallelizeOptions(**{name: value})
+        ParallelizeOptions(strategies=TWO, **{name: value})
 
 
 def test_a_planner_that_nobody_has_is_named_even_if_nothing_is_switched():
     with pytest.raises(PlannerError, match="did you mean 'relay'"):
-        ParallelizeOptions(planner="relayy")
+        ParallelizeOptions(strategies=TWO, planner="relayy")
 
 
 def test_an_execution_that_nobody_has_is_named_even_if_nothing_is_switched():
     with pytest.raises(ParallelizeError, match="did you mean 'p2p'"):
-        ParallelizeOptions(execution="p2pp")
+        ParallelizeOptions(strategies=TWO, execution="p2pp")
 
 
 def test_what_is_meant_is_taken():
-    ParallelizeOptions(planner="turns")
-    ParallelizeOptions(memory_budget_bytes=8e9, timeout_s=0.5, home={"*": "R"}, precision="bf16", planner="hotspa")
+    ParallelizeOptions(strategies=TWO, planner="turns")
+    ParallelizeOptions(
+        strategies=TWO, memory_budget_bytes=8e9, timeout_s=0.5, home={"*": "R"}, precision="bf16", planner="hotspa"
+    )
 
 
 def test_a_model_without_tokens_is_told_that_no_step_takes_it():

@@ -15,7 +15,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.hf_datasets.text_datasets import ChatDataLoader, HuggingFaceTextDataLoader
 from torchtitan.trainer import Trainer
 
-from fxpar.recipes import debug_data
+from fxpar.recipes import debug
 from fxpar.recipes.debug import debug_recipe
 from fxpar.recipes.stock import stock
 from tests.repeat import thinned
@@ -62,7 +62,7 @@ def test_validation(tmp_path):
         def made():
             config = recipe("llama3", strategies)
             config.training.steps = 2
-            data = HuggingFaceTextDataLoader.Config(dataset=debug_data.DATASET, infinite=True)
+            data = HuggingFaceTextDataLoader.Config(dataset=debug.DATASET, infinite=True)
             config.validator = kind.Config(enable=True, freq=1, steps=3, dataloader=data)
             return config
 

@@ -5,8 +5,7 @@ import io
 from rich.console import Console
 
 from fxpar.train.records import Totals
-from fxpar.train.summary import summary_lines
-from fxpar.train.view import LiveView, PlainView, open_view, step_line
+from fxpar.train.view import LiveView, PlainView, open_view, step_line, summary_lines
 from tests.train.test_metrics import steps
 
 

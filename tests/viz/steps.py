@@ -13,8 +13,7 @@ from fxpar.runtime.micro import replica_of
 from fxpar.runtime.spans import RunSpan
 from fxpar.schedule.mini_batch import MiniBatchSchedule
 from fxpar.viz.inside import Inside
-from fxpar.viz.measured import measured_step
-from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
+from fxpar.viz.step import Planned, StepGroup, StepTimeline, measured_step, predict_step
 from fxpar.viz.timeline import ShownStep
 from fxpar.viz.viewed import Viewed
 from tests.captured import llama

@@ -9,7 +9,7 @@ import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from fxpar.data import default_cache_dir, open_corpus
-from fxpar.recipes import debug_data
+from fxpar.recipes import debug
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.debug import debug_recipe
 
@@ -23,12 +23,12 @@ def small_corpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def opened(source: str, **options: Any) -> Any:
         return open_corpus(source, **options, glob=["json/*.py", "email/*.py"])
 
-    monkeypatch.setattr(debug_data, "open_corpus", opened)
+    monkeypatch.setattr(debug, "open_corpus", opened)
 
 
 @pytest.mark.usefixtures("small_corpus")
 def test_assets_are_what_torchtitan_loads():
-    folder = debug_data.hf_assets(vocab=300)
+    folder = debug.hf_assets(vocab=300)
     assert Path(folder).is_relative_to(default_cache_dir())
     tokenizer = HuggingFaceTokenizer(tokenizer_path=folder)
     assert tokenizer.get_vocab_size() <= 300
@@ -44,19 +44,19 @@ def test_assets_are_what_torchtitan_loads():
 
 @pytest.mark.usefixtures("small_corpus")
 def test_assets_are_made_once(monkeypatch):
-    folder = debug_data.hf_assets(vocab=300)
+    folder = debug.hf_assets(vocab=300)
     stamp = Path(folder).stat().st_mtime_ns
-    monkeypatch.setattr(debug_data, "train_tokenizer", None)  # a call would fail
-    assert debug_data.hf_assets(vocab=300) == folder
+    monkeypatch.setattr(debug, "train_tokenizer", None)  # a call would fail
+    assert debug.hf_assets(vocab=300) == folder
     assert Path(folder).stat().st_mtime_ns == stamp
     with pytest.raises(TypeError):
-        debug_data.hf_assets(vocab=301)
+        debug.hf_assets(vocab=301)
 
 
 @pytest.mark.usefixtures("small_corpus")
 def test_documents_are_those_of_the_corpus_in_a_fixed_order():
-    first, again = debug_data.documents(), debug_data.documents()
-    corpus = debug_data.open_corpus("python-stdlib", unit="definition")
+    first, again = debug.documents(), debug.documents()
+    corpus = debug.open_corpus("python-stdlib", unit="definition")
     in_order = [corpus.text(i) for i in range(len(corpus))]
     assert list(first["text"]) == list(again["text"])
     assert list(first["text"]) != in_order
@@ -65,9 +65,9 @@ def test_documents_are_those_of_the_corpus_in_a_fixed_order():
 
 def test_the_dataset_is_known_to_torchtitan(monkeypatch):
     monkeypatch.setattr(titan.text_datasets, "DATASETS", {})
-    name = debug_data.add_dataset()
+    name = debug.add_dataset()
     config = titan.text_datasets.DATASETS[name]
-    assert config.loader is debug_data.documents
+    assert config.loader is debug.documents
     assert config.sample_processor({"text": "x"}) == "x"
 
 

@@ -1,0 +1,400 @@
+"""The words of each command: a dataclass whose fields are its options, and whose docstring is its help.
+
+Nothing here imports torch. What a command does is in the module of its name; `fxpar.cli.app` puts both together.
+Annotations are read as values, so they are not postponed here.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from fxpar.cli.options import SUFFIX, Cluster, Debug, GraphSource, Json, Offered
+
+_STAGES = ("logical", "annotated", "exec")
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """Train a language model; each mini-batch switches between strategies by sequence length.
+
+    Starts its own local ranks, or is one of torchrun's. Exits with 130 after Ctrl-C.
+    """
+
+    config: Annotated[
+        str | None, typer.Argument(metavar="CONFIG.toml", help="What to train; see docs/train.md.", show_default=False)
+    ] = None
+    demo: Annotated[bool, typer.Option("--demo", help="A small Llama on the source of Python's library.")] = False
+    assignments: Annotated[
+        tuple[str, ...],
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the file; repeatable."),
+    ] = ()
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.", show_default=False)] = None
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks, as a check.", show_default=False)] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")] = False
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="static|S", help="Train again under one strategy (static: the longest's), and compare."),
+    ] = None
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the run's summary as JSON; - is stdout.", show_default=False),
+    ] = None
+    debug: Debug = False
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """Run all ranks of each strategy in this process; compare loss and gradients with one device.
+
+    Exits with 1 if a strategy misses or cannot be run.
+    """
+
+    source: Annotated[
+        GraphSource,
+        Offered(
+            "tokens options overrides world precision",
+            says={"dtype": "Dtype of the parameters; float64 checks to 1e-10."},
+        ),
+    ]
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            "--strategies",
+            "-s",
+            metavar="S,...",
+            help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1; none for the file of a lowered graph.",
+            show_default=False,
+        ),
+    ] = None
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON; - is stdout.")] = None
+    compile: Annotated[Literal["eager", "inductor"], typer.Option(help="How the graphs of the ranks run.")] = "eager"
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Largest relative error (default: by dtype).", show_default=False)
+    ] = None
+    packed: Annotated[
+        bool, typer.Option("--force-packing", help="Pack documents into rows without a proof that it is harmless.")
+    ] = False
+    padded: Annotated[bool, typer.Option("--force-padding", help="Pad rows although the model would see it.")] = False
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        if not self.strategies and not self.source.is_file:
+            raise typer.BadParameter("say which strategies to check", param_hint="--strategies")
+
+
+@dataclass(frozen=True)
+class DumpRequest:
+    """Print or save the graph of a model at one stage, or its pipeline's schedule. Weights are never allocated."""
+
+    source: Annotated[GraphSource, Offered(says={"storage": "Dtype in which ranks keep the parameters, if another."})]
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", "-s", help="Strategy, such as dp2.tp4+sp or pp4.tp2.")
+    ] = None
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[logical|annotated|exec|N]",
+            help="Default: exec with a strategy, logical without. N: this pipeline stage alone.",
+            show_default=False,
+        ),
+    ] = None
+    after: Annotated[
+        str | None,
+        typer.Option(metavar="PASS", help="The graph after this pass: a name or step of `fxpar passes`."),
+    ] = None
+    fqn: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only nodes of these modules, such as 'layers.0.*'.")
+    ] = None
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="As this rank runs it: its process groups, pieces and bytes.")
+    ] = None
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Print the pipeline's schedule instead of its graphs.")
+    ] = False
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Micro-batches of the schedule (default: one per pp rank).", show_default=False),
+    ] = None
+    format: Annotated[
+        Literal["text", "json", "dot", "graph"] | None,
+        typer.Option(help="Form of the output; graph, a file to load again, if FILE ends in .fxpar."),
+    ] = None
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")] = "-"
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Short for --format json --output FILE.", show_default=False)
+    ] = None
+    fold: Annotated[bool, typer.Option("--fold/--full", help="Print equal layers once, or all of them.")] = True
+    brief: Annotated[bool, typer.Option("--brief", help="Parameters and collectives only, no nodes.")] = False
+
+    def __post_init__(self) -> None:
+        named = self.strategy is not None or self.source.is_file  # a graph file may hold what a strategy made
+        if self.stage is not None and self.level is None and self.pipeline_stage is None:
+            known = ", ".join(map(repr, _STAGES))
+            why = f"{self.stage!r} is not one of {known}, and no number of a stage"
+            raise typer.BadParameter(why, param_hint="--stage")
+        if self.stage not in (None, "logical") and not named:
+            raise typer.BadParameter(f"stage {self.stage} needs a strategy", param_hint="--strategy")
+        if self.schedule and (self.stage is not None or not named):
+            raise typer.BadParameter("it needs a strategy, and takes no stage", param_hint="--schedule")
+        if self.micro_batches is not None and not self.schedule:
+            raise typer.BadParameter("it is for --schedule", param_hint="--micro-batches")
+        if self.after is not None and (self.strategy is None or (self.stage is not None and self.level is not None)):
+            raise typer.BadParameter("it needs a strategy, and no stage but that of a pipeline", param_hint="--after")
+
+    @property
+    def level(self) -> str | None:
+        """How far the graph has come; None if `--stage` does not say it."""
+        return self.stage if self.stage in _STAGES else None
+
+    @property
+    def pipeline_stage(self) -> int | None:
+        """The stage of a pipeline that `--stage` names; None for all of them."""
+        return int(self.stage) if self.stage and self.stage.isascii() and self.stage.isdigit() else None
+
+    @property
+    def target(self) -> str:
+        """The file to write, "-" for stdout."""
+        return self.output if self.json is None else self.json
+
+    @property
+    def form(self) -> str:
+        """text, json, dot or graph."""
+        if self.json is not None:
+            return "json"
+        return self.format or ("graph" if self.output.endswith(SUFFIX) else "text")
+
+
+@dataclass(frozen=True)
+class DiffRequest:
+    """Compare two strategies of a model, two graph files, or a graph before and after a pass."""
+
+    source: Annotated[GraphSource, Offered()]
+    other: Annotated[
+        str | None, typer.Argument(metavar="[OTHER]", help="A second graph file or MODEL.", show_default=False)
+    ] = None
+    strategy: Annotated[
+        tuple[str, ...],
+        typer.Option("--strategy", "-s", metavar="S", help="Strategy, such as dp2.tp4+sp; give it twice."),
+    ] = ()
+    strategies: Annotated[
+        str | None, typer.Option(metavar="S1,S2", help="Short for -s S1 -s S2.", show_default=False)
+    ] = None
+    passes: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="P1 P2", help="After these two passes (name or step).", show_default=False),
+    ] = None
+    before: Annotated[
+        str | None,
+        typer.Option(metavar="PASS", help="From before this pass; without --after: what it does.", show_default=False),
+    ] = None
+    after: Annotated[
+        str | None,
+        typer.Option(metavar="PASS", help="To after this pass; without --before: what it does.", show_default=False),
+    ] = None
+    fqn: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only these modules, such as 'layers.0'.", show_default=False)
+    ] = None
+    text: Annotated[bool, typer.Option("--text", "--nodes", help="Show the nodes that differ.")] = False
+    brief: Annotated[bool, typer.Option("--brief", help="The tables alone, without where nodes differ.")] = False
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the graphs differ.")] = False
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.text and self.brief:
+            raise typer.BadParameter("it is the opposite of --text", param_hint="--brief")
+        if self.passes is not None and (self.before is not None or self.after is not None):
+            raise typer.BadParameter("it goes without --before and --after", param_hint="--passes")
+
+
+@dataclass(frozen=True)
+class ExplainRequest:
+    """Say why a value lies as it does: the alternatives, what each would cost, and who asked for which reshard."""
+
+    source: Annotated[GraphSource, Offered()]
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NODE|FQN]",
+            help="A parameter or module (globs too), a node such as mm_3, a collective such as all_reduce_2. "
+            "Without: the strategy as a whole.",
+            show_default=False,
+        ),
+    ] = None
+    strategy: Annotated[
+        str | None,
+        typer.Option("--strategy", "-s", metavar="S", help="Strategy, such as dp2.tp4+sp.", show_default=False),
+    ] = None
+    stage: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="This pipeline stage alone.", show_default=False)
+    ] = None
+    passes: Annotated[bool, typer.Option("--passes", help="Also say what passes add for a parameter.")] = False
+    top: Annotated[int, typer.Option(min=1, help="Modules to list in the summary.")] = 12
+    json: Json = None
+
+
+@dataclass(frozen=True)
+class VizRequest:
+    """Draw a model under strategies: one page that opens offline, with graph, mesh, timeline and memory."""
+
+    source: Annotated[GraphSource, Offered("options overrides world precision cache")]
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")]
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy", "-s", metavar="S,...", help="Strategies, such as dp2.tp4+sp,pp2.tp4.", show_default=False
+        ),
+    ] = None
+    format: Annotated[
+        Literal["html", "json", "model-explorer"],
+        typer.Option(help="A page, its data, or graphs for Model Explorer with overlays beside them."),
+    ] = "html"
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What times are predicted for; by default usual GPUs, eight to a node."),
+    ] = None
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a row of a replica's micro-batch.", show_default=False)
+    ] = None
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of a mini-batch.", show_default=False)
+    ] = None
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the predicted step for Perfetto.", show_default=False)
+    ] = None
+    open: Annotated[bool, typer.Option("--open", help="Open the page, or Model Explorer, when it is written.")] = False
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """Predict what a strategy takes on the fullest rank, and in each pipeline stage. Nothing runs or is allocated."""
+
+    source: Annotated[
+        GraphSource,
+        Offered(
+            "options overrides world cache", says={"dtype": "Dtype of the parameters in the graph; masters are fp32."}
+        ),
+    ]
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="Strategy, such as 'dp2.tp4+sp+remat'.")]
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Tokens of one replica's micro-batch.", show_default=False),
+    ] = None
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False)
+    ] = None
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Micro-batches of a mini-batch; from 2 on gradients add up. Default: 2; with pp one per pp rank.",
+            show_default=False,
+        ),
+    ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Cluster, .toml or .json: its nodes, and what a device holds.", show_default=False
+        ),
+    ] = None
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.longest is not None and self.longest > self.tokens:
+            why = f"a document of {self.longest} tokens is longer than its row of {self.tokens}"
+            raise typer.BadParameter(why, param_hint="--longest")
+
+
+@dataclass(frozen=True)
+class SwitchRequest:
+    """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
+
+    source: Annotated[
+        GraphSource,
+        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of the weights on the wire."}),
+    ]
+    before: Annotated[str, typer.Option("--from", metavar="S1", help="Strategy before, such as pp2.tp16.")]
+    after: Annotated[str, typer.Option("--to", metavar="S2", help="Strategy after, such as dp8.tp4.")]
+    cluster: Cluster
+    planner: Annotated[
+        str,
+        typer.Option(
+            metavar="P", help="first_come, round_robin, hotspa, relay, auto (the fastest of them), or an installed one."
+        ),
+    ] = "auto"
+    json: Json = None
+
+
+@dataclass(frozen=True)
+class OrderRequest:
+    """Find the order in which the graphs of a mini-batch switch cheapest. Weights are never allocated."""
+
+    source: Annotated[
+        GraphSource,
+        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of weights and gradients on the wire."}),
+    ]
+    strategies: Annotated[
+        str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies of the graphs of a mini-batch.")
+    ]
+    cluster: Cluster
+    first: Annotated[str | None, typer.Option(metavar="S", help="Fix the first graph (the home layout).")] = None
+    planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay"
+    gradients: Annotated[
+        Literal["chain", "home", "none"],
+        typer.Option(help="Accumulated gradients go from graph to graph, straight home, or are not counted."),
+    ] = "chain"
+    by: Annotated[Literal["bytes", "seconds"], typer.Option(help="Least bytes between nodes, or least seconds.")] = (
+        "bytes"
+    )
+    keep_gb: Annotated[
+        float, typer.Option(min=0, help="Memory per device (1e9 bytes) for copies of earlier graphs as sources.")
+    ] = 0.0
+    json: Json = None
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """Measure devices, memory and links of this machine, and describe them in a cluster file.
+
+    Starts its own local ranks, or is one of torchrun's. Nothing else should run meanwhile.
+    """
+
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE.json", help="The cluster file to write; - is stdout.")
+    ] = "cluster.json"
+    ranks: Annotated[int, typer.Option(min=1, help="Local ranks that measure together, and the links between.")] = 1
+    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="About as long for each measurement.")] = 0.2
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank on a CPU, as run.threads of `train`.")] = 1
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: GPUs if there are enough.")
+    ] = "auto"
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False
+
+
+@dataclass(frozen=True)
+class PassesRequest:
+    """List the passes, describe one, or run one on a dumped graph and show what it changes."""
+
+    name: Annotated[str | None, typer.Argument(help="Show the whole description of this pass.", show_default=False)] = (
+        None
+    )
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Run the pass on the graph of `fxpar dump --after PASS -o FILE.fxpar`."),
+    ] = None
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the new graph.", show_default=False)
+    ] = None
+    options: Annotated[
+        tuple[str, ...], typer.Option("--set", metavar="FIELD=VALUE", help="Set an option of the pass; repeatable.")
+    ] = ()
+    text: Annotated[bool, typer.Option("--text", help="Show the nodes that changed.")] = False
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.on is not None and self.name is None:
+            raise typer.BadParameter("name the pass that is to run", param_hint="--on")
+        for word, given in (("--output", self.output), ("--set", self.options), ("--text", self.text)):
+            if given and self.on is None:
+                raise typer.BadParameter("it is for a pass that runs; name a graph file with --on", param_hint=word)
