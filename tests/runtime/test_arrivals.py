@@ -107,6 +107,7 @@ def test_a_compiled_graph_waits_for_everything(monkeypatch):
     begun = time.perf_counter()
     bound.prepare(params, arrivals=arrivals)
     assert time.perf_counter() - begun >= 0.04
+    assert not bound.is_flowing
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -121,6 +122,7 @@ def test_each_gradient_is_handed_over_when_it_is_final(micro_batches):
         run(*args, **kwargs)
         running.clear()
 
+    assert bound.is_flowing
     bound.run = last
     bound.prepare(params)
     bound.run_all(

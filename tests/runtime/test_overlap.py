@@ -109,6 +109,7 @@ def opened(make, overlap, rank, **options):
     model = parallel(make, **{"order": ORDER, "overlap": overlap, **options})
     engine, delays = model._session().engine, random.Random(rank)
     assert engine.options.overlap == overlap
+    assert engine._borders.flowing == (set(engine.bound) if engine.gradients.mode == "home" else set())
     if overlap:
         delayed(engine.switching, "to", delays)
         delayed(engine.gradients, "add", delays)
