@@ -148,7 +148,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         "# Model types of transformers",
         "",
         f"What fxpar does with each causal type of transformers {version('transformers')}, tiny and with random",
-        f"weights, in float64, under {', '.join(STRATEGIES)}, against plain torch on one sequence at a time. Made by `make sweep`.",
+        f"weights, in float64, under {', '.join(STRATEGIES)}, against plain torch on one sequence at a time.",
+        "Made by `make sweep`.",
         "",
         f"**{counts['equal']} equal, {counts['refused']} refused with the reason, {counts['wrong']} wrong**, of "
         f"{len(results)}. *Packed*: several documents share a row. *Padded*: lengths need not divide.",
