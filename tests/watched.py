@@ -15,7 +15,8 @@ _HARMFUL = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "urllib.", "f
 _HARMLESS = {"os.listdir", "os.scandir", "os.utime", "ctypes.dlsym", "ctypes.dlsym/handle"}
 _KNOWN = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fxpar", "rich", "opt_einsum", "triton"}
 _CALLED = re.compile(
-    r"torch\.ops\.(aten|fxpar|_c10d_functional)\.\w+\.\w+|(fxpar_(ops_layout|markers|collectives|runtime_runner)|torch|math)_\w+|device"
+    r"torch\.ops\.(aten|fxpar|_c10d_functional)\.\w+\.\w+|"
+    r"(fxpar_(ops_layout|markers|collectives|runtime_runner|runtime_bound)|torch|math)_\w+|device"
 )
 
 _BOXED = {"iter(args_list)", "next(args_iter)", "args_list.clear()"}  # how a function empties the list of its operands

@@ -80,7 +80,7 @@ def packed(rank):
 def test_a_model_that_knows_nothing_of_documents_is_packed():
     grads, groups, loss = packed()[0]
     assert largest_error(grads, alone(False)) < 1e-10
-    assert groups == [("dp2", 3, 1), ("cp2", 3, 2)]
+    assert sorted(groups) == [("cp2", 3, 2), ("dp2", 3, 1)]
     assert abs(loss - packed()[1][2]) < 1e-12
 
 
