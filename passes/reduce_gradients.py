@@ -65,7 +65,8 @@ class ReduceGradients:
                 continue
             target = DistConfig.replicated(body.mesh, body.ndim, body.dtype)
             if out.kind == "grad" and not self.whole:
-                target = _scattered(stored[out.fqn], graph) if early else stored[out.fqn]
+                lies = _scattered(stored[out.fqn], graph) if early else stored[out.fqn]
+                target = replace(lies, dtype=body.dtype)  # a sum is made in the dtype that its terms add up in
             if body == target:
                 results.append(node)
                 continue

@@ -105,7 +105,7 @@ class ParallelizeOptions:
     precision: Precision | str | None = field(
         default=None, metadata=_only(str | Precision | None, 'precision; write its text, such as "bf16"')
     )
-    loss_scale: float | None = None
+    loss_scale: float | None = field(default=None, metadata=_only(int | float | None, "number above 0, such as 2**16"))
     deterministic: bool = False
     record: bool = False
     timeout_s: float | None = field(default=None, metadata=_only(int | float | None, "number of seconds above 0"))
@@ -115,7 +115,7 @@ class ParallelizeOptions:
     compiled: CompiledModel | None = None
     initializer: Callable[[nn.Module], object] | None = None
     meta_init: Literal["slice", "whole"] = "slice"
-    seed: int = 0
+    seed: int = field(default=0, metadata={"kinds": int, "meant": "whole number", "signed": True})
 
     def __post_init__(self) -> None:
         hints = get_type_hints(ParallelizeOptions)
@@ -125,9 +125,11 @@ class ParallelizeOptions:
             if words and value not in words:
                 wanted = f"none of {', '.join(words)}{nearest(str(value), words)}"
                 raise ParallelizeError(f"{one.name}={value!r} is {wanted}")
+            if bool in (hint, *get_args(hint)) and not isinstance(value, hint):  # else "no" would be yes
+                raise ParallelizeError(f"{one.name}={value!r} is no truth value: write True or False")
             if "kinds" in one.metadata:
                 fits = isinstance(value, one.metadata["kinds"]) and not isinstance(value, bool)
-                if not fits or (isinstance(value, int | float) and value <= 0):
+                if not fits or (isinstance(value, int | float) and value <= 0 and "signed" not in one.metadata):
                     raise ParallelizeError(f"{one.name}={value!r} is no {one.metadata['meant']}")
         planners = (*planner_names(), TURNS)
         if self.planner not in planners:

@@ -230,6 +230,20 @@ def test_masters_in_fp32_around_a_bf16_graph(narrow, strategy):
             assert c.sent.dtype == F32
 
 
+@pytest.mark.parametrize(
+    ("strategy", "reduce"),
+    [("dp2+zero2", None), *(pytest.param("dp2.tp2+sp+zero3", to, marks=pytest.mark.nightly) for to in (None, BF16))],
+    ids=str,
+)
+def test_a_bf16_graph_for_the_store_scatters_what_adds_up_in_fp32(narrow, strategy, reduce):
+    program = lower(narrow.graph, strategy, for_store=True, accumulate=F32, reduce=reduce)
+    scattered = [c.sent.dtype for c in program.communications() if c.kind == "reduce_scatter"]
+    assert set(scattered) <= {BF16, F32}
+    assert F32 in scattered
+    grads = [stored for out, stored in zip(program.outputs, program.stored_outputs, strict=True) if out.kind == "grad"]
+    assert {stored.dist.dtype for stored in grads} == {reduce or F32}
+
+
 @pytest.mark.parametrize("strategy", ["dp2", "dp2+zero2", "dp2+zero3"])
 def test_fp32_masters_give_the_bf16_gradients(narrow, strategy):
     """Parameters whose fp32 value is a bf16 value: on one micro-batch the gradients are those of the bf16 graph."""

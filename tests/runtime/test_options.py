@@ -26,6 +26,13 @@ BAD = [
     ("cost", 3),
     ("home", "R"),
     ("precision", torch.bfloat16),
+    ("packed", "false"),  # it would be taken for True: rows without a proof
+    ("packed", 0),
+    ("overlap", "no"),
+    ("monitor", "off"),
+    ("loss_scale", 0),
+    ("loss_scale", "2**16"),
+    ("seed", 1.5),
 ]
 
 
@@ -50,6 +57,7 @@ def test_what_is_meant_is_taken():
     ParallelizeOptions(
         strategies=TWO, memory_budget_bytes=8e9, timeout_s=0.5, home={"*": "R"}, precision="bf16", planner="hotspa"
     )
+    ParallelizeOptions(strategies=TWO, seed=-1, loss_scale=1, packed=False, monitor=False)
 
 
 def test_a_model_without_tokens_is_told_that_no_step_takes_it():
