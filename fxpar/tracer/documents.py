@@ -23,7 +23,8 @@ from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.attention import scaled_dot_product_attention
 from fxpar.tracer.context import CaptureContext, MaskRule, current
 
-_SAME_POSITIONS = TAKES | {torch.ops.aten._to_copy.default}
+aten = torch.ops.aten
+_SAME_POSITIONS = TAKES | {aten._to_copy.default}
 _PACKED: ContextVar[Tensor | None] = ContextVar("fxpar_packed", default=None)
 
 
