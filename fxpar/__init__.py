@@ -72,6 +72,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Strategy",
+    "Weights",
     "__version__",
     "capture",
     "check",

@@ -62,8 +62,8 @@ def materialize(
     nothing would fill. All ranks call it.
 
     `whole`: parameters are whole one module at a time, and torch's generator draws them: the values of one device, if
-    all ranks' generators are in the same state. What is `given` its values later stays zero, and modules that have nothing
-    else are left alone.
+    all ranks' generators are in the same state. What is `given` its values later stays zero, and modules that have
+    nothing else are left alone.
     """
     first = {alias: fqn for fqn, aliases in names.items() for alias in aliases}
     uses = {fqn: len(aliases) for fqn, aliases in names.items()}

@@ -19,7 +19,14 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "v
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS = {
     "llama": {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2},
-    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 30, "n_positions": 32, **NO_DROPOUT},  # tied, names of its own
+    "gpt2": {
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "vocab_size": 30,
+        "n_positions": 32,
+        **NO_DROPOUT,
+    },  # tied, names of its own
     "gemma2": {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 4},  # tied, buffers
 }
 
@@ -57,7 +64,8 @@ def trained_here(model, steps=2):
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly), pytest.param("gemma2", marks=pytest.mark.nightly)]
+    "kind",
+    ["gpt2", pytest.param("llama", marks=pytest.mark.nightly), pytest.param("gemma2", marks=pytest.mark.nightly)],
 )
 def test_there_and_back(tmp_path, kind):
     """From a folder in several files, on meta, over two ranks, to a folder in several files: as plain torch does it."""
@@ -117,7 +125,7 @@ def test_one_process_writes_floats_in_the_dtype_asked_for(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
     save_weights(Small(), tmp_path / "out")
-    with pytest.raises(CheckpointWriteError, match="is there already. Name a folder that is empty"):
+    with pytest.raises(CheckpointWriteError, match=r"is there already\. Name a folder that is empty"):
         save_weights(Small(), tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointWriteError, match="cannot be written: NotADirectoryError"):

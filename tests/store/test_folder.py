@@ -111,7 +111,7 @@ def test_both_names_of_a_tied_weight(tmp_path):
     assert torch.equal(model.head.weight, state["embed.weight"])
     other = {**state, "head.weight": state["embed.weight"] + 1}
     given = Given.to(model, write(tmp_path / "other", other))
-    with pytest.raises(WeightsFolderError, match="'embed.weight' and 'head.weight' with different values"):
+    with pytest.raises(WeightsFolderError, match=r"'embed\.weight' and 'head\.weight' with different values"):
         given.fill_module(model)
 
 
@@ -152,7 +152,7 @@ def test_folders_that_cannot_be_read(tmp_path, damage, message):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(WeightsFolderError, match="is no folder. Nothing is downloaded"):
+    with pytest.raises(WeightsFolderError, match=r"is no folder\. Nothing is downloaded"):
         WeightsFolder.open(tmp_path / "meta-llama")
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsFolderError, match=r"has no \*\.safetensors$"):
