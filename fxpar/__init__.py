@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fxpar.ir.strategy import Strategy
     from fxpar.lowering import lower
     from fxpar.runtime.options import compile_strategies
+    from fxpar.store.folder import Weights
     from fxpar.tracer import capture
     from fxpar.transport.redistribute import redistribute
 
@@ -44,6 +45,7 @@ _WHERE = {
     "Replicate": "fxpar.ir.dist_config",
     "Shard": "fxpar.ir.dist_config",
     "Strategy": "fxpar.ir.strategy",
+    "Weights": "fxpar.store.folder",
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
     "compile_strategies": "fxpar.runtime.options",
@@ -70,6 +72,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Strategy",
+    "Weights",
     "__version__",
     "capture",
     "check",

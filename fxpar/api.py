@@ -105,6 +105,9 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       `reset_parameters`. It is called on one module at a time, children first, on every rank alike. Parameters show
       their whole shape, but only this rank's slices are filled, by element number: values are the same for any world.
       `meta_init="whole"`: whole parameters by torch's generator instead, the values that one device draws.
+    - `weights`: a local folder of safetensors, as Hugging Face writes it, that the model starts from: each rank reads
+      its slices, so a model on the meta device is whole nowhere. `fxpar.Weights(folder, missing=["*.lora_*"])` lets the
+      model have more than the folder.
 
     Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
     """

@@ -33,6 +33,12 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         ("fxpar train --demo", "fxpar train run.toml --steps 10 --compare static"),
     ),
     (
+        "export",
+        "Write a checkpoint's weights as a folder of safetensors.",
+        commands.ExportRequest,
+        ("fxpar export runs/chat llama-chat --dtype bf16",),
+    ),
+    (
         "check",
         "Check strategies: loss and gradients against one device.",
         commands.CheckRequest,

@@ -108,10 +108,11 @@ def recorded(build: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def model_files(model: LoadedModel, spec: str) -> Iterator[Path]:
-    """Python files that the model comes from: those that define its modules and its loss, and of a user's function the
-    file itself and all imported ones beside it or below the current folder, of a loader of another package all imported
-    ones of that package.
+    """Files that the model comes from: what its loader names; Python files that define its modules and its loss; of a
+    user's function the file itself and all imported ones beside it or below the current folder, of a loader of another
+    package all imported ones of that package.
     """
+    yield from (path.resolve() for path in model.files)
     modules = {type(part).__module__ for part in model.model.modules()} | {getattr(model.loss_fn, "__module__", "")}
     own = Path(fxpar.__file__).parent
     skipped = (own, own.parent / "passes", Path(sysconfig.get_path("stdlib")), _folder_of("torch"))

@@ -373,6 +373,17 @@ class ProfileRequest:
 
 
 @dataclass(frozen=True)
+class ExportRequest:
+    """Write the weights of a checkpoint as safetensors, for transformers and others. One process, without the model."""
+
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of a run: its latest one.")
+    ]
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write; it must be empty, or not exist.")]
+    dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bf16; by default as trained.")] = None
+
+
+@dataclass(frozen=True)
 class PassesRequest:
     """List the passes, describe one, or run one on a dumped graph and show what it changes."""
 

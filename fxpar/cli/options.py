@@ -11,8 +11,8 @@ import typer
 
 SUFFIX = ".fxpar"  # of graph files
 _MODEL_HELP = (
-    "hf:TYPE or hf:TYPE@SIZE (transformers), pkg.module:function, file.py:function, or llama, gpt, vit, mlp (built in)."
-    " Or FILE.fxpar, a graph that `fxpar dump -o` wrote."
+    "hf:TYPE, hf:TYPE@SIZE or hf:./FOLDER (transformers), pkg.module:function, file.py:function, or llama, gpt, vit, "
+    "mlp (built in). Or FILE.fxpar, a graph that `fxpar dump -o` wrote."
 )
 
 Cluster = Annotated[

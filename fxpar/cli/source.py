@@ -296,7 +296,7 @@ def _words(source: GraphSource) -> dict[str, Any]:
         "tokens": source.tokens,
         "options": list(source.options),
     }
-    if is_function(source):
+    if is_function(source) or "/" in source.model or source.model.startswith(("hf:.", "hf:~")):
         words["folder"] = str(Path.cwd())  # decides what a path or the name of a package means
     return words
 

@@ -55,6 +55,13 @@ class Tokenizer:
         """The text of ids, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def save(self, path: str | Path) -> None:
+        """Write a `tokenizer.json`, which transformers reads too. Raises TokenizerError."""
+        try:
+            self._backend.save(str(path))
+        except Exception as error:  # the library has no class of its own
+            raise TokenizerError(str(path), f"cannot be written: {error}") from error
+
     def _with_end(self, ids: np.ndarray) -> np.ndarray:
         # Some files append their end token themselves.
         if self.end_id is None or (len(ids) and ids[-1] == self.end_id):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from fxpar.errors.base import FxparError, one_line
 
@@ -209,6 +209,26 @@ class CheckpointMismatchError(CheckpointError):
 
 class CheckpointValueError(CheckpointError):
     """Something to save is neither a tensor nor a plain value."""
+
+
+class WeightsFolderError(FxparError):
+    """A folder that weights cannot be read from, or written to."""
+
+    def __init__(self, folder: object, why: str) -> None:
+        self.folder, self.why = str(folder), one_line(why, None)
+        super().__init__(f"weights in {self.folder!r}: the folder {self.why}")
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (self.folder, self.why)
+
+
+class WeightsMismatchError(FxparError):
+    """A folder holds the weights of another model; nothing was loaded."""
+
+    def __init__(self, folder: object, problems: str, options: Sequence[str]) -> None:
+        ways = " or ".join(f"{option}=[globs]" for option in options)
+        allow = f". If that is meant, allow it: {ways}" if ways else ""
+        super().__init__(f"weights in {str(folder)!r} are of another model; {problems}{allow}. Nothing was loaded")
 
 
 class MetaBufferError(FxparError):

@@ -37,6 +37,13 @@ class ModelConfigError(FxparError):
         )
 
 
+class ModelFolderError(FxparError):
+    """A folder that is no model of transformers."""
+
+    def __init__(self, folder: str, why: str) -> None:
+        super().__init__(f"model 'hf:{folder}': the folder {why}")
+
+
 class PresetError(FxparError):
     """A published configuration that fxpar does not know."""
 

@@ -272,6 +272,17 @@ class CheckpointModelError(FxparError):
         super().__init__(f"checkpoint {path} does not fit this run: {what}")
 
 
+class TrainedParametersError(FxparError):
+    """A glob of `model.train` that names no parameter."""
+
+    def __init__(self, glob: str, names: Iterable[str]) -> None:
+        known = list(names)
+        super().__init__(
+            f"model.train: {glob!r} names no parameter of the model{nearest(glob, known)}. Parameters are called "
+            f"{', '.join(known[:3])}{', ...' * (len(known) > 3)}"
+        )
+
+
 class ForeignGraphPassError(FxparError):
     """A pass of fxpar that cannot run on a graph of torchtitan's graph_trainer, or has done it harm."""
 

@@ -1,9 +1,15 @@
-"""`hf:TYPE` and `hf:TYPE@SIZE`: randomly initialised decoders of transformers. Nothing is ever downloaded."""
+"""`hf:TYPE` and `hf:TYPE@SIZE`: randomly initialised decoders of transformers; `hf:./FOLDER`: one with its weights.
+
+Nothing is ever downloaded, and nothing of a folder is run: its configuration is JSON, its weights are safetensors.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +19,7 @@ from fxpar import losses
 from fxpar.errors import (
     MissingPackageError,
     ModelConfigError,
+    ModelFolderError,
     ModelOptionError,
     ModelTypeError,
     PresetError,
@@ -20,11 +27,13 @@ from fxpar.errors import (
 )
 from fxpar.models.batches import TOKENS, token_batches
 from fxpar.models.hf_shrink import LAYER_NAMES, tiny
-from fxpar.models.loaded import LoadedModel
+from fxpar.models.loaded import LoadedModel, folder_of
 from fxpar.models.options import typed
 from fxpar.models.perturb import perturb
 from fxpar.models.presets import PRESETS
+from fxpar.store.folder import Given
 
+CONFIG = "config.json"
 FULL_LENGTH = 4096
 # Numbers of experts: a configuration that has more than one of them routes tokens by their values (and a type that is
 # named for it does so with one).
@@ -50,20 +59,85 @@ def load_hf(
     tokens: Sequence[int] | None,
     noise: bool = True,
 ) -> LoadedModel:
-    """Build the model that `name` (`llama`, `llama@8b`) stands for, with options as texts.
+    """Build the model that `name` (`llama`, `llama@8b`, `./folder`) stands for, with options as texts.
 
-    Raises MissingPackageError, ModelTypeError, PresetError, ModelOptionError, ModelConfigError.
+    Raises MissingPackageError, ModelTypeError, PresetError, ModelOptionError, ModelConfigError, ModelFolderError, and
+    for weights of a folder what `fxpar.store.folder.Given.to` raises.
     """
+    folder = folder_of(f"hf:{name}")
+    if folder is not None:
+        return _load_folder(name, folder, given, dtype, device, seed, tokens)
     model_type, at, size = name.partition("@")
     defaults = default_config(model_type)
     config = make_config(model_type, defaults, size if at else None, given)
     model = build(model_type, config, dtype, device, seed, noise=noise)
-    vocab = config.get_text_config().vocab_size
     # A published configuration is looked at rather than run, at a length that fits its size.
-    lengths = tuple(tokens or ((FULL_LENGTH,) if at else TOKENS))
-    batches = token_batches(lengths, vocab, seed, positions=False)
+    return _loaded(name, model, seed, tokens or ((FULL_LENGTH,) if at else TOKENS))
+
+
+def _load_folder(
+    name: str,
+    folder: Path,
+    given: Mapping[str, str],
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    tokens: Sequence[int] | None,
+) -> LoadedModel:
+    """With the weights of the folder, but on the meta device: there it says which folder they are in."""
+    defaults = _folder_config(folder)
+    model_type = defaults.model_type
+    config = _with_options(f"the configuration in {folder}", defaults, given)
+    model = build(model_type, config, dtype, device, seed, noise=False)
+    if device != "meta":
+        Given.to(model, folder).fill_module(model)
+    found = _loaded(name, model, seed, tokens or ((FULL_LENGTH,) if device == "meta" else TOKENS))
+    return replace(found, weights=str(folder), files=(folder / CONFIG,))
+
+
+def _folder_config(folder: Path) -> Any:
+    """Raises ModelFolderError, ModelTypeError, ModelConfigError, MissingPackageError."""
+    try:
+        with open(folder / CONFIG, encoding="utf-8") as file:
+            kind = json.load(file)["model_type"]
+        if not isinstance(kind, str):
+            raise TypeError(kind)
+    except OSError as error:
+        why = f"has no {CONFIG} that can be read ({error.strerror}). Nothing is downloaded: name a local folder"
+        raise ModelFolderError(str(folder), why) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFolderError(str(folder), f"has a {CONFIG} that names no model_type of transformers") from error
+    default_config(kind)  # whether it is a dense decoder
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    try:
+        words = {"local_files_only": True, "trust_remote_code": False}
+        config = _quietly(AutoConfig.from_pretrained, str(folder), **words)
+    except Exception as error:
+        raise ModelConfigError(kind, error) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelFolderError(str(folder), "holds compressed weights (quantization_config): save them in bf16 or fp32")
+    refuse_experts(kind, config.to_dict())
+    return config
+
+
+def _with_options(what: str, config: Any, given: Mapping[str, str]) -> Any:
+    """Raises ModelOptionError."""
+    known, other_names = config.to_dict(), dict(config.attribute_map)
+    for key, text in given.items():
+        name = other_names.get(key, key)
+        if name not in known:
+            raise ModelOptionError.unknown(key, what, [*known, *other_names])
+        setattr(config, name, typed(key, text, known[name]))
+    return config
+
+
+def _loaded(name: str, model: Any, seed: int, lengths: Sequence[int]) -> LoadedModel:
+    vocab = model.config.get_text_config().vocab_size
+    batches = token_batches(tuple(lengths), vocab, seed, positions=False)
     example = {key: batches[0][key] for key in ("input_ids", "labels")}  # the model makes positions of its own
-    return LoadedModel(f"hf:{name}", model, losses.causal_lm, example, batches)
+    initializer = getattr(model, "_init_weights", None)
+    return LoadedModel(f"hf:{name}", model, losses.causal_lm, example, batches, initializer=initializer)
 
 
 def default_config(model_type: str) -> Any:

@@ -12,6 +12,7 @@ from fxpar.models.builtin import EXAMPLES, load_example
 from fxpar.models.loaded import LoadedModel
 from fxpar.models.loaders import check_loaded, loader_of, prefix_of
 from fxpar.models.user_function import load_function
+from fxpar.precision.precision import DTYPES_BY_NAME
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -29,11 +30,12 @@ def load(
     """Load a model by its name on the command line.
 
     `spec` is `hf:TYPE` (a tiny random decoder of transformers), `hf:TYPE@SIZE` (a published configuration, see
-    `presets`, or `@default`), `pkg.module:function`, `file.py:function`, a built-in example (`llama`, `gpt`, `vit`,
-    `mlp`), or `PREFIX:NAME` with a prefix of another package (entry-point group `fxpar.models`). `options` are texts by
-    name. On device "meta" no weight is allocated. `tokens` are the lengths of the micro-batches (row counts for models
-    without tokens); a user's function brings its own. `noise` makes errors of a check show (see `perturb`); a model
-    that is to be trained wants none.
+    `presets`, or `@default`), `hf:./FOLDER` (a local folder as transformers writes it, with its weights),
+    `pkg.module:function`, `file.py:function`, a built-in example (`llama`, `gpt`, `vit`, `mlp`), or `PREFIX:NAME` with
+    a prefix of another package (entry-point group `fxpar.models`). `options` are texts by name. On device "meta" no
+    weight is allocated. `tokens` are the lengths of the micro-batches (row counts for models without tokens); a user's
+    function brings its own. `noise` makes errors of a check show (see `perturb`); a model that is to be trained wants
+    none.
 
     Raises UnknownModelError, DtypeError and what the loaders raise.
     """
@@ -55,7 +57,9 @@ def load(
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """torch.float64 for "float64". Raises DtypeError."""
+    """torch.bfloat16 for "bfloat16" and "bf16". Raises DtypeError."""
+    if name in DTYPES_BY_NAME:
+        return DTYPES_BY_NAME[name]
     if name not in DTYPES:
         raise DtypeError(name, DTYPES)
     return getattr(torch, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ class LoadedModel:
 
     `loss_fn(model, batch)` returns the sum over valid tokens (rows of a model that has no tokens). Without `has_values`
     the batches are zeros of the right shapes, as a function that makes them on the meta device gives no others.
+    `weights` is the folder that a model on the meta device is to be filled from, `files` what it was made from beside
+    Python code, `initializer` fills what one module has itself (see `fxpar.parallelize`).
     """
 
     name: str
@@ -28,6 +31,9 @@ class LoadedModel:
     example_batch: Batch
     batches: tuple[Batch, ...]
     has_values: bool = True
+    weights: str | None = None
+    files: tuple[Path, ...] = ()
+    initializer: Callable[[nn.Module], object] | None = None
 
     def params(self) -> dict[str, Tensor]:
         """Parameters by FQN, a tied one once, detached."""
@@ -39,6 +45,13 @@ class LoadedModel:
     def scale(self) -> float:
         """1/(valid tokens of all micro-batches): with it, the sum of the losses is the mean."""
         return mean_scale(self.batches)
+
+
+def folder_of(spec: str) -> Path | None:
+    """The folder that MODEL stands for, `hf:./FOLDER`: it has a slash, or begins with a dot or a tilde."""
+    name = spec.removeprefix("hf:")
+    is_folder = name != spec and ("/" in name or name.startswith((".", "~")))
+    return Path(name).expanduser() if is_folder else None
 
 
 def mean_scale(batches: Sequence[Batch]) -> float:

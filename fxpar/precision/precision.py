@@ -21,10 +21,10 @@ import torch
 
 from fxpar.errors import PrecisionDtypeError, PrecisionSyntaxError, nearest
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 # Sums of fp16 gradients overflow, and only the loss is scaled: it serves for parameters and activations.
-_SUMS = {name: dtype for name, dtype in _DTYPES.items() if name != "fp16"}
+_SUMS = {name: dtype for name, dtype in DTYPES_BY_NAME.items() if name != "fp16"}
 _AS_CAPTURED = "captured"
 _ISLANDS = ("norms", "softmax", "loss")
 _FLAGS = ("reduce=bf16", "accumulate=fp32", "fp32(...)", "low(...)")
@@ -103,7 +103,7 @@ class Precision:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in _DTYPES.items() if known == dtype)
+    return next(name for name, known in DTYPES_BY_NAME.items() if known == dtype)
 
 
 def _check_dtype(field: str, dtype: torch.dtype | None) -> None:
@@ -113,18 +113,18 @@ def _check_dtype(field: str, dtype: torch.dtype | None) -> None:
 
 
 def _known(field: str) -> dict[str, torch.dtype]:
-    return _DTYPES if field == "param_dtype" else _SUMS
+    return DTYPES_BY_NAME if field == "param_dtype" else _SUMS
 
 
 def _dtype(text: str, word: str, field: str = "param_dtype") -> torch.dtype:
     word = _LONG.get(word, word)
-    if word in _DTYPES and word not in _known(field):
+    if word in DTYPES_BY_NAME and word not in _known(field):
         raise PrecisionDtypeError.unusable(field, word, _known(field))
-    if word not in _DTYPES:
-        known = (*_DTYPES, _AS_CAPTURED) if field == "param_dtype" else tuple(_DTYPES)
+    if word not in DTYPES_BY_NAME:
+        known = (*DTYPES_BY_NAME, _AS_CAPTURED) if field == "param_dtype" else tuple(DTYPES_BY_NAME)
         why = f"unknown dtype {word!r}{nearest(word, (*known, *_LONG)) or '.'} Dtypes are {', '.join(known)}"
         raise PrecisionSyntaxError(text, word, why)
-    return _DTYPES[word]
+    return DTYPES_BY_NAME[word]
 
 
 def _parse_flag(text: str, flag: str) -> dict:

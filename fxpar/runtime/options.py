@@ -35,6 +35,7 @@ from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.gradients import Mode
 from fxpar.runtime.runner import Backend
+from fxpar.store.folder import Weights
 from fxpar.switch.by_turns import TURNS
 from fxpar.switch.planners import planner_names
 from fxpar.tracer import capture
@@ -115,6 +116,9 @@ class ParallelizeOptions:
     compiled: CompiledModel | None = None
     initializer: Callable[[nn.Module], object] | None = None
     meta_init: Literal["slice", "whole"] = "slice"
+    weights: Weights | str | os.PathLike[str] | None = field(
+        default=None, metadata=_only(Weights | str | os.PathLike | None, "folder of weights, such as './llama-8b'")
+    )
     seed: int = field(default=0, metadata={"kinds": int, "meant": "whole number", "signed": True})
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ from fxpar.runtime.spans import Recorder
 from fxpar.runtime.storage import activation_bytes, open_storage, overlapped
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport, WeightStore, check_order
+from fxpar.store.folder import Given
 from fxpar.torch_api.hooks import hooked_modules
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
@@ -168,6 +169,7 @@ def _open(
     names = strategy_names([group.strategy for group in groups])
     device = _device(module)
     cluster = cluster_here(options.cluster, world, device)
+    given = None if options.weights is None else Given.to(module, options.weights)
     compiled = options.compiled or compile_strategies(
         module, strategies, loss, example, options.token_budget, options.precision, options.packed, options.passes
     )
@@ -203,7 +205,7 @@ def _open(
     def activations() -> int:
         return activation_bytes(ordered, groups, packed, compiled.lengths)
 
-    store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options, activations)
+    store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options, activations, given)
     memory, overlap = overlapped(memory, ordered, device, world_group, options)
     transport = _transport(options, process_groups, device, overlap)
     engine = Engine(

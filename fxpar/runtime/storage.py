@@ -28,6 +28,7 @@ from fxpar.store import (
     param_specs,
     wire_layout,
 )
+from fxpar.store.folder import Given, Read
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.store.memory import overlapped_gradient_bytes
 from fxpar.switch import layout_of
@@ -43,9 +44,11 @@ def open_storage(
     cluster: ClusterSpec,
     options: ParallelizeOptions,
     activations: Callable[[], int],
+    given: Given | None = None,
 ) -> tuple[WeightStore, SwitchSchedule, MemoryReport]:
     """Decide what stays in memory, allocate it, and take the parameters home. `activations()` are their bytes; they are
-    only asked for if there is a budget, as predicting them takes about a tenth of the time of lowering.
+    only asked for if there is a budget, as predicting them takes about a tenth of the time of lowering. Values that are
+    `given` are read by this rank's slices.
     """
     specs = param_specs(next(iter(programs.values())))
     home = home_layout(specs, world, options.home)
@@ -86,8 +89,25 @@ def open_storage(
     on_meta = is_on_meta(module)
     store.adopt(module, names)
     if on_meta:
-        materialize(module, store, names, options.initializer, options.meta_init == "whole")
+        taken = () if given is None else given.names
+        materialize(module, store, names, options.initializer, options.meta_init == "whole", taken)
+    if given is not None:
+        _read_home(given, module, store)
     return store, schedule_of(kept), memory
+
+
+def _read_home(given: Given, module: nn.Module, store: WeightStore) -> None:
+    """Masters by slice, all else (buffers, parameters that no graph has) whole."""
+    others = module.state_dict(keep_vars=True)
+
+    def put(name: str, read: Read) -> None:
+        if name in store.home.params:
+            store.fill_slice(name, read(store.home_box(name)))
+        else:
+            others[name].copy_(read([(0, size) for size in others[name].shape]))
+
+    with torch.no_grad():
+        given.fill(put)
 
 
 def overlapped(

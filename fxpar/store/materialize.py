@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,7 @@ class _Filling:
     initializer: Initializer | None
     seed: int | None
     uses: dict[str, int]
+    given: Collection[str]
     slices: dict[str, Slice] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
@@ -50,6 +51,7 @@ def materialize(
     names: Mapping[str, tuple[str, ...]],
     initializer: Initializer | None = None,
     whole: bool = False,
+    given: Collection[str] = (),
 ) -> None:
     """Fill every module that has meta tensors of its own, children before their parents, and keep this rank's pieces.
 
@@ -60,15 +62,16 @@ def materialize(
     nothing would fill. All ranks call it.
 
     `whole`: parameters are whole one module at a time, and torch's generator draws them: the values of one device, if
-    all ranks' generators are in the same state.
+    all ranks' generators are in the same state. What is `given` its values later stays zero, and modules that have
+    nothing else are left alone.
     """
     first = {alias: fqn for fqn, aliases in names.items() for alias in aliases}
     uses = {fqn: len(aliases) for fqn, aliases in names.items()}
     seed = None if whole else _shared_seed(store.device)
-    work = _Filling(store, first, initializer, seed, uses)
+    work = _Filling(store, first, initializer, seed, uses, given)
     for prefix, owner in _children_first(module, ""):
         _fill_module(prefix, owner, work)
-    missing = [fqn for fqn in work.left if fqn not in work.filled]
+    missing = [fqn for fqn in work.left if fqn not in work.filled and fqn not in given]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         warn(
@@ -99,8 +102,14 @@ def _children_first(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mo
 def _fill_module(prefix: str, owner: nn.Module, work: _Filling) -> None:
     own = [name for name, _ in owner.named_parameters(recurse=False)]
     fqns = {name: work.first[_join(prefix, name)] for name in own}
-    empty = [name for name, b in owner.named_buffers(recurse=False) if b.device.type == "meta"]
-    if not own and not empty:
+    empty = []
+    for name, buffer in list(owner.named_buffers(recurse=False)):
+        if buffer.device.type == "meta" and _join(prefix, name) in work.given:
+            value = torch.zeros_like(buffer, device=work.store.device)
+            owner.register_buffer(name, value, name not in owner._non_persistent_buffers_set)
+        elif buffer.device.type == "meta":
+            empty.append(name)
+    if not empty and all(fqn in work.given for fqn in fqns.values()):
         return
     run = work.initializer or getattr(type(owner), "reset_parameters", None)
     if run is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from fxpar.batching import length_groups
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
 from fxpar.ir.strategy import Strategy
+from fxpar.models.loaded import folder_of
 from fxpar.precision import Precision
 from fxpar.train.schema import from_table, shown
 
@@ -23,10 +24,16 @@ _POSITIVE: dict[str, Any] = {"least": 1}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model; `options` are those of `--set` of the other commands."""
+    """Which model; `options` are those of `--set` of the other commands. It starts from the safetensors in the folder
+    `weights` (by default those of `hf:./FOLDER`), which may lack the parameters of the globs `missing`. Only parameters
+    of the globs `train` are trained.
+    """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    missing: list[str] | None = None
+    train: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -219,8 +226,32 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
     if problems:
         raise ConfigError(source, problems)
     config = TrainConfig(name=name, strategies=strategies, **sections)
+    config = replace(config, data=replace(config.data, tokenizer=_tokenizer(config, problems)))
+    if problems:
+        raise ConfigError(source, problems)
     check_together(config, source)
     return config
+
+
+def _tokenizer(config: TrainConfig, problems: list[str]) -> str | None:
+    """The file of the tokenizer: trained weights know the tokens of one. Looks at the folders of a model too."""
+    model, data, folder = config.model, config.data, folder_of(config.model.name)
+    if model.missing is not None and model.weights is None and folder is None:
+        problems.append("model.missing is for weights from a folder: set model.weights")
+    for key, place in (("name", folder), ("weights", model.weights and Path(model.weights).expanduser())):
+        if place and not place.is_dir():
+            problems.append(f"model.{key}: {shown(str(place))} is no folder here. Nothing is downloaded")
+            return data.tokenizer
+    start = folder or (model.weights and Path(model.weights).expanduser())
+    if data.tokenizer is not None or not start:
+        return data.tokenizer
+    file = start / "tokenizer.json"
+    if not file.is_file():
+        problems.append(
+            f"data.tokenizer is missing: {shown(str(start))} has weights but no tokenizer.json, and a new tokenizer "
+            "would give its tokens other meanings"
+        )
+    return str(file)
 
 
 def check_together(config: TrainConfig, source: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from fxpar.errors import ModelOptionError, TextModelError, VocabularyError
+from fxpar.errors import ModelOptionError, TextModelError, TrainedParametersError, VocabularyError
 from fxpar.models import LoadedModel, load
+from fxpar.models.loaded import folder_of
+from fxpar.store.folder import Weights
 from fxpar.train.config import TrainConfig
 
 # Vocabularies are rounded up: tensor parallelism splits them, and matrix kernels like such sizes.
@@ -17,16 +23,22 @@ VOCAB_MULTIPLE = 64
 _OPTIONS = {"hf": ("vocab_size", "max_position_embeddings"), "llama": ("vocab", ""), "gpt": ("vocab", "positions")}
 
 
-def build_model(config: TrainConfig, vocab_size: int, tokenizer: str) -> LoadedModel:
-    """The model with random weights from `run.seed`: the same on every rank.
+def build_model(config: TrainConfig, vocab_size: int, tokenizer: str, device: str = "cpu") -> LoadedModel:
+    """The model with random weights from `run.seed`: the same on every rank. What has its weights in a folder is on the
+    meta device instead if ranks of this `device` can fill it there; see `weights_of`.
 
     The vocabulary of `hf:` and built-in models is set to `vocab_size`, rounded up, unless the user sets it; so is the
-    number of positions, to the longest sequence.
+    number of positions, to the longest sequence. Models from a folder stay as they are.
 
-    Raises what `fxpar.models.load` raises, TextModelError, VocabularyError.
+    Raises what `fxpar.models.load` raises, TextModelError, VocabularyError, TrainedParametersError.
     """
     name = config.model.name
-    options = {key: option_text(value) for key, value in config.model.options.items()}
+    if folder_of(name) is not None:
+        loaded = _load(config, _texts(config), {}, "meta" if _fills_meta(device) else "cpu")
+        _check_text(loaded, vocab_size, tokenizer)
+        freeze(loaded.model, config.model.train)
+        return loaded
+    options = _texts(config)
     kind = "hf" if name.startswith("hf:") else name
     automatic: dict[str, str] = {}
     if ":" not in name or kind == "hf":
@@ -38,7 +50,38 @@ def build_model(config: TrainConfig, vocab_size: int, tokenizer: str) -> LoadedM
         automatic = {key: value for key, value in wanted.items() if key and key not in options}
     loaded = _load(config, options, automatic)
     _check_text(loaded, vocab_size, tokenizer)
+    freeze(loaded.model, config.model.train)
     return loaded
+
+
+def weights_of(config: TrainConfig, loaded: LoadedModel) -> Weights | None:
+    """Where the model starts from; None for random weights, and where a checkpoint brings its own."""
+    folder = config.model.weights or loaded.weights
+    if folder is None or config.checkpoint.resume:
+        return None
+    return Weights(Path(folder).expanduser(), config.model.missing or ())
+
+
+def freeze(model: nn.Module, trained: Sequence[str] | None) -> None:
+    """Let only the parameters that a glob names be trained. Raises TrainedParametersError."""
+    if trained is None:
+        return
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for glob in trained:
+        if not fnmatch.filter(names, glob):
+            raise TrainedParametersError(glob, names)
+    kept = {id(parameter) for glob in trained for parameter in map(names.get, fnmatch.filter(names, glob))}
+    for parameter in names.values():
+        parameter.requires_grad_(id(parameter) in kept)
+
+
+def _fills_meta(device: str) -> bool:
+    """`fxpar.parallelize` puts what is on the meta device on a GPU if there is one."""
+    return device != "cpu" or not torch.cuda.is_available()
+
+
+def _texts(config: TrainConfig) -> dict[str, str]:
+    return {key: option_text(value) for key, value in config.model.options.items()}
 
 
 def option_text(value: Any) -> str:
@@ -57,8 +100,9 @@ def model_vocab(model: nn.Module) -> int | None:
     return max(sizes, default=None)
 
 
-def _load(config: TrainConfig, options: dict[str, str], automatic: dict[str, str]) -> LoadedModel:
+def _load(config: TrainConfig, options: dict[str, str], automatic: dict[str, str], device: str = "cpu") -> LoadedModel:
     settings: dict[str, Any] = {"dtype": config.precision.parameters, "seed": config.run.seed, "noise": False}
+    settings["device"] = device
     try:
         return load(config.model.name, options={**automatic, **options}, **settings)
     except ModelOptionError:

@@ -12,12 +12,13 @@ import torch
 
 from fxpar.api import parallelize
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from fxpar.checkpoint.weights import HF_CONFIG, hf_config
 from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
 from fxpar.train.config import TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
-from fxpar.train.model import build_model
+from fxpar.train.model import build_model, weights_of
 from fxpar.train.optimize import make_optimizer, make_schedule
 from fxpar.train.text import Prepared, held_out_sequences, make_loader, open_tokens
 from fxpar.train.traces import StepTraces
@@ -47,6 +48,7 @@ class TrainSession:
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
             "model": self.config.model.name,
             "strategies": [list(pair) for pair in self.config.strategies],
+            HF_CONFIG: hf_config(self.model),
         }
         folder, keep = self.config.checkpoints, self.config.checkpoint.keep
         return save_checkpoint(folder, step, self.model, self.training.optimizer, extra, keep=keep)
@@ -110,11 +112,12 @@ def open_session(
     torch.manual_seed(config.run.seed)
     tokens, held_out = open_tokens(prepared, config.data.validation)
     loader = make_loader(tokens, config, prepared.vocab_size)
-    loaded = build_model(config, prepared.vocab_size, prepared.tokenizer)
+    loaded = build_model(config, prepared.vocab_size, prepared.tokenizer, device.type)
+    on_meta = any(parameter.is_meta for parameter in loaded.model.parameters())
     count = sum(parameter.numel() for parameter in loaded.model.parameters())
     engine = config.engine
     model: Any = parallelize(
-        loaded.model.to(device),
+        loaded.model if on_meta else loaded.model.to(device),
         strategies=dict(config.strategies),
         loss=loaded.loss_fn,
         token_budget=token_budget(engine, []),
@@ -133,6 +136,8 @@ def open_session(
         monitor=monitor if monitor is not None else False,
         seed=config.run.seed,
         record=config.run.report,
+        initializer=loaded.initializer,
+        weights=weights_of(config, loaded),
     )
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)

@@ -160,6 +160,23 @@ def _resume(names: Namespace, folder: Path) -> None:
     _module(folder, "my_model", "from tests.docs.pages import TinyModel as MyModel, mini_batch")
 
 
+def _fine_tune(names: Namespace, folder: Path) -> None:
+    """What the two runs of the page leave: a checkpoint of the model, and one of the model with LoRA."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from fxpar.checkpoint import save_checkpoint
+    from fxpar.checkpoint.weights import HF_CONFIG, hf_config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 320}
+    for run in ("tuned", "lora"):
+        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1, **sizes))
+        if run == "lora":
+            for layer in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.v_proj):
+                layer.lora_a, layer.lora_b = nn.Parameter(torch.ones(4, 32)), nn.Parameter(torch.ones(32, 4))
+        optimizer = torch.optim.SGD(model.parameters())
+        save_checkpoint(folder / run / "checkpoints", 2, model, optimizer, {HF_CONFIG: hf_config(model)})
+
+
 def _extras(names: Namespace, folder: Path) -> None:
     """The example package, as if it was installed."""
     install(folder)
@@ -175,6 +192,7 @@ SETUPS: dict[str, Callable[[Namespace, Path], None]] = {
     "passes.md": _captured,
     "resume.md": _resume,
     "how-to-add.md": _extras,
+    "fine_tune.md": _fine_tune,
     "README.md": _readme,
 }
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.errors import MissingPackageError, ModelConfigError, ModelOptionError, ModelTypeError, PresetError
+from fxpar.errors import (
+    MissingPackageError,
+    ModelConfigError,
+    ModelFolderError,
+    ModelOptionError,
+    ModelTypeError,
+    PresetError,
+    WeightsMismatchError,
+)
 from fxpar.models import load
 
 transformers = pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
@@ -129,3 +137,52 @@ def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingPackageError, match=r'pip install "fxpar\[hf\]"'):
         load("hf:llama")
+
+
+def test_a_folder_brings_its_weights(tmp_path):
+    from tests.models.folder import write_folder
+
+    folder = write_folder(tmp_path / "base")
+    truth = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+    loaded = load(f"hf:{folder}", dtype="float64")
+    assert all(torch.equal(value, truth[name]) for name, value in loaded.model.state_dict().items())
+    assert loaded.weights == str(folder)
+    assert loaded.batches[0]["input_ids"].max() < 40
+    assert loaded.files == (folder / "config.json",)
+
+
+def test_a_folder_on_meta_reads_no_weights(tmp_path):
+    from tests.models.folder import write_folder
+
+    folder = write_folder(tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    assert load(f"hf:{folder}", device="meta").model.config.hidden_size == 16
+
+
+FOLDERS = {
+    "compressed": ({"quantization_config": {"quant_method": "fp8"}}, {}, ModelFolderError, "holds compressed weights"),
+    "no type": ({"model_type": None}, {}, ModelFolderError, "names no model_type"),
+    "other type": ({"model_type": "mixtral"}, {}, ModelTypeError, "mixture of experts"),
+    "other sizes": ({"hidden_size": 32}, {}, WeightsMismatchError, "of another form"),
+    "option": ({}, {"hidden": "3"}, ModelOptionError, "hidden"),
+    "code": ({"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"}, {}, ModelTypeError, "unknown"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folders_that_are_refused(tmp_path, case):
+    from tests.models.folder import write_folder
+
+    changes, options, error, message = FOLDERS[case]
+    folder = write_folder(tmp_path / "base", **changes)
+    (folder / "evil.py").write_text("raise SystemExit('code of a folder ran')")
+    with pytest.raises(error, match=message):
+        load(f"hf:{folder}", options=options)
+
+
+def test_no_folder_and_no_json(tmp_path):
+    with pytest.raises(ModelFolderError, match=r"has no config\.json that can be read .* name a local folder"):
+        load("hf:meta-llama/Llama-3.1-8B")
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(ModelFolderError, match="names no model_type of transformers"):
+        load(f"hf:{tmp_path}")

@@ -182,3 +182,16 @@ def test_the_examples_are_valid():
 
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
     assert [read_config(path).name for path in examples] == ["long_tail", "static"]
+
+
+def test_weights_need_their_folder_and_their_tokenizer(tmp_path):
+    assert 'model.name: "nowhere/at/all" is no folder here' in message('model.name="hf:nowhere/at/all"')
+    assert 'model.weights: "nowhere" is no folder here' in message('model.weights="nowhere"')
+    assert "model.missing is for weights from a folder" in message('model.missing=["a"]')
+    assert "would give its tokens other meanings" in message(f'model.weights="{tmp_path}"')
+    config = parse(SMALL, f'model.weights="{tmp_path}"', 'data.tokenizer="mine.json"')
+    assert config.data.tokenizer == "mine.json"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = parse(SMALL, f'model.weights="{tmp_path}"')
+    assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert config_from_json(json.loads(json.dumps(config.to_json()))) == config

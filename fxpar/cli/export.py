@@ -1,0 +1,34 @@
+"""`fxpar export`: the weights of a checkpoint as a folder that transformers reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxpar.cli.commands import ExportRequest
+from fxpar.cli.console import stdout_console
+from fxpar.errors import CorruptCheckpointError
+
+
+def run_export(request: ExportRequest) -> None:
+    """Raises what `fxpar.checkpoint.export_checkpoint` raises, and DtypeError."""
+    from fxpar.checkpoint import export_checkpoint
+    from fxpar.models.load import parse_dtype
+
+    dtype = None if request.dtype is None else parse_dtype(request.dtype)
+    checkpoint = find_checkpoint(Path(request.checkpoint).expanduser())
+    export_checkpoint(checkpoint, request.folder, dtype=dtype)
+    stdout_console().print(f"{checkpoint} -> {request.folder}", markup=False)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder itself, or the latest checkpoint in it or in its `checkpoints`. Raises CorruptCheckpointError."""
+    from fxpar.checkpoint import latest_checkpoint
+    from fxpar.checkpoint.manifest import MANIFEST
+
+    if (path / MANIFEST).is_file():
+        return path
+    found = (latest_checkpoint(folder) for folder in (path, path / "checkpoints"))
+    latest = next((one for one in found if one is not None), None)
+    if latest is None:
+        raise CorruptCheckpointError(path, "there is no complete checkpoint in this folder")
+    return latest
