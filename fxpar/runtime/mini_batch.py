@@ -78,6 +78,9 @@ class MiniBatch:
             with self._grads[number].arrivals.coming():
                 self._compute(number)
         else:
+            # Where a run fails before it has made a gradient, its rank has taken no part in the reduction: not in what
+            # only other stages give either. All ranks are alike then.
+            self._grads[number].arrivals.wait_for_any()
             self._moved[action] = self.gradients.add(name, self._grads[number])
             # The next switch may write where the run has its weights.
             self._grads[number].arrivals.wait_for_all()

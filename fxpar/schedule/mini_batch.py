@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fxpar.errors import ScheduleDeadlockError
+from fxpar.schedule.lanes import Interval, run_lanes
 
 Kind = Literal["switch", "run", "reduce"]
 BUCKETS = 8  # that weights come in, and gradients leave in
@@ -105,7 +105,7 @@ AT_ONCE = Flow()
 class SimulatedMiniBatch:
     """Start and end of each action in seconds; `exposed_s` is what the step takes beyond its runs."""
 
-    spans: Mapping[GroupAction, tuple[float, float]]
+    spans: Mapping[GroupAction, Interval]
     makespan_s: float
     exposed_s: float
 
@@ -124,33 +124,18 @@ def simulate_mini_batch(
     Raises ScheduleDeadlockError if the streams wait for each other.
     """
     flows = flows or {}
-    spans: dict[GroupAction, tuple[float, float]] = {}
-    streams, free = {"compute": list(plan.compute), "transfer": list(plan.transfer)}, {"compute": 0.0, "transfer": 0.0}
-    progress = True
-    while progress:
-        progress = False
-        for name, left in streams.items():
-            while left and all(need in spans for need in _wanted(plan, left[0])):
-                action = left.pop(0)
-                start = max([free[name], *(spans[need][1] for need in plan.needs.get(action, ()))])
-                if action in plan.fed_by:
-                    feeding = plan.fed_by[action]
-                    begun, ended = spans[feeding]
-                    run = action if action.kind == "run" else feeding
-                    flow = flows.get(run, AT_ONCE)
-                    gives, takes = (ended - begun, flow.uses_s) if action == run else (flow.makes_s, seconds[action])
-                    start = max(start, ended - min(gives, takes) * (1 - 1 / BUCKETS))
-                spans[action] = (start, start + seconds[action])
-                free[name] = spans[action][1]
-                progress = True
-    stuck = [f"{name} waits at {left[0]}" for name, left in streams.items() if left]
-    if stuck:
-        raise ScheduleDeadlockError("a mini-batch", "deadlock: " + "; ".join(stuck))
-    makespan = max(free.values())
+
+    def needs(action: GroupAction) -> list[tuple[GroupAction, float]]:
+        found = [(need, 0.0) for need in plan.needs.get(action, ())]
+        if action in plan.fed_by:
+            feeding = plan.fed_by[action]
+            flow = flows.get(action if action.kind == "run" else feeding, AT_ONCE)
+            gives, takes = (seconds[feeding], flow.uses_s) if action.kind == "run" else (flow.makes_s, seconds[action])
+            found.append((feeding, min(gives, takes) * (1 / BUCKETS - 1)))
+        return found
+
+    lanes = {"compute": plan.compute, "transfer": plan.transfer}
+    spans = run_lanes("a mini-batch", lanes, seconds.__getitem__, needs)
+    makespan = max((end for _, end in spans.values()), default=0.0)
     runs = sum(seconds[action] for action in plan.actions if action.kind == "run")
     return SimulatedMiniBatch(spans, makespan, makespan - runs)
-
-
-def _wanted(plan: MiniBatchSchedule, action: GroupAction) -> tuple[GroupAction, ...]:
-    fed_by = plan.fed_by.get(action)
-    return (*plan.needs.get(action, ()), *(() if fed_by is None else (fed_by,)))

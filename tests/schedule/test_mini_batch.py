@@ -108,5 +108,7 @@ def test_streams_that_wait_for_each_other_are_found():
     plan = overlapped([False, False])
     circle = {**plan.needs, of("switch", 0): (of("run", 1),)}
     broken = replace(plan, needs=circle)
-    with pytest.raises(ScheduleDeadlockError, match="compute waits at run 0; transfer waits at switch 0"):
+    with pytest.raises(
+        ScheduleDeadlockError, match="compute waits at run 0 for switch 0; transfer waits at switch 0 for run 1"
+    ):
         simulate_mini_batch(broken, dict.fromkeys(plan.actions, 1.0))
