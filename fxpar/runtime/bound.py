@@ -11,6 +11,7 @@ from fxpar.ir.exec_graph import ExecGraph, Part
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.runner import Backend, Made, TrainRunner, own_memory, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
+from fxpar.schedule.mini_batch import Pace
 
 
 class BoundGraph(TrainRunner[ExecGraph]):
@@ -26,6 +27,8 @@ class BoundGraph(TrainRunner[ExecGraph]):
         """Whether a group begins before all of its weights are there, and all gradients leave before it ends."""
         grads = sum(out.kind == "grad" for out in self.program.outputs)
         return self._backend == "eager" and len(self.final) == grads
+
+    pace = Pace()
 
     def before_gradients(self, part: Part) -> int | None:
         return 0 if part is self.program.body else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import sympy
@@ -24,6 +24,7 @@ from fxpar.runtime.runner import Backend, Made, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.runtime.stage import BoundStage, Half
 from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, Wait, schedule, simulate, with_transfers
+from fxpar.schedule.mini_batch import Pace, pace_of
 
 _HALVES: dict[str, Half] = {"B": "backward", "I": "input_part", "W": "weight_part"}
 _RECEIVED = {"activation": "received", "gradient": "received_grad"}
@@ -110,6 +111,11 @@ class BoundPipeline:
         alone = Counter((fqn, stage.mesh) for stage in self.program.stages for fqn in stage.given("grad"))
         final = all(len(final_gradients(stage)) == len(stage.given("grad")) for stage in self.program.stages)
         return self._backend == "eager" and final and max(alone.values(), default=0) <= 1
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How a group goes, the stages being equal; about the same for any number of micro-batches."""
+        return pace_of(plan_pipeline(self.program, self.program.strategy.pipeline_size))
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None

@@ -137,7 +137,7 @@ def opened(make, overlap, rank, **options):
     engine, delays = model._session().engine, random.Random(rank)
     assert engine.options.overlap == overlap
     late = {"dp2.pp2+interleaved_1f1b(2)"} if make is returning else set()  # what is added up waits for the end
-    assert engine._borders.flowing == (set(engine.bound) - late if engine.gradients.mode == "home" else set())
+    assert set(engine.flowing()) == (set(engine.bound) - late if engine.gradients.mode == "home" else set())
     if overlap:
         delayed(engine.switching, "to", delays)
         delayed(engine.gradients, "add", delays)
