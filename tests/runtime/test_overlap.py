@@ -241,33 +241,45 @@ def failing_backward(bound):
 @WORLD.case
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
-    found, last = {}, ORDER[-1]
-    for where, turn in FAULTS:
-        model = opened(shallow, True, rank)
-        engine, seen = model._session().engine, []
-        if where == "run_all":
-            failing_once(engine.bound[last], where, turn)
-        elif where == "backward":
-            failing_backward(engine.bound[last])
-        elif where != "none":
-            owner = engine.switching if where == "to" else engine.gradients
-            failing_once(owner, where, 3 * turn - 1)  # of three in a step: the second one
-        for seed in range(2):
-            try:
-                report = model.train_step(sequences(seed, LENGTHS))
-            except Fault:
-                assert seed == turn - 1
-                assert not [t for t in threading.enumerate() if t.name == "fxpar transfers"]
-                model.zero_grad(set_to_none=False)
-                report = model.train_step(sequences(seed, LENGTHS))
-            seen.append((report.loss, *left(model)))
+    return {(where, turn): steps_with_fault(rank, where, turn, shallow, ORDER) for where, turn in FAULTS}
+
+
+STAGES = {16: "dp2.pp2+zb_h1", 512: "tp2.pp2+gpipe"}
+
+
+@WORLD.case
+def faults_of_stages(rank):
+    """Before a rank has sent or received anything, and when all gradients have been handed over."""
+    order = list(STAGES.values())
+    wheres = ("none", "_batch", "finish")
+    return {(where, 1): steps_with_fault(rank, where, 1, tied, order, strategies=STAGES) for where in wheres}
+
+
+def steps_with_fault(rank, where, turn, make, order, **options):
+    model = opened(make, True, rank, order=order, **options)
+    engine, seen, last = model._session().engine, [], order[-1]
+    if where in ("run_all", "_batch", "finish"):
+        failing_once(engine.bound[last], where, turn)
+    elif where == "backward":
+        failing_backward(engine.bound[last])
+    elif where != "none":
+        owner = engine.switching if where == "to" else engine.gradients
+        failing_once(owner, where, 3 * turn - 1)  # of three in a step: the second one
+    for seed in range(2):
+        try:
+            report = model.train_step(sequences(seed, LENGTHS))
+        except Fault:
+            assert seed == turn - 1
+            assert not [t for t in threading.enumerate() if t.name == "fxpar transfers"]
             model.zero_grad(set_to_none=False)
-        found[where, turn] = seen
-    return found
+            report = model.train_step(sequences(seed, LENGTHS))
+        seen.append((report.loss, *left(model)))
+        model.zero_grad(set_to_none=False)
+    return seen
 
 
 def test_a_step_after_an_error_of_all_ranks_is_like_any_other():
-    for found in faults():
+    for found in (*faults(), *faults_of_stages()):
         for seen in found.values():
             assert_same_bits(seen, found["none", 1])
 
