@@ -74,6 +74,8 @@ class _Group:
     keep: bool = True
     ends: Collection[Action] = ()  # after which a stage has its gradients
     made: Made = unheard
+    sends: int = 0  # that are to come
+    held: dict[str, Tensor] = field(default_factory=dict)  # gradients, until the last of these
 
 
 class BoundPipeline:
@@ -128,22 +130,29 @@ class BoundPipeline:
     def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = unheard) -> None:
         """All micro-batches of this replica, in the order of the schedule; they may differ in length. `made` is called
         with the gradients (by FQN) that the epilogues leave as they are: while the last backward of a stage runs, as
-        soon as it has made each. `finish` adds up those that several stages of this rank give.
+        soon as it has made each, but not before this rank has sent its last message. (If it fails before, no rank can
+        go on, and what it had posted of a reduction would not end.) `finish` adds up those that several stages of this
+        rank give.
         """
         if not micro_batches:
+            group = _Group((), made=made)
             for stage in self.stages.values():
                 stage.skip()
-                self._hand_over(stage.final_sums(), made)
+                self._hand_over(stage.final_sums(), group)
             return
         plan, steps = self._plan(len(micro_batches))
         idle = replace(micro_batches[-1], idle=True)
         filled = [*micro_batches, *[idle] * (plan.micro_batches - len(micro_batches))]
         group = _Group(filled, left=dict.fromkeys(range(len(filled)), len(self.stages)), made=made)
         group.ends = {a.stage: a for a in plan.actions[self._position] if a.part in ("B", "W")}.values()
+        group.sends = sum(isinstance(step, Send) for step in steps)
         self._run_steps(steps, plan, group, spans)
 
-    def _hand_over(self, gradients: Mapping[str, Tensor], made: Made) -> None:
-        made({fqn: value for fqn, value in gradients.items() if fqn not in self._added})
+    def _hand_over(self, gradients: Mapping[str, Tensor], group: _Group) -> None:
+        group.held.update((fqn, value) for fqn, value in gradients.items() if fqn not in self._added)
+        if group.held and not group.sends:
+            given, group.held = group.held, {}
+            group.made(given)
 
     def _run_steps(self, steps: Sequence[Step], plan: Schedule, group: _Group, spans: Spans = NO_SPANS) -> None:
         for step in steps:
@@ -236,12 +245,12 @@ class BoundPipeline:
             out = Transfer("activation", action.stage, number)
         else:
             came = group.received.pop(Transfer("gradient", action.stage + 1, number), {})
-            if action in group.ends:
-                stage.made = partial(self._hand_over, made=group.made)
+            if action in group.ends and not group.sends:
+                stage.made = partial(self._hand_over, group=group)
             made = stage.backward(number, came, _HALVES[action.part])
             if action in group.ends:
                 stage.made = unheard
-                self._hand_over(stage.final_sums(), group.made)
+                self._hand_over(stage.final_sums(), group)
             out = Transfer("gradient", action.stage, number)
         if made and 0 <= out.target < plan.stages:
             group.received[out] = made  # until the step that sends it, which comes next
@@ -253,6 +262,8 @@ class BoundPipeline:
             whole = tensor.contiguous()
             group.sending.append((self._channels.send(whole, to), whole))
         group.sending = [(work, tensor) for work, tensor in group.sending if not work.is_completed()]
+        group.sends -= 1
+        self._hand_over({}, group)
 
     def _receive(self, transfer: Transfer, plan: Schedule, group: _Group) -> None:
         self._batch(transfer.micro_batch, group)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import RankError
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
 from fxpar.schedule import mini_batch as schedule
@@ -109,15 +110,29 @@ def delayed(owner, name, delays):
     setattr(owner, name, slow)
 
 
+class Counted:
+    """Channels that count what they send."""
+
+    def __init__(self, channels):
+        self.sent, self.receive, self._send = 0, channels.receive, channels.send
+
+    def send(self, tensor, to):
+        self.sent += 1
+        return self._send(tensor, to)
+
+
 def unchanged(bound):
     """What a run has handed over stays as it is until the run ends."""
     run_all = bound.run_all
+    if hasattr(bound, "stages"):
+        bound._channels = Counted(bound._channels)
 
     def watched(micro_batches, spans, made):
-        left, names = [], set()
+        left, names, messages = [], set(), []
 
         def seen(gradients):
             names.update(gradients)
+            messages.append(bound._channels.sent if hasattr(bound, "stages") else 0)
             left.extend((gradient, gradient.clone()) for gradient in gradients.values())
             made(gradients)
 
@@ -125,6 +140,7 @@ def unchanged(bound):
         own = getattr(bound, "stages", {0: bound}).values()
         given = Counter(out.fqn for one in own for out in one.program.outputs if out.kind == "grad")
         assert {fqn for fqn, count in given.items() if count == 1} <= names
+        assert len(set(messages)) == 1  # none is sent any more
         assert all(torch.equal(gradient, copy) for gradient, copy in left)
 
     bound.run_all = watched
@@ -282,6 +298,32 @@ def test_a_step_after_an_error_of_all_ranks_is_like_any_other():
     for found in (*faults(), *faults_of_stages()):
         for seen in found.values():
             assert_same_bits(seen, found["none", 1])
+
+
+@pytest.mark.nightly
+def test_a_stage_that_fails_alone_raises():
+    """In its last backward: nothing of it has left that others would have to answer."""
+    precompile(tied, STAGES)
+    order = list(STAGES.values())
+
+    def work(rank):
+        model = opened(tied, True, rank, strategies=STAGES, order=order)
+        (stage,) = model._session().engine.bound[order[-1]].stages.values()
+        backward, turns = stage.backward, []
+
+        def fails(*args):
+            made = backward(*args)
+            turns.append(None)
+            if rank == 3 and len(turns) == 1:  # the lengths fit into one micro-batch
+                raise Fault("alone")
+            return made
+
+        stage.backward = fails
+        model.train_step(sequences(0, LENGTHS))
+        assert len(turns) == 1
+
+    with pytest.raises(RankError, match="Fault: alone"):
+        run_forked(4, work, timeout_s=60)
 
 
 @pytest.mark.nightly
