@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -108,6 +109,26 @@ class PipelineGraph(Program):
             for kind in ("sent", "sent_grad")
             for fqn, stored in stage.given(kind).items()
         ]
+
+
+def side_by_side(
+    program: PipelineGraph, names: Callable[[StageProgram], Sequence[str]], last_first: bool = False
+) -> list[str]:
+    """Parameters so ordered that all ranks get on alike: the first share of what each rank's stages have, then the
+    next. `names` are those of a stage, in order; of the stages of one rank the first one comes first, or the last one.
+    What several stages have stands where the first of them needs it (`last_first`: where the last one has made it).
+    """
+    of_mesh: dict[Mesh, list[str]] = defaultdict(list)
+    for stage in reversed(program.stages) if last_first else program.stages:
+        of_mesh[stage.mesh] += names(stage)
+    sizes = {info.fqn: info.meta.numel({}) for info, _ in program.params()}
+    at: dict[str, float] = {}
+    for mine in of_mesh.values():
+        whole, before = sum(sizes[fqn] for fqn in mine) or 1, 0
+        for fqn in mine:
+            share, before = (before + sizes[fqn] * last_first) / whole, before + sizes[fqn]
+            at[fqn] = share if fqn not in at else (max if last_first else min)(at[fqn], share)
+    return sorted(at, key=at.__getitem__)
 
 
 TrainGraph = ExecGraph | PipelineGraph

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fxpar.ir.exec_graph import ExecGraph, Part, Program
 from fxpar.ir.pass_base import right_behind
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, side_by_side
 
 
 class Arrivals:
@@ -48,6 +49,10 @@ class Arrivals:
         """Until this piece is there, or nothing more comes. Raises the error that ended it before."""
         if fqn not in self._here:
             self._wait_until(lambda: fqn in self._here)
+
+    def wait_for_any(self) -> None:
+        """Until the first piece is there, or nothing comes. Raises the error that ended it before."""
+        self._wait_until(lambda: bool(self._here))
 
     def wait_for_all(self) -> None:
         """Until nothing more comes. Raises the error that ended it."""
@@ -105,31 +110,38 @@ def wait_before_use(graph: fx.Graph, part: Part, program: Program, wait: Callabl
                 graph.call_function(wait, (i,))
 
 
-def hand_over(graph: fx.Graph, places: Collection[int], give: Callable[[int, Tensor], None]) -> None:
-    """Call `give(i, value)` in a graph as soon as its result i is final."""
+def hand_over(graph: fx.Graph, places: Collection[int], give: Callable[[int, Tensor], None], skipped: int = 0) -> None:
+    """Call `give(i, value)` in a graph as soon as its result i is final; the first `skipped` ones it does not have."""
     (output,) = graph.find_nodes(op="output")
     for i in places:
-        result = output.args[0][i]  # type: ignore[index]
+        result = output.args[0][i - skipped]  # type: ignore[index]
         with right_behind(graph, result):
             graph.call_function(give, (i, result))
 
 
-def final_gradients(program: ExecGraph) -> dict[int, str]:
-    """Gradients that the epilogue hands on as the body has made them: FQN by place among the results of the body, in
-    the order in which the body makes them.
+def final_gradients(program: ExecGraph | StageProgram) -> dict[int, str]:
+    """Gradients that the epilogue hands on as a micro-batch has made them: FQN by place among the results of the body
+    (of a stage: of its backward), in the order in which it makes them.
     """
+    made_by, part = ("body", program.body) if isinstance(program, ExecGraph) else ("backward", program.backward)
     sources = dict(zip(program.epilogue.graph.find_nodes(op="placeholder"), program.epilogue.sources, strict=True))
+    outputs = [out for out in program.outputs if out.kind in ("loss", "grad", "buffer")]
     handed = [
         (sources[node][1], out.fqn)
-        for out, node in zip(program.outputs, program.epilogue.results, strict=True)
-        if out.kind == "grad" and node in sources and sources[node][0] == "body"
+        for out, node in zip(outputs, program.epilogue.results, strict=True)
+        if out.kind == "grad" and node in sources and sources[node][0] == made_by
     ]
-    order = {node: number for number, node in enumerate(program.body.graph.nodes)}
-    results = program.body.results
-    return dict(sorted(handed, key=lambda one: order[results[one[0]]]))
+    order = {node: number for number, node in enumerate(part.graph.nodes)}
+    return dict(sorted(handed, key=lambda one: order[part.results[one[0]]]))
 
 
 def order_of_gradients(program: Program) -> list[str]:
-    """The gradients of a program about in the order in which they are final; those of stages are so all at once."""
-    early = list(final_gradients(program).values()) if isinstance(program, ExecGraph) else []
+    """The gradients of a program about in the order in which they are final; those of stages are made side by side, but
+    for those of one rank, the last one first.
+    """
+    early: list[str] = []
+    if isinstance(program, ExecGraph):
+        early = list(final_gradients(program).values())
+    elif isinstance(program, PipelineGraph):
+        early = side_by_side(program, lambda stage: list(final_gradients(stage).values()), last_first=True)
     return [*early, *(out.fqn for out in program.outputs if out.kind == "grad" and out.fqn not in set(early))]

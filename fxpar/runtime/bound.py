@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpar.ir.exec_graph import ExecGraph, Part
-from fxpar.runtime.arrivals import final_gradients, hand_over
 from fxpar.runtime.micro import MicroRun, local_batch
-from fxpar.runtime.runner import Backend, TrainRunner, own_memory
+from fxpar.runtime.runner import Backend, Made, TrainRunner, own_memory, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
-
-Made = Callable[[Mapping[str, Tensor]], object]
-
-
-def _unheard(gradients: Mapping[str, Tensor]) -> None:
-    """Nobody waits for gradients before the end of the group."""
+from fxpar.schedule.mini_batch import Pace
 
 
 class BoundGraph(TrainRunner[ExecGraph]):
@@ -25,8 +19,6 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def __init__(self, program: ExecGraph, rank: int, groups: Mapping[str, str], compile: Backend = "eager") -> None:
         super().__init__(program, rank, groups, compile, dict(enumerate(program.body.results)))
-        self._final = final_gradients(program)
-        self._made: Made = _unheard
         for name in program.parts:
             self.compiled(name)
 
@@ -34,15 +26,12 @@ class BoundGraph(TrainRunner[ExecGraph]):
     def is_flowing(self) -> bool:
         """Whether a group begins before all of its weights are there, and all gradients leave before it ends."""
         grads = sum(out.kind == "grad" for out in self.program.outputs)
-        return self._backend == "eager" and len(self._final) == grads
+        return self._backend == "eager" and len(self.final) == grads
 
-    def finish_graph(self, graph: fx.Graph, part: Part) -> None:
-        super().finish_graph(graph, part)
-        if part is self.program.body and self._backend == "eager":
-            hand_over(graph, self._final, self._hand_over)
+    pace = Pace()
 
-    def _hand_over(self, place: int, gradient: Tensor) -> None:
-        self._made({self._final[place]: gradient})
+    def before_gradients(self, part: Part) -> int | None:
+        return 0 if part is self.program.body else None
 
     def run(self, batch: Mapping[str, Tensor], scale: float | Tensor, seed: int = 0, *, idle: bool = False) -> None:
         """One micro-batch (this rank's local tensors): forward, backward, results added to those so far.
@@ -61,7 +50,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
         self.sums["body"] = sums
         self.carry(sums, idle)
 
-    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = _unheard) -> None:
+    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = unheard) -> None:
         """All micro-batches of a group, one after the other. `made` is called with the gradients (by FQN) that the
         epilogue leaves as they are: while the last micro-batch runs, as soon as it has made each.
         """
@@ -70,10 +59,10 @@ class BoundGraph(TrainRunner[ExecGraph]):
         for number, one in enumerate(micro_batches):
             with spans.span("micro_batch", number):
                 batch = local_batch(self.program, one.load(), self.rank, self.device)
-                self._made = made if number == len(micro_batches) - 1 else _unheard
+                self.made = made if number == len(micro_batches) - 1 else unheard
                 self.run(batch, one.scale, one.seed, idle=one.idle)
-        self._made = _unheard
-        made({fqn: self.sums["body"][i] for i, fqn in self._final.items()})
+        self.made = unheard
+        made({fqn: self.sums["body"][i] for i, fqn in self.final.items()})
 
     def skip(self) -> None:
         """This replica has no micro-batch in the group: zeros, and buffers as they are. Not for ZeRO-2 and 3."""

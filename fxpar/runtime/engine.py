@@ -40,6 +40,7 @@ from fxpar.runtime.mini_batch import Borders, GroupWork, MiniBatch
 from fxpar.runtime.report import StepReport
 from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
 from fxpar.runtime.switching import Switching
+from fxpar.schedule.mini_batch import Pace
 
 Sequence_ = Tensor | Mapping[str, Tensor]
 
@@ -95,8 +96,12 @@ class Engine:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        flowing = {name for name, bound in self.bound.items() if bound.is_flowing and self.gradients.mode == "home"}
-        self._borders = Borders(self.switching, self.gradients, self.options.overlap, flowing)
+        self._borders = Borders(self.switching, self.gradients, self.options.overlap, self.flowing())
+
+    def flowing(self) -> dict[str, Pace]:
+        """How the programs run to which weights come, and whose gradients leave, one by one."""
+        home = self.gradients.mode == "home"
+        return {name: bound.pace for name, bound in self.bound.items() if home and bound.is_flowing}
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run. Raises the errors of `fxpar.batching`."""

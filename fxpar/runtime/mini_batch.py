@@ -24,6 +24,7 @@ from fxpar.schedule.mini_batch import (
     Flow,
     GroupAction,
     MiniBatchSchedule,
+    Pace,
     blocking,
     overlapped,
     simulate_mini_batch,
@@ -78,6 +79,9 @@ class MiniBatch:
             with self._grads[number].arrivals.coming():
                 self._compute(number)
         else:
+            # Where a run fails before it has made a gradient, its rank has taken no part in the reduction: not in what
+            # only other stages give either. All ranks are alike then.
+            self._grads[number].arrivals.wait_for_any()
             self._moved[action] = self.gradients.add(name, self._grads[number])
             # The next switch may write where the run has its weights.
             self._grads[number].arrivals.wait_for_all()
@@ -168,14 +172,14 @@ class Borders:
     switching: Switching
     gradients: Gradients
     overlap: bool
-    flowing: Collection[str] = ()
+    flowing: Mapping[str, Pace] = field(default_factory=dict)
     _known: dict[tuple[str, ...], Mapping[GroupAction, float]] = field(default_factory=dict)
 
     def exposed_s(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> float:
         """Seconds beyond the runs, if the strategies run in this `order`; `runs` are all groups of each."""
         named = [(GroupAction("run", number), name) for number, name in enumerate(order)]
         seconds = {**self._transfers(order), **{run: runs[name].seconds for run, name in named}}
-        flows = {run: Flow.of_run(*runs[name]) for run, name in named if name in self.flowing}
+        flows = {run: Flow.of_run(*runs[name], self.flowing[name]) for run, name in named if name in self.flowing}
         plan = schedule_of(order, self.switching.schedule.resident, self.overlap)
         return round(simulate_mini_batch(plan, seconds, flows).exposed_s, 9)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import sympy
@@ -14,14 +16,15 @@ from torch import Tensor
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.strategy import STAGES
-from fxpar.runtime.arrivals import Arrivals
+from fxpar.runtime.arrivals import Arrivals, final_gradients
 from fxpar.runtime.channels import Channels, PendingMessage
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.padding import batch_dims
-from fxpar.runtime.runner import Backend
+from fxpar.runtime.runner import Backend, Made, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.runtime.stage import BoundStage, Half
 from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, Wait, schedule, simulate, with_transfers
+from fxpar.schedule.mini_batch import Pace, pace_of
 
 _HALVES: dict[str, Half] = {"B": "backward", "I": "input_part", "W": "weight_part"}
 _RECEIVED = {"activation": "received", "gradient": "received_grad"}
@@ -69,6 +72,10 @@ class _Group:
     sending: list[tuple[PendingMessage, Tensor]] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)  # micro-batch -> forwards on this rank that are to come
     keep: bool = True
+    ends: Collection[Action] = ()  # after which a stage has its gradients
+    made: Made = unheard
+    sends: int = 0  # that are to come
+    held: dict[str, Tensor] = field(default_factory=dict)  # gradients, until the last of these
 
 
 class BoundPipeline:
@@ -96,8 +103,21 @@ class BoundPipeline:
         }
         self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
         self._device = torch.device("cpu")
+        self._backend = compile
+        mine = Counter(fqn for stage in self.stages.values() for fqn in stage.program.given("grad"))
+        self._added = {fqn for fqn, count in mine.items() if count > 1}  # up, when the group ends
 
-    is_flowing = False  # gradients leave at the end, and are priced so; as are weights
+    @property
+    def is_flowing(self) -> bool:
+        """As of a `BoundGraph`; the same on all ranks."""
+        alone = Counter((fqn, stage.mesh) for stage in self.program.stages for fqn in stage.given("grad"))
+        final = all(len(final_gradients(stage)) == len(stage.given("grad")) for stage in self.program.stages)
+        return self._backend == "eager" and final and max(alone.values(), default=0) <= 1
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How a group goes, the stages being equal; about the same for any number of micro-batches."""
+        return pace_of(plan_pipeline(self.program, self.program.strategy.pipeline_size))
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
@@ -107,19 +127,32 @@ class BoundPipeline:
             stage.prepare(params, buffers, arrivals)
             self._device = stage.device
 
-    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Any = None) -> None:
-        """All micro-batches of this replica, in the order of the schedule; they may differ in length. No gradient is
-        `made` before `finish`, which adds up what the stages of this rank give.
+    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = unheard) -> None:
+        """All micro-batches of this replica, in the order of the schedule; they may differ in length. `made` is called
+        with the gradients (by FQN) that the epilogues leave as they are: while the last backward of a stage runs, as
+        soon as it has made each, but not before this rank has sent its last message. (If it fails before, no rank can
+        go on, and what it had posted of a reduction would not end.) `finish` adds up those that several stages of this
+        rank give.
         """
         if not micro_batches:
+            group = _Group((), made=made)
             for stage in self.stages.values():
                 stage.skip()
+                self._hand_over(stage.final_sums(), group)
             return
         plan, steps = self._plan(len(micro_batches))
         idle = replace(micro_batches[-1], idle=True)
         filled = [*micro_batches, *[idle] * (plan.micro_batches - len(micro_batches))]
-        group = _Group(filled, left=dict.fromkeys(range(len(filled)), len(self.stages)))
+        group = _Group(filled, left=dict.fromkeys(range(len(filled)), len(self.stages)), made=made)
+        group.ends = {a.stage: a for a in plan.actions[self._position] if a.part in ("B", "W")}.values()
+        group.sends = sum(isinstance(step, Send) for step in steps)
         self._run_steps(steps, plan, group, spans)
+
+    def _hand_over(self, gradients: Mapping[str, Tensor], group: _Group) -> None:
+        group.held.update((fqn, value) for fqn, value in gradients.items() if fqn not in self._added)
+        if group.held and not group.sends:
+            given, group.held = group.held, {}
+            group.made(given)
 
     def _run_steps(self, steps: Sequence[Step], plan: Schedule, group: _Group, spans: Spans = NO_SPANS) -> None:
         for step in steps:
@@ -212,7 +245,12 @@ class BoundPipeline:
             out = Transfer("activation", action.stage, number)
         else:
             came = group.received.pop(Transfer("gradient", action.stage + 1, number), {})
+            if action in group.ends and not group.sends:
+                stage.made = partial(self._hand_over, group=group)
             made = stage.backward(number, came, _HALVES[action.part])
+            if action in group.ends:
+                stage.made = unheard
+                self._hand_over(stage.final_sums(), group)
             out = Transfer("gradient", action.stage, number)
         if made and 0 <= out.target < plan.stages:
             group.received[out] = made  # until the step that sends it, which comes next
@@ -224,6 +262,8 @@ class BoundPipeline:
             whole = tensor.contiguous()
             group.sending.append((self._channels.send(whole, to), whole))
         group.sending = [(work, tensor) for work, tensor in group.sending if not work.is_completed()]
+        group.sends -= 1
+        self._hand_over({}, group)
 
     def _receive(self, transfer: Transfer, plan: Schedule, group: _Group) -> None:
         self._batch(transfer.micro_batch, group)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.ir.exec_graph import Part, Program, compile_graph
+from fxpar.ir.exec_graph import ExecGraph, Part, Program, compile_graph
 from fxpar.ir.node_meta import local_tensor
+from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
-from fxpar.runtime.arrivals import Arrivals, wait_before_use
+from fxpar.runtime.arrivals import Arrivals, final_gradients, hand_over, wait_before_use
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.torch_api.boxed import compile_boxed
 
@@ -22,6 +23,12 @@ Backend = Literal["eager", "inductor"]
 Values = Sequence[Any] | Mapping[int, Any]
 Compiled = Callable[[list[Any]], Sequence[Any]]
 P = TypeVar("P", bound=Program)
+T = TypeVar("T", ExecGraph, StageProgram)
+Made = Callable[[Mapping[str, Tensor]], object]
+
+
+def unheard(gradients: Mapping[str, Tensor]) -> None:
+    """Nobody waits for gradients before the end of the group."""
 
 
 class Runner(Generic[P]):
@@ -105,24 +112,39 @@ class Runner(Generic[P]):
         """What a kind of runner still has to do to the graph of a part before it is compiled."""
 
 
-class TrainRunner(Runner[P]):
+class TrainRunner(Runner[T]):
     """A program of a training step. Call order per group: `prepare`, micro-batches, `reduce`.
 
     `ends` are the results of the first part of a micro-batch that the epilogue reads, by position. `sums` are the
-    tables that it reads: what the micro-batches add up to, and the buffers that the last one left.
+    tables that it reads: what the micro-batches add up to, and the buffers that the last one left. `final` are the
+    gradients that it leaves as they are, by their places in those tables: whoever sets `made` before the last
+    micro-batch is given each of them as soon as it is there.
     """
 
     def __init__(
-        self, program: P, rank: int, groups: Mapping[str, str], compile: Backend, ends: Mapping[int, fx.Node]
+        self, program: T, rank: int, groups: Mapping[str, str], compile: Backend, ends: Mapping[int, fx.Node]
     ) -> None:
         super().__init__(program, rank, groups, compile)
         self.buffers = {i: node.meta["buffer"] for i, node in ends.items() if "buffer" in node.meta}
         self.sums: dict[str, list[Any]] = {}
+        self.final = final_gradients(program)
+        self.made: Made = unheard
         self._arrivals: Arrivals | None = None
 
     def finish_graph(self, graph: fx.Graph, part: Part) -> None:
-        if self._backend == "eager":
-            wait_before_use(graph, part, self.program, self._wait)
+        if self._backend != "eager":
+            return
+        wait_before_use(graph, part, self.program, self._wait)
+        skipped = self.before_gradients(part)
+        if skipped is not None:
+            hand_over(graph, self.final, self._hand_over, skipped)
+
+    def before_gradients(self, part: Part) -> int | None:
+        """How many places of the table of gradients a part does not fill; None if it makes no gradients."""
+        raise NotImplementedError
+
+    def _hand_over(self, place: int, gradient: Tensor) -> None:
+        self.made({self.final[place]: gradient})
 
     def _wait(self, place: int) -> None:
         if self._arrivals is not None:
@@ -134,7 +156,7 @@ class TrainRunner(Runner[P]):
         """Start a group: local stored parameters and buffers by FQN (those of other stages too); runs the prologue. If
         `arrivals` are under way, each parameter is waited for where it is first used.
         """
-        self._arrivals = arrivals
+        self._arrivals, self.made = arrivals, unheard
         if arrivals is not None and self._backend != "eager":
             arrivals.wait_for_all()
         self.move_to((*params.values(), *buffers.values()))

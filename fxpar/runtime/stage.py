@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from fxpar.ir.exec_graph import Part
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.runner import Backend, TrainRunner, own_memory
@@ -31,6 +32,11 @@ class BoundStage(TrainRunner[StageProgram]):
         results = program.forward.results
         super().__init__(program, rank, groups, compile, {i: results[i] for i in self._ends})
         self._kept: dict[int, dict[str, dict[int, Any]]] = {}  # what each micro-batch leaves for its backward
+
+    def before_gradients(self, part: Part) -> int | None:
+        if part is self.program.weight_part:
+            return len(self.sent_grads)
+        return 0 if part is self.program.backward else None
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
@@ -64,6 +70,10 @@ class BoundStage(TrainRunner[StageProgram]):
         if keep:
             self._kept[micro_batch] = {source: self.read("backward", source, tables[source]) for source in tables}
         return dict(zip(self.sent, results, strict=False))
+
+    def final_sums(self) -> dict[str, Tensor]:
+        """The sums so far that the epilogue leaves as they are, by FQN."""
+        return {fqn: self.sums["backward"][i] for i, fqn in self.final.items()}
 
     def backward(self, micro_batch: int, received: Mapping[str, Tensor], half: Half = "backward") -> dict[str, Tensor]:
         """Run the backward of a micro-batch, or a half of it; the gradients that it sends, by name."""

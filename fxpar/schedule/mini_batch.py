@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fxpar.errors import ScheduleDeadlockError
+from fxpar.schedule.actions import Schedule
+from fxpar.schedule.lanes import Interval, run_lanes
+from fxpar.schedule.simulate import Costs, simulate
 
 Kind = Literal["switch", "run", "reduce"]
 BUCKETS = 8  # that weights come in, and gradients leave in
@@ -83,19 +85,47 @@ def bucket_bytes(whole: int, room: int) -> int:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How a run goes, in micro-batches of a rank: the first part, in which it comes to use its weights; the last one,
+    in which it makes its gradients; and how long ranks are `idle` in between.
+    """
+
+    uses: float = FORWARD
+    makes: float = 1 - FORWARD
+    idle: float = 0.0
+
+
+def pace_of(plan: Schedule) -> Pace:
+    """Of a pipeline: all of its ranks get weights, and hand gradients over, at the same time; the one that is the first
+    to have used its weights, and the one that is the last to begin with its gradients, say when.
+    """
+    each = 1 / plan.virtual
+    timeline = simulate(plan, Costs(forward_ms=FORWARD * each, backward_ms=(1 - FORWARD) * each))
+    used, begun = [], []
+    for spans in timeline.spans:
+        first = {span.action.stage: span for span in reversed(spans) if span.action.part == "F"}
+        last = {span.action.stage: span for span in spans if span.action.part in ("B", "W")}
+        used.append(max(span.end_ms for span in first.values()))
+        begun.append(min(span.start_ms for span in last.values()))
+    whole = timeline.makespan_ms
+    return Pace(min(used), whole - max(begun), whole - plan.micro_batches)
+
+
+@dataclass(frozen=True)
 class Flow:
     """Of a run's seconds, the first in which it comes to use its weights (the forward of its first micro-batch), and
-    the last in which it makes its gradients (the backward of its last one).
+    the last in which it makes its gradients (the backward of its last one). See `Pace` for runs of stages.
     """
 
     uses_s: float = 0.0
     makes_s: float = 0.0
 
     @classmethod
-    def of_run(cls, seconds: float, micro_batches: int) -> Flow:
-        """Of a run that takes so long, with micro-batches that take equally long."""
-        each = seconds / micro_batches
-        return cls(each * FORWARD, each * (1 - FORWARD))
+    def of_run(cls, seconds: float, micro_batches: int, pace: Pace | None = None) -> Flow:
+        """Of a run that takes so long, with micro-batches that take equally long; by default without stages."""
+        pace = pace or Pace()
+        each = seconds / (micro_batches + pace.idle)
+        return cls(each * pace.uses, each * pace.makes)
 
 
 AT_ONCE = Flow()
@@ -105,7 +135,7 @@ AT_ONCE = Flow()
 class SimulatedMiniBatch:
     """Start and end of each action in seconds; `exposed_s` is what the step takes beyond its runs."""
 
-    spans: Mapping[GroupAction, tuple[float, float]]
+    spans: Mapping[GroupAction, Interval]
     makespan_s: float
     exposed_s: float
 
@@ -124,33 +154,18 @@ def simulate_mini_batch(
     Raises ScheduleDeadlockError if the streams wait for each other.
     """
     flows = flows or {}
-    spans: dict[GroupAction, tuple[float, float]] = {}
-    streams, free = {"compute": list(plan.compute), "transfer": list(plan.transfer)}, {"compute": 0.0, "transfer": 0.0}
-    progress = True
-    while progress:
-        progress = False
-        for name, left in streams.items():
-            while left and all(need in spans for need in _wanted(plan, left[0])):
-                action = left.pop(0)
-                start = max([free[name], *(spans[need][1] for need in plan.needs.get(action, ()))])
-                if action in plan.fed_by:
-                    feeding = plan.fed_by[action]
-                    begun, ended = spans[feeding]
-                    run = action if action.kind == "run" else feeding
-                    flow = flows.get(run, AT_ONCE)
-                    gives, takes = (ended - begun, flow.uses_s) if action == run else (flow.makes_s, seconds[action])
-                    start = max(start, ended - min(gives, takes) * (1 - 1 / BUCKETS))
-                spans[action] = (start, start + seconds[action])
-                free[name] = spans[action][1]
-                progress = True
-    stuck = [f"{name} waits at {left[0]}" for name, left in streams.items() if left]
-    if stuck:
-        raise ScheduleDeadlockError("a mini-batch", "deadlock: " + "; ".join(stuck))
-    makespan = max(free.values())
+
+    def needs(action: GroupAction) -> list[tuple[GroupAction, float]]:
+        found = [(need, 0.0) for need in plan.needs.get(action, ())]
+        if action in plan.fed_by:
+            feeding = plan.fed_by[action]
+            flow = flows.get(action if action.kind == "run" else feeding, AT_ONCE)
+            gives, takes = (seconds[feeding], flow.uses_s) if action.kind == "run" else (flow.makes_s, seconds[action])
+            found.append((feeding, min(gives, takes) * (1 / BUCKETS - 1)))
+        return found
+
+    lanes = {"compute": plan.compute, "transfer": plan.transfer}
+    spans = run_lanes("a mini-batch", lanes, seconds.__getitem__, needs)
+    makespan = max((end for _, end in spans.values()), default=0.0)
     runs = sum(seconds[action] for action in plan.actions if action.kind == "run")
     return SimulatedMiniBatch(spans, makespan, makespan - runs)
-
-
-def _wanted(plan: MiniBatchSchedule, action: GroupAction) -> tuple[GroupAction, ...]:
-    fed_by = plan.fed_by.get(action)
-    return (*plan.needs.get(action, ()), *(() if fed_by is None else (fed_by,)))

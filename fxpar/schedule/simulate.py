@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fxpar.errors import ScheduleDeadlockError, ScheduleMemoryError
+from fxpar.errors import ScheduleMemoryError
 from fxpar.schedule.actions import Action, Schedule
+from fxpar.schedule.lanes import run_lanes
 from fxpar.schedule.transfers import Transfer, needed_by
 
 Cost = float | Callable[[Action], float]
@@ -82,49 +83,17 @@ def simulate(plan: Schedule, costs: Costs | None = None, *, limit: int | Sequenc
     """
     costs = costs or Costs()
     plan.check()
-    ends: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in plan.actions]
-    position = [0] * plan.ranks
-    progress = True
-    while progress:
-        progress = False
-        for rank, actions in enumerate(plan.actions):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                ready = _ready(plan, action, ends, costs)
-                if ready is None:
-                    break
-                start = max(ready, spans[rank][-1].end_ms if spans[rank] else 0.0)
-                spans[rank].append(Span(action, start, start + costs.of(action)))
-                ends[action] = spans[rank][-1].end_ms
-                position[rank] += 1
-                progress = True
-    if any(p < len(a) for p, a in zip(position, plan.actions, strict=True)):
-        raise ScheduleDeadlockError(str(plan), _blocked(plan, position, ends))
+    lanes = {f"rank {rank}": actions for rank, actions in enumerate(plan.actions)}
+    found = run_lanes(str(plan), lanes, costs.of, lambda action: _needs(plan, action, costs))
+    spans = [[Span(action, *found[action]) for action in actions] for actions in plan.actions]
     return _timeline(plan, spans, limit)
 
 
-def _ready(plan: Schedule, action: Action, ends: Mapping[Action, float], costs: Costs) -> float | None:
-    """When what the action needs is there; None if that has not run yet."""
-    needs = plan.needs(action)
-    if any(need not in ends for need in needs):
-        return None
+def _needs(plan: Schedule, action: Action, costs: Costs) -> Iterator[tuple[Action, float]]:
+    """What must have ended before an action, and how long before: what comes from another rank travels."""
     incoming = needed_by(plan, action)
-    times = [
-        ends[need] + (costs.of_transfer(incoming) if incoming is not None and need.stage != action.stage else 0.0)
-        for need in needs
-    ]
-    return max(times, default=0.0)
-
-
-def _blocked(plan: Schedule, position: Sequence[int], ends: Mapping[Action, float]) -> str:
-    waits = []
-    for rank, actions in enumerate(plan.actions):
-        if position[rank] < len(actions):
-            action = actions[position[rank]]
-            missing = next(need for need in plan.needs(action) if need not in ends)
-            waits.append(f"rank {rank} waits at {action} for {missing}")
-    return "deadlock: " + "; ".join(waits)
+    for need in plan.needs(action):
+        yield need, costs.of_transfer(incoming) if incoming is not None and need.stage != action.stage else 0.0
 
 
 def _timeline(plan: Schedule, spans: list[list[Span]], limit: int | Sequence[int] | None) -> Timeline:

@@ -17,6 +17,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import dist_of
+from fxpar.ir.pipeline_graph import PipelineGraph, side_by_side
 from fxpar.ir.strategy import data_axes
 from fxpar.passes.zero_shard import shard_over
 
@@ -90,7 +91,7 @@ def _used(dist: DistConfig) -> set[str]:
 
 def layout_of(graph: Program | AnnotatedGraph, name: str | None = None) -> ParamLayout:
     """The layout that a graph stores its parameters in: one copy over all ranks, or one per pipeline stage that has the
-    parameter.
+    parameter. They are in the order of use, which is the order in which they come; to all stages side by side.
     """
     copies: dict[str, dict[DistConfig, None]] = defaultdict(dict)
     metas: dict[str, TensorMeta] = {}
@@ -99,11 +100,15 @@ def layout_of(graph: Program | AnnotatedGraph, name: str | None = None) -> Param
         copies[fqn][dist] = None
     params = {
         fqn: PlacedParam(tuple(int(s) for s in metas[fqn].shape), metas[fqn].dtype, tuple(copies[fqn]))
-        for info in graph.inputs
-        if info.kind == "param"
-        for fqn in (info.fqn,)
+        for fqn in _in_order(graph)
     }
     return ParamLayout(name or str(graph.strategy), graph.strategy.world, params)
+
+
+def _in_order(graph: Program | AnnotatedGraph) -> list[str]:
+    if isinstance(graph, PipelineGraph):
+        return side_by_side(graph, lambda stage: list(stage.taken("param")))
+    return [info.fqn for info in graph.inputs if info.kind == "param"]
 
 
 def _stored(graph: Program | AnnotatedGraph) -> Iterator[tuple[str, TensorMeta, DistConfig]]:

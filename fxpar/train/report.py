@@ -100,7 +100,7 @@ def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSp
         visited.append(name)
     programs = [insides[one.group.strategy].program for one in planned]
     order = schedule_of(visited, engine.switching.schedule.resident, engine.options.overlap)
-    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster), order)
+    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster), order, engine.flowing())
     replicas = [[replica_of(program, rank) for program in programs] for rank in range(len(ranks))]
     measured = measured_step(predicted.groups, [one.spans for one in ranks], replicas)
     return ShownStep(f"Step {ranks[0].step}, the {('last', 'slowest')[position]} one", predicted, measured)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
 from fxpar.schedule import Action, Costs, Span, Transfer, simulate
-from fxpar.schedule.mini_batch import GroupAction, MiniBatchSchedule, blocking, simulate_mini_batch
+from fxpar.schedule.mini_batch import Flow, GroupAction, MiniBatchSchedule, Pace, blocking, simulate_mini_batch
 from fxpar.viz.inside import ACTION_PARTS, Inside
 
 MOST_RANKS = 32  # that a picture has lanes for
@@ -31,6 +31,11 @@ class StepGroup:
     micro_batches: tuple[tuple[Lengths, ...], ...]
     switch_bytes: int = 0
     reduce_bytes: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches of the longest list."""
+        return max(map(len, self.micro_batches))
 
     @property
     def tokens(self) -> int:
@@ -135,21 +140,30 @@ class StepTimeline:
 
 
 def predict_step(
-    planned: Sequence[Planned], world: int, optimizer_ms: float = 0.0, order: MiniBatchSchedule | None = None
+    planned: Sequence[Planned],
+    world: int,
+    optimizer_ms: float = 0.0,
+    order: MiniBatchSchedule | None = None,
+    flowing: Mapping[str, Pace] | None = None,
 ) -> StepTimeline:
     """Each group: switch, prologue, micro-batches, epilogue, reduction; after them the optimizer.
 
     All ranks begin a switch and a reduction together. Micro-batches take what `group_cost` says of them; under pipeline
     stages they run by the schedule: each part of a stage takes its share of that, a message its bytes over the link.
     `order` says what may run beside what, by default nothing: the spans of a switch and a reduction are then what the
-    ranks wait for it.
+    ranks wait for it. To groups of `flowing` strategies weights come, and their gradients leave, one by one.
     """
     lanes, places = _lanes(planned, world)
     runs = [_group_spans(one, number, [where[number] for where in places]) for number, one in enumerate(planned)]
     took = {GroupAction("run", number): end for number, (_, end) in enumerate(runs)}
     for number, one in enumerate(planned):
         took |= {GroupAction("switch", number): one.switch_ms, GroupAction("reduce", number): one.reduce_ms}
-    simulated = simulate_mini_batch(order or blocking(len(planned)), took)
+    flows = {
+        run: Flow.of_run(took[run], one.group.slots, flowing[one.group.strategy])
+        for run, one in zip(sorted(run for run in took if run.kind == "run"), planned, strict=True)
+        if flowing and one.group.strategy in flowing
+    }
+    simulated = simulate_mini_batch(order or blocking(len(planned)), took, flows)
     end_ms = simulated.makespan_s  # all times here are in ms
     spans: list[StepSpan] = []
     now = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +15,7 @@ from fxpar.ir.exec_graph import Part, collective_kind
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
+from fxpar.runtime.arrivals import order_of_gradients
 from fxpar.switch import layout_of
 from tests.captured import llama
 from tests.stages.models import loaded, odd
@@ -220,6 +222,7 @@ def test_tied_embeddings_are_on_two_stages(spec, options, tied):
     assert program.terms == {tied: (1, 0)}
     assert [tied in stage.taken("param") and tied in stage.given("grad") for stage in program.stages] == [True, True]
     layout = layout_of(program)
+    assert next(iter(layout.params)) == tied  # the first stage needs it first
     assert [dist.mesh.ranks for dist in layout.params[tied].copies] == [(0, 1), (2, 3)]
     others = [fqn for stage in program.stages for fqn in stage.taken("param") if fqn != tied]
     assert len(others) == len(set(others)) == len(program.params()) - 1
@@ -242,6 +245,28 @@ def test_layouts_are_blocks_of_ranks():
     assert layout.bytes_of_rank(0) == layout.bytes_of_rank(1)
     rest = layout_of(lower(llama(layers=4).graph, "pp2.dp2"))
     assert rest.bytes_of_rank(0) >= 2 * layout.bytes_of_rank(0) - 16 * len(rest.params)
+
+
+@pytest.mark.parametrize("strategy", ["pp2", "pp2+interleaved_1f1b"])
+def test_stages_get_weights_and_give_gradients_side_by_side(strategy):
+    """Up to any place of the order all ranks have the same share of theirs, but for one parameter; of one rank the
+    first stage has its weights first, and the last one its gradients.
+    """
+    program = lowered(strategy)
+    weights, gradients = list(layout_of(program).params), order_of_gradients(program)
+    sizes = {info.fqn: info.meta.numel({}) for info, _ in program.params()}
+    assert sorted(weights) == sorted(gradients) == sorted(sizes)
+    meshes = [[s for s in program.stages if s.mesh == mesh] for mesh in {stage.mesh for stage in program.stages}]
+    for order, turn in ((weights, 1), (gradients, -1)):
+        shares, largest = [], 0.0
+        for stages in meshes:
+            fqns = [list(stage.taken("param")) for stage in stages[::turn]]
+            part = [sizes[fqn] * any(fqn in names for names in fqns) for fqn in order]
+            shares.append([sum(part[:n]) / sum(part) for n in range(len(part) + 1)])
+            largest = max(largest, max(part) / sum(part))
+            places = [[order.index(fqn) for fqn in names] for names in fqns]
+            assert all(max(one) < min(two) for one, two in itertools.pairwise(places))
+        assert all(max(now) - min(now) <= largest + 1e-9 for now in zip(*shares, strict=True))
 
 
 def test_layouts_of_interleaved_stages():

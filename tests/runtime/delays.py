@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fxpar import losses
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.runtime.forked import run_forked
+from fxpar.runtime.pipeline import BoundPipeline
 from tests.runtime.hot import largest_error, loss_error, make_llama, parallel, precompile, sequences
 
 RANKS, STEPS, LIMIT = 4, 20, 1e-10
@@ -26,6 +27,7 @@ SETS = (
     {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"},
     {16: "dp2.tp2", 512: "tp4"},
     {16: "dp2.pp2", 64: "pp4", 512: "tp2.cp2"},
+    {16: "dp2.pp2+zb_h1", 64: "pp2.tp2+interleaved_1f1b(2)", 512: "pp4+gpipe"},
 )
 PAUSES_S = (0, 0, 0, 1e-3, 5e-3, 2e-2)
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
@@ -118,6 +120,8 @@ def drifting(rank: int, setting: Setting, mini_batches: list[list[Tensor]]) -> t
     delay(engine.gradients, ("add",), draw)
     for bound in engine.bound.values():
         delay(bound, ("run_all",), draw)
+        for stage in bound.stages.values() if isinstance(bound, BoundPipeline) else ():
+            delay(stage, ("forward", "backward"), draw)
     optimizer, found, seen = optimizer_of(model), [], {}
     for step, batch in enumerate(mini_batches):
         found.append(model.train_step(batch).loss)

@@ -13,7 +13,7 @@ import pytest
 from fxpar.batching import GroupPlan, LengthGroup, RunTime
 from fxpar.ir.strategy import Strategy
 from fxpar.runtime.mini_batch import Borders, GroupWork, MiniBatch, schedule_of
-from fxpar.schedule.mini_batch import GroupAction
+from fxpar.schedule.mini_batch import GroupAction, Pace
 
 
 @dataclass
@@ -60,7 +60,12 @@ def test_what_flows_is_hidden_by_the_run_itself():
     """
     switching: Any = Predicted({"a": 8.0})
     even: Any = Predicted({"a": 16.0})
-    for flowing, count, exposed in (((), 1, 24.0), ("a", 1, 1.0 + 2.0), ("a", 6, 24.0 - (4.0 + 8.0) * 7 / 8)):
+    for flowing, count, exposed in (
+        ({}, 1, 24.0),
+        ({"a": Pace()}, 1, 1.0 + 2.0),
+        ({"a": Pace()}, 6, 24.0 - (4.0 + 8.0) * 7 / 8),
+        ({"a": Pace(idle=3.0)}, 3, 24.0 - (4.0 + 8.0) * 7 / 8),  # in stages
+    ):
         borders = Borders(switching, even, overlap=True, flowing=flowing)
         assert borders.exposed_s(("a",), {"a": RunTime(72.0, count)}) == exposed
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import RankError
 from fxpar.models import load
 from fxpar.runtime.forked import run_forked
 from fxpar.schedule import mini_batch as schedule
 from tests.runtime.delays import LIMIT, drawn, error_of
-from tests.runtime.hot import World, parallel, precompile, sequences, shallow
+from tests.runtime.hot import World, make_llama, parallel, precompile, sequences, shallow
 
 ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 # On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
 TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
 DENSE = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
+PIPELINES = {16: "dp2.pp2+zb_h1", 64: "pp4", 512: "tp2.pp2+gpipe"}
+CHUNKS = {16: "dp2.pp2+interleaved_1f1b(2)", 64: "pp2.tp2+zb_h1", 512: "tp4"}
 ZERO = {16: "dp4+zero3", 64: "dp4+zero2", 512: "dp2.tp2+zero1"}
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
 
@@ -45,7 +49,21 @@ def normed() -> nn.Module:
     return Normed().double()
 
 
+def tied() -> nn.Module:
+    """What the embedding and the head share is on the first and the last stage."""
+    return make_llama(layers="4", dim="16", heads="4", kv_heads="4", ffn="16", tied="true")
+
+
+def returning() -> nn.Module:
+    """Layers 0 and 2 share a weight: with two chunks a rank has it in both of its stages, and adds up its gradients."""
+    model = tied()
+    model.layers[2].attention.o_proj.weight = model.layers[0].attention.o_proj.weight
+    return model
+
+
 CASES = {
+    "stages": (tied, {"strategies": PIPELINES, "order": list(PIPELINES.values())}),
+    "chunks": (returning, {"strategies": CHUNKS, "order": list(CHUNKS.values())}),
     "taking turns": (
         shallow,
         {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
@@ -53,6 +71,11 @@ CASES = {
     "buffers": (normed, {"strategies": DENSE, "order": list(DENSE.values())}),
 }
 NIGHTLY = {
+    "stages, arena, through nodes": (
+        tied,
+        {"strategies": PIPELINES, "order": list(PIPELINES.values())[::-1], "resident": [], "cluster": SLOW_NETWORK},
+    ),
+    "stages, chain": (tied, {"strategies": PIPELINES, "order": list(PIPELINES.values()), "gradients": "chain"}),
     "chain": (shallow, {"gradients": "chain"}),
     "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
     "dropout, arena": (dropping, {"resident": []}),
@@ -68,6 +91,8 @@ def prepare() -> None:
         (normed, DENSE),
         (shallow, TAKING_TURNS),
         (shallow, ZERO),
+        (tied, PIPELINES),
+        (returning, CHUNKS),
     ):
         precompile(make, strategies)
 
@@ -85,19 +110,37 @@ def delayed(owner, name, delays):
     setattr(owner, name, slow)
 
 
+class Counted:
+    """Channels that count what they send."""
+
+    def __init__(self, channels):
+        self.sent, self.receive, self._send = 0, channels.receive, channels.send
+
+    def send(self, tensor, to):
+        self.sent += 1
+        return self._send(tensor, to)
+
+
 def unchanged(bound):
     """What a run has handed over stays as it is until the run ends."""
     run_all = bound.run_all
+    if hasattr(bound, "stages"):
+        bound._channels = Counted(bound._channels)
 
     def watched(micro_batches, spans, made):
-        left = []
+        left, names, messages = [], set(), []
 
         def seen(gradients):
+            names.update(gradients)
+            messages.append(bound._channels.sent if hasattr(bound, "stages") else 0)
             left.extend((gradient, gradient.clone()) for gradient in gradients.values())
             made(gradients)
 
         run_all(micro_batches, spans, seen)
-        assert len(left) >= len(bound.program.params())
+        own = getattr(bound, "stages", {0: bound}).values()
+        given = Counter(out.fqn for one in own for out in one.program.outputs if out.kind == "grad")
+        assert {fqn for fqn, count in given.items() if count == 1} <= names
+        assert len(set(messages)) == 1  # none is sent any more
         assert all(torch.equal(gradient, copy) for gradient, copy in left)
 
     bound.run_all = watched
@@ -109,7 +152,8 @@ def opened(make, overlap, rank, **options):
     model = parallel(make, **{"order": ORDER, "overlap": overlap, **options})
     engine, delays = model._session().engine, random.Random(rank)
     assert engine.options.overlap == overlap
-    assert engine._borders.flowing == (set(engine.bound) if engine.gradients.mode == "home" else set())
+    late = {"dp2.pp2+interleaved_1f1b(2)"} if make is returning else set()  # what is added up waits for the end
+    assert set(engine.flowing()) == (set(engine.bound) - late if engine.gradients.mode == "home" else set())
     if overlap:
         delayed(engine.switching, "to", delays)
         delayed(engine.gradients, "add", delays)
@@ -213,35 +257,73 @@ def failing_backward(bound):
 @WORLD.case
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
-    found, last = {}, ORDER[-1]
-    for where, turn in FAULTS:
-        model = opened(shallow, True, rank)
-        engine, seen = model._session().engine, []
-        if where == "run_all":
-            failing_once(engine.bound[last], where, turn)
-        elif where == "backward":
-            failing_backward(engine.bound[last])
-        elif where != "none":
-            owner = engine.switching if where == "to" else engine.gradients
-            failing_once(owner, where, 3 * turn - 1)  # of three in a step: the second one
-        for seed in range(2):
-            try:
-                report = model.train_step(sequences(seed, LENGTHS))
-            except Fault:
-                assert seed == turn - 1
-                assert not [t for t in threading.enumerate() if t.name == "fxpar transfers"]
-                model.zero_grad(set_to_none=False)
-                report = model.train_step(sequences(seed, LENGTHS))
-            seen.append((report.loss, *left(model)))
+    return {(where, turn): steps_with_fault(rank, where, turn, shallow, ORDER) for where, turn in FAULTS}
+
+
+STAGES = {16: "dp2.pp2+zb_h1", 512: "tp2.pp2+gpipe"}
+
+
+@WORLD.case
+def faults_of_stages(rank):
+    """Before a rank has sent or received anything, and when all gradients have been handed over."""
+    order = list(STAGES.values())
+    wheres = ("none", "_batch", "finish")
+    return {(where, 1): steps_with_fault(rank, where, 1, tied, order, strategies=STAGES) for where in wheres}
+
+
+def steps_with_fault(rank, where, turn, make, order, **options):
+    model = opened(make, True, rank, order=order, **options)
+    engine, seen, last = model._session().engine, [], order[-1]
+    if where in ("run_all", "_batch", "finish"):
+        failing_once(engine.bound[last], where, turn)
+    elif where == "backward":
+        failing_backward(engine.bound[last])
+    elif where != "none":
+        owner = engine.switching if where == "to" else engine.gradients
+        failing_once(owner, where, 3 * turn - 1)  # of three in a step: the second one
+    for seed in range(2):
+        try:
+            report = model.train_step(sequences(seed, LENGTHS))
+        except Fault:
+            assert seed == turn - 1
+            assert not [t for t in threading.enumerate() if t.name == "fxpar transfers"]
             model.zero_grad(set_to_none=False)
-        found[where, turn] = seen
-    return found
+            report = model.train_step(sequences(seed, LENGTHS))
+        seen.append((report.loss, *left(model)))
+        model.zero_grad(set_to_none=False)
+    return seen
 
 
 def test_a_step_after_an_error_of_all_ranks_is_like_any_other():
-    for found in faults():
+    for found in (*faults(), *faults_of_stages()):
         for seen in found.values():
             assert_same_bits(seen, found["none", 1])
+
+
+@pytest.mark.nightly
+def test_a_stage_that_fails_alone_raises():
+    """In its last backward: nothing of it has left that others would have to answer."""
+    precompile(tied, STAGES)
+    order = list(STAGES.values())
+
+    def work(rank):
+        model = opened(tied, True, rank, strategies=STAGES, order=order)
+        (stage,) = model._session().engine.bound[order[-1]].stages.values()
+        backward, turns = stage.backward, []
+
+        def fails(*args):
+            made = backward(*args)
+            turns.append(None)
+            if rank == 3 and len(turns) == 1:  # the lengths fit into one micro-batch
+                raise Fault("alone")
+            return made
+
+        stage.backward = fails
+        model.train_step(sequences(0, LENGTHS))
+        assert len(turns) == 1
+
+    with pytest.raises(RankError, match="Fault: alone"):
+        run_forked(4, work, timeout_s=60)
 
 
 @pytest.mark.nightly

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from fxpar.runtime.arrivals import Arrivals
+from fxpar.runtime.arrivals import Arrivals, Handed
 from fxpar.runtime.streams import carry_out
+from fxpar.schedule import KINDS, Action, Send, Wait, schedule, with_transfers
 from fxpar.schedule.mini_batch import GroupAction, blocking, overlapped
 from tests.repeat import examples
 
@@ -69,6 +72,109 @@ def test_random_delays_of_ranks_and_streams():
                 assert all(place[need] < place[action] for need in plan.needs.get(action, ()))
             for stream in (plan.compute, plan.transfer):
                 assert [action for action in ended if action in stream] == list(stream)
+
+
+PHASES = 3  # of a switch or a reduction
+
+
+class _Rank:
+    """A rank whose groups are pipelines or plain runs: weights are waited for in the first forward of a stage, and its
+    last backward hands gradients over. Phases of transfers meet those of the ranks that take part in them.
+    """
+
+    def __init__(self, rank, plan, pipelines, world, delays):
+        self.rank, self.pipelines, self.world, self.delays = rank, pipelines, world, delays
+        self.weights = {group: Arrivals() for group in pipelines}
+        self.gradients = {group: Handed() for group in pipelines}
+
+    def do(self, action):
+        if action.kind == "run":
+            with self.gradients[action.group].arrivals.coming():
+                self._run(action.group)
+        elif action.kind == "switch":
+            with self.weights[action.group].coming():
+                for phase in range(PHASES):
+                    self._meet(action, phase)
+                    self.weights[action.group].came([f"{phase}"])
+        else:
+            for phase in range(PHASES):
+                if self.world.has(self.rank, action.group, phase):
+                    assert self.gradients[action.group][f"{phase}"] == self.rank
+                self._meet(action, phase)
+
+    def _meet(self, action, phase):
+        self._pause()
+        if self.rank in self.world.members(action, phase):
+            self.world.meetings[action, phase].wait()
+
+    def _run(self, group):
+        pipeline = self.pipelines[group]
+        steps = [Action("F", 0, 0), Action("B", 0, 0)] if pipeline is None else with_transfers(pipeline)[self.rank]
+        ends = {step.stage: step for step in steps if isinstance(step, Action) and step.part in "BW"}
+        for step in steps:
+            self._pause()
+            if isinstance(step, Send):
+                self.world.queues[group, step.transfer].put(None)
+            elif isinstance(step, Wait):
+                self.world.queues[group, step.transfer].get(timeout=20)
+            elif isinstance(step, Action) and step.part == "F" and not step.micro_batch:
+                for phase in range(PHASES):
+                    self.weights[group].wait(f"{phase}")
+            elif step in ends.values() and step.stage == max(ends):
+                for phase in range(PHASES):
+                    self._pause()
+                    self.gradients[group].came({f"{phase}": self.rank})
+
+    def _pause(self):
+        if self.delays.random() < 0.3:
+            time.sleep(self.delays.choice((0, 1e-4, 1e-3)))
+
+
+class _World:
+    """Who takes part in which phase, drawn at random; everybody meets at the last one."""
+
+    def __init__(self, plan, draw):
+        self.queues = defaultdict(queue.Queue)
+        self._of = {
+            (action, phase): range(RANKS) if phase == PHASES - 1 else draw.sample(range(RANKS), draw.randint(1, RANKS))
+            for action in plan.transfer
+            for phase in range(PHASES)
+        }
+        self.meetings = {key: threading.Barrier(len(ranks), timeout=20) for key, ranks in self._of.items()}
+
+    def members(self, action, phase):
+        return self._of[action, phase]
+
+    def has(self, rank, group, phase):
+        return rank in self._of[GroupAction("reduce", group), phase] and (rank + group + phase) % 3 > 0
+
+
+def test_random_delays_of_pipelines():
+    """No rank waits for ever, whatever stage comes late, and whichever ranks a phase of a transfer concerns."""
+    draw = random.Random(1)
+    for seed in range(examples(25)):
+        plan = overlapped([draw.random() < 0.3 for _ in range(draw.randint(1, 4))])
+        pipelines = {
+            group: None if draw.random() < 0.2 else schedule(kind, RANKS, RANKS * draw.randint(1, 2), virtual=virtual)
+            for group in range(len(plan.compute))
+            for kind, virtual in [draw.choice([*((kind, 1) for kind in KINDS), ("interleaved_1f1b", 2)])]
+        }
+        world, errors = _World(plan, draw), []
+
+        def rank_main(rank, plan=plan, pipelines=pipelines, world=world, errors=errors, seed=seed):
+            try:
+                one = _Rank(rank, plan, pipelines, world, random.Random(seed * RANKS + rank))
+                carry_out(plan, one.do, lambda _: nullcontext())
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert not any(one.qsize() for one in world.queues.values())
 
 
 def test_without_a_transfer_stream_everything_runs_in_this_thread():

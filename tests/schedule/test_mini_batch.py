@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.errors import ScheduleDeadlockError
-from fxpar.schedule.mini_batch import Flow, GroupAction, blocking, overlapped, simulate_mini_batch
+from fxpar.schedule import KINDS, Action, Costs, schedule
+from fxpar.schedule.lanes import run_lanes
+from fxpar.schedule.mini_batch import Flow, GroupAction, blocking, overlapped, pace_of, simulate_mini_batch
 
 overwriting = st.lists(st.booleans(), min_size=1, max_size=6)
 
@@ -104,9 +107,76 @@ def test_what_flows_meanwhile_makes_nothing_slower(overwrites, data):
             assert begins >= found.spans[of("reduce", action.group - 2)][1]
 
 
+@given(st.sampled_from(sorted(KINDS)), st.integers(1, 5), st.integers(1, 4))
+def test_the_pace_of_a_pipeline_does_not_depend_on_its_micro_batches(kind, ranks, rounds):
+    virtual = 2 if kind == "interleaved_1f1b" and ranks > 1 else 1
+    few, many = (pace_of(schedule(kind, ranks, ranks * n, virtual=virtual)) for n in (1, rounds))
+    assert (few.uses, few.makes, few.idle) == pytest.approx((many.uses, many.makes, many.idle))
+    if virtual == 1:
+        assert (few.uses, few.makes) == pytest.approx((1 / 3, 1 / 3 if kind == "zb_h1" else 2 / 3))
+
+
+RANKS = 4  # of the pipelines below
+Job = tuple[int, Action] | GroupAction
+
+
+def whole_list(plan, groups, seconds):
+    """When a mini-batch ends that runs every action of every stage: a lane per rank, and one for transfers. Of each
+    group the schedule, and the seconds of one micro-batch.
+    """
+    lanes: dict[str, list[Job]] = {f"rank {r}": [] for r in range(RANKS)} | {"transfer": list(plan.transfer)}
+    needs: dict[Job, list[tuple[Job, float]]] = defaultdict(list)
+    took: dict[Job, float] = {action: seconds[action] for action in plan.transfer}
+    before: list[Job] = []
+    for number, (pipeline, each) in enumerate(groups):
+        run, switch, reduce = (of(kind, number) for kind in ("run", "switch", "reduce"))
+        costs, virtual = Costs(each / pipeline.virtual / 3, each / pipeline.virtual * 2 / 3), pipeline.virtual
+        for rank, actions in enumerate(pipeline.actions):
+            mine: list[Job] = [(number, action) for action in actions]
+            lanes[f"rank {rank}"] += mine
+            needs[mine[0]] += [(need, 0.0) for need in (*before, *plan.needs.get(run, ()))]
+            for action in actions:
+                took[number, action] = costs.of(action)
+                needs[number, action] += [((number, need), 0.0) for need in pipeline.needs(action)]
+            ends = {action.stage: action for action in actions if action.part in "BW"}
+            for place, stage in enumerate(sorted(ends)):
+                # Of a switch a stage gets its share; of two on a rank the first one's comes first, and leaves last.
+                later, first = (virtual - 1 - place) / virtual, Action("F", stage, 0)
+                part = min(seconds[switch] / virtual, costs.of(first)) * 7 / 8
+                needs[number, first].append((switch, -seconds[switch] * later - part))
+                part = min(seconds[reduce] / virtual, costs.of(ends[stage])) * 7 / 8
+                needs[reduce].append(((number, ends[stage]), -seconds[reduce] * later - part))
+        before = [lanes[f"rank {rank}"][-1] for rank in range(RANKS)]
+    spans = run_lanes("all", lanes, took.__getitem__, needs.__getitem__)
+    return max(end for _, end in spans.values())
+
+
+@given(overwriting, st.data())
+def test_of_pipelines_the_whole_list_ends_when_that_of_groups_does(overwrites, data):
+    """A group ends where its last stage has told the others the loss: no rank is in two groups. So what bubbles hide is
+    in the pace. Two stages on a rank use and make what they have in bursts, not evenly.
+    """
+    plan, groups, seconds, flows = overlapped(overwrites), [], {}, {}
+    for number in range(len(overwrites)):
+        kind = data.draw(st.sampled_from(sorted(KINDS)))
+        virtual = 2 if kind == "interleaved_1f1b" and data.draw(st.booleans()) else 1
+        pipeline, each = schedule(kind, RANKS, RANKS * data.draw(st.integers(1, 3)), virtual=virtual), 3.0
+        pace = pace_of(pipeline)
+        groups.append((pipeline, each))
+        run = of("run", number)
+        seconds[run] = each * (pipeline.micro_batches + pace.idle)
+        seconds |= {of(kind, number): data.draw(st.floats(0, 40)) for kind in ("switch", "reduce")}
+        flows[run] = Flow.of_run(seconds[run], pipeline.micro_batches, pace)
+    whole, found = whole_list(plan, groups, seconds), simulate_mini_batch(plan, seconds, flows).makespan_s
+    bursts = sum(one.virtual > 1 for one, _ in groups)
+    assert found == pytest.approx(whole, rel=1e-9, abs=2 * bursts * 3.0)
+
+
 def test_streams_that_wait_for_each_other_are_found():
     plan = overlapped([False, False])
     circle = {**plan.needs, of("switch", 0): (of("run", 1),)}
     broken = replace(plan, needs=circle)
-    with pytest.raises(ScheduleDeadlockError, match="compute waits at run 0; transfer waits at switch 0"):
+    with pytest.raises(
+        ScheduleDeadlockError, match="compute waits at run 0 for switch 0; transfer waits at switch 0 for run 1"
+    ):
         simulate_mini_batch(broken, dict.fromkeys(plan.actions, 1.0))

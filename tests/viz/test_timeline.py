@@ -12,8 +12,8 @@ from fxpar.cost.calls import node_costs
 from fxpar.cost.group import group_cost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.runtime.pipeline import plan_pipeline
-from fxpar.schedule import Costs, simulate
-from fxpar.schedule.mini_batch import blocking, overlapped
+from fxpar.schedule import Costs, schedule, simulate
+from fxpar.schedule.mini_batch import Pace, blocking, overlapped, pace_of
 from fxpar.viz.inside import ACTION_PARTS, Inside, block_of
 from fxpar.viz.step import Lane, predict_step
 from fxpar.viz.timeline import timeline_section
@@ -59,6 +59,22 @@ def test_windows_of_groups_do_not_overlap_where_gradients_leave_late():
     windows = [found.group_window(number) for number in range(3)]
     assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(windows))
     assert all(begin < end for begin, end in windows)
+
+
+def test_groups_begin_with_their_weights_and_end_with_their_gradients():
+    """The actions of stages and the micro-batches of the others, each in its place, only closer together."""
+    groups = [replace(one, switch_ms=1.0, reduce_ms=1.0) for one in step_groups()]
+    paces = {one.group.strategy: Pace() for one in groups} | {"pp2.dp2": pace_of(schedule("1f1b", 2, 2))}
+    whole, found = (predict_step(groups, 4, 0.125, overlapped([False] * 3), flowing) for flowing in (None, paces))
+    first, last = (groups[number].group for number in (0, 2))
+    took = {number: whole.group_ms(number)["run"] for number in (0, 2)}
+    won = min(1.0, took[0] / 3 / first.slots) + min(1.0, took[2] * 2 / 3 / last.slots)
+    assert won * 7 / 8 - 1e-9 <= whole.end_ms - found.end_ms < 1.2 * won  # between groups a bit more is hidden
+    assert [(s.lane, s.kind, s.micro_batch, s.stage) for s in found.spans if s.stage >= 0] == [
+        (s.lane, s.kind, s.micro_batch, s.stage) for s in whole.spans if s.stage >= 0
+    ]
+    for spans in lanes_of(found):
+        assert all(before.end_ms <= after.start_ms + 1e-9 for before, after in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("timeline", [predicted(), shown_step().measured], ids=["predicted", "measured"])
