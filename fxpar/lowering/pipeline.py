@@ -30,9 +30,7 @@ def lower_pipeline(
 
     Raises the errors of `cut_stages`, OverrideError, RematGlobError, RematBudgetError.
     """
-    resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
-    _check_remat(logical, strategy)
-    staged = cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
+    staged = cut(logical, strategy)
     started = time.process_time()
     stages = tuple(_lower_stage(stage, strategy, ladder, on_pass) for stage in staged.stages)
     divisors = {name: math.lcm(*(s.divisors.get(name, 1) for s in stages)) for s in stages for name in s.divisors}
@@ -56,6 +54,13 @@ def lower_pipeline(
         flops=staged.flops,
         terms=_terms(staged),
     )
+
+
+def cut(logical: LogicalGraph, strategy: Strategy) -> StagedGraph:
+    """The stages of `logical` under the strategy. Raises as `lower_pipeline` does, but RematBudgetError."""
+    resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
+    _check_remat(logical, strategy)
+    return cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
 
 
 def _lower_stage(
@@ -107,4 +112,4 @@ def _terms(staged: StagedGraph) -> dict[str, tuple[int, ...]]:
     return {shared.fqn: shared.terms for shared in staged.shared}
 
 
-__all__ = ["lower_pipeline", "strategy_of_stage"]
+__all__ = ["cut", "lower_pipeline", "strategy_of_stage"]
