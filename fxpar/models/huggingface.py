@@ -20,9 +20,8 @@ from fxpar.errors import (
 )
 from fxpar.models.batches import TOKENS, token_batches
 from fxpar.models.hf_shrink import LAYER_NAMES, tiny
-from fxpar.models.loaded import LoadedModel
+from fxpar.models.loaded import LoadedModel, perturb
 from fxpar.models.options import typed
-from fxpar.models.perturb import perturb
 from fxpar.models.presets import PRESETS
 
 FULL_LENGTH = 4096
