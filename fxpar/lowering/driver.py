@@ -33,7 +33,7 @@ from fxpar.lowering.ladder import (
     remaining,
     run_passes,
 )
-from fxpar.lowering.pipeline import cut, lower_pipeline, strategy_of_stage
+from fxpar.lowering.pipeline import cut, fields_of_stages, lower_pipeline, strategy_of_stage
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reuse_buffers import SAME_STORAGE
@@ -117,17 +117,7 @@ def outline(logical: LogicalGraph, strategy: Strategy | str) -> Outline:
     parts = tuple(Outline(**common_fields(graph) | {"stored_outputs": ()}) for graph in graphs)
     if strategy.pipeline_size == 1:
         return parts[0]
-    return Outline(
-        strategy=strategy,
-        inputs=logical.inputs,
-        outputs=logical.outputs,
-        stored_inputs=(),
-        stored_outputs=(),
-        dims=logical.dims,
-        divisors={},
-        name=logical.name,
-        stages=parts,
-    )
+    return Outline(**fields_of_stages(logical, strategy, parts))
 
 
 def finish(graph: AnnotatedGraph, *, storage: torch.dtype | None = None) -> ExecGraph:
