@@ -26,6 +26,7 @@ from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.context import CaptureContext, running
+from fxpar.tracer.decompositions import DECOMPOSITIONS
 from fxpar.tracer.hosts import host_models
 from fxpar.tracer.loss import as_sum
 from fxpar.tracer.provenance import Provenance, calls_user_code, line_of_error
@@ -38,28 +39,6 @@ _INSTEAD_OF_FLEX = (
     "fxpar.tracer.documents.packed."
 )
 LossFunction = Callable[[nn.Module, Any], Tensor]
-
-
-def _product_plus(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """beta * addend + alpha * product(a, b); a beta of 0 leaves the addend out, even one that is not finite."""
-
-    def decomposed(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        result = product(a, b)
-        if alpha != 1:
-            result = result * alpha
-        if beta == 0:
-            return result.expand(torch.broadcast_shapes(result.shape, addend.shape)).clone()
-        return result + (addend if beta == 1 else addend * beta)
-
-    return decomposed
-
-
-# Split while tracing: a sharded product may be a partial sum, to which a bias must not be added once per rank.
-DECOMPOSITIONS: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.aten.addmm.default: _product_plus(torch.mm),
-    torch.ops.aten.baddbmm.default: _product_plus(torch.bmm),
-    torch.ops.aten.addmv.default: _product_plus(torch.mv),
-}
 
 
 @dataclass
