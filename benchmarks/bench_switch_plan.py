@@ -2,7 +2,8 @@
 
     python benchmarks/bench_switch_plan.py [--tiny] [--json OUT]
 
-Prints one line per switch and planner. Layouts are made once and not counted; the plan (slices and senders) is.
+Prints one line per switch and planner. Models are captured and layouts made once (90 CPU s), and not counted; the plan
+(slices and senders) is.
 Targets: 0.3 s for 32B on 32 ranks, 3 s for 70B on 1,024 ranks.
 """
 
@@ -17,11 +18,11 @@ from pathlib import Path
 import torch
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.strategy import Strategy
+from fxpar.lowering import outline
 from fxpar.models import load
-from fxpar.switch import plan_switch
-from fxpar.switch.analytic import model_shapes
+from fxpar.switch import layout_of, plan_switch
 from fxpar.switch.planners import NAMES
+from fxpar.tracer import capture
 
 SIZES_32B = {
     "num_hidden_layers": "60",
@@ -56,10 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = []
     for label, options, nodes, switches in TINY_CASES if args.tiny else CASES:
         loaded = load("hf:llama@70b", options=options, dtype=torch.bfloat16, device="meta", tokens=(128,))
-        shapes = model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, label)
+        logical = capture(loaded.model, loaded.loss_fn, loaded.example_batch, name=label)
+        texts = {text for switch in switches for text in switch.split(" > ")}
+        layouts = {text: layout_of(outline(logical, text)) for text in texts}
         cluster = ClusterSpec(nodes, 8, intra_gb_per_s=200, inter_gb_per_s=25, latency_us=10)
         for switch in switches:
-            source, target = (shapes.layout(Strategy.parse(text)) for text in switch.split(" > "))
+            source, target = (layouts[text] for text in switch.split(" > "))
             for planner in NAMES:
                 plan = plan_switch(source, target, cluster, planner)
                 begun = time.process_time()

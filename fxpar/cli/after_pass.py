@@ -6,7 +6,7 @@ Imported when one is asked for: a graph in the cache needs none of the lowering.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from itertools import islice
 
 import torch
 
@@ -17,14 +17,10 @@ from fxpar.graph_diff import Digest, digest, joined
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower
+from fxpar.lowering import graphs_after, lower
 from fxpar.lowering.ladder import default_passes
 
 FIRST = "annotate"
-
-
-class _ReachedError(Exception):
-    """Ends the lowering; not an error of the user."""
 
 
 def step_name(text: str) -> str:
@@ -44,18 +40,7 @@ def graph_after(
 
     Raises UnknownPassError and what `lower` raises.
     """
-    wanted = step_name(name)
-    found: list[AnnotatedGraph] = []
-
-    def look(step: str, graph: AnnotatedGraph) -> None:
-        if step == wanted:
-            found.append(graph)
-            if len(found) > stage:
-                raise _ReachedError
-
-    with suppress(_ReachedError):
-        lower(logical, strategy, storage=storage, on_pass=look)
-    return found[-1]
+    return next(islice(graphs_after(logical, strategy, step_name(name), storage=storage), stage, None))
 
 
 def steps_of(passes: tuple[str, str] | None, before: str | None, after: str | None) -> tuple[str, str]:

@@ -82,8 +82,8 @@ def _to_check(
 
 
 def _random(info: Input, seed: int) -> Tensor:
-    """Values in which an error shows, as `fxpar.models.perturb` makes them: weights of variance 1/D, vectors around 1;
-    positive buffers, as one of them may be a variance; zeros for integers.
+    """Values in which an error shows, as `fxpar.models.loaded.perturb` makes them: weights of variance 1/D, vectors
+    around 1; positive buffers, as one of them may be a variance; zeros for integers.
     """
     shape, dtype = tuple(map(int, info.meta.shape)), info.meta.dtype
     if not dtype.is_floating_point:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache 
     from torch import Tensor
 
     from fxpar.models import LoadedModel
+    from fxpar.switch import ParamLayout
 
 T = TypeVar("T")
 
@@ -110,6 +112,28 @@ def read_for_store(source: GraphSource, strategy: Strategy, sizes: Mapping[str, 
         return lower(read_rows(source), strategy, for_store=True, sizes=sizes)
 
     return from_cache(source, {"kind": "for store", "sizes": sizes, **_placed(source, strategy)}, build, strategy)
+
+
+def read_layouts(source: GraphSource, strategies: Sequence[Strategy]) -> list[ParamLayout]:
+    """How the programs of `read_for_store` take their parameters. Nothing is lowered further than that.
+
+    Raises as `read_for_store` does.
+    """
+    from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
+
+    rows = functools.cache(lambda: read_rows(source))  # one capture for all that the cache lacks
+
+    def read(strategy: Strategy) -> ParamLayout:
+        def build() -> tuple[Any, ...]:
+            from fxpar.lowering import outline
+
+            layout = layout_of(outline(rows(), strategy))
+            return layout.world, {fqn: (p.shape, p.dtype, p.copies) for fqn, p in layout.params.items()}
+
+        world, params = from_cache(source, {"kind": "layout", **_placed(source, strategy)}, build, strategy)
+        return ParamLayout(str(strategy), world, {fqn: PlacedParam(*fields) for fqn, fields in params.items()})
+
+    return [read(strategy) for strategy in strategies]
 
 
 def read_origin(source: GraphSource, graph: SavedGraph) -> Origin | None:

@@ -12,11 +12,10 @@ from fxpar.cli.commands import SwitchRequest
 from fxpar.cli.console import human_bytes, stderr_console, stdout_console
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
-from fxpar.cli.source import from_cache, load_meta, note_files, read_logical, strategies_of
+from fxpar.cli.source import read_layouts, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import DtypeError, PlannerError
 from fxpar.ir.strategy import Strategy
-from fxpar.switch.analytic import ModelShapes, ParamInfo, graph_shapes, model_shapes
 from fxpar.switch.api import plan_switch
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan, node_links
@@ -51,33 +50,18 @@ def same_world(source: GraphSource, texts: Sequence[str], cluster: ClusterSpec) 
 
 
 def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[ParamLayout]:
-    """The layout of a model under each strategy, in the dtype of the source. Weights are never allocated."""
-    notes: list[str] = []
+    """The layout of a model under each strategy, in the dtype of the source. Weights are never allocated.
+
+    Raises DtypeError, and as `read_for_store` does.
+    """
     name = _SHORT.get(source.dtype, source.dtype)
     if name not in _DTYPES:
         raise DtypeError(name, _DTYPES)
     wire: torch.dtype = getattr(torch, name)
-    with stderr_console().status("") as status, collected_warnings(notes):
-        status.update(f"reading the shapes of {source.model}")
-        shapes = shapes_of(replace(source, dtype=name))
-        return [shapes.layout(strategy).with_dtype(wire) for strategy in strategies]
-
-
-def shapes_of(source: GraphSource) -> ModelShapes:
-    """Shapes of a model, or of the graph of a file. Raises what `fxpar.models.load` and `fxpar.capture` raise."""
-    if source.is_file:
-        return graph_shapes(read_logical(replace(source, dtype=GraphSource.dtype)))  # here it is that of the wire
-    name, params, count, logical = from_cache(source, {"kind": "shapes"}, lambda: _read_shapes(source))
-    return ModelShapes(name, {fqn: ParamInfo(*fields) for fqn, fields in params.items()}, count, logical)
-
-
-def _read_shapes(source: GraphSource) -> tuple:
-    """The fields of ModelShapes as plain values, which the cache keeps."""
-    loaded = load_meta(source)
-    shapes = model_shapes(loaded.model, loaded.loss_fn, loaded.example_batch, loaded.name)
-    note_files(source, loaded)
-    params = {fqn: (info.shape, info.dtype, info.layers) for fqn, info in shapes.params.items()}
-    return shapes.name, params, shapes.layer_count, shapes.logical
+    source = replace(source, dtype=GraphSource.dtype if source.is_file else name)
+    with stderr_console().status("") as status, collected_warnings([]):
+        status.update(f"placing the parameters of {source.model}")
+        return [layout.with_dtype(wire) for layout in read_layouts(source, strategies)]
 
 
 def _show(model: str, plan: SwitchPlan) -> None:

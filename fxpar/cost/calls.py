@@ -22,12 +22,13 @@ import torch
 from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.links import seconds_per_byte
 from fxpar.cost.ops import SizesOf, flops, is_kernel, local_metas, touched, touched_bytes
-from fxpar.cost.polynomial import Polynomial, Sizes, fitted
+from fxpar.cost.polynomial import Polynomial, Sizes, fitted, sent_bytes
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, is_backward
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ops.traits import ATTENTION
 
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
@@ -149,3 +150,25 @@ def _bytes_per_element(found: Communication, degree: int) -> Fraction:
     """Bytes that a rank sends for each element that it puts in."""
     one = replace(found, sent=TensorMeta((1,), found.sent.dtype))
     return Fraction(one.wire_bytes(degree, {})).limit_denominator(10**9)
+
+
+def crosses_nodes(mesh: Mesh, axis: str, cluster: ClusterSpec) -> bool:
+    """Whether any process group of `axis` (axes joined by '.') has ranks on several nodes."""
+    return any(len(set(map(cluster.node_of, group))) > 1 for group in mesh.groups(tuple(axis.split("."))))
+
+
+def seconds_per_byte(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Fraction:
+    """Of one rank, while all ranks take part in a collective of theirs over `axis`."""
+    return 1 / cluster.bytes_per_s(crosses_nodes(mesh, axis, cluster))
+
+
+def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterSpec) -> Polynomial:
+    """Seconds of the messages with which a rank of `stage` hands a micro-batch to the next stage ("sent") or its
+    gradients to the one before ("sent_grad").
+    """
+    here = program.stages[stage]
+    there = program.stages[(stage + (1 if kind == "sent" else -1)) % len(program.stages)]
+    pairs = zip(here.mesh.ranks, there.mesh.ranks, strict=True)
+    between = any(cluster.node_of(one) != cluster.node_of(other) for one, other in pairs)
+    sent = [stored.local for stored in here.given(kind).values()]
+    return sent_bytes(here, sent) * (1 / cluster.bytes_per_s(between)) + Polynomial(len(sent) * cluster.latency_s)

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fxpar.cost.calls import node_costs
+from fxpar.cost.calls import handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.links import handed_on_s
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.ir.exec_graph import Program

@@ -16,7 +16,7 @@ from fxpar.data.lengths import LengthBin, LengthHistogram
 from fxpar.data.loader import MiniBatchLoader
 from fxpar.data.report import CorpusReport, SkippedKind
 from fxpar.data.sources import KINDS, open_corpus
-from fxpar.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, train_tokenizer
+from fxpar.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from fxpar.data.tokens import Tokens, in_memory, load, prepare
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "SkippedKind",
     "Tokenizer",
     "Tokens",
-    "check_vocab",
     "default_cache_dir",
     "in_memory",
     "load",

@@ -12,7 +12,7 @@ import numpy as np
 
 from fxpar.data.cache import cache_key, default_cache_dir, publish
 from fxpar.data.corpus import Corpus
-from fxpar.errors import MissingDataPackageError, TokenizerError, VocabularyError
+from fxpar.errors import MissingDataPackageError, TokenizerError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -104,12 +104,6 @@ def train_tokenizer(
     backend = _read(file)
     backend.encode_special_tokens = True
     return Tokenizer(backend, str(file), backend.token_to_id(END_TOKEN))
-
-
-def check_vocab(tokenizer: Tokenizer, model_vocab: int) -> None:
-    """Raises VocabularyError if the tokenizer has ids that a model with `model_vocab` embeddings has not."""
-    if tokenizer.vocab_size > model_vocab:
-        raise VocabularyError(tokenizer.name, tokenizer.vocab_size, model_vocab)
 
 
 def _read(file: Path) -> tokenizers.Tokenizer:

@@ -255,6 +255,23 @@ class ExecGraph(Program):
 
 
 @dataclass(kw_only=True)
+class Outline(Program):
+    """How a program lies that was lowered only as far as its inputs are placed: it has no parts, and nothing is known
+    of its results. With pipeline stages `stages` has one each, and the inputs are those of the whole model.
+    """
+
+    stages: tuple[Outline, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {}
+
+    @property
+    def placed(self) -> tuple[Program, ...]:
+        return self.stages or (self,)
+
+
+@dataclass(kw_only=True)
 class PlainGraph(Program):
     """A forward, and a backward that starts from the tangents of its values.
 

@@ -10,6 +10,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -111,17 +112,15 @@ class PipelineGraph(Program):
         ]
 
 
-def side_by_side(
-    program: PipelineGraph, names: Callable[[StageProgram], Sequence[str]], last_first: bool = False
-) -> list[str]:
+def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_first: bool = False) -> list[str]:
     """Parameters so ordered that all ranks get on alike: the first share of what each rank's stages have, then the
-    next. `names` are those of a stage, in order; of the stages of one rank the first one comes first, or the last one.
+    next. `names(stage)` are those of a stage, in order; of the stages of one rank the first one comes first, or the last one.
     What several stages have stands where the first of them needs it (`last_first`: where the last one has made it).
     """
     of_mesh: dict[Mesh, list[str]] = defaultdict(list)
-    for stage in reversed(program.stages) if last_first else program.stages:
+    for stage in reversed(program.placed) if last_first else program.placed:
         of_mesh[stage.mesh] += names(stage)
-    sizes = {info.fqn: info.meta.numel({}) for info, _ in program.params()}
+    sizes = {info.fqn: info.meta.numel({}) for info in program.inputs if info.kind == "param"}
     at: dict[str, float] = {}
     for mine in of_mesh.values():
         whole, before = sum(sizes[fqn] for fqn in mine) or 1, 0

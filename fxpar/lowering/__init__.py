@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpar.lowering.driver import finish, lower, lower_forward, split_phases
+from fxpar.lowering.driver import finish, graphs_after, lower, lower_forward, outline, split_phases
 from fxpar.lowering.ladder import default_passes
 
-__all__ = ["default_passes", "finish", "lower", "lower_forward", "split_phases"]
+__all__ = ["default_passes", "finish", "graphs_after", "lower", "lower_forward", "outline", "split_phases"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,14 +17,23 @@ from torch import fx
 
 from fxpar.errors import GivenPassesError, NotYetError, VerifyError
 from fxpar.flow import padding_hazard
-from fxpar.ir.exec_graph import ExecGraph, Part, PlainGraph, cut_part
+from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, cut_part
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ir.node_meta import phase_of
 from fxpar.ir.pass_base import GraphPass, ancestors
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.ladder import OnPass, checked_ladder, climb, common_fields, default_passes, remaining, run_passes
-from fxpar.lowering.pipeline import lower_pipeline
+from fxpar.lowering.ladder import (
+    PLACED,
+    OnPass,
+    checked_ladder,
+    climb,
+    common_fields,
+    default_passes,
+    remaining,
+    run_passes,
+)
+from fxpar.lowering.pipeline import cut, fields_of_stages, lower_pipeline, strategy_of_stage
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reuse_buffers import SAME_STORAGE
@@ -76,6 +85,39 @@ def lower(
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report
     return result
+
+
+def graphs_after(
+    logical: LogicalGraph,
+    strategy: Strategy,
+    last: str,
+    *,
+    storage: torch.dtype | None = None,
+    for_store: bool = False,
+    on_pass: OnPass | None = None,
+) -> Iterator[AnnotatedGraph]:
+    """The graph behind the pass of `default_passes` that is called `last`, of a pipeline that of each stage in turn.
+
+    Arguments and errors are those of `lower`.
+    """
+    ladder = default_passes(storage, for_store=for_store)
+    if strategy.pipeline_size == 1:
+        yield run_passes(logical, strategy, ladder, on_pass, last)[0]
+        return
+    for stage in cut(logical, strategy).stages:
+        yield run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass, last)[0]
+
+
+def outline(logical: LogicalGraph, strategy: Strategy | str) -> Outline:
+    """How the parameters lie that `lower(logical, strategy, for_store=True)` takes, in a fraction of its time: the
+    ladder is climbed as far as they are placed. Raises as `lower` does.
+    """
+    strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    graphs = graphs_after(logical, strategy, PLACED, for_store=True)
+    parts = tuple(Outline(**common_fields(graph) | {"stored_outputs": ()}) for graph in graphs)
+    if strategy.pipeline_size == 1:
+        return parts[0]
+    return Outline(**fields_of_stages(logical, strategy, parts))
 
 
 def finish(graph: AnnotatedGraph, *, storage: torch.dtype | None = None) -> ExecGraph:
@@ -220,4 +262,15 @@ def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
     return value in early or value.op == "placeholder"
 
 
-__all__ = ["PHASES", "OnPass", "default_passes", "finish", "lower", "lower_forward", "split_forward", "split_phases"]
+__all__ = [
+    "PHASES",
+    "OnPass",
+    "default_passes",
+    "finish",
+    "graphs_after",
+    "lower",
+    "lower_forward",
+    "outline",
+    "split_forward",
+    "split_phases",
+]

@@ -40,6 +40,9 @@ from fxpar.passes.zero_shard import ZeroShard
 
 OnPass = Callable[[str, AnnotatedGraph], None]
 
+PLACED = ZeroShard.name
+"""The pass behind which each parameter lies as the program takes it; no later one of the ladder moves one."""
+
 
 def default_passes(
     storage: torch.dtype | None = None,
@@ -87,14 +90,18 @@ def checked_ladder(passes: object) -> list[GraphPass]:
 
 
 def run_passes(
-    logical: LogicalGraph, strategy: Strategy | str, ladder: list[GraphPass], on_pass: OnPass | None
+    logical: LogicalGraph,
+    strategy: Strategy | str,
+    ladder: list[GraphPass],
+    on_pass: OnPass | None,
+    last: str | None = None,
 ) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...]]:
-    """The graph after all passes, and a report on each of them."""
+    """The graph after all passes, or behind the one called `last`, and a report on each of them."""
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     with collector_paused():
         graph = unplaced(logical, strategy)
-        return graph, climb(graph, ladder, on_pass)
+        return graph, climb(graph, ladder, on_pass, last)
 
 
 @contextmanager
@@ -117,8 +124,12 @@ def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]
     return ladder[max(done, default=0) + 1 :]
 
 
-def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None = None) -> tuple[dict[str, Any], ...]:
-    """Run the passes on `graph`, which is verified after each; a report on each of them. Raises VerifyError."""
+def climb(
+    graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None = None, last: str | None = None
+) -> tuple[dict[str, Any], ...]:
+    """Run the passes on `graph`, which is verified after each; a report on each of them. It stops behind the pass
+    called `last`, if there is one. Raises VerifyError.
+    """
     report = []
     seen: dict[fx.Node, tuple[Any, ...]] = {}
     legal: set[Any] = set()
@@ -142,6 +153,8 @@ def climb(graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None
         report.append(_report(step.name, graph, time.process_time() - begun))
         if on_pass:
             on_pass(step.name, graph)
+        if step.name == last:
+            return tuple(report)
     verify_end(graph)
     return tuple(report)
 

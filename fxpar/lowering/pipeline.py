@@ -6,11 +6,14 @@ import fnmatch
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fxpar.annotate.policy import resolve_overrides
 from fxpar.errors import RematGlobError
 from fxpar.flow import padding_hazard
+from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pass_base import GraphPass
@@ -30,32 +33,38 @@ def lower_pipeline(
 
     Raises the errors of `cut_stages`, OverrideError, RematGlobError, RematBudgetError.
     """
-    resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
-    _check_remat(logical, strategy)
-    staged = cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
+    staged = cut(logical, strategy)
     started = time.process_time()
     stages = tuple(_lower_stage(stage, strategy, ladder, on_pass) for stage in staged.stages)
-    divisors = {name: math.lcm(*(s.divisors.get(name, 1) for s in stages)) for s in stages for name in s.divisors}
     timings = {**staged.timings, **_sums(stages), "lower_cpu_s": 0.0}
     timings["lower_cpu_s"] = time.process_time() - started - timings.get("annotate_cpu_s", 0.0)
-    return PipelineGraph(
-        strategy=strategy,
-        inputs=logical.inputs,
-        outputs=logical.outputs,
-        stored_inputs=(),
-        stored_outputs=(),
-        dims=logical.dims,
-        divisors=divisors,
-        name=logical.name,
-        constants=logical.constants,
-        padding_hazard=padding_hazard(logical),
-        notes=tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
-        timings=timings,
-        stages=stages,
-        cuts=staged.cuts,
-        flops=staged.flops,
-        terms=_terms(staged),
-    )
+    whole = fields_of_stages(logical, strategy, stages)
+    return PipelineGraph(**whole, timings=timings, cuts=staged.cuts, flops=staged.flops, terms=_terms(staged))
+
+
+def fields_of_stages(logical: LogicalGraph, strategy: Strategy, stages: Sequence[Program]) -> dict[str, Any]:
+    """The fields of a program that consists of `stages`. Each of these says how its own inputs and outputs lie."""
+    return {
+        "strategy": strategy,
+        "inputs": logical.inputs,
+        "outputs": logical.outputs,
+        "stored_inputs": (),
+        "stored_outputs": (),
+        "dims": logical.dims,
+        "divisors": {name: math.lcm(*(s.divisors.get(name, 1) for s in stages)) for s in stages for name in s.divisors},
+        "name": logical.name,
+        "constants": logical.constants,
+        "padding_hazard": padding_hazard(logical),
+        "notes": tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
+        "stages": tuple(stages),
+    }
+
+
+def cut(logical: LogicalGraph, strategy: Strategy) -> StagedGraph:
+    """The stages of `logical` under the strategy. Raises as `lower_pipeline` does, but RematBudgetError."""
+    resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
+    _check_remat(logical, strategy)
+    return cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
 
 
 def _lower_stage(
@@ -107,4 +116,4 @@ def _terms(staged: StagedGraph) -> dict[str, tuple[int, ...]]:
     return {shared.fqn: shared.terms for shared in staged.shared}
 
 
-__all__ = ["lower_pipeline", "strategy_of_stage"]
+__all__ = ["cut", "fields_of_stages", "lower_pipeline", "strategy_of_stage"]

@@ -1,6 +1,6 @@
 """How much memory a strategy takes on a rank, predicted from its graphs: nothing runs, nothing is allocated."""
 
-from fxpar.memory.liveness import body_peak, body_series
+from fxpar.memory.liveness import body_series
 from fxpar.memory.pipeline import pipeline_peak, schedule_of
 from fxpar.memory.predict import memory_over_time, predict_memory, program_peak, program_series
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory, StageMemory
@@ -17,7 +17,6 @@ __all__ = [
     "RankMemory",
     "Series",
     "StageMemory",
-    "body_peak",
     "body_series",
     "memory_over_time",
     "pipeline_peak",

@@ -13,21 +13,11 @@ from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.node_meta import is_backward
-from fxpar.memory.series import KINDS, Moment, Peak, Series
+from fxpar.memory.series import KINDS, Moment, Series
 from fxpar.memory.workspace import Conditions, workspace_bytes
 from fxpar.remat import Storages, saved_storages, trace_storages
 
 ONE_THREAD = Conditions()
-
-
-def body_peak(
-    graph: fx.Graph,
-    dims: Mapping[sympy.Symbol, int],
-    coordinates: Mapping[str, int] | None = None,
-    conditions: Conditions = ONE_THREAD,
-) -> Peak:
-    """The peak of a lowered graph on one CPU rank; arguments as in `body_series`."""
-    return body_series(graph, dims, coordinates, conditions).peak
 
 
 def body_series(

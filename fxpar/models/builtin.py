@@ -13,10 +13,9 @@ from fxpar import losses
 from fxpar.models.batches import ROWS, TOKENS, labelled_batches, token_batches
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.models.llama import Llama, LlamaOptions
-from fxpar.models.loaded import Batch, LoadedModel
+from fxpar.models.loaded import Batch, LoadedModel, perturb
 from fxpar.models.mlp import Mlp, MlpOptions
 from fxpar.models.options import with_options
-from fxpar.models.perturb import perturb
 from fxpar.models.vit import Vit, VitOptions
 from fxpar.tracer.documents import document_ids_from_positions, packed
 

@@ -27,9 +27,8 @@ from fxpar.errors import (
 )
 from fxpar.models.batches import TOKENS, token_batches
 from fxpar.models.hf_shrink import LAYER_NAMES, tiny
-from fxpar.models.loaded import LoadedModel, folder_of
+from fxpar.models.loaded import LoadedModel, folder_of, perturb
 from fxpar.models.options import typed
-from fxpar.models.perturb import perturb
 from fxpar.models.presets import PRESETS
 from fxpar.store.folder import Given
 

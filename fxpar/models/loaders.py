@@ -30,7 +30,8 @@ class Loader(Protocol):
 
         `given` are options as texts (`--set key=value`; ModelOptionError for what it does not take). On device "meta"
         no weight is allocated. `tokens` are lengths of the micro-batches, None for its own. With `noise`, every
-        parameter is to be random, so that errors of a check show (`fxpar.models.perturb`); a model to train wants none.
+        parameter is to be random, so that errors of a check show (`fxpar.models.loaded.perturb`); a model to train
+        wants none.
         """
         ...
 

@@ -47,11 +47,6 @@ def _backward(op: OpView) -> bool:
     return len(op.outputs) == 3
 
 
-def _extras(op: OpView) -> list[int]:
-    """Operand numbers of document_ids and mask, those that are there."""
-    return [ref.index for ref in op.args if isinstance(ref, TensorRef)][6 if _backward(op) else 3 :]
-
-
 def _documents_and_mask(op: OpView) -> tuple[int | None, int | None]:
     first = 6 if _backward(op) else 3
     documents = op.args[first] if len(op.args) > first else None

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,10 +25,11 @@ from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeEr
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
-from fxpar.store.pages import lazy_zeros
 from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
 from fxpar.torch_api.dtensors import local_of
 from fxpar.torch_api.hooks import has_gradient_hook
+
+_TORCH_ALIGNS = 64  # bytes, on the CPU
 
 
 def param_specs(program: Program) -> list[ParamSpec]:
@@ -47,6 +49,19 @@ def wire_layout(home: ParamLayout, specs: Iterable[ParamSpec]) -> ParamLayout:
         key = (id(param), dtypes[fqn])
         params[fqn] = known.setdefault(key, replace(param, dtype=dtypes[fqn]))
     return replace(home, params=params)
+
+
+def _lazy_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros(count)`; on the CPU its pages come from the operating system when they are first touched.
+
+    torch writes its zeros, which makes a rank pay for buffers that some strategies only use later, or never.
+    """
+    if device.type != "cpu":
+        return torch.zeros(count, dtype=dtype, device=device)
+    nbytes = count * dtype.itemsize
+    raw = np.zeros(nbytes + _TORCH_ALIGNS, np.uint8)
+    start = -raw.ctypes.data % _TORCH_ALIGNS
+    return torch.from_numpy(raw[start : start + nbytes]).view(dtype)
 
 
 class WeightStore:
@@ -71,7 +86,7 @@ class WeightStore:
         self._grad_flat: list[Tensor] = []
         self.home_grads: dict[str, Tensor] = {}
         self.home_gradients(f for f in home.params if f in self.trained)
-        flat = {key: lazy_zeros(count, key[1], device) for key, count in storage.numel.items()}
+        flat = {key: _lazy_zeros(count, key[1], device) for key, count in storage.numel.items()}
         # Zeros, as a graph counts on padding that is 0. Nothing writes to padding but another layout in the arena.
         self._views_of = {
             name: {fqn: view.of(flat) for fqn, view in views.items()} for name, views in storage.views.items()
@@ -109,7 +124,7 @@ class WeightStore:
             unit = ALIGN_BYTES // param.dtype.itemsize
             sizes[param.dtype] = offset + -(-torch.Size(shape).numel() // unit) * unit
             place[fqn] = (param.dtype, offset, shape)
-        flat = {dtype: lazy_zeros(count, dtype, self.device) for dtype, count in sizes.items()}
+        flat = {dtype: _lazy_zeros(count, dtype, self.device) for dtype, count in sizes.items()}
         views = {}
         for fqn, (dtype, offset, shape) in place.items():
             piece = flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape)

@@ -7,7 +7,7 @@ embedding, which two stages have, has two.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,8 @@ import torch
 from fxpar.errors import LayoutError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import dist_of
-from fxpar.ir.pipeline_graph import PipelineGraph, side_by_side
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.pipeline_graph import side_by_side
 from fxpar.ir.strategy import data_axes
 from fxpar.passes.zero_shard import shard_over
 
@@ -89,36 +88,19 @@ def _used(dist: DistConfig) -> set[str]:
     return {name for axis in dist.shard_axes for name in axis.split(".")}
 
 
-def layout_of(graph: Program | AnnotatedGraph, name: str | None = None) -> ParamLayout:
-    """The layout that a graph stores its parameters in: one copy over all ranks, or one per pipeline stage that has the
-    parameter. They are in the order of use, which is the order in which they come; to all stages side by side.
+def layout_of(program: Program, name: str | None = None) -> ParamLayout:
+    """The layout that a program takes its parameters in: one copy over all ranks, or one per pipeline stage that has
+    the parameter. They are in the order of use, which is the order in which they come; to all stages side by side.
     """
     copies: dict[str, dict[DistConfig, None]] = defaultdict(dict)
     metas: dict[str, TensorMeta] = {}
-    for fqn, meta, dist in _stored(graph):
-        metas[fqn] = meta
-        copies[fqn][dist] = None
+    for part in program.placed:
+        for info, stored in zip(part.inputs, part.stored_inputs, strict=True):
+            if info.kind == "param":
+                metas[info.fqn] = stored.meta
+                copies[info.fqn][stored.dist] = None
     params = {
         fqn: PlacedParam(tuple(int(s) for s in metas[fqn].shape), metas[fqn].dtype, tuple(copies[fqn]))
-        for fqn in _in_order(graph)
+        for fqn in side_by_side(program, lambda part: [info.fqn for info in part.inputs if info.kind == "param"])
     }
-    return ParamLayout(name or str(graph.strategy), graph.strategy.world, params)
-
-
-def _in_order(graph: Program | AnnotatedGraph) -> list[str]:
-    if isinstance(graph, PipelineGraph):
-        return side_by_side(graph, lambda stage: list(stage.taken("param")))
-    return [info.fqn for info in graph.inputs if info.kind == "param"]
-
-
-def _stored(graph: Program | AnnotatedGraph) -> Iterator[tuple[str, TensorMeta, DistConfig]]:
-    """Every parameter of every part of the graph."""
-    if isinstance(graph, Program):
-        for part in graph.placed:
-            for info, stored in zip(part.inputs, part.stored_inputs, strict=True):
-                if info.kind == "param":
-                    yield info.fqn, stored.meta, stored.dist
-    else:
-        for info, node in zip(graph.inputs, graph.placeholders, strict=True):
-            if info.kind == "param":
-                yield info.fqn, info.meta, dist_of(node)
+    return ParamLayout(name or str(program.strategy), program.strategy.world, params)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
+from fxpar.ir.node_meta import tensor_of
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.canonical import Canonical
-from fxpar.tracer.constants import lift_constants
 from fxpar.tracer.dynamic import DynamicDims
 from fxpar.tracer.functional import make_functional
 from fxpar.tracer.guards import check_guards
@@ -30,6 +30,30 @@ def _without_numbers(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[Inp
     return tuple(kept)
 
 
+def _lift_constants(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], dict[str, Tensor]]:
+    """Replace every `get_attr`, a tensor held as a plain attribute or made from Python numbers, by a placeholder behind
+    the others; returns all inputs and the constants' values.
+    """
+    constants: dict[str, Tensor] = {}
+    lifted: dict[str, fx.Node] = {}
+    found = list(inputs)
+    last = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name not in lifted:
+            value = getattr(gm, name)
+            with gm.graph.inserting_after(last) if last is not None else gm.graph.inserting_before():
+                last = lifted[name] = gm.graph.placeholder(name)
+            last.meta.update(node.meta)
+            constants[name] = value
+            found.append(Input("constant", name, tensor_of(node)))
+        node.replace_all_uses_with(lifted[name])
+        gm.graph.erase_node(node)
+    if constants:
+        gm.recompile()
+    return tuple(found), constants
+
+
 def canonical_graph(raw: RawTrace, world: FakeWorld, dims: DynamicDims, started: float) -> dict[str, Any]:
     """Arguments of LogicalGraph; new values of buffers come last among the outputs. `started` is a process time.
 
@@ -47,7 +71,7 @@ def canonical_graph(raw: RawTrace, world: FakeWorld, dims: DynamicDims, started:
     results = functional.results[:count] + [buffers[fqn] for fqn in written]
     gm = Canonical(functional.gm, signature.inputs, dims, world).run(results)
     simplify(gm)
-    inputs, constants = lift_constants(gm, _without_numbers(gm, signature.inputs))
+    inputs, constants = _lift_constants(gm, _without_numbers(gm, signature.inputs))
     done = time.process_time()
     return {
         "gm": gm,

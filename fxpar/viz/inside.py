@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fxpar.cost.calls import COMPUTE, NodeCost, node_costs
+from fxpar.cost.calls import COMPUTE, NodeCost, handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.links import handed_on_s
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.exec_graph import Part, Program
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TrainGraph

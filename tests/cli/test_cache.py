@@ -11,10 +11,19 @@ import pytest
 from fxpar.cli import cache as cache_module
 from fxpar.cli import source as source_module
 from fxpar.cli.cache import CaptureCache
-from fxpar.cli.source import GraphSource, read_annotated, read_logical, read_lowered, read_origin
+from fxpar.cli.source import (
+    GraphSource,
+    read_annotated,
+    read_for_store,
+    read_layouts,
+    read_logical,
+    read_lowered,
+    read_origin,
+)
 from fxpar.ir.printer import format_graph
 from fxpar.ir.strategy import Strategy
 from fxpar.models.user_function import run_file
+from fxpar.switch import layout_of
 from tests.cli.helpers import fxpar
 
 MODEL = """
@@ -61,6 +70,16 @@ def test_a_model_is_captured_once(captures):
     assert read_annotated(source, tp2).strategy == tp2
     assert read_origin(source, lowered).batches[0]["x"].shape[1] == 24
     assert captures == ["mlp"]
+
+
+def test_layouts_are_those_of_the_programs_of_a_run(captures):
+    source, strategies = GraphSource("mlp"), [Strategy.parse(text) for text in ("dp2.tp2+zero3", "pp2.tp2", "dp4")]
+    expected = [layout_of(read_for_store(source, strategy)) for strategy in strategies]
+    assert read_layouts(source, strategies[:2]) == expected[:2]
+    assert read_layouts(source, strategies) == expected  # two of them from the cache
+    assert captures == ["mlp"]
+    assert read_layouts(replace(source, cache=False), strategies) == expected
+    assert captures == ["mlp"] * 2
 
 
 def test_other_words_are_other_entries(captures):

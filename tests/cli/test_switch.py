@@ -74,7 +74,7 @@ def test_order(cluster, tmp_path):
         (("--from", "tp8", "--to", "dp4"), "strategy 'dp4' needs 4 ranks"),
         (("--from", "tp16", "--to", "dp16"), "too small for strategies on 16 ranks"),
         (("--from", "tp8", "--to", "dq8"), "unknown axis 'dq'"),
-        (("--from", "pp8", "--to", "dp8"), "mlp has 2 layers for 8 pipeline stages"),
+        (("--from", "pp8", "--to", "dp8"), "8 stages need 8 layers, there are 2"),
         (("--from", "tp8", "--to", "dp8", "--planner", "hotpsa"), "did you mean 'hotspa'"),
         (("--from", "tp8", "--to", "dp8", "--dtype", "bf17"), "dtype 'bf17' is not known"),
         (("--from", "tp8", "--to", "dp8", "--json", "missing/plan.json"), "there is no folder 'missing'"),

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 from torch import nn
 
 from fxpar import losses
-from fxpar.cost.calls import NodeCost, busy_s, node_costs
+from fxpar.cost.calls import NodeCost, busy_s, crosses_nodes, handed_on_s, node_costs
 from fxpar.cost.ops import SizesAt
-from fxpar.cost.polynomial import Polynomial
+from fxpar.cost.polynomial import Polynomial, sent_bytes
+from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.tracer import capture
 from tests.captured import mlp
-from tests.cost.programs import DEVICE, DIM, FFN, LAYERS, NODE, VOCAB, program
+from tests.cost.programs import DEVICE, DIM, FFN, LAYERS, NODE, PAIR, VOCAB, program
 
 PRODUCT_WEIGHTS = LAYERS * (4 * DIM * DIM + 3 * DIM * FFN) + DIM * VOCAB
 # Causal: 2 * E * len**2 per head forward (two products of 2 * len**2 * E, half of them), 2.5 times that backward.
@@ -128,3 +130,33 @@ def test_one_call_keeps_the_device_busy_for_what_its_walk_says_without_launch():
     ]
     assert views
     assert {found[node.name] for node in views} == {0.0}
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+def test_which_axes_leave_a_node():
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    assert not crosses_nodes(mesh, "tp", PAIR)
+    assert crosses_nodes(mesh, "dp", PAIR)
+    assert crosses_nodes(mesh, "dp.tp", PAIR)
+    assert crosses_nodes(Mesh((("tp", 2),), 1), "tp", PAIR)
+    assert not crosses_nodes(Mesh((("tp", 2),), 2), "tp", PAIR)
+
+
+def test_the_network_of_a_node_is_shared():
+    capped = replace(PAIR, node_gb_per_s=20.0)
+    assert [float(cluster.bytes_per_s(True)) for cluster in (PAIR, capped)] == [50e9, 10e9]
+    assert float(capped.bytes_per_s(False)) == 400e9
+
+
+def test_a_message_takes_the_link_between_its_two_stages():
+    """Four stages of one rank on two nodes: only the second and the third have the network between them."""
+    pipeline = program("pp4")
+    inside, between = (
+        sent_bytes(pipeline.stages[0], [next(iter(pipeline.stages[0].given("sent").values())).local])
+        * (1 / (gb * 10**9))
+        for gb in (Fraction(400), Fraction(50))
+    )
+    latency = Polynomial(Fraction(10, 10**6))
+    forward = [handed_on_s(pipeline, stage, "sent", PAIR) for stage in range(3)]
+    assert forward == [inside + latency, between + latency, inside + latency]
+    assert [handed_on_s(pipeline, stage, "sent_grad", PAIR) for stage in (1, 2, 3)] == forward

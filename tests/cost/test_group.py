@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpar.cost.calls import node_costs
+from fxpar.cost.calls import handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import GroupCost, group_cost
-from fxpar.cost.links import handed_on_s
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import ClusterError, CostModelError
 from tests.cost.programs import DEVICE, NODE, PAIR, program

@@ -12,7 +12,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ClusterError, DimNameError
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
-from fxpar.memory import Conditions, body_peak, predict_memory, program_peak
+from fxpar.memory import Conditions, body_series, predict_memory, program_peak
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.runtime.gradients import gradient_placements
 from fxpar.store import home_layout, param_specs
@@ -74,7 +74,7 @@ def test_lifetimes():
     for node in (total, doubled):
         node.meta["backward"] = True
     graph.output((total, doubled))
-    peak = body_peak(graph, {dim_symbol("T"): 100})
+    peak = body_series(graph, {dim_symbol("T"): 100}).peak
     assert (peak.node, peak.total_bytes) == ("sum_default", 400 + 40_000 + 4)
     assert (peak.forward_bytes, peak.result_bytes, peak.backward_bytes) == (40_400, 4, 0)
     assert peak.saved_bytes == 40_400

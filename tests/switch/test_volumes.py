@@ -6,7 +6,7 @@ import pytest
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.switch import plan_switch
-from tests.switch.large import layouts_32b, shapes_32b
+from tests.switch.large import layouts_32b
 
 CLUSTER = ClusterSpec(4, 8, intra_gb_per_s=200, inter_gb_per_s=25, latency_us=10)
 # GB (1e9): stays local, inside nodes, between nodes, between nodes when each slice enters a node once. The reference
@@ -57,7 +57,7 @@ def close(found: float, printed: float, digit: float = 1.0) -> bool:
 
 
 def test_the_model():
-    params = shapes_32b().params.values()
+    params = layouts_32b()["S1"].params.values()
     total = 0
     for param in params:
         count = 1

@@ -10,7 +10,7 @@ from fxpar import losses
 from fxpar.errors import ModelOptionError, ModelTypeError
 from fxpar.models import LoadedModel
 from fxpar.models.batches import token_batches
-from fxpar.models.perturb import perturb
+from fxpar.models.loaded import perturb
 
 
 class Relu2(nn.Module):
