@@ -74,7 +74,6 @@ def squared(model: nn.Module, batch: Batch) -> Tensor:
     return losses.mse_sum(model(batch["x"]), batch["y"])
 
 
-@functools.cache
 def llama(
     layers: int = 1,
     kv_heads: int = 2,
@@ -87,6 +86,21 @@ def llama(
     length: int = 13,
 ) -> Captured:
     """The plain Llama on two rows; its vocabulary divides by nothing."""
+    return _llama(layers, kv_heads, heads, dim, ffn, vocab, tied, dtype, length)
+
+
+@functools.cache  # by all values: `llama()` and `llama(layers=1)` are one capture
+def _llama(
+    layers: int,
+    kv_heads: int,
+    heads: int,
+    dim: int,
+    ffn: int,
+    vocab: int,
+    tied: bool,
+    dtype: torch.dtype,
+    length: int,
+) -> Captured:
     torch.manual_seed(0)
     options = LlamaOptions(layers, dim, heads, kv_heads, ffn, vocab, tied=tied)
     lengths = (length, 7, 24, 18, 5)

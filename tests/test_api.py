@@ -30,7 +30,7 @@ from tests.runtime.hot import (
     parallel,
     precompile,
     sequences,
-    shallow,
+    small,
 )
 
 POSITIONS = torch.arange(40)[None]
@@ -61,20 +61,20 @@ HELD_OUT = (5, 60, 33, 17, 130, 8, 90, 12, 45)  # the shortest, which idle repli
 
 
 def prepare():
-    precompile(shallow)
-    precompile(shallow, PACKING)
+    precompile(small)
+    precompile(small, PACKING)
 
 
 WORLD = World(4, prepare)
 TWO = {64: "dp2", 512: "tp2+sp"}
-PAIR = World(2, lambda: precompile(shallow, TWO))
+PAIR = World(2, lambda: precompile(small, TWO))
 
 
 @WORLD.case
 def outside(rank):
-    shapes = {name: tuple(p.shape) for name, p in shallow().named_parameters()}
-    model = parallel(shallow)
-    plain = type(shallow())
+    shapes = {name: tuple(p.shape) for name, p in small().named_parameters()}
+    model = parallel(small)
+    plain = type(small())
     assert isinstance(model, plain)
     assert isinstance(model, fxpar.ParallelModule)
     for name, param in model.named_parameters():
@@ -86,7 +86,7 @@ def outside(rank):
     model.train_step(sequences(1))
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
     state = model.state_dict()
-    assert list(state) == list(shallow().state_dict())
+    assert list(state) == list(small().state_dict())
     for kind in ("fused", "foreach"):
         optimizer = adamw(model, **{kind: True})
         optimizer.step()
@@ -95,14 +95,14 @@ def outside(rank):
 
 
 def test_the_model_looks_like_a_sharded_one_from_outside():
-    want = one_device(shallow(), [sequences(1)], clip=None)["grads"]
+    want = one_device(small(), [sequences(1)], clip=None)["grads"]
     norm = float(torch.stack([g.norm() for g in want.values()]).norm())
     assert all(abs(found - norm) < 1e-12 * norm for found in outside())
 
 
 @WORLD.case
 def averaged(rank):
-    model = parallel(shallow)
+    model = parallel(small)
     optimizer = adamw(model)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     kept = copy.deepcopy(model)
@@ -120,8 +120,8 @@ def averaged(rank):
 
 def test_an_average_of_the_weights_can_be_kept():
     average, first, last = averaged()[0]
-    assert largest_error(first, dict(shallow().named_parameters())) == 0
-    name = "layers.0.ffn.up_proj.weight"
+    assert largest_error(first, dict(small().named_parameters())) == 0
+    name = "up_proj.weight"
     assert not torch.equal(average[name], last[name])
     low, high = torch.minimum(first[name], last[name]), torch.maximum(first[name], last[name])
     assert ((average[name] >= low - 0.02) & (average[name] <= high + 0.02)).all()
@@ -174,7 +174,7 @@ def test_the_decorator_makes_a_class_whose_instances_train():
 
 @PAIR.case
 def called(rank):
-    model = parallel(shallow, strategies=TWO)
+    model = parallel(small, strategies=TWO)
     with model.using("dp2"):
         loss = plain_loss(model, rank)
         loss.backward()
@@ -191,7 +191,7 @@ def called(rank):
 
 def test_plain_calls_train_under_a_chosen_strategy():
     """Each rank captures the calls itself, as their arguments are known to it alone."""
-    model, want_losses = shallow(), []
+    model, want_losses = small(), []
     for replica in range(2):
         loss = plain_loss(model, replica)
         (loss / 2).backward()
@@ -215,20 +215,20 @@ def one_row():
 
 @PAIR.case
 def seen_by_a_loss(rank):
-    return losses.causal_lm(parallel(shallow, strategies=TWO), one_row()).item()
+    return losses.causal_lm(parallel(small, strategies=TWO), one_row()).item()
 
 
 def test_the_loss_functions_see_the_arguments_of_the_model():
     """`losses.causal_lm` reads the signature of the forward; a parallel model must show the one of its class."""
-    want = losses.causal_lm(shallow(), one_row()).item()
+    want = losses.causal_lm(small(), one_row()).item()
     assert all(abs(found - want) < 1e-9 for found in seen_by_a_loss())
 
 
 @WORLD.case
 def held_out_losses(rank):
     held_out = sequences(5, HELD_OUT)
-    model = parallel(shallow)
-    packing = parallel(shallow, strategies=PACKING, merge=True)
+    model = parallel(small)
+    packing = parallel(small, strategies=PACKING, merge=True)
     assert packing._session().engine.options.packed
     found = [model.evaluate(held_out), packing.evaluate(held_out)]
     assert model.training
@@ -241,7 +241,7 @@ def held_out_losses(rank):
 def test_held_out_loss_is_that_of_one_device_under_any_strategies():
     held_out = sequences(5, HELD_OUT)
     count, total = sum(len(ids) - 1 for ids in held_out), 0.0
-    model = shallow()
+    model = small()
     for ids in held_out:
         positions = torch.arange(len(ids))[None]
         row = {"input_ids": ids[None], "labels": next_token_labels(ids[None]), "position_ids": positions}
@@ -252,7 +252,7 @@ def test_held_out_loss_is_that_of_one_device_under_any_strategies():
 
 @PAIR.case
 def staged(rank):
-    model = parallel(shallow, strategies=TWO)
+    model = parallel(small, strategies=TWO)
     stager = DefaultStager(StagingOptions(False, False, False, False))
     pieces = stager.stage({name: p.detach() for name, p in model.named_parameters()})
     pairs = [(pieces[name].to_local(), p.to_local()) for name, p in model.named_parameters()]
@@ -298,9 +298,9 @@ def one_device_gpt(model):
 
 MISUSE = [
     (lambda: fxpar.parallelize(3, strategies={8: "dp2"}), "neither an nn.Module"),
-    (lambda: fxpar.parallelize(parallel(shallow), strategies={8: "dp4"}), "parallel already"),
-    (lambda: parallel(shallow, plain="tp2"), "plain='tp2' is none"),
-    (lambda: parallel(shallow).using("dp2.tp2").__enter__(), "did you mean"),
+    (lambda: fxpar.parallelize(parallel(small), strategies={8: "dp4"}), "parallel already"),
+    (lambda: parallel(small, plain="tp2"), "plain='tp2' is none"),
+    (lambda: parallel(small).using("dp2.tp2").__enter__(), "did you mean"),
 ]
 
 

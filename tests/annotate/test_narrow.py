@@ -109,7 +109,7 @@ STRATEGIES = [
     ("strategy", "kv_heads"),
     thinned(
         itertools.product(STRATEGIES, [1, 2]),
-        [("tp4", 1), ("dp2.tp4+sp+zero3", 2), ("cp2.tp4", 2), ("pp2.tp4", 1)],
+        [("tp4", 1), ("dp2.tp4+sp+zero3", 2), ("cp2.tp4", 2), ("pp2.tp4", 2)],
     ),
 )
 def test_exact(strategy, kv_heads):

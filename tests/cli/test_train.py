@@ -200,7 +200,24 @@ def test_comparison(trained):
 
 
 @pytest.mark.slow
-def test_resumed_equals_uninterrupted(trained, prepared, monkeypatch, capfd):
+def test_resumed_equals_uninterrupted(prepared, one_rank):
+    """The data, the schedule and the optimizer go on where they were, in the very same numbers."""
+    assert one_rank()[0] == 0
+    whole = metrics(prepared / "out")
+    shutil.rmtree(prepared / "out/checkpoints/step-00000006")
+    status, out, err = one_rank("--resume")
+    assert status == 0, out + err
+    assert "resumed from out/checkpoints/step-00000003, after step 3" in out
+    resumed, keys = metrics(prepared / "out"), ("step", "loss", "grad_norm", "lr", "tokens")
+    assert [[line[k] for k in keys] for line in resumed] == [[line[k] for k in keys] for line in whole]
+    assert [line["wall_s"] for line in resumed][:3] == [line["wall_s"] for line in whole][:3]
+    assert [line["wall_s"] for line in resumed][3:] != [line["wall_s"] for line in whole][3:]
+    if importlib.util.find_spec("plotly"):
+        assert report_sections(prepared / "out")["run"]["steps"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.nightly  # two processes that import torch; tests/checkpoint/test_resume.py resumes several strategies
+def test_resumed_equals_uninterrupted_on_two_ranks(trained, prepared, monkeypatch, capfd):
     shutil.copytree(trained[0] / "out/checkpoints/step-00000003", prepared / "out/checkpoints/step-00000003")
     shutil.copy(trained[0] / "out/metrics.jsonl", prepared / "out")
     monkeypatch.chdir(prepared)

@@ -86,6 +86,26 @@ def shallow() -> nn.Module:
     return make_llama(layers="1")
 
 
+class Small(nn.Module):
+    """Its tokens do not meet: for tests of what happens to weights, whatever lies between them."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.turns = nn.Embedding(131, 16), nn.Parameter(torch.rand(16))
+        self.up_proj, self.down_proj = nn.Linear(16, width), nn.Linear(width, 16, bias=False)
+        self.head = nn.Linear(16, 131, bias=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + torch.sin(position_ids[..., None] * self.turns)
+        return self.head(x + self.down_proj(torch.tanh(self.up_proj(x))))
+
+
+def small() -> nn.Module:
+    """A fifth of the nodes of `shallow`."""
+    return Small().double()
+
+
 def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **kwargs})
 
@@ -178,6 +198,11 @@ def hot(cases: Mapping[str, Case], world: int = 4) -> dict[str, dict[str, Any]]:
     results = run_forked(
         world, lambda rank: {name: named(name, case.run) for name, case in cases.items()}, timeout_s=900
     )
+    return agreed(results)
+
+
+def agreed(results: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Of the results of cases by rank those of rank 0, if those of the others are the same."""
     for other in results[1:]:
         for name, first in results[0].items():
             assert other[name]["losses"] == first["losses"], name

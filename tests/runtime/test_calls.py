@@ -8,15 +8,15 @@ from torch import nn
 
 import fxpar
 from tests.runtime.hot import (
+    Small,
     World,
     adamw,
     largest_error,
-    make_llama,
     one_device,
     parallel,
     precompile,
     sequences,
-    shallow,
+    small,
 )
 
 TWO = {32: "dp2", 128: "tp2"}
@@ -47,11 +47,11 @@ def loss_of_tells(model, batch):
 
 def uneven() -> nn.Module:
     """Its feed-forward layer does not divide by two: a rank of tp2 has a column that is padding."""
-    return make_llama(layers="1", ffn="49")
+    return Small(25).double()
 
 
 def prepare() -> None:
-    precompile(shallow, TWO)
+    precompile(small, TWO)
     precompile(uneven, TWO)
     precompile(uneven, SHARDED)
 
@@ -70,7 +70,7 @@ def places(model):
 
 @WORLD.case
 def evaluated(rank):
-    model, batches = parallel(shallow, strategies=TWO, resident=[]), [sequences(1, LENGTHS), sequences(2, LENGTHS)]
+    model, batches = parallel(small, strategies=TWO, resident=[]), [sequences(1, LENGTHS), sequences(2, LENGTHS)]
     optimizer = adamw(model)
     found = [model.evaluate(batches[0]), model.evaluate(batches[0])]
     for batch in batches:
@@ -86,7 +86,7 @@ def evaluated(rank):
 
 def held_out(steps):
     """Loss of the first mini-batch on one device after this many steps."""
-    model, batches = shallow(), [sequences(1, LENGTHS), sequences(2, LENGTHS)]
+    model, batches = small(), [sequences(1, LENGTHS), sequences(2, LENGTHS)]
     optimizer = adamw(model)
     for batch in batches[:steps]:
         grads = one_device_gradients(model, batch)
@@ -97,7 +97,7 @@ def held_out(steps):
 
 
 def one_device_gradients(model, batch):
-    copy = shallow()
+    copy = small()
     copy.load_state_dict(model.state_dict())
     return one_device(copy, [batch], clip=None)["grads"]
 
@@ -158,7 +158,7 @@ def test_plain_calls_clear_it_too():
 
 @WORLD.case
 def after_an_error(rank):
-    model = parallel(shallow, strategies=TWO, resident=[], order=["dp2", "tp2"])
+    model = parallel(small, strategies=TWO, resident=[], order=["dp2", "tp2"])
     short = sequences(1, (5, 30, 8))  # under the first strategy alone
     before = model.evaluate(short)
 
@@ -179,7 +179,7 @@ def test_evaluation_after_a_step_that_failed():
 @WORLD.case
 def gradients_beside(rank):
     """A forward waits for its backward while others fill the arena."""
-    model = parallel(shallow, strategies=TWO, resident=[])
+    model = parallel(small, strategies=TWO, resident=[])
     ids = torch.arange(24)[None]
 
     def loss():
@@ -260,7 +260,7 @@ def whole_loss(model):
 
 @WORLD.case
 def written(rank):
-    model, alone, found = parallel(shallow, strategies=TWO), shallow(), []
+    model, alone, found = parallel(small, strategies=TWO), small(), []
     for name, write in WRITES.items():
         for gradients in (False, True):  # the second time nothing has to move
             with torch.set_grad_enabled(gradients):

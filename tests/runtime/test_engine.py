@@ -26,22 +26,25 @@ from fxpar.errors import (
 )
 from fxpar.runtime.forked import run_forked
 from fxpar.switch.node_first import NodeFirstPlan
-from tests.repeat import thinned
 from tests.runtime.hot import (
     STRATEGIES,
     Case,
+    Small,
     World,
     adamw,
+    agreed,
     compiled,
     hot,
     largest_error,
     loss_error,
     make_llama,
+    named,
     one_device,
     parallel,
     precompile,
     sequences,
     shallow,
+    small,
 )
 
 
@@ -50,13 +53,11 @@ def make_float():
 
 
 def make_narrow():
-    return make_llama(torch.bfloat16)
+    return Small().bfloat16()
 
 
-@pytest.mark.parametrize(
-    ("make", "steps", "limit"),
-    thinned([(make_llama, 4, 1e-9), (make_llama, 20, 1e-9), (make_float, 20, 1e-5)], [(make_llama, 4, 1e-9)]),
-)
+@pytest.mark.nightly  # a few steps are among the cases below
+@pytest.mark.parametrize(("make", "steps", "limit"), [(make_llama, 20, 1e-9), (make_float, 20, 1e-5)])
 def test_many_steps_of_three_strategies_equal_one_device(make, steps, limit):
     # With fp32 the learning rate matters: Adam turns the rounding of a gradient near zero into a step of this size, on
     # some processors more often than on others.
@@ -73,10 +74,12 @@ TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
 
 
 def prepare():
-    precompile(shallow)
+    for case in CASES.values():
+        precompile(case.make, case.options.get("strategies"))
     precompile(make_narrow)
     precompile(shallow, TAKING_TURNS)
-    precompile(shallow, {64: "dp2"})
+    precompile(small)
+    precompile(small, {64: "dp2"})
 
 
 WORLD = World(4, prepare)
@@ -106,7 +109,6 @@ OPTIONS = {
     "one resident": {"resident": ["dp2.tp2+sp"], "order": ["cp2.tp2", "dp2.tp2+sp", "dp4"]},
     "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 16, "resident": []},
     "zero3 and zero2": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"}},
-    "static": {"strategies": {512: "dp2.cp2"}},
     "sums of nodes first": {
         "cluster": SLOW_NETWORK,
         "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"},
@@ -114,6 +116,7 @@ OPTIONS = {
     },
 }
 MORE_OPTIONS = {
+    "static": {"strategies": {512: "dp2.cp2"}},
     "arena only, hotspa planner": {"resident": [], "planner": "hotspa"},
     "by turns through doors, checked, tiny staging": {
         "strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"},
@@ -131,15 +134,21 @@ FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
     **{name: Case(BATCHES, options, shallow) for name, options in OPTIONS.items()},
     "few sequences": Case([*(sequences(11, lengths) for lengths in FEW), sequences(12)], make=shallow),
+    "fused optimizer": Case(
+        [sequences(seed, (5, 60, 33, 17, 130, 8)) for seed in range(3)], make=shallow, optimizer={"fused": True}
+    ),
 }
-
-
 MORE = {name: Case(BATCHES, options, shallow) for name, options in MORE_OPTIONS.items()}
+
+
+@WORLD.case
+def every_case(rank):
+    return {name: named(name, case.run) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def trained():
-    return hot(CASES)
+    return agreed(every_case())
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +159,11 @@ def trained_more():
 @pytest.mark.parametrize("name", CASES)
 def test_neither_options_nor_few_sequences_change_a_result(trained, name):
     equal_to_one_device(trained[name], CASES[name])
+
+
+def test_the_cases_run_under_three_strategies(trained):
+    groups = trained["fused optimizer"]["reports"][0].groups
+    assert {group.strategy for group in groups} == {"dp4", "dp2.tp2+sp", "cp2.tp2"}
 
 
 @pytest.mark.nightly
@@ -167,7 +181,7 @@ def equal_to_one_device(have: dict, case: Case) -> None:
 
 @WORLD.case
 def through_nodes(rank):
-    model = parallel(shallow, cluster=SLOW_NETWORK)
+    model = parallel(small, cluster=SLOW_NETWORK)
     gradients = model._session().engine.gradients
     report = model.train_step(sequences(5))
     plans = [gradients.plan(name) for name in STRATEGIES.values()]
@@ -213,7 +227,7 @@ def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
 @WORLD.case
 def added_up(rank):
     one, two = sequences(1), sequences(2)
-    model = parallel(shallow)
+    model = parallel(small)
     model.train_step(one)
     model.train_step(two)
     both = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
@@ -227,7 +241,7 @@ def added_up(rank):
 
 
 def test_gradients_add_up_until_they_are_dropped():
-    first, second = (one_device(shallow(), [sequences(seed)], clip=None)["grads"] for seed in (1, 2))
+    first, second = (one_device(small(), [sequences(seed)], clip=None)["grads"] for seed in (1, 2))
     both, again, mixed = added_up()[0]
     total = {name: first[name] + second[name] for name in first}
     assert largest_error(both, total) <= 1e-12
@@ -262,7 +276,7 @@ def test_weights_are_the_same_before_and_after_any_switches():
 
 
 def broken():
-    model = shallow()
+    model = small()
     with torch.no_grad():
         model.embedding.weight[7] = float("nan")
     return model
@@ -271,7 +285,7 @@ def broken():
 @WORLD.case
 def not_a_number(rank):
     good, bad = [torch.arange(20, 40)], [torch.arange(3, 60), torch.arange(5)]
-    programs = compiled(shallow)
+    programs = compiled(small)
     model = parallel(broken, compiled=programs)
     model.train_step(good)
     with pytest.raises(NanLossError, match="step 2"):
@@ -300,7 +314,7 @@ def test_loss_that_is_no_number():
 
 @WORLD.case
 def different_batches(rank):
-    model = parallel(shallow)
+    model = parallel(small)
     batch = sequences(1)
     if rank == 2:
         batch[3] = batch[3] + 1
@@ -324,8 +338,8 @@ def bad_options(rank):
     ]
     for options, error, text in cases:
         with pytest.raises(error, match=text):
-            parallel(shallow, **options)
-    model = parallel(shallow)
+            parallel(small, **options)
+    model = parallel(small)
     with pytest.raises(SequenceTooLongError, match="600"):
         model.train_step([torch.arange(10), torch.arange(600) % 131])
     unknown = [torch.arange(10), {"input_ids": torch.arange(10), "labels": torch.arange(122, 132)}]
@@ -345,7 +359,7 @@ def test_bad_options():
 
 def test_without_a_process_group_the_error_says_how_to_start():
     with pytest.raises(ParallelizeError, match="torchrun"):
-        fxpar.parallelize(shallow(), strategies={16: "dp4"})
+        fxpar.parallelize(small(), strategies={16: "dp4"})
 
 
 def test_a_failing_rank_is_reported():

@@ -17,7 +17,7 @@ from fxpar.models import load
 from fxpar.runtime.forked import run_forked
 from fxpar.schedule import mini_batch as schedule
 from tests.runtime.delays import LIMIT, drawn, error_of
-from tests.runtime.hot import World, make_llama, parallel, precompile, sequences, shallow
+from tests.runtime.hot import World, make_llama, parallel, precompile, sequences, shallow, small
 
 ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 # On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
@@ -85,16 +85,9 @@ LENGTHS = (5, 60, 130, 8, 33)  # a single token has no variance
 
 
 def prepare() -> None:
-    for make, strategies in (
-        (shallow, None),
-        (dropping, None),
-        (normed, DENSE),
-        (shallow, TAKING_TURNS),
-        (shallow, ZERO),
-        (tied, PIPELINES),
-        (returning, CHUNKS),
-    ):
-        precompile(make, strategies)
+    for make, options in CASES.values():
+        precompile(make, options.get("strategies"))
+    precompile(small)
 
 
 WORLD = World(4, prepare)
@@ -210,7 +203,8 @@ def test_the_same_bits():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [*CASES, *NIGHTLY])
 def test_the_same_bits_with_plain_calls_and_evaluation_between_the_steps(name):
-    prepare()
+    make, options = {**CASES, **NIGHTLY}[name]
+    precompile(make, options.get("strategies"))
     for blocking, overlapping in run_forked(4, lambda rank: trained(rank, name, between=True), timeout_s=300):
         assert_same_bits(overlapping, blocking)
 
@@ -257,7 +251,7 @@ def failing_backward(bound):
 @WORLD.case
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
-    return {(where, turn): steps_with_fault(rank, where, turn, shallow, ORDER) for where, turn in FAULTS}
+    return {(where, turn): steps_with_fault(rank, where, turn, small, ORDER) for where, turn in FAULTS}
 
 
 STAGES = {16: "dp2.pp2+zb_h1", 512: "tp2.pp2+gpipe"}

@@ -26,8 +26,15 @@ LIMITED = {16: "dp2.pp2", 64: "pp4", 130: "tp2.cp2"}
 EIGHT = {16: "dp4.pp2", 64: "dp2.pp2.tp2+sp", 512: "pp4.cp2+zb_h1"}
 
 
+DEEP = {"layers": "4", "dim": "32", "heads": "4", "kv_heads": "2", "ffn": "48"}
+
+
 def deep() -> nn.Module:
-    return make_llama(layers="4", dim="32", heads="4", kv_heads="2", ffn="48")
+    return make_llama(**DEEP)
+
+
+def deep_tied() -> nn.Module:
+    return make_llama(**DEEP, tied="true")
 
 
 def tied() -> nn.Module:
@@ -47,18 +54,19 @@ TIED = [sequences(seed, (5, 60, 33, 130, 8, 12)) for seed in (3, 4)]
 OPTIONS = {
     "chain, zero": {"strategies": {16: "dp2.pp2+zero3", 64: "pp2.tp2+sp+zb_h1", 512: "cp4"}, "gradients": "chain"},
 }
+# The head's term of the gradient is made on the last stage, under every strategy on other ranks.
 CASES = {
-    "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep),
+    "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep_tied),
     # At last few sequences and empty groups.
     "chain, arena only": Case(
         [*BATCHES, sequences(11, (2,)), sequences(12, (9, 300))],
         {"strategies": PIPELINES, "resident": [], "checked": True, "gradients": "chain"},
-        deep,
+        deep_tied,
     ),
-    # The head's term of the gradient is made on the last stage, under every strategy on other ranks.
-    "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
 }
 NIGHTLY = {
+    "untied": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep),
+    "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
     **{name: Case(BATCHES[:1], options, deep) for name, options in OPTIONS.items()},
     "interleaved": Case(
         BATCHES[:1], {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}}, deep
