@@ -206,7 +206,7 @@ def _open(
         return activation_bytes(ordered, groups, packed, compiled.lengths)
 
     store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options, activations)
-    memory, overlap = overlapped(memory, ordered, device, world_group, options)
+    memory, overlap = overlapped(memory, ordered, device, world_group, cluster, options)
     transport = _transport(options, process_groups, device, overlap)
     engine = Engine(
         groups=groups,

@@ -22,6 +22,7 @@ ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
 DENSE = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
 ZERO = {16: "dp4+zero3", 64: "dp4+zero2", 512: "dp2.tp2+zero1"}
+ALONE = {512: "dp4"}
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
 
 
@@ -51,11 +52,13 @@ CASES = {
         {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
     ),
     "buffers": (normed, {"strategies": DENSE, "order": list(DENSE.values())}),
+    "one strategy": (shallow, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
 }
 NIGHTLY = {
     "chain": (shallow, {"gradients": "chain"}),
     "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
     "dropout, arena": (dropping, {"resident": []}),
+    "one strategy, ZeRO": (shallow, {"strategies": {512: "dp4+zero2"}, "order": None, "cluster": SLOW_NETWORK}),
     "idle replicas": (shallow, {"strategies": ZERO, "order": list(ZERO.values())}),
 }
 LENGTHS = (5, 60, 130, 8, 33)  # a single token has no variance
@@ -68,6 +71,7 @@ def prepare() -> None:
         (normed, DENSE),
         (shallow, TAKING_TURNS),
         (shallow, ZERO),
+        (shallow, ALONE),
     ):
         precompile(make, strategies)
 
