@@ -25,7 +25,7 @@ from fxpar.runtime.report import GroupReport, StepReport
 from fxpar.schedule.mini_batch import Flow, GroupAction, overlapped, simulate_mini_batch
 
 STRATEGIES = {256: "dp4", 1024: "dp2.tp2+sp", 2048: "tp4+sp"}
-SLOWEST = "tp4+sp"
+LONGEST, SLOWEST = 2048, "tp4+sp"
 LLAMA = {"layers": "4", "dim": "256", "heads": "8", "kv_heads": "8", "ffn": "704", "vocab": "4096"}
 TINY = {"layers": "1", "dim": "32", "heads": "4", "kv_heads": "4", "ffn": "64", "vocab": "64"}
 TOKENS, TINY_TOKENS = 8192, 2600  # of a mini-batch
@@ -61,7 +61,7 @@ def compiled(strategies: tuple[tuple[int, str], ...], tiny: bool) -> Any:
 
 def probe(tiny: bool = False) -> dict[str, float]:
     """Wall seconds of a step under the slowest strategy on a fast network, and the bytes that this node sends in it."""
-    model = parallel({2048: SLOWEST}, 1e5, tiny, overlap=False)
+    model = parallel({LONGEST: SLOWEST}, 1e5, tiny, overlap=False)
     batch = mini_batch(0, TINY_TOKENS if tiny else TOKENS, _vocab(tiny))
     model.train_step(batch)
     before, begun = sent_bytes(), time.perf_counter()
@@ -69,10 +69,13 @@ def probe(tiny: bool = False) -> dict[str, float]:
     return {"wall_s": time.perf_counter() - begun, "bytes": sent_bytes() - before}
 
 
-def measure(mbit: float, steps: int, paced: bool, tiny: bool = False) -> dict[str, float]:
-    """Means over all ranks and steps, in seconds per step. `paced`: groups wait for their priced time."""
-    order = _order(mbit, tiny)
-    ways = {overlap: parallel(STRATEGIES, mbit, tiny, overlap=overlap, order=order) for overlap in (False, True)}
+def measure(mbit: float, steps: int, paced: bool, tiny: bool = False, only: str | None = None) -> dict[str, float]:
+    """Means over all ranks and steps, in seconds per step. `paced`: groups wait for their priced time; `only`: all
+    sequences run under this strategy.
+    """
+    strategies = STRATEGIES if only is None else {LONGEST: only}
+    order = _order(strategies, mbit, tiny)
+    ways = {overlap: parallel(strategies, mbit, tiny, overlap=overlap, order=order) for overlap in (False, True)}
     batches = [mini_batch(seed, TINY_TOKENS if tiny else TOKENS, _vocab(tiny)) for seed in range(steps + 1)]
     found = {"blocking": 0.0, "overlapped": 0.0, "moving": 0.0, "exposed": 0.0, "simulated": 0.0}
     for number, batch in enumerate(batches):
@@ -97,9 +100,9 @@ def measure(mbit: float, steps: int, paced: bool, tiny: bool = False) -> dict[st
     return dict(zip(found, (sums / dist.get_world_size() / steps).tolist(), strict=True))
 
 
-def _order(mbit: float, tiny: bool) -> list[str]:
+def _order(strategies: Mapping[int, str], mbit: float, tiny: bool) -> list[str]:
     """What the engine chooses for groups that overlap."""
-    report = parallel(STRATEGIES, mbit, tiny).train_step(mini_batch(0, TINY_TOKENS if tiny else TOKENS, _vocab(tiny)))
+    report = parallel(strategies, mbit, tiny).train_step(mini_batch(0, TINY_TOKENS if tiny else TOKENS, _vocab(tiny)))
     return [group.strategy for group in report.groups]
 
 

@@ -2,7 +2,7 @@
 of gradients through the sums of each node against a direct one.
 
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py [--mib 32] [--runs 3] [--json OUT]
-    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 [--paced] [--steps 8]
+    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 [--paced] [--only dp4] [--steps 8]
 
 Two network namespaces are joined by a pair of virtual links, each held to 200 Mbit/s by `tc tbf`; two gloo ranks run
 in each. The switch spreads weights that all four ranks share (tp4) to every rank (dp4); the reduction adds up the
@@ -186,7 +186,10 @@ def step_of_rank(options: argparse.Namespace) -> dict[str, float]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = borders.probe() if options.mbit is None else borders.measure(options.mbit, options.steps, options.paced)
+    if options.mbit is None:
+        found = borders.probe()
+    else:
+        found = borders.measure(options.mbit, options.steps, options.paced, only=options.only)
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -202,10 +205,11 @@ def measure_borders(share: float, words: list[str]) -> Found:
     return {"step": {"mbit": mbit, **json.loads(output.strip().splitlines()[-1])}}
 
 
-def show_borders(found: Mapping[str, float]) -> bool:
+def show_borders(found: Mapping[str, float], only: str | None) -> bool:
     """Print what a step waits for; is the target met?"""
     ratio, error = found["exposed"] / found["moving"], found["simulated"] / found["overlapped"] - 1
-    print(f"three strategies in every step, 2 nodes x 2 gloo ranks, {found['mbit']:.0f} Mbit/s between the nodes")
+    what = only or "three strategies"
+    print(f"{what} in every step, 2 nodes x 2 gloo ranks, {found['mbit']:.0f} Mbit/s between the nodes")
     print(
         f"borders block   {found['blocking']:7.3f} s a step, {found['moving']:6.3f} s of it for switches and reductions"
     )
@@ -222,6 +226,7 @@ def main() -> None:
     parser.add_argument("--comm-share", type=float, help="time whole steps instead, on a network this slow for tp4+sp")
     parser.add_argument("--paced", action="store_true", help="groups wait for their priced time instead of computing")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", metavar="STRATEGY", help="whole steps under one strategy instead of three")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--mbit", type=float, help=argparse.SUPPRESS)
@@ -237,8 +242,10 @@ def main() -> None:
         print(f"two_nodes.py is left out: {reason}")
         return
     if options.comm_share is not None:
-        found = measure_borders(options.comm_share, ["--steps", str(options.steps), *["--paced"] * options.paced])
-        good = show_borders(found["step"])
+        words = ["--steps", str(options.steps), *["--paced"] * options.paced]
+        words += [] if options.only is None else ["--only", options.only]
+        found = measure_borders(options.comm_share, words)
+        good = show_borders(found["step"], options.only)
     else:
         with emulated_nodes(MBIT):
             output = run_ranks(__file__, ["--mib", str(options.mib), "--runs", str(options.runs)])

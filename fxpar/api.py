@@ -82,7 +82,8 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
     - `gradients`: "home" sums straight into the home layout, "chain" hands them from graph to graph as HotSPa does.
     - `overlap`: the next group's weights come, and the last one's gradients leave, while a group runs; a group begins
       before all of its weights are there, and its gradients leave as its last backward makes them: on ranks of CPUs
-      with gloo, if the gradients of two groups fit into the memory budget. The results are the same, bit by bit.
+      with gloo, if the gradients of two groups fit into the memory budget. A session with one group does so only on
+      several nodes. The results are the same, bit by bit.
     - `cluster`: the devices and links that costs are predicted for; what is not said of them is usual for the kind that
       it runs on. `cost(program, cluster)` returns the `GroupCost` of a micro-batch instead; every rank calls it, and
       what rank 0 returns counts on all.

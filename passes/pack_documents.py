@@ -27,6 +27,7 @@ from torch import fx
 
 from fxpar.errors import PackingError
 from fxpar.flow import TokenFlow, in_words, token_flow, unknown_padding
+from fxpar.ir.copies import copy_graph
 from fxpar.ir.graph import Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
 from fxpar.ir.node_meta import is_size, size_of, tensor_of
 
@@ -48,8 +49,8 @@ def pack_documents(logical: LogicalGraph, *, force: bool = False) -> LogicalGrap
     flow = token_flow(logical, dim_symbol(_TOKENS), "documents")
     if flow.hazard is not None and not force:
         raise PackingError(logical.name, in_words(flow.hazard))
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(logical.gm.graph, new))
+    new: dict[fx.Node, fx.Node] = {}
+    graph = copy_graph(logical.gm.graph, new)
     rewrite = _Rewrite(graph, flow, new, logical)
     inputs = rewrite.run()
     graph.eliminate_dead_code()

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import sympy
 from torch import fx
@@ -31,6 +31,7 @@ from fxpar.annotate.roles import Policy, check_options, policy_of
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
+from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
@@ -84,10 +85,8 @@ def unplaced(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     for axis, degree in strategy.axes:
         if degree > 1 and USES[axis] == "experts":
             raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, pp, cp and tp.")
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(logical.gm.graph, {}))
     return AnnotatedGraph(
-        graph,
+        copy_graph(logical.gm.graph),
         logical.inputs,
         logical.outputs,
         logical.dims,
@@ -202,19 +201,26 @@ def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Sy
     def config(meta: TensorMeta, placements: Mapping[str, Placement]) -> DistConfig:
         return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token)
 
+    made: dict[Any, tuple[tuple[DistConfig | None, ...], tuple[DistConfig, ...]]] = {}  # repeated layers share theirs
     for node in graph.graph.nodes:
         if node.op == "placeholder" or is_op(node):
             metas = tensor_metas(node)
             chosen = {axis: choice[node] for axis, choice in choices.items()}
-            dist = tuple(
-                config(m, {axis: option.outputs[j] for axis, option in chosen.items()}) if m else None
-                for j, m in enumerate(metas)
-            )
+            taken = tuple(tensor_of(operand) for operand in tensor_operands(node))
+            key = (*map(id, chosen.values()), metas, taken)
+            if key not in made:
+                made[key] = (
+                    tuple(
+                        config(m, {axis: option.outputs[j] for axis, option in chosen.items()}) if m else None
+                        for j, m in enumerate(metas)
+                    ),
+                    tuple(
+                        config(m, {axis: option.inputs[i] for axis, option in chosen.items()})
+                        for i, m in enumerate(taken)
+                    ),
+                )
+            dist, node.meta["dist_in"] = made[key]
             node.meta["dist"] = dist if isinstance(whole_meta(node), tuple) else dist[0]
-            node.meta["dist_in"] = tuple(
-                config(tensor_of(operand), {axis: option.inputs[i] for axis, option in chosen.items()})
-                for i, operand in enumerate(tensor_operands(node))
-            )
         elif node.op == "call_function" and tensor_metas(node):  # getitem
             source, index = resolve(node)
             node.meta["dist"] = dists_of(source)[index]

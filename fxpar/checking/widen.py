@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.ir.copies import copy_graph
 from fxpar.ir.graph import LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import whole_meta
 
@@ -23,8 +24,7 @@ def widen(logical: LogicalGraph) -> LogicalGraph:
     """A copy of `logical` in which all floats are float64: inputs, casts, constants. Exact where it was float64
     already.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(logical.gm.graph, {}))
+    graph = copy_graph(logical.gm.graph)
     for node in graph.nodes:
         node.args = _wide_args(node.args)
         node.kwargs = {key: _wide_args(value) for key, value in node.kwargs.items()}

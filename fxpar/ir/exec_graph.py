@@ -23,6 +23,7 @@ from typing import Any, Literal
 from torch import Tensor, fx, nn
 
 from fxpar.ir.content import content
+from fxpar.ir.copies import copy_graph, copy_node
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta
 from fxpar.ir.mesh import Mesh
@@ -80,7 +81,7 @@ def cut_part(
         part = next((p for p in slots if node in slots[p]), "input")
         sources.append((part, position[node] if part == "input" else slots[part][node]))
     for node in members:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
+        copied[node] = copy_node(graph, node, copied.__getitem__)
     graph.output(tuple(copied[r] for r in results))
     return Part(graph, tuple(sources))
 
@@ -308,8 +309,7 @@ def substitute_tokens(graph: fx.Graph, groups: dict[str, str], indices: dict[str
             return type(value)(swap(v) for v in value)
         return value
 
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {}))
+    new = copy_graph(graph)
     for node in new.nodes:
         if node.op == "call_function" and any(isinstance(a, str) for a in node.args):
             node.args = tuple(swap(a) if isinstance(a, str) else a for a in node.args)

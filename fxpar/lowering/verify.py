@@ -26,7 +26,7 @@ from fxpar.ops.traits import ATTENTION
 from fxpar.rules.option import Cut, Option, Seed, replicated
 from fxpar.rules.own_ops import attention_options, narrow_attention
 from fxpar.rules.table import options, passing
-from fxpar.rules.view import Sizes, is_op, make_view
+from fxpar.rules.view import Sizes, call_key, is_op, make_view
 from fxpar.torch_api.schemas import schema_of
 
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.alias.default}
@@ -160,6 +160,9 @@ def _check_op(
     after: str,
 ) -> None:
     made = dists_of(node)
+    key = (node.target, tensor_metas(node), wanted, made, *call_key(node))
+    if key in known:
+        return
     inner: dict[fx.Node, Option] | None = None
     inner_degree = 1
     for axis in strategy.model_axes:
@@ -167,13 +170,11 @@ def _check_op(
             tuple(c.placement(axis) for c in wanted),
             tuple(c.placement(axis) if c is not None else R for c in made),
         )
-        key = (node.target, tuple(tensor_metas(node)), option, axis, str(node.args) if option.inputs else "")
-        if key not in known:
-            view, _ = make_view(node, sizes, inner, inner_degree)
-            if not legal(view, option, strategy.degree(axis)):
-                raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
-            known.add(key)
+        view, _ = make_view(node, sizes, inner, inner_degree)
+        if not legal(view, option, strategy.degree(axis)):
+            raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
         inner, inner_degree = {node: option}, strategy.degree(axis)
+    known.add(key)
 
 
 def legal(view: Any, option: Option, degree: int) -> bool:

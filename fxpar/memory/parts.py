@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import sympy
 from torch import fx
 
+from fxpar.ir.copies import copy_graph, copy_node
 from fxpar.ir.exec_graph import Part, collective_kind
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.memory.liveness import kind_of
@@ -89,8 +90,7 @@ class _Joined:
         self.calls[name] = []
         for node in part.graph.nodes:
             if node.op == "call_function":
-                copied[node] = self.graph.node_copy(node, copied.__getitem__)
-                copied[node].meta = dict(node.meta)
+                copied[node] = copy_node(self.graph, node, copied.__getitem__)
                 self.calls[name].append(copied[node])
         self.results[name] = [copied[node] for node in part.results]
 
@@ -149,16 +149,14 @@ def _kinds(joined: _Joined, storages: Storages, saved: frozenset[int], finals: s
 
 def _apart(part: Part) -> Part:
     """Half of a backward: it writes over nothing, as the other half may read it (`fxpar.runtime.runner`)."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(part.graph, {}))
+    copy = copy_graph(part.graph)
     functional(copy)
     return Part(copy, part.sources)
 
 
 def accumulating(part: Part, keep: tuple[int, ...] = ()) -> Part:
     """The part that adds its results, but those at `keep`, to earlier ones."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(part.graph, {}))
+    copy = copy_graph(part.graph)
     accumulate(copy, keep)
     more = len(copy.find_nodes(op="placeholder")) - len(part.sources)
     return Part(copy, (*part.sources, *(("accumulator", i) for i in range(more))))  # type: ignore[arg-type]

@@ -120,6 +120,21 @@ def make_view(
     return OpView(node.target, args, kwargs, tuple(shapes), outputs, tuple(dynamic), moving), operands
 
 
+def call_key(node: fx.Node) -> tuple[Any, Any]:
+    """Arguments of a call, with what is known of an operand in place of the operand: calls of one op with equal keys
+    have equal views. Repeated layers have many.
+    """
+
+    def known(arg: fx.Node) -> Any:
+        if is_size(arg):
+            return size_of(arg)
+        source, index = resolve(arg)
+        return tensor_metas(source)[index]
+
+    kwargs = tuple((name, _freeze(map_arg(value, known))) for name, value in node.kwargs.items())
+    return _freeze(map_arg(list(node.args), known)), kwargs
+
+
 def _is_dynamic(size: Size) -> bool:
     return not isinstance(size, int) and bool(size.free_symbols)
 

@@ -25,7 +25,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.losses import causal_lm
 from fxpar.lowering import default_passes, lower
-from fxpar.lowering.ladder import checked_ladder
+from fxpar.lowering.ladder import checked_ladder, collector_paused
 from fxpar.monitor import Monitor
 from fxpar.passes.casts import Casts
 from fxpar.passes.narrow_gradients import NarrowGradients
@@ -178,24 +178,27 @@ def compile_strategies(
     `parallelize`.
     """
     check_strategies(strategies)
-    begun = time.process_time()
-    logical = capture_step(module, loss, example)
-    captured = time.process_time()
-    how = as_precision(precision)
-    rows, unpacked = packed_if_proved(logical, force=bool(packed))
-    computed = with_precision(rows, how)
-    dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
-    parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
-    by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
-    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
-    tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
-    sizes = {dim.name for dim in logical.dims} & {"T"}
-    programs = {}
-    for name, strategy in by_name.items():
-        ladder = default_passes(for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
-        programs[name] = lower(computed, strategy, passes=ladder if passes is None else _given_passes(passes, ladder))
-    timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
-    return CompiledModel(logical, programs, timings, how, rows.packing, unpacked)
+    with collector_paused():
+        begun = time.process_time()
+        logical = capture_step(module, loss, example)
+        captured = time.process_time()
+        how = as_precision(precision)
+        rows, unpacked = packed_if_proved(logical, force=bool(packed))
+        computed = with_precision(rows, how)
+        dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
+        parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
+        by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
+        groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
+        tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
+        sizes = {dim.name for dim in logical.dims} & {"T"}
+        programs = {}
+        for name, strategy in by_name.items():
+            ladder = default_passes(for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
+            programs[name] = lower(
+                computed, strategy, passes=ladder if passes is None else _given_passes(passes, ladder)
+            )
+        timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
+        return CompiledModel(logical, programs, timings, how, rows.packing, unpacked)
 
 
 def _given_passes(passes: Ladder, ladder: list[GraphPass]) -> list[GraphPass]:

@@ -19,6 +19,7 @@ from fxpar.errors import CostContractError, ParallelizeError, nearest, warn
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.lowering.ladder import collector_paused
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import DOCUMENTS, pack_documents
 from fxpar.precision import with_precision
@@ -145,9 +146,10 @@ def open_session(
         )
     watcher = _watcher(options, dist.get_world_size())
     if watcher is None:
-        return _open(module, strategies, loss, example, options, None)
+        with collector_paused():
+            return _open(module, strategies, loss, example, options, None)
     try:
-        with watcher.explained("start of the session"):
+        with watcher.explained("start of the session"), collector_paused():
             _meet(watcher)
             return _open(module, strategies, loss, example, options, watcher)
     except BaseException as error:
@@ -206,7 +208,7 @@ def _open(
         return activation_bytes(ordered, groups, packed, compiled.lengths)
 
     store, schedule, memory = open_storage(module, programs, rank, world, device, cluster, options, activations, given)
-    memory, overlap = overlapped(memory, ordered, device, world_group, options)
+    memory, overlap = overlapped(memory, ordered, device, world_group, cluster, options)
     transport = _transport(options, process_groups, device, overlap)
     engine = Engine(
         groups=groups,

@@ -111,10 +111,18 @@ def _read_home(given: Given, module: nn.Module, store: WeightStore) -> None:
 
 
 def overlapped(
-    memory: MemoryReport, programs: Sequence[TrainGraph], device: torch.device, group: Any, options: ParallelizeOptions
+    memory: MemoryReport,
+    programs: Sequence[TrainGraph],
+    device: torch.device,
+    group: Any,
+    cluster: ClusterSpec,
+    options: ParallelizeOptions,
 ) -> tuple[MemoryReport, bool]:
-    """Whether groups overlap, and the memory then. Where nobody has tried two threads on the network, they do not."""
-    if not options.overlap or len(programs) == 1 or device.type != "cpu" or dist.get_backend(group) != "gloo":
+    """Whether groups overlap, and the memory then. Where nobody has tried two threads on the network, they do not. Nor
+    does one group inside of one node, where transfers take cores rather than links, and many small ones more than few.
+    """
+    pays = len(programs) > 1 or cluster.nodes > 1
+    if not (options.overlap and pays) or device.type != "cpu" or dist.get_backend(group) != "gloo":
         return memory, False
     both = replace(memory, gradient_bytes=overlapped_gradient_bytes(programs))
     fits = options.memory_budget_bytes is None or both.total_bytes <= options.memory_budget_bytes

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import NotAChainError
+from fxpar.ir.copies import copy_node
 from fxpar.ir.graph import Input, Output, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_size, size_of, source_of, tensor_of, whole_meta
 from fxpar.stages.nodes import Nodes
@@ -166,9 +167,7 @@ class StageBuilder:
             self._copy(node)
 
     def _copy(self, node: fx.Node) -> None:
-        new = self.graph.node_copy(node, self.copied.__getitem__)
-        new.meta = dict(node.meta)
-        self.copied[node] = new
+        self.copied[node] = copy_node(self.graph, node, self.copied.__getitem__)
 
     def _sum(self, values: tuple[fx.Node, ...]) -> fx.Node:
         def add(left: fx.Node, right: fx.Node) -> fx.Node:

@@ -26,6 +26,7 @@ DENSE = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
 PIPELINES = {16: "dp2.pp2+zb_h1", 64: "pp4", 512: "tp2.pp2+gpipe"}
 CHUNKS = {16: "dp2.pp2+interleaved_1f1b(2)", 64: "pp2.tp2+zb_h1", 512: "tp4"}
 ZERO = {16: "dp4+zero3", 64: "dp4+zero2", 512: "dp2.tp2+zero1"}
+ALONE = {512: "dp4"}
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
 
 
@@ -69,6 +70,7 @@ CASES = {
         {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
     ),
     "buffers": (normed, {"strategies": DENSE, "order": list(DENSE.values())}),
+    "one strategy": (shallow, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
 }
 NIGHTLY = {
     "stages, arena, through nodes": (
@@ -79,6 +81,7 @@ NIGHTLY = {
     "chain": (shallow, {"gradients": "chain"}),
     "through nodes": (shallow, {"cluster": SLOW_NETWORK}),
     "dropout, arena": (dropping, {"resident": []}),
+    "one strategy, ZeRO": (shallow, {"strategies": {512: "dp4+zero2"}, "order": None, "cluster": SLOW_NETWORK}),
     "idle replicas": (shallow, {"strategies": ZERO, "order": list(ZERO.values())}),
 }
 LENGTHS = (5, 60, 130, 8, 33)  # a single token has no variance

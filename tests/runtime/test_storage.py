@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fxpar.cost.cluster import usual_cluster
 from fxpar.errors import MemoryBudgetError
+from fxpar.runtime import storage
 from fxpar.runtime.forked import run_forked
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import MemoryReport
 from tests.memory.measured import peak_bytes
 from tests.runtime.hot import make_llama, parallel, precompile
@@ -51,6 +54,17 @@ def work(rank: int) -> dict[str, tuple[int, MemoryReport]]:
     assert made(packed=False).activation_bytes == made(token_budget=None).activation_bytes
     assert made(strategies=STRATEGIES).activation_bytes == max(report.activation_bytes for _, report in found.values())
     return found
+
+
+@pytest.mark.parametrize(("count", "nodes", "overlaps"), [(1, 1, False), (1, 2, True), (2, 1, True)])
+def test_one_group_overlaps_between_nodes_only(count, nodes, overlaps, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(storage, "overlapped_gradient_bytes", lambda programs: 7)
+    alone = MemoryReport(0, 0, 0, 0, 5, 0, {})
+    cluster, options = usual_cluster(2 * nodes, 2, "cpu"), ParallelizeOptions(strategies={8: "dp2"})
+    memory, found = storage.overlapped(alone, [None] * count, torch.device("cpu"), None, cluster, options)
+    assert found == overlaps
+    assert memory.gradient_bytes == (7 if overlaps else 5)
 
 
 def test_a_step_takes_what_was_predicted_and_no_budget_is_below_that():
