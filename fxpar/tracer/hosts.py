@@ -219,7 +219,6 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -230,7 +229,8 @@ def attention_forward(
     assert context is not None
     if s_aux is not None:
         raise context.unsupported("attention sinks (s_aux)", "Use a model without attention sinks.")
-    rule = _mask_rule(module, attention_mask, is_causal, sliding_window, context)
+    _refuse_unknown(kwargs, context)
+    rule = _mask_rule(module, query, attention_mask, is_causal, context)
     if rule is None:
         mask, rule = attention_mask, MaskRule(causal=False)
     else:
@@ -243,13 +243,32 @@ def attention_forward(
     return attend(query, key, value, wanted).transpose(1, 2).contiguous(), None
 
 
+def _refuse_unknown(kwargs: dict[str, Any], context: CaptureContext) -> None:
+    """Raise UnsupportedOpError for a number that some attention may compute with, unless the batch has it."""
+    given = {id(value) for value in context.batch.values()}
+    for name, value in kwargs.items():
+        number = isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
+        if number and name not in _WITHOUT_EFFECT and id(value) not in given:
+            raise context.unsupported(f"attention with {name!r}", "Write it into the scores that attention is given.")
+
+
+_WITHOUT_EFFECT = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "hidden_states", "position_embeddings"} | {
+    "num_items_in_batch",
+    "position_ids",
+}
+"""Arguments of attentions that say again what queries, keys and masks have in them already."""
+
+
 def _mask_rule(
-    module: nn.Module, mask: Tensor | None, is_causal: bool | None, window: int | None, context: CaptureContext
+    module: nn.Module, query: Tensor, mask: Tensor | None, is_causal: bool | None, context: CaptureContext
 ) -> MaskRule | None:
-    """What the mask means; None for one that nothing is known about."""
+    """What the mask means; None for one that nothing is known about.
+
+    Without a mask there is no window either, and a single query sees all keys, as with torch's attention.
+    """
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return MaskRule(bool(causal), int(window or 0) if causal else 0)
+        return MaskRule(bool(causal) and not known_equal(query.shape[2], 1))
     return context.mask_rule(mask)
 
 
