@@ -36,6 +36,16 @@ class MaxLengthError(FxparError):
         )
 
 
+class TooManyRanksError(FxparError):
+    """The strategies need far more ranks than this machine has cores, and nobody said that so many are meant."""
+
+    def __init__(self, strategy: str, ranks: int, cores: int) -> None:
+        super().__init__(
+            f"strategy {strategy!r} needs {ranks} ranks, and this machine has {cores} cores. Use smaller degrees, "
+            f"start the ranks on more machines with torchrun, or add --ranks {ranks} if you mean it"
+        )
+
+
 class RunFolderError(FxparError):
     """A folder for results that cannot be used."""
 
