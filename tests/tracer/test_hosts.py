@@ -274,6 +274,24 @@ def test_prepared_mask_is_used_as_it_is():
     assert all(node.args[4] is not None and not node.args[5] for node in attention_nodes(graph))
 
 
+def test_a_part_of_a_model_that_adds_its_mask_to_the_scores():
+    """Padding stays hidden in the encoder of an eager model; its decoder calls the attention interface."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BigBirdPegasusConfig(vocab_size=61, max_position_embeddings=64, **sizes, **heads)
+    config.attention_type, config._attn_implementation = "original_full", "eager"
+    model = transformers.BigBirdPegasusForConditionalGeneration(config).double().eval()
+
+    def loss(model, batch):
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        return losses.cross_entropy_sum(model(**inputs, decoder_input_ids=batch["labels"]).logits, batch["labels"])
+
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:] = 0
+    batch = {"input_ids": torch.randint(61, (2, 12)), "attention_mask": mask, "labels": torch.randint(61, (2, 5))}
+    check(model, loss, [batch], 1e-5)  # eager attention computes in fp32
+
+
 def test_the_models_own_mean_loss_becomes_a_sum():
     model, batch = build("llama"), tokens(12)
     batch["labels"] = batch["input_ids"]
