@@ -46,6 +46,16 @@ class TooManyRanksError(FxparError):
         )
 
 
+class CheckedRanksError(FxparError):
+    """`fxpar check` plays all ranks in one process, and a strategy has too many for that."""
+
+    def __init__(self, strategy: str, ranks: int, most: int) -> None:
+        super().__init__(
+            f"strategy {strategy!r} has {ranks} ranks; one process plays {most} at most. Check the same axes with "
+            "smaller degrees: what a collective adds up or forgets does not depend on how many take part"
+        )
+
+
 class RunFolderError(FxparError):
     """A folder for results that cannot be used."""
 
