@@ -18,7 +18,8 @@ from typing import Any, ParamSpec, Protocol
 from torch import Tensor, nn
 
 from fxpar.batching import BatchPlan
-from fxpar.errors import ParallelizeError
+from fxpar.errors import ParallelizeError, nearest
+from fxpar.errors.base import one_line
 from fxpar.monitor import Monitor
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.report import StepReport
@@ -49,6 +50,7 @@ def _with_options(
     def decorate(function: Callable[[Any, ParallelizeOptions], Any]) -> Parallelizes[Arguments]:
         @functools.wraps(function)
         def with_options(target: Any = None, *args: Arguments.args, **options: Arguments.kwargs) -> Any:
+            _check_names(kind, args, options)
             return function(target, kind(*args, **options))
 
         own = inspect.signature(with_options, follow_wrapped=False)
@@ -57,6 +59,19 @@ def _with_options(
         return with_options
 
     return decorate
+
+
+def _check_names(kind: Callable[..., ParallelizeOptions], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raise ParallelizeError for what is no option, and for one that has to be there and is not."""
+    known = inspect.signature(kind).parameters
+    if args:
+        raise ParallelizeError(f"{one_line(repr(args[0]))} has no name. Options are given by name, strategies={{...}}")
+    for name in options:
+        if name not in known:
+            raise ParallelizeError(f"there is no option {name!r}{nearest(name, known) or '.'}")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise ParallelizeError(f"{name}= is missing, such as {name}={{512: 'dp2', 4096: 'cp2'}}")
 
 
 @_with_options(ParallelizeOptions)

@@ -26,6 +26,7 @@ from fxpar.cli.request import (
     write_json,
 )
 from fxpar.cli.source import strategies_of
+from fxpar.errors import CheckedRanksError
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
@@ -59,6 +60,7 @@ COLUMNS = (
 )
 
 
+MOST_RANKS = 1024  # threads of one process
 _DOCUMENTS = {"in rows": "documents packed in rows", "alone": "each document runs alone"}
 
 
@@ -70,6 +72,9 @@ def run_check(request: CheckRequest) -> bool:
     """
     source = request.source
     strategies = strategies_of(source, request.strategies.split(",") if request.strategies else ())
+    for strategy in strategies:
+        if strategy.world > MOST_RANKS:
+            raise CheckedRanksError(str(strategy), strategy.world, MOST_RANKS)
     precision = parse_precision(source.precision)
     check_output(request.json)
     notes: list[str] = []

@@ -76,7 +76,7 @@ class CheckRequest:
         bool, typer.Option("--force-packing", help="Pack documents into rows without a proof that it is harmless.")
     ] = False
     padded: Annotated[bool, typer.Option("--force-padding", help="Pad rows although the model would see it.")] = False
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and data.")] = 0
     debug: Debug = False
 
     def __post_init__(self) -> None:
@@ -255,7 +255,7 @@ class VizRequest:
         typer.Option(metavar="FILE", help="What times are predicted for; by default usual GPUs, eight to a node."),
     ] = None
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a row of a replica's micro-batch.", show_default=False)
+        int | None, typer.Option(min=1, max=2**30, help="Tokens of a replica's micro-batch.", show_default=False)
     ] = None
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a mini-batch.", show_default=False)
@@ -279,7 +279,7 @@ class MemoryRequest:
     strategy: Annotated[str, typer.Option("--strategy", "-s", help="Strategy, such as 'dp2.tp4+sp+remat'.")]
     tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Tokens of one replica's micro-batch.", show_default=False),
+        typer.Option(metavar="N", min=1, max=2**30, help="Tokens of one replica's micro-batch.", show_default=False),
     ] = None
     longest: Annotated[
         int | None, typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False)
@@ -348,7 +348,7 @@ class OrderRequest:
         "bytes"
     )
     keep_gb: Annotated[
-        float, typer.Option(min=0, help="Memory per device (1e9 bytes) for copies of earlier graphs as sources.")
+        float, typer.Option(min=0, max=1e9, help="Memory per device (1e9 B) for copies of earlier graphs as sources.")
     ] = 0.0
     json: Json = None
 
@@ -365,7 +365,7 @@ class ProfileRequest:
     ] = "cluster.json"
     ranks: Annotated[int, typer.Option(min=1, help="Local ranks that measure together, and the links between.")] = 1
     seconds: Annotated[float, typer.Option(min=0.001, max=60, help="About as long for each measurement.")] = 0.2
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank on a CPU, as run.threads of `train`.")] = 1
+    threads: Annotated[int, typer.Option(min=1, max=4096, help="Threads of a rank on a CPU, as run.threads.")] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: GPUs if there are enough.")
     ] = "auto"

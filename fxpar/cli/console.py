@@ -80,6 +80,14 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
     return "\n".join(line[2:] for line in columns([header, *rows], right))
 
 
+def human_seconds(seconds: float) -> str:
+    """`3.2 ms` for 0.0032, `41 µs` for 0.000041."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 99.95 * size else f"{seconds / size:.0f} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
 def human_bytes(count: float) -> str:
     """`1.5 MB` for 1 500 000; powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fxpar.cli.commands import OrderRequest
-from fxpar.cli.console import human_bytes, plain_table, stdout_console
+from fxpar.cli.console import human_bytes, human_seconds, plain_table, stdout_console
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.switch import layouts_of, same_world
 from fxpar.cost.cluster import ClusterSpec
@@ -54,7 +54,7 @@ def _show(model: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> 
             name,
             human_bytes(plan.inter_node_bytes),
             human_bytes(plan.intra_node_bytes),
-            f"{plan.predicted_s * 1e3:.1f} ms",
+            human_seconds(plan.predicted_s),
             " > ".join(plan.order) + (f"  (kept: {', '.join(plan.kept)})" if plan.kept else ""),
         )
         for name, plan in plans.items()
@@ -63,6 +63,6 @@ def _show(model: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> 
     for hop in plans["best"].hops:
         console.print(
             f"{hop.kind:9} {hop.source} > {hop.target}: {human_bytes(hop.inter_node_bytes)} between nodes, "
-            f"{hop.predicted_s * 1e3:.1f} ms" + (f", with {', '.join(hop.holders)}" if hop.holders else "")
+            f"{human_seconds(hop.predicted_s)}" + (f", with {', '.join(hop.holders)}" if hop.holders else "")
         )
     console.print(f"{document['search']} search, {document['search_cpu_s']:.2f} CPU s")

@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from fxpar.cli.commands import SwitchRequest
-from fxpar.cli.console import human_bytes, stderr_console, stdout_console
+from fxpar.cli.console import human_bytes, human_seconds, stderr_console, stdout_console
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_layouts, strategies_of
@@ -75,7 +75,7 @@ def _show(model: str, plan: SwitchPlan) -> None:
         ("fullest link out", _link(data, "max_send")),
         ("bound without relays", _link(data, "lower_bound")),
         ("transfers", f"{data['transfers']} in {data['steps']} step(s)"),
-        ("predicted", f"{data['predicted_s'] * 1e3:.2f} ms"),
+        ("predicted", human_seconds(data["predicted_s"])),
         ("planned in", f"{data['plan_cpu_s']:.3f} CPU s"),
         ("fingerprint", data["fingerprint"]),
     ):

@@ -122,8 +122,9 @@ def _as_rank(job: Job) -> bool:
 
 def _locally(job: Job, request: TrainRequest) -> bool:
     from fxpar.train.launch import launch
-    from fxpar.train.preflight import check_free, preflight
+    from fxpar.train.preflight import check_free, check_ranks, preflight
 
+    check_ranks(job.config)
     check_free(job.config)
     preflight(job.config)
     console = stdout_console()

@@ -57,6 +57,16 @@ class LossError(CaptureError):
         )
 
 
+class LossFunctionError(CaptureError):
+    """What is passed as the loss function is none: nothing to call, or a function of logits and labels."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the loss is {what}, not a function of the model and a batch. Pass fxpar.losses.causal_lm, or one of your "
+            "own: def loss(model, batch): return fxpar.losses.cross_entropy_sum(model(batch['x']), batch['labels'])"
+        )
+
+
 class ModelOutputError(FxparError):
     """A ready-made loss function finds no logits in what the model returns."""
 

@@ -94,7 +94,8 @@ class TokensError(FxparError):
 
     def __init__(self, text: str) -> None:
         super().__init__(
-            f"--tokens {text!r}: write the lengths of the micro-batches, such as 64,37,96; each is at least 2"
+            f"--tokens {text!r}: write the lengths of the micro-batches, such as 64,37,96; each is at least 2, "
+            "and no more than 2^30"
         )
 
 

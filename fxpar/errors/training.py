@@ -36,6 +36,26 @@ class MaxLengthError(FxparError):
         )
 
 
+class TooManyRanksError(FxparError):
+    """The strategies need far more ranks than this machine has cores, and nobody said that so many are meant."""
+
+    def __init__(self, strategy: str, ranks: int, cores: int) -> None:
+        super().__init__(
+            f"strategy {strategy!r} needs {ranks} ranks, and this machine has {cores} cores. Use smaller degrees, "
+            f"start the ranks on more machines with torchrun, or add --ranks {ranks} if you mean it"
+        )
+
+
+class CheckedRanksError(FxparError):
+    """`fxpar check` plays all ranks in one process, and a strategy has too many for that."""
+
+    def __init__(self, strategy: str, ranks: int, most: int) -> None:
+        super().__init__(
+            f"strategy {strategy!r} has {ranks} ranks; one process plays {most} at most. Check the same axes with "
+            "smaller degrees: what a collective adds up or forgets does not depend on how many take part"
+        )
+
+
 class RunFolderError(FxparError):
     """A folder for results that cannot be used."""
 

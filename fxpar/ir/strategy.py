@@ -34,7 +34,7 @@ REPLICAS, STAGES = "dp", "pp"
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 ROLE_AXES = ("tp", "cp")  # inside of a replica, in the order in which placements are searched
 FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut", "role")
-_AXIS = re.compile(r"([a-z]+)(\d+)")
+_AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
@@ -123,6 +123,8 @@ class Strategy:
 
         Raises StrategySyntaxError, WorldSizeError, OverrideError.
         """
+        if not isinstance(text, str):
+            raise StrategySyntaxError(repr(text), repr(text), "it is no text")
         axis_text, *flags = text.strip().split("+")
         axes: list[tuple[str, int]] = []
         for part in axis_text.split("."):
@@ -262,6 +264,8 @@ def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
             cuts.append(tuple(word.strip() for word in match[1].split("|")))
         elif match := _ROLES.fullmatch(flag):
             roles.append(tuple(_parse_role(text, flag, word.strip()) for word in match[1].split("|")))
+        elif not flag:
+            raise StrategySyntaxError(text, "+", f"there is no flag behind a '+'. Flags are {', '.join(FLAGS)}")
         else:
             why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
             raise StrategySyntaxError(text, flag, why)

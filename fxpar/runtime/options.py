@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,7 @@ class ParallelizeOptions:
         default=None, metadata=_only(ClusterSpec | None, "ClusterSpec; a file is read with fxpar.ClusterSpec.from_file")
     )
     cost: CostModel | None = field(default=None, metadata=_only(Callable | None, "function of a program and a cluster"))
-    planner: str = "auto"
+    planner: str = field(default="auto", metadata=_only(str, 'name of a planner, such as "auto"'))
     execution: str = field(default="auto", metadata={"words": EXECUTIONS})
     staging_bytes: int = field(
         default=64 << 20, metadata=_only(int | float, "number of bytes above 0, such as 64 << 20")
@@ -133,7 +134,9 @@ class ParallelizeOptions:
                 raise ParallelizeError(f"{one.name}={value!r} is no truth value: write True or False")
             if "kinds" in one.metadata:
                 fits = isinstance(value, one.metadata["kinds"]) and not isinstance(value, bool)
-                if not fits or (isinstance(value, int | float) and value <= 0 and "signed" not in one.metadata):
+                if not fits or (
+                    isinstance(value, int | float) and not ("signed" in one.metadata or 0 < value < math.inf)
+                ):
                     raise ParallelizeError(f"{one.name}={value!r} is no {one.metadata['meant']}")
         planners = (*planner_names(), TURNS)
         if self.planner not in planners:
@@ -239,6 +242,7 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
             return capture(module, loss, batch, name=name)
         except KeyError as error:
             if positions or error.args != ("position_ids",):
+                error.add_note("fxpar.parallelize captures with such a batch unless you pass one: example={...}")
                 raise
             positions = True  # the loss function reads them
         except PositionTableError as error:

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from fxpar.errors import warn
+from fxpar.errors import LossFunctionError, warn
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
@@ -44,10 +44,20 @@ def capture(
         return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__)
 
 
+def _check_loss_function(loss_fn: object) -> None:
+    """Raise LossFunctionError for what cannot be called, and for torch's losses, which take logits and labels."""
+    if not callable(loss_fn):
+        raise LossFunctionError(repr(loss_fn))
+    of_module = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == "torch.nn.modules.loss"
+    if of_module or getattr(loss_fn, "__module__", "") == "torch.nn.functional":
+        raise LossFunctionError(f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)!r} of torch")
+
+
 def _capture(
     model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str
 ) -> LogicalGraph:
     started = time.process_time()
+    _check_loss_function(loss_fn)
     device = model_device(model)
     batch = named_batch(example_batch)
     dims = resolve_dynamic(dynamic, batch)

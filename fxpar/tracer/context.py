@@ -47,6 +47,10 @@ class MaskRule:
     positions: Tensor | None = None  # within the documents, [B or 1, S]
     keys: Tensor | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """What the meaning is made of, as values of the program."""
+        return [t for t in (self.documents, self.positions, self.keys) if t is not None]
+
     def hidden_keys(self) -> Tensor | None:
         """The bool mask [B or 1, 1, 1, S] of `keys`, which an attention is given beside the rule."""
         return None if self.keys is None else self.keys[:, None, None, :]
@@ -65,7 +69,7 @@ class CaptureContext:
     device: torch.device
     token_numbers: Tensor | None = None
     means: list[Mean] = field(default_factory=list)
-    masks: list[tuple[Tensor, int, MaskRule]] = field(default_factory=list)  # with the version of the tensor
+    masks: list[tuple[Tensor, list[int], MaskRule]] = field(default_factory=list)  # with the versions of all tensors
     documents: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     restarting: set[str] = field(default_factory=set)  # keys of the batch whose zeros begin documents
 
@@ -74,12 +78,14 @@ class CaptureContext:
         return UnsupportedOpError(what, instead, self.provenance.fqn, user_line())
 
     def add_mask(self, mask: Tensor, rule: MaskRule) -> None:
-        """Remember what a mask means as it is now."""
-        self.masks.append((mask, mask._version, rule))
+        """Remember what a mask means as it is now, and what it was made of."""
+        self.masks.append((mask, _versions(mask, rule), rule))
 
     def mask_rule(self, mask: Tensor) -> MaskRule | None:
-        """What a mask means, if it is one that was made by rule and has not been written to since."""
-        found = (rule for known, version, rule in self.masks if known is mask and version == mask._version)
+        """What a mask means, if it is one that was made by rule and neither it nor what the rule was made of has been
+        written to since.
+        """
+        found = (rule for known, versions, rule in self.masks if known is mask and versions == _versions(mask, rule))
         return next(found, None)
 
     def add_mean(
@@ -96,6 +102,10 @@ class CaptureContext:
         if node is not None:
             self.means.append(Mean(node, total, what, divisor, user_line(), by_labels))
         return result
+
+
+def _versions(mask: Tensor, rule: MaskRule) -> list[int]:
+    return [tensor._version for tensor in (mask, *rule.tensors())]
 
 
 _CURRENT: ContextVar[CaptureContext | None] = ContextVar("fxpar_capture", default=None)

@@ -78,7 +78,8 @@ def is_filled(value: Tensor) -> bool:
     if node is None or node.op != "call_function" or _is_written(node):
         return False
     if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
-        return isinstance(node.args[-1], bool | int | float) and bool(node.args[-1])
+        number = node.args[-1]
+        return isinstance(number, bool | int | float) and not -1 < number < 1  # a cast may round what is less to 0
     return node.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 
 

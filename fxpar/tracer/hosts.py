@@ -28,6 +28,7 @@ from fxpar.tracer.counts import is_filled
 from fxpar.tracer.documents import documents_of_positions, with_batch_documents
 
 NAME = "fxpar"
+EAGER = "fxpar_eager"  # of models whose own attention is "eager": a part of them may add the mask to its scores
 
 
 @contextmanager
@@ -47,7 +48,9 @@ def host_models(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for interface, name, function in (
             (ALL_ATTENTION_FUNCTIONS, NAME, attention_forward),
+            (ALL_ATTENTION_FUNCTIONS, EAGER, attention_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask_forward),
+            (ALL_MASK_ATTENTION_FUNCTIONS, EAGER, added_mask_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", mask_forward),  # models that call torch's attention themselves
         ):
             mapping: dict[str, Any] = type(interface)._global_mapping
@@ -55,7 +58,8 @@ def host_models(model: nn.Module) -> Iterator[None]:
             mapping[name] = function
         for config, switch in _configs(models):
             if switch:
-                stack.enter_context(_attribute(config, "_attn_implementation_internal", NAME))
+                name = EAGER if config._attn_implementation == "eager" else NAME
+                stack.enter_context(_attribute(config, "_attn_implementation_internal", name))
             if hasattr(config, "use_cache"):
                 stack.enter_context(_attribute(config, "use_cache", False))
         stack.enter_context(_described_masks())
@@ -174,7 +178,25 @@ def packed_documents(position_ids: Tensor) -> Tensor | None:
     return documents_of_positions(context, position_ids)
 
 
-def mask_forward(
+def mask_forward(*args: Any, **kwargs: Any) -> Tensor:
+    """The mask function of the "fxpar" attention: the dense bool mask [B, 1, Sq, Skv], with its meaning noted."""
+    return _noted(*_mask_and_rule(*args, **kwargs))
+
+
+def added_mask_forward(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor:
+    """The same as numbers that are added to scores, as "eager" makes them: 0, and the least of `dtype` where hidden."""
+    dense, rule = _mask_and_rule(*args, **kwargs)
+    return _noted(torch.zeros_like(dense, dtype=dtype).masked_fill(~dense, torch.finfo(dtype).min), rule)
+
+
+def _noted(mask: Tensor, rule: MaskRule | None) -> Tensor:
+    context = current()
+    if context is not None and rule is not None:
+        context.add_mask(mask, rule)
+    return mask
+
+
+def _mask_and_rule(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -182,8 +204,8 @@ def mask_forward(
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """The mask function of the "fxpar" attention: the dense bool mask [B, 1, Sq, Skv], with its meaning noted."""
+) -> tuple[Tensor, MaskRule | None]:
+    """The dense bool mask [B, 1, Sq, Skv], and what it means if that is known."""
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is not None and is_filled(attention_mask):
@@ -193,20 +215,18 @@ def mask_forward(
         batch_size, q_length, kv_length, *args, mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
     rule = _rule_of(mask_function)
-    context = current()
-    if context is None or rule is None or not known_equal(q_length, kv_length):
-        return dense
+    if rule is None or not known_equal(q_length, kv_length):
+        return dense, None
     if attention_mask is not None:
         if rule.chunk or rule.documents is not None or not known_equal(attention_mask.shape[-1], kv_length):
-            return dense
+            return dense, None
         rule = replace(rule, keys=attention_mask)
     elif rule.chunk:
         if rule.documents is not None and rule.positions is None:
-            return dense  # chunks of the row, cut at documents: releases before 5.23
+            return dense, None  # chunks of the row, cut at documents: releases before 5.23
         positions = torch.arange(q_length).unsqueeze(0) if rule.positions is None else rule.positions
         rule = replace(rule, documents=(positions % rule.chunk == 0).cumsum(-1))
-    context.add_mask(dense, rule)
-    return dense
+    return dense, rule
 
 
 # ----------------------------------------------------------------------------------------------- attention
@@ -219,7 +239,6 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -230,7 +249,8 @@ def attention_forward(
     assert context is not None
     if s_aux is not None:
         raise context.unsupported("attention sinks (s_aux)", "Use a model without attention sinks.")
-    rule = _mask_rule(module, attention_mask, is_causal, sliding_window, context)
+    _refuse_unknown(kwargs, context)
+    rule = _mask_rule(module, query, attention_mask, is_causal, context)
     if rule is None:
         mask, rule = attention_mask, MaskRule(causal=False)
     else:
@@ -243,13 +263,32 @@ def attention_forward(
     return attend(query, key, value, wanted).transpose(1, 2).contiguous(), None
 
 
+def _refuse_unknown(kwargs: dict[str, Any], context: CaptureContext) -> None:
+    """Raise UnsupportedOpError for a number that some attention may compute with, unless the batch has it."""
+    given = {id(value) for value in context.batch.values()}
+    for name, value in kwargs.items():
+        number = isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
+        if number and name not in _WITHOUT_EFFECT and id(value) not in given:
+            raise context.unsupported(f"attention with {name!r}", "Write it into the scores that attention is given.")
+
+
+_WITHOUT_EFFECT = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "hidden_states", "position_embeddings"} | {
+    "num_items_in_batch",
+    "position_ids",
+}
+"""Arguments of attentions that say again what queries, keys and masks have in them already."""
+
+
 def _mask_rule(
-    module: nn.Module, mask: Tensor | None, is_causal: bool | None, window: int | None, context: CaptureContext
+    module: nn.Module, query: Tensor, mask: Tensor | None, is_causal: bool | None, context: CaptureContext
 ) -> MaskRule | None:
-    """What the mask means; None for one that nothing is known about."""
+    """What the mask means; None for one that nothing is known about.
+
+    Without a mask there is no window either, and a single query sees all keys, as with torch's attention.
+    """
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return MaskRule(bool(causal), int(window or 0) if causal else 0)
+        return MaskRule(bool(causal) and not known_equal(query.shape[2], 1))
     return context.mask_rule(mask)
 
 

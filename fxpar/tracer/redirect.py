@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import DeviceError
+from fxpar.torch_api.tracing import OpOverload
 from fxpar.torch_api.varlen import varlen_attention
 from fxpar.tracer import documents, dropout, embedding, loss_functions, varlen
 from fxpar.tracer.context import CaptureContext
@@ -78,7 +79,12 @@ class Redirect(TorchFunctionMode):
             args = tuple(self._on_traced_device(a) for a in args)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._on_traced_device(kwargs["device"])}
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if isinstance(func, OpOverload):  # such as one of the user's own
+                error.add_note(f"raised by the op {func}")
+            raise
 
     def _on_traced_device(self, value: Any) -> Any:
         """A device of the model -> the CPU, where it is traced; anything else unchanged."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
 from fxpar.checkpoint.lock import holder, release, take
-from fxpar.errors import CheckpointError, RunFolderError, RunInUseError
+from fxpar.errors import CheckpointError, RunFolderError, RunInUseError, TooManyRanksError
 from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.session import latest
+
+RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
+
+
+def check_ranks(config: TrainConfig) -> None:
+    """See that this machine is to run the ranks. Raises TooManyRanksError."""
+    cores = os.cpu_count() or 1
+    if config.run.ranks is None and config.world > RANKS_PER_CORE * cores:
+        raise TooManyRanksError(config.strategies[-1][1], config.world, cores)
 
 
 def preflight(config: TrainConfig) -> None:

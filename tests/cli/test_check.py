@@ -134,6 +134,8 @@ BAD = [
     (("llama", "-s", "tp2", "--dtype", "float46"), "dtype 'float46' is not known; did you mean 'float64'?"),
     (("llama", "-s", "tp2", "--tokens", "64,x"), "--tokens '64,x': write the lengths"),
     (("llama", "-s", "tp2", "--tokens", "64,1"), "each is at least 2"),
+    (("llama", "-s", "tp2", "--tokens", "9" * 21), "no more than 2^30"),
+    (("mlp", "-s", "dp99999999"), "one process plays 1024 at most"),
     (("no.py", "-s", "tp2"), "'no.py': it names no function. Write no.py:FUNCTION"),
     (("no.py:make", "-s", "tp2"), "there is no file 'no.py'"),
     (("no_such_module:make", "-s", "tp2"), "cannot import 'no_such_module'"),

@@ -88,6 +88,12 @@ def test_bad_words(cluster, words, message):
     assert out == ""
 
 
+@pytest.mark.parametrize("keep", ["inf", "nan", "-1"])
+def test_memory_to_keep_copies_in_is_a_number(cluster, keep):
+    status, _, err = fxpar("order", "mlp", "-s", "tp8,dp8", "--cluster", cluster, "--keep-gb", keep)
+    assert (status, "--keep-gb" in err) == (2, True)
+
+
 def test_bad_cluster_and_order(cluster, tmp_path):
     file = tmp_path / "bad.toml"
     file.write_text(CLUSTER.replace("latency_us", "latency_ms"))

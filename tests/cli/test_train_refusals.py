@@ -43,6 +43,20 @@ def test_bad_input_before_any_rank_starts(config, words, expected):
     assert not out
 
 
+def test_more_ranks_than_a_machine_can_mean(config, monkeypatch):
+    """Before any of them is started; whoever says the number means it, and comes to the next check."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    (config / "many.toml").write_text(CONFIG.replace("dp2", "dp2.tp2.pp9").replace("tp2+sp", "tp4.pp9+sp"))
+    words = ("train", "many.toml", "--set", "engine.cluster=none.toml")
+    status, out, err = fxpar(*words)
+    assert (status, out) == (1, "")
+    assert "strategy 'tp4.pp9+sp' needs 36 ranks, and this machine has 2 cores" in err
+    assert "add --ranks 36" in err
+    assert not (config / "out").exists()
+    _, _, err = fxpar(*words, "--ranks", "36")
+    assert "cluster 'none.toml': cannot be read" in err
+
+
 def test_ranks_that_do_not_fit_into_the_cluster(config):
     text = "nodes = 1\ndevices_per_node = 1\nintra_gb_per_s = 1\ninter_gb_per_s = 1\nlatency_us = 1\n"
     (config / "small.toml").write_text(text)

@@ -209,7 +209,9 @@ SYNTAX = [
     ("tpp2", "'tpp2'", "unknown axis 'tpp'; did you mean 'tp'?"),
     ("ddp2", "'ddp2'", "unknown axis 'ddp'; did you mean 'dp'?"),
     ("xyz2", "'xyz2'", "Axes are dp, pp, cp, tp, ep"),
-    ("tp2+", "''", "unknown flag ''"),
+    ("tp2+", "'+'", "there is no flag behind a '+'"),
+    ("dp\u0662", "'dp\u0662'", "an axis is a name and a degree"),  # a digit, but none of ASCII
+    (None, "'None'", "it is no text"),
     ("tp2+sq", "'sq'", "unknown flag 'sq'; did you mean 'sp'?"),
     ("tp2+zero", "'zero'", "did you mean 'zero"),
     ("tp2+zero4", "'zero4'", "did you mean 'zero"),

@@ -1,5 +1,6 @@
 """Options of `fxpar.parallelize` that make no sense are named before anything is captured or allocated."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,11 @@ BAD = [
     ("loss_scale", 0),
     ("loss_scale", "2**16"),
     ("seed", 1.5),
+    ("planner", 3),
+    ("timeout_s", math.nan),  # no comparison with it is true
+    ("memory_budget_bytes", math.nan),
+    ("staging_bytes", math.inf),
+    ("loss_scale", math.inf),
 ]
 
 
@@ -97,6 +103,25 @@ def test_strategies_are_looked_at_before_the_model(strategies):
 def test_an_example_that_is_no_batch_is_named(example, words):
     with pytest.raises(BatchError, match=words):
         capture_step(nn.Linear(5, 3), losses.causal_lm, example)
+
+
+@pytest.mark.parametrize(
+    ("positional", "options", "message"),
+    [
+        ((), {"strategis": TWO}, "there is no option 'strategis'; did you mean 'strategies'"),
+        ((), {"seed": 3}, "strategies= is missing"),
+        ((TWO,), {}, "Options are given by name"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(positional, options, message):
+    with pytest.raises(ParallelizeError, match=message):
+        fxpar.parallelize(nn.Linear(5, 3), *positional, **options)
+
+
+def test_a_key_that_the_example_lacks_is_named_with_what_to_do():
+    with pytest.raises(KeyError) as caught:
+        capture_step(nn.Linear(5, 3), lambda model, batch: model(batch["loss_mask"]), None)
+    assert any("example={...}" in note for note in caught.value.__notes__)
 
 
 def test_a_loss_that_is_no_function_is_named():

@@ -173,6 +173,20 @@ def test_bad_loss(loss, message):
         capture(MLP(), loss, X)
 
 
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (None, "None"),
+        ("ce", "'ce'"),
+        (F.cross_entropy, "'cross_entropy' of torch"),
+        (nn.MSELoss(), "'MSELoss' of torch"),
+    ],
+)
+def test_a_loss_of_something_else_than_a_model_and_a_batch(loss, name):
+    with pytest.raises(errors.LossFunctionError, match=f"the loss is {name}, not a function of the model and a batch"):
+        capture(MLP(), loss, X)
+
+
 def test_item_in_loss():
     with pytest.raises(errors.DataDependentError, match=r"test_errors\.py"):
         capture(MLP(), lambda m, b: m(b["x"]).sum().item(), X)
@@ -273,6 +287,15 @@ def test_other_exceptions_say_where():
     assert any("while fxpar captured" in note for note in caught.value.__notes__)
 
 
+def test_an_op_that_fails_is_named():
+    with torch.library._scoped_library("failing", "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x.missing, "CompositeImplicitAutograd")
+        with pytest.raises(AttributeError) as caught:
+            capture(With(torch.ops.failing.op.default), sum_loss, X)
+    assert "raised by the op failing.op.default" in caught.value.__notes__
+
+
 def snapshot(model):
     modules = {}
     for name, module in model.named_modules():
@@ -343,9 +366,8 @@ def test_operators_with_functions_inside():
         (lambda output: output.sum(), TypeError),
         (lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels), AttributeError),
         (lambda model, batch: model(batch["pixels"]).sum(), KeyError),
-        (None, TypeError),
     ],
-    ids=["one argument", "of logits", "another key", "none"],
+    ids=["one argument", "of logits", "another key"],
 )
 def test_an_error_of_the_loss_says_how_it_is_called(loss, kind):
     with pytest.raises(kind) as caught:

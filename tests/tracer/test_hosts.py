@@ -160,19 +160,21 @@ def test_beside_a_mask_positions_make_no_documents():
 class Masking(transformers.LlamaForCausalLM):
     """Makes its masks by itself."""
 
-    def __init__(self, padding=None, change=None):
+    def __init__(self, padding=None, change=None, late=None, **options):
         super().__init__(transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1}))
-        self.padding, self.change = padding, change
+        self.padding, self.change, self.late, self.options = padding, change, late, options
         self.register_buffer("kept", torch.arange(64) >= 2)
 
     def forward(self, input_ids):
         embedded = self.model.embed_tokens(input_ids)
         padding = None if self.padding is None else self.padding(self, input_ids)
         mask = transformers.masking_utils.create_causal_mask(
-            self.config, embedded, padding, None, allow_is_causal_skip=False
+            self.config, embedded, padding, None, allow_is_causal_skip=False, **self.options
         )
         if self.change is not None:
             self.change(mask)
+        if self.late is not None:
+            self.late(padding)
         return self.lm_head(self.model(inputs_embeds=embedded, attention_mask=mask).last_hidden_state)
 
 
@@ -187,6 +189,7 @@ PADDINGS = {
     "of a buffer": lambda model, ids: model.kept[: ids.shape[1]].expand(ids.shape),
     "of positions": lambda model, ids: (torch.arange(ids.shape[1]) >= 2).expand(ids.shape),
     "written": first_hidden,
+    "halves": lambda model, ids: torch.full(ids.shape, 0.5).long(),
 }
 
 
@@ -210,11 +213,83 @@ def test_a_mask_that_the_model_writes_to_is_used_as_it_is(name):
     assert all(node.args[4] is not None and not node.args[5] for node in attention_nodes(graph))
 
 
+def test_padding_that_is_written_to_after_the_mask_was_made():
+    """The mask was made of what the padding was before."""
+    model = Masking(first_hidden, late=lambda padding: padding.fill_(False)).double()
+    graph = check(model, losses.causal_lm, [tokens(12)])
+    assert all(not node.args[5] for node in attention_nodes(graph))
+
+
+def test_documents_that_are_written_to_after_the_mask_was_made():
+    from transformers import masking_utils as masks
+
+    class Documents(Masking):
+        def forward(self, input_ids):
+            documents = (torch.arange(input_ids.shape[1]) < 5).expand(input_ids.shape).clone()
+            self.options = {"and_mask_function": masks.packed_sequence_mask_function(documents)}
+            self.change = lambda mask: documents.fill_(True)
+            return super().forward(input_ids)
+
+    check(Documents().double(), losses.causal_lm, [tokens(12)])
+
+
+class Attending(transformers.LlamaForCausalLM):
+    """Calls the attention interface of transformers by itself, without a mask."""
+
+    def __init__(self, queries=None, **options):
+        super().__init__(transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1}))
+        self.queries, self.options = queries, options
+
+    def forward(self, input_ids):
+        x = self.model.embed_tokens(input_ids)
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        options = {name: give(heads) for name, give in self.options.items()}
+        found, _ = attention(self, heads[:, :, : self.queries], heads, heads, None, **options)
+        return self.lm_head(x + found.flatten(2))
+
+
+ATTENDING = {
+    "one query sees all keys": Attending(1),
+    "a window is the mask's business": Attending(sliding_window=lambda heads: 3),
+    "numbers that change nothing": Attending(position_embeddings=lambda heads: heads),
+}
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_attention_without_a_mask_is_that_of_torch(name):
+    check(ATTENDING[name].double(), losses.causal_lm, [tokens(12), tokens(17)])
+
+
+@pytest.mark.parametrize("sinks", [lambda heads: heads.sum(-1), lambda heads: 2.0])
+def test_numbers_that_some_attention_computes_with_are_an_error(sinks):
+    with pytest.raises(errors.UnsupportedOpError, match="attention with 'sinks' cannot be captured"):
+        capture(Attending(sinks=sinks).double(), losses.causal_lm, tokens(8))
+
+
 def test_prepared_mask_is_used_as_it_is():
     model, batch = build("llama"), tokens(8)
     batch["attention_mask"] = torch.rand(2, 1, 8, 8).gt(0.3) | torch.eye(8, dtype=torch.bool)
     graph = check(model, losses.causal_lm, [batch])
     assert all(node.args[4] is not None and not node.args[5] for node in attention_nodes(graph))
+
+
+def test_a_part_of_a_model_that_adds_its_mask_to_the_scores():
+    """Padding stays hidden in the encoder of an eager model; its decoder calls the attention interface."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BigBirdPegasusConfig(vocab_size=61, max_position_embeddings=64, **sizes, **heads)
+    config.attention_type, config._attn_implementation = "original_full", "eager"
+    model = transformers.BigBirdPegasusForConditionalGeneration(config).double().eval()
+
+    def loss(model, batch):
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        return losses.cross_entropy_sum(model(**inputs, decoder_input_ids=batch["labels"]).logits, batch["labels"])
+
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:] = 0
+    batch = {"input_ids": torch.randint(61, (2, 12)), "attention_mask": mask, "labels": torch.randint(61, (2, 5))}
+    check(model, loss, [batch], 1e-5)  # eager attention computes in fp32
 
 
 def test_the_models_own_mean_loss_becomes_a_sum():
