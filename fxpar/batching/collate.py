@@ -201,9 +201,22 @@ def _check_columns(index: int, columns: Columns) -> None:
         raise SequenceError(
             index, "has 'document_ids' of which one comes back after another: keep documents in one piece"
         )
-    positions = columns.get("position_ids")
-    if positions is not None and "document_ids" not in columns and positions[0] != 0:
+    if "position_ids" in columns and documents is None:
+        _check_positions(index, columns["position_ids"])
+
+
+def _check_positions(index: int, positions: Tensor) -> None:
+    """Of a sequence that does not say which documents it has. Where positions jump transformers begins another one."""
+    if positions[0] != 0:
         raise SequenceError(index, f"has 'position_ids' that start at {int(positions[0])}; they start at 0")
+    jumps = ((positions[1:] - positions[:-1] != 1) & (positions[1:] != 0)).nonzero()
+    if len(jumps):
+        at = int(jumps[0]) + 1
+        raise SequenceError(
+            index,
+            f"has 'position_ids' that go from {int(positions[at - 1])} to {int(positions[at])} at token {at}: does a "
+            "document begin there? Say which there are by 'document_ids', or count up by 1, from 0 in each",
+        )
 
 
 def is_whole(dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from fxpar.errors import CorruptCheckpointError
 def run_export(request: ExportRequest) -> None:
     """Raises what `fxpar.checkpoint.export_checkpoint` raises, and DtypeError."""
     from fxpar.checkpoint import export_checkpoint
-    from fxpar.models.load import parse_dtype
+    from fxpar.precision.precision import parse_dtype
 
     dtype = None if request.dtype is None else parse_dtype(request.dtype)
     checkpoint = find_checkpoint(Path(request.checkpoint).expanduser())

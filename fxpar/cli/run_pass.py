@@ -35,8 +35,8 @@ from fxpar.ir.pass_base import GraphPass
 from fxpar.lowering.ladder import default_passes
 from fxpar.lowering.needs import Need, lacking
 from fxpar.lowering.verify import verify
-from fxpar.models.load import parse_dtype
 from fxpar.models.options import parse_assignments, typed
+from fxpar.precision.precision import parse_dtype
 
 _DUMP = "Make one with: fxpar dump MODEL --strategy S --after PASS -o FILE.fxpar"
 

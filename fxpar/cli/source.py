@@ -44,7 +44,7 @@ def storage_dtype(source: GraphSource) -> torch.dtype | None:
     """What ranks store parameters in, if another than the graph's. Raises DtypeError."""
     if source.storage is None:
         return None
-    from fxpar.models.load import parse_dtype
+    from fxpar.precision.precision import parse_dtype
 
     return parse_dtype(source.storage)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from rich.table import Table
 
 from fxpar.cli.commands import SwitchRequest
@@ -14,15 +13,14 @@ from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_layouts, strategies_of
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import DtypeError, PlannerError
+from fxpar.errors import PlannerError
 from fxpar.ir.strategy import Strategy
+from fxpar.precision.precision import parse_dtype
 from fxpar.switch.api import plan_switch
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan, node_links
 from fxpar.switch.planners import planner_names
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
 MOST_LINKS = 8
 
 
@@ -54,11 +52,8 @@ def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[Para
 
     Raises DtypeError, and as `read_for_store` does.
     """
-    name = _SHORT.get(source.dtype, source.dtype)
-    if name not in _DTYPES:
-        raise DtypeError(name, _DTYPES)
-    wire: torch.dtype = getattr(torch, name)
-    source = replace(source, dtype=GraphSource.dtype if source.is_file else name)
+    wire = parse_dtype(source.dtype)
+    source = replace(source, dtype=GraphSource.dtype if source.is_file else str(wire).removeprefix("torch."))
     with stderr_console().status("") as status, collected_warnings([]):
         status.update(f"placing the parameters of {source.model}")
         return [layout.with_dtype(wire) for layout in read_layouts(source, strategies)]

@@ -114,8 +114,9 @@ class PipelineGraph(Program):
 
 def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_first: bool = False) -> list[str]:
     """Parameters so ordered that all ranks get on alike: the first share of what each rank's stages have, then the
-    next. `names(stage)` are those of a stage, in order; of the stages of one rank the first one comes first, or the last
-    one. What several stages have stands where the first of them needs it (`last_first`: where the last one has made it).
+    next. `names(stage)` are those of a stage, in order; of the stages of one rank the first one comes first, or the
+    last one. What several stages have stands where the first of them needs it (`last_first`: where the last one has
+    made it).
     """
     of_mesh: dict[Mesh, list[str]] = defaultdict(list)
     for stage in reversed(program.placed) if last_first else program.placed:

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from fxpar.errors import DtypeError, ModelFunctionError, ModelOptionError, UnknownModelError, nearest
+from fxpar.errors import ModelFunctionError, ModelOptionError, UnknownModelError, nearest
 from fxpar.models.builtin import EXAMPLES, load_example
 from fxpar.models.loaded import LoadedModel
 from fxpar.models.loaders import check_loaded, loader_of, prefix_of
 from fxpar.models.user_function import load_function
-from fxpar.precision.precision import DTYPES_BY_NAME
-
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+from fxpar.precision.precision import parse_dtype
 
 
 def load(
@@ -54,12 +52,3 @@ def load(
     if spec.endswith(".py"):
         raise ModelFunctionError(spec, f"it names no function. Write {spec}:FUNCTION")
     raise UnknownModelError(spec, EXAMPLES, nearest(spec, [*EXAMPLES, *(f"hf:{name}" for name in EXAMPLES)]))
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """torch.bfloat16 for "bfloat16" and "bf16". Raises DtypeError."""
-    if name in DTYPES_BY_NAME:
-        return DTYPES_BY_NAME[name]
-    if name not in DTYPES:
-        raise DtypeError(name, DTYPES)
-    return getattr(torch, name)

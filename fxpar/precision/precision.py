@@ -19,17 +19,25 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpar.errors import PrecisionDtypeError, PrecisionSyntaxError, nearest
+from fxpar.errors import DtypeError, PrecisionDtypeError, PrecisionSyntaxError, nearest
 
-DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-_LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_LONG = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Sums of fp16 gradients overflow, and only the loss is scaled: it serves for parameters and activations.
-_SUMS = {name: dtype for name, dtype in DTYPES_BY_NAME.items() if name != "fp16"}
+_SUMS = {name: dtype for name, dtype in _DTYPES.items() if name != "fp16"}
 _AS_CAPTURED = "captured"
 _ISLANDS = ("norms", "softmax", "loss")
 _FLAGS = ("reduce=bf16", "accumulate=fp32", "fp32(...)", "low(...)")
 _GLOB = re.compile(r"[\w.*?\[\]!-]+", re.ASCII)
 _LIST = re.compile(r"(fp32|low)\((.*)\)", re.DOTALL)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """torch.bfloat16 for "bfloat16" and "bf16". Raises DtypeError."""
+    short = _LONG.get(name, name)
+    if short not in _DTYPES:
+        raise DtypeError(name, _LONG)
+    return _DTYPES[short]
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class Precision:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES_BY_NAME.items() if known == dtype)
+    return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
 def _check_dtype(field: str, dtype: torch.dtype | None) -> None:
@@ -113,18 +121,18 @@ def _check_dtype(field: str, dtype: torch.dtype | None) -> None:
 
 
 def _known(field: str) -> dict[str, torch.dtype]:
-    return DTYPES_BY_NAME if field == "param_dtype" else _SUMS
+    return _DTYPES if field == "param_dtype" else _SUMS
 
 
 def _dtype(text: str, word: str, field: str = "param_dtype") -> torch.dtype:
     word = _LONG.get(word, word)
-    if word in DTYPES_BY_NAME and word not in _known(field):
+    if word in _DTYPES and word not in _known(field):
         raise PrecisionDtypeError.unusable(field, word, _known(field))
-    if word not in DTYPES_BY_NAME:
-        known = (*DTYPES_BY_NAME, _AS_CAPTURED) if field == "param_dtype" else tuple(DTYPES_BY_NAME)
+    if word not in _DTYPES:
+        known = (*_DTYPES, _AS_CAPTURED) if field == "param_dtype" else tuple(_DTYPES)
         why = f"unknown dtype {word!r}{nearest(word, (*known, *_LONG)) or '.'} Dtypes are {', '.join(known)}"
         raise PrecisionSyntaxError(text, word, why)
-    return DTYPES_BY_NAME[word]
+    return _DTYPES[word]
 
 
 def _parse_flag(text: str, flag: str) -> dict:

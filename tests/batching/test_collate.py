@@ -156,6 +156,7 @@ BAD = {
     r"'weight' of shape \[\] for 3 tokens": {"input_ids": IDS, "weight": torch.tensor(1.0)},
     "'labels' of torch.float32": {"input_ids": IDS, "labels": IDS.float()},
     "'position_ids' that start at 1": {"input_ids": IDS, "position_ids": IDS},
+    "'position_ids' that go from 1 to 7 at token 2": {"input_ids": IDS, "position_ids": torch.tensor([0, 1, 7])},
     "'input_ids' twice": {"input_ids": IDS, "tokens": IDS},
 }
 

@@ -38,7 +38,9 @@ def test_as_the_lowered_program_takes_them(layers, text):
     expected = layout_of(lower(graph, text, for_store=True))
     found = layout_of(outline(graph, text))
     assert found == expected
-    assert list(found.params) == list(expected.params) == [info.fqn for info in graph.params()]
+    assert list(found.params) == list(expected.params)
+    if text in WHOLE:
+        assert list(found.params) == [info.fqn for info in graph.params()]
 
 
 def test_placements_of_the_user():
