@@ -48,8 +48,8 @@ def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> N
     Let pass are keys that change nothing: labels and documents, which fxpar reads itself; positions as it counts them;
     an attention mask without a zero. `sequences` are what `check_sequences` lets pass.
 
-    Raises UnreadKeyError, BatchKeyError (a key is not there), SequenceError (it has another shape or kind of number, or
-    a value that the captured dtype cannot hold).
+    Raises UnreadKeyError, BatchKeyError (a key is not there), SequenceError (it has another shape or kind of number, a
+    value that the captured dtype cannot hold, positions that jump).
     """
     known = {ALIASES.get(key, key) for key in read} | {"input_ids", "labels", "document_ids", "document_positions"}
     for index, sequence in enumerate(sequences):
@@ -59,6 +59,9 @@ def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> N
                 continue
             if meant != "position_ids" or not torch.equal(value, _within(_columns(index, sequence)).to(value.dtype)):
                 raise UnreadKeyError(key, index, sorted(read))
+        if not isinstance(sequence, Tensor) and "document_ids" not in sequence:
+            for key in {"position_ids", "positions"} & sequence.keys():
+                _check_jumps(index, sequence[key])
     check_present(sequences, read)
     for key in _not_made(read):
         for index, sequence in enumerate(sequences):
@@ -201,14 +204,13 @@ def _check_columns(index: int, columns: Columns) -> None:
         raise SequenceError(
             index, "has 'document_ids' of which one comes back after another: keep documents in one piece"
         )
-    if "position_ids" in columns and documents is None:
-        _check_positions(index, columns["position_ids"])
-
-
-def _check_positions(index: int, positions: Tensor) -> None:
-    """Of a sequence that does not say which documents it has. Where positions jump transformers begins another one."""
-    if positions[0] != 0:
+    positions = columns.get("position_ids")
+    if positions is not None and documents is None and positions[0] != 0:
         raise SequenceError(index, f"has 'position_ids' that start at {int(positions[0])}; they start at 0")
+
+
+def _check_jumps(index: int, positions: Tensor) -> None:
+    """Of a sequence that does not say which documents it has. Where positions jump transformers begins another one."""
     jumps = ((positions[1:] - positions[:-1] != 1) & (positions[1:] != 0)).nonzero()
     if len(jumps):
         at = int(jumps[0]) + 1

@@ -156,7 +156,6 @@ BAD = {
     r"'weight' of shape \[\] for 3 tokens": {"input_ids": IDS, "weight": torch.tensor(1.0)},
     "'labels' of torch.float32": {"input_ids": IDS, "labels": IDS.float()},
     "'position_ids' that start at 1": {"input_ids": IDS, "position_ids": IDS},
-    "'position_ids' that go from 1 to 7 at token 2": {"input_ids": IDS, "position_ids": torch.tensor([0, 1, 7])},
     "'input_ids' twice": {"input_ids": IDS, "tokens": IDS},
 }
 
@@ -205,6 +204,17 @@ def test_what_a_step_reads_is_there_in_its_form(change, error, said):
         return
     with pytest.raises(error, match=said):
         check_keys([good, bad], READ)
+
+
+def test_positions_that_jump_must_say_which_documents_there_are():
+    reads = {**{"tokens": READ["tokens"]}, "position_ids": TensorMeta((1, 9), torch.int64)}
+    jumping = {"input_ids": IDS, "positions": torch.tensor([0, 1, 7])}
+    with pytest.raises(
+        SequenceError, match=r"sequence 1 .*go from 1 to 7 at token 2: .*Say which there are by 'document"
+    ):
+        check_keys([IDS, jumping], reads)
+    check_keys([{**jumping, "document_ids": torch.tensor([1, 1, 1])}], reads)
+    check_keys([{**jumping, "positions": torch.tensor([0, 1, 0])}], reads)
 
 
 W = torch.tensor
