@@ -205,7 +205,7 @@ def measure_borders(share: float, words: list[str]) -> Found:
     return {"step": {"mbit": mbit, **json.loads(output.strip().splitlines()[-1])}}
 
 
-def show_borders(found: Mapping[str, float], only: str | None) -> bool:
+def show_borders(found: Mapping[str, float], only: str | None = None) -> bool:
     """Print what a step waits for; is the target met?"""
     ratio, error = found["exposed"] / found["moving"], found["simulated"] / found["overlapped"] - 1
     what = only or "three strategies"
