@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Generic, Literal, TypeVar
@@ -112,7 +113,7 @@ class Runner(Generic[P]):
         """What a kind of runner still has to do to the graph of a part before it is compiled."""
 
 
-class TrainRunner(Runner[T]):
+class TrainRunner(Runner[T], ABC):
     """A program of a training step. Call order per group: `prepare`, micro-batches, `reduce`.
 
     `ends` are the results of the first part of a micro-batch that the epilogue reads, by position. `sums` are the
@@ -139,9 +140,9 @@ class TrainRunner(Runner[T]):
         if skipped is not None:
             hand_over(graph, self.final, self._hand_over, skipped)
 
+    @abstractmethod
     def before_gradients(self, part: Part) -> int | None:
         """How many places of the table of gradients a part does not fill; None if it makes no gradients."""
-        raise NotImplementedError
 
     def _hand_over(self, place: int, gradient: Tensor) -> None:
         self.made({self.final[place]: gradient})
