@@ -21,9 +21,10 @@ from fxpar.errors import ConnectionLostError, PeerLostError
 from fxpar.monitor.beat import DONE, ENDED, EXPLAIN, FAILED, LEFT, RUN, Beat
 from fxpar.monitor.door import Door, address_towards
 from fxpar.monitor.link import JUDGE, Link
-from fxpar.monitor.process import Neighbours, host_identity, node_of, where_is
+from fxpar.monitor.process import Neighbours, host_identity, node_of
 from fxpar.monitor.search import SETTLE_S, BlameSearch, how_lost, unborn_host
 from fxpar.monitor.signs import is_timeout, looks_like_peer_loss, one_line
+from fxpar.monitor.stack import WatchedThread
 from fxpar.monitor.standing import Standing, message_of, print_and_exit
 from fxpar.monitor.verdict import DUMB, LINKS, Silence, Verdict, describe
 
@@ -76,7 +77,7 @@ class Monitor:
         self._neighbours: Neighbours | None = None
         self._door: Door | None = None
         self._phase, self._progress, self._status = "start", 0, RUN
-        self._thread_id, self._own_host, self._pid = 0, "", 0
+        self._thread, self._own_host, self._pid = WatchedThread(), "", 0
         self._zero_s, self._in_step, self._timed_out = 0.0, False, False
         self._inside, self._lost_s = 0, 0.0
         self._rounds, self._stalled_s = 0, 0.0
@@ -96,7 +97,7 @@ class Monitor:
     # --------------------------------------------------------------------------------------------- life
     def start(self) -> Monitor:
         """Begin to beat; call it on the thread that trains. Raises PeerLostError if the store is gone already."""
-        self._thread_id, self._own_host, self._pid = threading.get_ident(), host_identity(), os.getpid()
+        self._thread, self._own_host, self._pid = WatchedThread(), host_identity(), os.getpid()
         self._status, self._timed_out, self._in_step = RUN, False, self.rank == JUDGE
         self._zero_s = time.monotonic()
         connection: Any = self._store  # the stubs lack clone()
@@ -273,7 +274,7 @@ class Monitor:
     # -------------------------------------------------------------------- called by the threads of link and neighbours
     def beat(self, count: int) -> Beat:
         """What this rank says of itself now."""
-        where = where_is(self._thread_id) if self._status == RUN else ""
+        where = self._thread.where() if self._status == RUN else ""
         link, search, door = self._link, self._search, self._door
         return Beat(
             self.rank,
@@ -309,7 +310,7 @@ class Monitor:
             link.ask()
         if self._door is not None:
             self._door.clear()
-        passed_s = self._standing.look(self._thread_id)
+        passed_s = self._standing.look(self._thread)
         self._stalled_s = self._stalled_s + passed_s if link.busy and link.rounds == self._rounds else 0.0
         self._rounds = link.rounds
         if self._stalled_s >= self.timeout_s:
@@ -342,7 +343,7 @@ class Monitor:
             link.ask(publish=verdict)
             link.wait_round(link.rounds, self.interval_s)
             verdict = link.verdict or verdict
-            by = f"its monitor, which ended it in its wait at {where_is(self._thread_id)}"
+            by = f"its monitor, which ended it in its wait at {self._thread.where()}"
             self._end(self._lost(verdict, self._phase, by))
 
     def elapsed_s(self) -> float:

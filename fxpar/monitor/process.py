@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import re
 import select
 import socket
-import struct
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-# Frames that do not say where the program stands.
-PASSED_OVER = (f"{os.sep}torch{os.sep}", f"{os.sep}threading.py", f"{os.sep}fxpar{os.sep}monitor{os.sep}")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # as faulthandler writes it
 
 
 def host_identity() -> str:
@@ -116,43 +107,3 @@ class Neighbours(threading.Thread):
             descriptor = os.pidfd_open(pid)
             self._ranks[descriptor] = rank
             self._poll.register(descriptor, select.POLLIN)
-
-
-def where_is(thread_id: int) -> str:
-    """`file.py:12 in name` for the innermost frame of a thread outside of torch; empty if the thread has ended."""
-    stack = stack_of(thread_id)
-    own = (frame for frame in stack if not any(part in frame.file for part in PASSED_OVER))
-    frame = next(own, stack[0] if stack else None)
-    return "" if frame is None else f"{os.path.basename(frame.file)}:{frame.line} in {frame.function}"
-
-
-class StackFrame(NamedTuple):
-    """A call that has not returned."""
-
-    file: str
-    line: int
-    function: str
-
-
-def stack_of(thread_id: int) -> tuple[StackFrame, ...]:
-    """The at most 100 innermost frames of a thread, innermost first; none if it has ended.
-
-    By `faulthandler`, which copies names while it holds the interpreter: the frames that `sys._current_frames` gives of
-    a thread that goes on to run are not safe to follow in Python 3.11 (a loop over them can end the process by a
-    segmentation fault, https://github.com/getsentry/sentry-python/issues/2386), and to make them can stop
-    all threads for good (https://github.com/python/cpython/issues/106883).
-    """
-    with _scratch() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    _, _, stack = text.partition(f"hread 0x{thread_id:0{2 * struct.calcsize('L')}x} ")
-    stack, _, _ = stack.partition("\n\n")
-    return tuple(StackFrame(file, int(line), function) for file, line, function in _FRAME.findall(stack))
-
-
-def _scratch() -> Any:
-    """A file without a name, in memory where the kernel has such."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("fxpar-stack"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)

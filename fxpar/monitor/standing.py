@@ -7,7 +7,7 @@ import sys
 import time
 
 from fxpar.errors import PeerLostError
-from fxpar.monitor.process import StackFrame, stack_of
+from fxpar.monitor.stack import StackFrame, WatchedThread
 
 # Code that waits for other ranks; `_ops` is where the collectives of a graph are called.
 _WAITS = tuple(part.replace("/", os.sep) for part in ("/torch/distributed/", "/torch/_ops.py", "/fxpar/"))
@@ -24,9 +24,9 @@ class Standing:
         self._looked_s, self.seconds = time.monotonic(), 0.0
         self._stack: tuple[StackFrame, ...] = ()
 
-    def look(self, thread_id: int) -> float:
+    def look(self, thread: WatchedThread) -> float:
         """Take down where the thread is; seconds since the last look, but `most_s` at most."""
-        now_s, stack = time.monotonic(), stack_of(thread_id)
+        now_s, stack = time.monotonic(), thread.stack()
         passed_s, self._looked_s = min(now_s - self._looked_s, self._most_s), now_s
         self.seconds = self.seconds + passed_s if stack == self._stack else 0.0
         self._stack = stack

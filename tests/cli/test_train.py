@@ -283,8 +283,15 @@ def test_second_ctrl_c_ends_at_once(prepared):
 
 
 @pytest.mark.nightly  # what is said is tested in tests/train/test_launch.py
-def test_a_killed_rank(prepared):
-    """Before: a second run is told the process to end. After: the command that goes on, and no log, as it is empty."""
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, r"SIGKILL \(out of memory\?\); it wrote nothing"),
+        (signal.SIGSEGV, r"SIGSEGV; what it wrote is in '(.*stderr\.log)'"),
+    ],
+)
+def test_a_killed_rank(prepared, number, said):
+    """Before: a second run is told the process to end. After: the command that goes on, and the log if it wrote one."""
     process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=1")
     assert process.stdout is not None
     for line in process.stdout:
@@ -300,14 +307,19 @@ def test_a_killed_rank(prepared):
     others = [
         int(c) for c in children if c != rank_0 and b"fxpar.train.worker" in Path(f"/proc/{c}/cmdline").read_bytes()
     ]
-    os.kill(others[0], signal.SIGKILL)
+    os.kill(others[0], number)
     status, out, err = finish(process)
     assert status == 1, out + err
-    assert re.fullmatch(
-        r"error: rank 1 was ended by SIGKILL \(out of memory\?\); it wrote nothing\. Go on from "
+    found = re.fullmatch(
+        rf"error: rank 1 was ended by {said}\. Go on from "
         r"out/checkpoints/step-\d+ with: fxpar train tiny\.toml --set checkpoint\.every=1 --steps 100000 --resume\n",
         err,
-    ), err
+    )
+    assert found, err
+    for log in found.groups():
+        assert re.search(
+            r"Fatal Python error: Segmentation fault(.|\n)*, line \d+ in run_rank", (prepared / log).read_text()
+        )
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from fxpar.errors import CheckpointWriteError, TransferError
 from fxpar.monitor import looks_like_peer_loss
 from fxpar.monitor.beat import DONE, EXPLAIN, FAILED, LEFT, RUN, Beat
 from fxpar.monitor.signs import is_timeout
+from fxpar.monitor.stack import WatchedThread
 from fxpar.monitor.standing import Standing
 from fxpar.monitor.verdict import Silence, Verdict, Watch, first_gone
 
@@ -133,9 +134,10 @@ def test_a_rank_that_does_not_beat_is_silent_after_the_limit():
 
 
 def test_an_observer_that_was_stopped_itself_counts_little_of_that():
-    standing = Standing(2.0)
+    standing, thread = Standing(2.0), WatchedThread()
+    thread._ends()
     standing._looked_s -= 100
-    assert standing.look(0) == 2.0
+    assert standing.look(thread) == 2.0
     assert standing.seconds == 2.0
 
 
