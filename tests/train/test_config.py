@@ -149,12 +149,22 @@ def test_values_that_do_not_fit_together(word, error, expected):
     assert expected in message(word, error=error)
 
 
+def test_a_model_in_place_of_a_configuration(tmp_path):
+    script = tmp_path / "model.py"
+    for path in (f"{script}:make", "hf:./folder"):
+        with pytest.raises(errors.ConfigFileError, match=r"No such file.*name = \.\.\. under \[model\]"):
+            read_config(path)
+    script.write_text("import torch\n")
+    with pytest.raises(errors.ConfigFileError, match=r"is no TOML.*name = \.\.\. under \[model\]"):
+        read_config(script)
+
+
 def test_files(tmp_path):
     path = tmp_path / "long-name.toml"
     with pytest.raises(errors.ConfigFileError, match="No such file"):
         read_config(path)
     path.write_text("[model\n")
-    with pytest.raises(errors.ConfigFileError, match="is no TOML"):
+    with pytest.raises(errors.ConfigFileError, match=r"is no TOML: [^.]*$"):
         read_config(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(errors.ConfigFileError):
