@@ -339,7 +339,7 @@ def _strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[int, 
         if len(table) > 1:
             problems.append("strategies.static stands alone; remove the other keys of [strategies]")
         if not isinstance(limit, int):
-            problems.append("strategies.static needs data.max_length: the longest sequence in tokens")
+            problems.append("strategies.static needs data.max_length: the longest sequence in tokens, such as 4096")
             return ()
         table = {str(limit): table["static"]}
     found = []

@@ -55,7 +55,7 @@ def test_assignments_replace_values():
 def test_static_strategy():
     text = SMALL.replace('2048 = "dp2.tp2"\n512 = "dp4"', 'static = "cp4"')
     assert parse(text, "data.max_length=300").strategies == ((300, "cp4"),)
-    assert "needs data.max_length" in message(text=text)
+    assert "needs data.max_length: the longest sequence in tokens, such as 4096" in message(text=text)
     assert parse(SMALL, "strategies.static=dp4", "data.max_length=99").strategies == ((99, "dp4"),)
     assert parse(text, "strategies.64=dp2").strategies == ((64, "dp2"),)
 
