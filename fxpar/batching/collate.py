@@ -25,6 +25,10 @@ Columns = dict[str, Tensor]
 # Batch keys that other frameworks use -> the key that is meant.
 ALIASES = {"tokens": "input_ids", "targets": "labels", "target": "labels", "positions": "position_ids"}
 _MARKERS = {"position_ids", "document_ids", "document_positions"}
+_WITHOUT_TOKENS = (
+    "train_step and evaluate take sequences of token ids; a model without tokens is trained by plain calls: model(x), "
+    "then backward() on its loss"
+)
 
 
 def check_sequences(sequences: Sequence[Tokens]) -> tuple[int, ...]:
@@ -181,8 +185,7 @@ def _columns(index: int, sequence: Tokens) -> Columns:
     if "input_ids" not in columns:
         raise SequenceError(
             index,
-            f"has no 'input_ids'; it has {sorted(columns)}. train_step and evaluate take sequences of token ids; a "
-            "model without tokens is trained by plain calls: model(x), then backward() on its loss",
+            f"has no 'input_ids'; it has {sorted(columns)}. {_WITHOUT_TOKENS}",
         )
     _check_columns(index, columns)
     return columns
@@ -192,7 +195,8 @@ def _check_columns(index: int, columns: Columns) -> None:
     length = columns["input_ids"].shape[:1].numel()
     for key, value in columns.items():
         if key in _MADE and not is_whole(value.dtype):
-            raise SequenceError(index, f"has {key!r} of {value.dtype}; it needs integers")
+            images = f". {_WITHOUT_TOKENS}" if key == "input_ids" else ""
+            raise SequenceError(index, f"has {key!r} of {value.dtype}; it needs integers{images}")
         if key in _MADE and value.dim() != 1:
             raise SequenceError(index, f"has {key!r} of shape {list(value.shape)}; it needs one dim, [T]")
         if key == "input_ids" and not length:

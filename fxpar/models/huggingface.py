@@ -147,7 +147,8 @@ def default_config(model_type: str) -> Any:
     except ImportError as error:
         raise MissingPackageError("hf:", "transformers", 'pip install "fxpar[hf]"') from error
     if model_type not in CONFIG_MAPPING:
-        raise ModelTypeError(model_type, f"is unknown to transformers{nearest(model_type, HEADS)}")
+        folder = f"; the folder of this name is written hf:./{model_type}" if Path(model_type).is_dir() else ""
+        raise ModelTypeError(model_type, f"is unknown to transformers{folder or nearest(model_type, HEADS)}")
     if model_type not in HEADS:
         raise ModelTypeError(model_type, "has no causal language model head, so it is no decoder")
     try:

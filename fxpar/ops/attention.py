@@ -42,6 +42,7 @@ from torch import Tensor
 
 from fxpar.errors import OpInputError
 from fxpar.ops import attention_cpu
+from fxpar.ops.once import refuse_second_derivative
 
 _LIB = torch.library.Library("fxpar", "FRAGMENT")
 _LIB.define(
@@ -180,3 +181,9 @@ for _device, _of in (("CPU", lambda: attention_cpu), ("CUDA", _cuda)):
 torch.library.register_fake("fxpar::attention", _forward_fake, lib=_LIB)
 torch.library.register_fake("fxpar::attention_backward", _backward_fake, lib=_LIB)
 torch.library.register_autograd("fxpar::attention", _autograd, setup_context=_setup_context, lib=_LIB)
+refuse_second_derivative(
+    _LIB,
+    "fxpar::attention_backward",
+    "attention",
+    "Write it out, with products and a softmax.",
+)

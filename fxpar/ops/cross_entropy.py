@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fxpar.errors import OpInputError
 from fxpar.ops.attention_cpu import compute_dtype
+from fxpar.ops.once import refuse_second_derivative
 
 _CPU_BLOCK = 1 << 18  # logits per block and thread: 1 MiB in fp32 stays in an L2 cache
 _GPU_BLOCK = 1 << 26
@@ -176,3 +177,9 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("fxpar::cross_entropy", _forward_fake, lib=_LIB)
 torch.library.register_fake("fxpar::cross_entropy_backward", _backward_fake, lib=_LIB)
 torch.library.register_autograd("fxpar::cross_entropy", _autograd, setup_context=_setup_context, lib=_LIB)
+refuse_second_derivative(
+    _LIB,
+    "fxpar::cross_entropy_backward",
+    "F.cross_entropy",
+    "Write the loss out, with log_softmax and gather.",
+)

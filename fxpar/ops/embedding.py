@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import OpInputError
+from fxpar.ops.once import refuse_second_derivative
 
 _LIB = torch.library.Library("fxpar", "FRAGMENT")
 _LIB.define(
@@ -103,3 +104,9 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("fxpar::embedding", _forward_fake, lib=_LIB)
 torch.library.register_fake("fxpar::embedding_backward", _backward_fake, lib=_LIB)
 torch.library.register_autograd("fxpar::embedding", _autograd, setup_context=_setup_context, lib=_LIB)
+refuse_second_derivative(
+    _LIB,
+    "fxpar::embedding_backward",
+    "F.embedding",
+    "Write it out, as F.one_hot(ids, rows).to(weight.dtype) @ weight.",
+)

@@ -41,8 +41,9 @@ class MemoryReport:
 
     @property
     def shared_bytes(self) -> int:
-        """What the strategies would take more if each had its own copy."""
-        return sum(size for size, _ in self.strategies.values()) - self.resident_bytes - self.arena_bytes
+        """What the strategies would take more if each had its own copy; 0 where padding of the arena eats that up."""
+        alone = sum(size for size, _ in self.strategies.values())
+        return max(0, alone - self.resident_bytes - self.arena_bytes)
 
     def table(self) -> str:
         """Aligned text, one line per part."""

@@ -205,8 +205,16 @@ def read_config(path: str | Path, assignments: Sequence[str] = ()) -> TrainConfi
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError(str(path), getattr(error, "strerror", None) or str(error)) from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigFileError(str(path), f"{why}{_if_a_model(str(path))}") from error
     return parse_config(text, str(path), Path(path).stem, assignments)
+
+
+def _if_a_model(path: str) -> str:
+    """What to say of a path that looks like a MODEL of the other commands."""
+    if not path.startswith("hf:") and Path(path.partition(":")[0]).suffix != ".py":
+        return ""
+    return ". A model is named in the configuration, a TOML file: name = ... under [model]"
 
 
 def parse_config(text: str, source: str, name: str, assignments: Sequence[str] = ()) -> TrainConfig:
@@ -217,7 +225,7 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(source, f"is no TOML: {error}") from error
+        raise ConfigFileError(source, f"is no TOML: {error}{_if_a_model(source)}") from error
     problems: list[str] = []
     for assignment in assignments:
         _assign(tables, assignment, problems)
@@ -331,7 +339,7 @@ def _strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[int, 
         if len(table) > 1:
             problems.append("strategies.static stands alone; remove the other keys of [strategies]")
         if not isinstance(limit, int):
-            problems.append("strategies.static needs data.max_length: the longest sequence in tokens")
+            problems.append("strategies.static needs data.max_length: the longest sequence in tokens, such as 4096")
             return ()
         table = {str(limit): table["static"]}
     found = []

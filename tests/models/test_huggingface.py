@@ -186,3 +186,10 @@ def test_no_folder_and_no_json(tmp_path):
     (tmp_path / "config.json").write_text("[1")
     with pytest.raises(ModelFolderError, match="names no model_type of transformers"):
         load(f"hf:{tmp_path}")
+
+
+def test_a_folder_without_a_slash_is_shown_how_to_write(tmp_path, monkeypatch):
+    (tmp_path / "lama").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelTypeError, match=r"the folder of this name is written hf:\./lama$"):
+        load("hf:lama")

@@ -55,7 +55,7 @@ def test_assignments_replace_values():
 def test_static_strategy():
     text = SMALL.replace('2048 = "dp2.tp2"\n512 = "dp4"', 'static = "cp4"')
     assert parse(text, "data.max_length=300").strategies == ((300, "cp4"),)
-    assert "needs data.max_length" in message(text=text)
+    assert "needs data.max_length: the longest sequence in tokens, such as 4096" in message(text=text)
     assert parse(SMALL, "strategies.static=dp4", "data.max_length=99").strategies == ((99, "dp4"),)
     assert parse(text, "strategies.64=dp2").strategies == ((64, "dp2"),)
 
@@ -149,12 +149,22 @@ def test_values_that_do_not_fit_together(word, error, expected):
     assert expected in message(word, error=error)
 
 
+def test_a_model_in_place_of_a_configuration(tmp_path):
+    script = tmp_path / "model.py"
+    for path in (f"{script}:make", "hf:./folder"):
+        with pytest.raises(errors.ConfigFileError, match=r"No such file.*name = \.\.\. under \[model\]"):
+            read_config(path)
+    script.write_text("import torch\n")
+    with pytest.raises(errors.ConfigFileError, match=r"is no TOML.*name = \.\.\. under \[model\]"):
+        read_config(script)
+
+
 def test_files(tmp_path):
     path = tmp_path / "long-name.toml"
     with pytest.raises(errors.ConfigFileError, match="No such file"):
         read_config(path)
     path.write_text("[model\n")
-    with pytest.raises(errors.ConfigFileError, match="is no TOML"):
+    with pytest.raises(errors.ConfigFileError, match=r"is no TOML: [^.]*$"):
         read_config(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(errors.ConfigFileError):
