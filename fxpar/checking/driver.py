@@ -22,6 +22,7 @@ from fxpar.batching.documents import cut_in_documents, mark_documents, split_doc
 from fxpar.checking.eager import NOISE, relative_error
 from fxpar.checking.widen import wide_tensor, widen
 from fxpar.errors import FxparError, NothingToCheckError
+from fxpar.flow import with_packing
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import compile_graph
 from fxpar.ir.graph import LogicalGraph
@@ -113,11 +114,11 @@ def check(
         batches = [{key: wide_tensor(value) for key, value in batch.items()} for batch in batches]
     batches = [as_one_sequence(logical.inputs, batch, i) for i, batch in enumerate(batches)]
     rows, unpacked = (logical, "") if packed is False else packed_if_proved(logical, force=bool(packed))
-    note = f"each document runs alone, since {unpacked}" if unpacked and _has_tokens(logical) else ""
+    unpacked = unpacked if _has_tokens(logical) else ""
     if rows.packing is not None and not ready:
         batches = [cut_in_documents(logical.inputs, row) for row in batches]
     oracle = _Oracle(logical, params, buffers, scale)
-    setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, note)
+    setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, unpacked)
     return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
 
 
@@ -189,7 +190,7 @@ class _Setting:
     oracle: _Oracle
     scale: float
     compile: Backend
-    note: str
+    unpacked: str
 
 
 def _has_tokens(logical: LogicalGraph) -> bool:
@@ -213,8 +214,10 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
     program = strategy if isinstance(strategy, TrainGraph) else lower(setting.rows, strategy)
     if padded:
         program = replace(program, padding_hazard=None)
+    elif program.padding_hazard:
+        program = replace(program, padding_hazard=with_packing(program.padding_hazard, setting.unpacked))
     strategy = program.strategy
-    in_rows = not setting.note and _takes_rows(program)
+    in_rows = not setting.unpacked and _takes_rows(program)
     micro_batches = _micro_batches(program, setting.batches, in_rows)
     plan = assign(strategy, len(micro_batches))
     results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
@@ -245,7 +248,7 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
         run_wall_s=round(time.perf_counter() - begun, 3),
         error=error,
         documents="" if not _has_tokens(setting.rows) else "in rows" if in_rows else "alone",
-        notes=[*program.notes, *([setting.note] if setting.note else [])],
+        notes=[*program.notes, *([f"each document runs alone, since {setting.unpacked}"] if setting.unpacked else [])],
     )
 
 

@@ -114,7 +114,8 @@ class NanLossError(FxparError):
     def __init__(self, loss: float, step: int, group: str) -> None:
         super().__init__(
             f"the loss of step {step} is {loss} (first seen in group {group}). Gradients were not kept. Lower the "
-            "learning rate, clip gradients, look at the data; or pass nan='skip' to leave such mini-batches out"
+            "learning rate, clip gradients, look at the data; or leave such mini-batches out: nan='skip' "
+            "(`fxpar train`: run.nan)"
         )
 
 

@@ -34,6 +34,14 @@ def padding_hazard(logical: LogicalGraph) -> str | None:
     return None if flow.hazard is None else in_words(flow.hazard)
 
 
+def with_packing(hazard: str, unpacked: str) -> str:
+    """Why rows must not be padded, and why they are not packed either, unless by the same op: attention over packed
+    rows knows what is padding, so what stops packing may be all that stops padding.
+    """
+    same_op = unpacked.split(" ")[0] == hazard.split(" ")[0]
+    return hazard if same_op or not unpacked else f"{hazard} (and rows are not packed, since {unpacked})"
+
+
 def unknown_padding(logical: LogicalGraph, token: sympy.Symbol) -> str | None:
     """The first tensor of the batch with tokens for which nobody knows how padding looks, in words."""
     for info in logical.inputs:

@@ -16,6 +16,7 @@ from fxpar.batching.ids import id_limits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import group_cost
 from fxpar.errors import CostContractError, ParallelizeError, nearest, warn
+from fxpar.flow import with_packing
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -288,8 +289,7 @@ def with_multiples(
     """The groups, told what their lengths must be multiples of: where a program cuts tokens and would see padding.
 
     Raises ParallelizeError if some length would have no strategy, unless all lengths are `promised` to be multiples.
-    Attention over packed rows knows what is padding, so the error also says why rows are `unpacked`, unless by the same
-    op.
+    The error also says why rows are `unpacked`.
     """
     found = [
         replace(group, multiple=program.divisors.get("T", 1) if program.padding_hazard else 1)
@@ -297,12 +297,11 @@ def with_multiples(
     ]
     for g, (group, program) in enumerate(zip(found, programs, strict=True)):
         if all(promised % later.multiple for later in found[g:]):
-            same_op = unpacked.split(" ")[0] == (program.padding_hazard or "").split(" ")[0]
-            also = f" (and rows are not packed, since {unpacked})" if unpacked and not same_op else ""
+            why = with_packing(program.padding_hazard or "", unpacked)
             raise ParallelizeError(
-                f"sequences whose length is no multiple of {group.multiple} cannot run under {group.strategy}: "
-                f"{program.padding_hazard}{also}. Add a strategy that does not cut tokens (without cp and sp) for up "
-                f"to {found[-1].limit} tokens, or promise lengths that divide: length_multiple={group.multiple}"
+                f"sequences whose length is no multiple of {group.multiple} cannot run under {group.strategy}: {why}. "
+                f"Add a strategy that does not cut tokens (without cp and sp) for up to {found[-1].limit} tokens, or "
+                f"promise lengths that divide: length_multiple={group.multiple}"
             )
     return tuple(found)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -191,13 +191,19 @@ def fit(folder: WeightsFolder, wanted: Sequence[Wanted], about: Weights) -> dict
         ("of another form", differ, "", ()),
     )
     problems = [
-        f"{len(names)} {what}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}{nearest(names[0], others)}"
+        f"{len(names)} {what}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}{_nearest(names[0], others)}"
         for what, names, _, others in found
         if names
     ]
     if problems:
         raise WeightsMismatchError(folder.path, "; ".join(problems), [o for _, names, o, _ in found if names and o])
     return pairs
+
+
+def _nearest(name: str, others: Iterable[str]) -> str:
+    """The hint in brackets: more of the sentence follows."""
+    hint = nearest(name, others).removeprefix("; ")
+    return f" ({hint})" if hint else ""
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ _POSITIVE: dict[str, Any] = {"least": 1}
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model; `options` are those of `--set` of the other commands. It starts from the safetensors in the folder
-    `weights` (by default those of `hf:./FOLDER`), which may lack the parameters of the globs `missing`. Only parameters
-    of the globs `train` are trained.
+    `weights` (by default those of `hf:./FOLDER`), which may lack the parameters of the globs `missing` and have
+    those of the globs `unused`. Only parameters of the globs `train` are trained.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
     missing: list[str] | None = None
+    unused: list[str] | None = None
     train: list[str] | None = None
 
 
@@ -244,8 +245,9 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
 def _tokenizer(config: TrainConfig, problems: list[str]) -> str | None:
     """The file of the tokenizer: trained weights know the tokens of one. Looks at the folders of a model too."""
     model, data, folder = config.model, config.data, folder_of(config.model.name)
-    if model.missing is not None and model.weights is None and folder is None:
-        problems.append("model.missing is for weights from a folder: set model.weights")
+    for key in ("missing", "unused"):
+        if getattr(model, key) is not None and model.weights is None and folder is None:
+            problems.append(f"model.{key} is for weights from a folder: set model.weights")
     for key, place in (("name", folder), ("weights", model.weights and Path(model.weights).expanduser())):
         if place and not place.is_dir():
             problems.append(f"model.{key}: {shown(str(place))} is no folder here. Nothing is downloaded")

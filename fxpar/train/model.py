@@ -59,7 +59,7 @@ def weights_of(config: TrainConfig, loaded: LoadedModel) -> Weights | None:
     folder = config.model.weights or loaded.weights
     if folder is None or config.checkpoint.resume:
         return None
-    return Weights(Path(folder).expanduser(), config.model.missing or ())
+    return Weights(Path(folder).expanduser(), config.model.missing or (), config.model.unused or ())
 
 
 def freeze(model: nn.Module, trained: Sequence[str] | None) -> None:

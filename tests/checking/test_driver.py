@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from fxpar import capture
 from fxpar.batching.documents import cut_in_documents
 from fxpar.checking import CheckResult, assign, check, relative_error
 from fxpar.ir.graph import Input, TensorMeta, dim_symbol
@@ -208,6 +212,33 @@ def test_a_batch_that_cannot_be_padded_is_an_error_in_the_result():
     results = check(odd_rows.graph, ["cp2", "tp2"], odd_rows.params, odd_rows.buffers, odd_rows.batches)
     assert [r.ok for r in results] == [False, True]
     assert "batch key 'x' cannot be padded: B=5 must be a multiple of 2" in results[0].error
+
+
+class OwnSoftmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 4)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        past = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        x = (x @ x.mT).masked_fill(~past, float("-inf")).softmax(-1) @ x
+        return x @ self.table.weight.mT
+
+
+def test_what_stops_packing_is_said_where_it_is_what_stops_padding():
+    """The softmax would be masked in a packed row; the loss, which nothing is known of, is what to change."""
+    batch = {"input_ids": torch.arange(7)[None], "labels": torch.arange(1, 8)[None]}
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["input_ids"])[0], batch["labels"][0], label_smoothing=0.1, reduction="sum")
+
+    model = OwnSoftmax()
+    graph, values = capture(model, loss, batch), dict(model.named_parameters())
+    (result,) = check(graph, ["cp2"], values, {}, [batch])
+    assert re.search(
+        r"aten\._softmax\.default .* \(and rows are not packed, since aten\.nll_loss_forward", result.error
+    )
 
 
 def test_results_are_plain_data():

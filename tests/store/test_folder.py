@@ -79,7 +79,7 @@ CASES = {
     "misspelt": (
         {("nrom.weight" if k == "norm.weight" else k): v for k, v in values().items()},
         {},
-        r"norm\.weight; did you mean 'nrom\.weight'\?",
+        r"norm\.weight \(did you mean 'nrom\.weight'\?\); 1 not in the model: nrom",
     ),
 }
 

@@ -197,7 +197,8 @@ def test_the_examples_are_valid():
 def test_weights_need_their_folder_and_their_tokenizer(tmp_path):
     assert 'model.name: "nowhere/at/all" is no folder here' in message('model.name="hf:nowhere/at/all"')
     assert 'model.weights: "nowhere" is no folder here' in message('model.weights="nowhere"')
-    assert "model.missing is for weights from a folder" in message('model.missing=["a"]')
+    for key in ("missing", "unused"):
+        assert f"model.{key} is for weights from a folder" in message(f'model.{key}=["a"]')
     assert "would give its tokens other meanings" in message(f'model.weights="{tmp_path}"')
     config = parse(SMALL, f'model.weights="{tmp_path}"', 'data.tokenizer="mine.json"')
     assert config.data.tokenizer == "mine.json"

@@ -41,13 +41,13 @@ def folder_config(folder, **model):
 
 def test_a_folder_says_where_its_weights_are(tmp_path):
     folder = write_folder(tmp_path / "base")
-    config = folder_config(folder, missing='["*.lora"]')
+    config = folder_config(folder, missing='["*.lora"]', unused='["old.*"]')
     assert config.data.tokenizer == str(folder / "tokenizer.json")
     loaded = build_model(config, 40, "tokenizer.json")
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     weights = weights_of(config, loaded)
     assert weights is not None
-    assert (str(weights.folder), weights.missing) == (str(folder), ["*.lora"])
+    assert (str(weights.folder), weights.missing, weights.unused) == (str(folder), ["*.lora"], ["old.*"])
     resumed = parse_config_resumed(config)
     assert weights_of(resumed, loaded) is None  # the checkpoint has them
     with pytest.raises(VocabularyError):
