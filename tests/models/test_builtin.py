@@ -80,3 +80,13 @@ def test_global_random_state_is_left_alone():
 def test_bad_words(spec, options, dtype, error, words):
     with pytest.raises(error, match=words):
         load(spec, options=options, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("spec", "written"), [("./mine", r"hf:\./mine\. Built in"), ("mine", r"hf:\./mine\. Built in")]
+)
+def test_a_folder_without_a_prefix(tmp_path, monkeypatch, spec, written):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownModelError, match=written):
+        load(spec)
