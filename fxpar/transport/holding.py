@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,15 @@ class _Kind:
 
     runs: list[Runs] | None
     shapes: tuple[tuple[int, ...], ...]  # with padding and without
+    starts: dict[Box, tuple[int, ...] | None] = field(default_factory=dict)  # found so far
+
+    def start(self, box: Box) -> tuple[int, ...] | None:
+        """`start_in` of the runs: layers ask for the same boxes, of up to hundreds of runs."""
+        if self.runs is None:
+            return None
+        if box not in self.starts:
+            self.starts[box] = start_in(self.runs, box)
+        return self.starts[box]
 
 
 def _kind_of(layout: ParamLayout, fqn: str, rank: int) -> _Kind:
@@ -86,8 +95,7 @@ class Located:
         """Local start per dim of a global box; None if the rank does not hold it, or was not given the tensor."""
         if fqn not in self._given:
             return None
-        runs = self._kind(fqn).runs
-        return start_in(runs, box) if runs is not None else None
+        return self._kind(fqn).start(box)
 
     def required(self, fqn: str, box: Box) -> tuple[int, ...]:
         """`start` of a box that the rank must hold. Raises HoldingError."""

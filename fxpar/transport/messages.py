@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,13 +32,17 @@ class Piece:
     slice: int
     term: int = 0  # of a sum
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
+        return tuple([stop - start for start, stop in self.box])
 
-    @cached_property
+    @property
     def numel(self) -> int:
         return len(self.fqns) * math.prod(self.shape)
+
+    def at(self, offset: int) -> Piece:
+        """The piece elsewhere in a message. There are millions of pieces, and `replace` is slow."""
+        return Piece(self.fqns, self.box, self.dtype, offset, self.cls, self.slice, self.term)
 
     @property
     def nbytes(self) -> int:
@@ -136,6 +139,6 @@ def _message(ends: tuple[int, int], labelled: Sequence[Labelled]) -> Message:
     """One message with the pieces one behind the other."""
     offset, pieces = 0, []
     for piece, _ in labelled:
-        pieces.append(replace(piece, offset=offset))
+        pieces.append(piece.at(offset))
         offset += piece.nbytes
     return Message(*ends, offset, tuple(pieces), b"".join(label for _, label in labelled))

@@ -137,6 +137,7 @@ class Reader:
         cls = self.problem.classes[self.problem.class_of[self._numbers[fqn]]]
         found = False
         for box, needed in zip(cls.boxes.tolist(), cls.after.of(self.target.rank).tolist(), strict=True):
+            box = tuple((low, high) for low, high in box)
             start = holding.start(fqn, box)
             if start is None:
                 continue
