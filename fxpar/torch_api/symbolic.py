@@ -17,11 +17,13 @@ import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from fxpar.torch_api.fake_calls import RepeatingFakeMode
+from fxpar.torch_api.sizes import KnownResults, remembering
 
 Place = Callable[[], str | None]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -69,12 +71,23 @@ def _asked_by_user() -> bool:
 
 
 class _RecordingShapeEnv(ShapeEnv):
-    """A ShapeEnv that asks `place` for the user's line whenever it adds a guard."""
+    """A ShapeEnv that asks `place` for the user's line whenever it adds a guard, and does arithmetic on sizes once."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.place = place
         self.recorded: list[Guard] = []
+        self.known = KnownResults()
+
+    def create_symintnode(self, sym: sympy.Expr, *, hint: Any, source: Any = None) -> Any:
+        """As of torch; the same object for the same expression, so that what is known of one is known of all."""
+        sizes = self.known.at(self._replacements_version_counter).sizes
+        if sym not in sizes:
+            made = super().create_symintnode(sym, hint=hint, source=source)
+            if isinstance(made, torch.SymInt):
+                remembering(made.node)
+            sizes[sym] = made
+        return sizes[sym]
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if "suppressed" not in prefix and not _asks_for_layout():
@@ -96,7 +109,7 @@ class FakeWorld:
 
     def __post_init__(self) -> None:
         self.shape_env = _RecordingShapeEnv(self.place)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.shape_env)
+        self.mode = RepeatingFakeMode(allow_non_fake_inputs=True, shape_env=self.shape_env)
         self.mode.cache_enabled = self.mode.cache_enabled and self.cached
 
     def symbol(self, name: str, hint: int) -> torch.SymInt:

@@ -1,0 +1,197 @@
+"""A fake mode in which a call like an earlier one costs little: layers repeat, and so do their calls.
+
+torch keeps results of calls by the metadata of their operands, and decides which calls may be kept. It takes it most of
+a millisecond to make the key and the result where sizes are symbolic. `RepeatingFakeMode` remembers what torch has
+decided to keep, under a key that says the same and is made of what the tensors hold, and makes the result from there.
+
+What this wraps (torch 2.13): FakeTensorMode and its cache of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+_NUMBERS = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+class _Unknown(Exception):
+    """An argument that has no key: torch decides about the call."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """How to make one result of a call. `argument`: it is that one. `view_of`: it lies in the memory of that one."""
+
+    argument: int | None = None
+    view_of: int | None = None
+    shape: tuple[Any, ...] = ()
+    stride: tuple[Any, ...] = ()
+    offset: Any = 0
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A call that torch keeps: its op (which so lives as long as its key) and results; `single`: not in a tuple."""
+
+    func: Any
+    results: tuple[_Result | None, ...]
+    single: bool
+
+
+class RepeatingFakeMode(FakeTensorMode):
+    """A FakeTensorMode with one more memory in front of its cache; for one thread and one capture."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._calls: dict[Any, _Known] = {}
+        self._kept: tuple[Any, Any] | None = None  # (op, arguments) of the call that torch has kept or found last
+
+    def _cached_dispatch_impl(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        key = self._key_of(func, args, kwargs)
+        known = None if key is None else self._calls.get(key)
+        if known is not None:
+            made = tuple(None if result is None else self._make(result, args) for result in known.results)
+            return made[0] if known.single else made
+        self._kept = None
+        output = super()._cached_dispatch_impl(func, types, args, kwargs)
+        if key is not None and self._kept is not None and self._kept[0] is func and self._kept[1] is args:
+            self._remember(key, func, args, output)
+        self._kept = None
+        return output
+
+    def _make_cache_entry(self, state: Any, key: Any, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        try:
+            entry = super()._make_cache_entry(state, key, func, args, kwargs, output)
+        except BaseException:
+            self._kept = None  # torch tried to make a result, and found that it must not keep the call
+            raise
+        self._kept = func, args
+        return entry
+
+    def _output_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        output = super()._output_from_cache_entry(state, entry, key, func, args)
+        self._kept = func, args
+        return output
+
+    # ------------------------------------------------------------------------------------------------------- keys
+    def _key_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """All that the result of a call depends on; None if that is not known."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return None
+        env: Any = self.shape_env
+        parts: list[Any] = [
+            id(func),
+            torch.get_default_dtype(),
+            torch._C._get_default_device(),
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            get_proxy_mode() is not None,
+            self.epoch,
+            env._replacements_version_counter,
+        ]
+        try:
+            self._add(parts, args)
+            for name, value in kwargs.items():
+                parts.append(name)
+                self._add(parts, (value,))
+        except _Unknown:
+            return None
+        return tuple(parts)
+
+    def _add(self, parts: list[Any], values: Sequence[Any]) -> None:
+        parts.append(len(values))
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                self._add_tensor(parts, value)
+            elif kind is torch.SymInt:
+                parts.append(torch.SymInt)
+                parts.append(value.node._expr)
+            elif kind is list or kind is tuple or kind is torch.Size:
+                parts.append(list if kind is list else tuple)
+                self._add(parts, value)
+            elif kind in _NUMBERS:
+                parts.append(kind)
+                parts.append(value)
+            else:
+                raise _Unknown
+
+    def _add_tensor(self, parts: list[Any], value: Any) -> None:
+        if value.fake_mode is not self or value.constant is not None or value.layout is not torch.strided:
+            raise _Unknown
+        if value.is_quantized:
+            raise _Unknown
+        parts.append(FakeTensor)
+        parts.append(value.dtype)
+        parts.append(value.fake_device)
+        for size in value.shape:
+            parts.append(size if type(size) is int else size.node._expr)
+        for step in value.stride():
+            parts.append(step if type(step) is int else step.node._expr)
+        offset, space = value.storage_offset(), value.untyped_storage().nbytes()
+        parts.append(offset if type(offset) is int else offset.node._expr)
+        parts.append(space if type(space) is int else space.node._expr)
+        parts += (value.dim(), value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())
+
+    # ---------------------------------------------------------------------------------------------------- results
+    def _remember(self, key: Any, func: Any, args: Sequence[Any], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if all(found is None or type(found) is FakeTensor for found in outputs):
+            results = tuple(None if found is None else self._result(func, args, found) for found in outputs)
+            if not any(result is None and found is not None for result, found in zip(results, outputs, strict=True)):
+                self._calls[key] = _Known(func, results, not isinstance(output, tuple))
+
+    def _result(self, func: Any, args: Sequence[Any], found: Any) -> _Result | None:
+        """How to make a result again; None for one that is not plain."""
+        for at, value in enumerate(args):
+            if value is found:
+                return _Result(argument=at)
+        if found.is_conj() or found.is_neg() or found.layout is not torch.strided or found.constant is not None:
+            return None
+        view_of = None
+        if func.is_view:
+            (view_of,) = (at for at, value in enumerate(args) if isinstance(value, Tensor))
+        return _Result(
+            view_of=view_of,
+            shape=tuple(map(self._size, found.shape)),
+            stride=tuple(map(self._size, found.stride())),
+            offset=self._size(found.storage_offset()),
+            dtype=found.dtype,
+            device=found.fake_device,
+            requires_grad=found.requires_grad,
+        )
+
+    def _size(self, size: Any) -> Any:
+        """A size as the object that the ShapeEnv has for its expression."""
+        env: Any = self.shape_env
+        return size if type(size) is int else env.create_symintnode(size.node.expr, hint=size.node.hint)
+
+    def _make(self, result: _Result, args: Sequence[Any]) -> Tensor:
+        if result.argument is not None:
+            return args[result.argument]
+        env: Any = self.shape_env
+        with in_kernel_invocation_manager(self), env.suppress_guards():
+            made = torch.empty_strided(
+                result.shape,
+                result.stride,
+                dtype=result.dtype,
+                device="meta",
+                requires_grad=result.requires_grad,
+            )
+        if result.view_of is not None:
+            storage = args[result.view_of].untyped_storage()
+            with in_kernel_invocation_manager(self), env.suppress_guards():
+                made.set_(storage, result.offset, result.shape, result.stride)
+        return FakeTensor(self, made, result.device)

@@ -1,0 +1,100 @@
+"""Arithmetic on symbolic sizes that is done once: tracing asks the same few hundred questions for every layer.
+
+What this wraps (torch 2.13): SymNode, the object behind a SymInt or SymBool, whose operations torch calls one by one
+from C++. An operation on two expressions has one result, so it is looked up. Nothing else is changed: what adds a
+guard, and what is recorded by a trace, goes to torch's own methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
+
+# Their results are functions of the two expressions. `mod` is not here: torch looks at the known range of a size too.
+_OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "and_", "or_")
+
+
+class SizeNode(SymNode):
+    """A SymNode that remembers results in its ShapeEnv, which has a `KnownResults` as `known`."""
+
+    @property
+    def expr(self) -> Any:
+        """The expression, without asking whether it is a number while guards have replaced no symbol."""
+        env: Any = self.shape_env
+        return self._expr if env._replacements_version_counter == 0 else SymNode.expr.fget(self)  # type: ignore[attr-defined]
+
+    def maybe_as_int(self) -> int | None:
+        """The integer, if the expression is one."""
+        expr: Any = self.expr
+        return None if type(expr) is sympy.Symbol else super().maybe_as_int()
+
+    def wrap_int(self, num: int) -> SymNode:
+        """A constant of the same ShapeEnv."""
+        known = known_results(self)
+        if num not in known.constants:
+            known.constants[num] = remembering(super().wrap_int(num))
+        return known.constants[num]
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        """The truth value; a guard unless it is known already."""
+        return self._expr is sympy.true or (self._expr is not sympy.false and super().guard_bool(file, line))
+
+    def expect_true(self, file: str, line: int) -> bool:
+        """Whether it is true; a guard, or an assertion for the run, unless it is known already."""
+        return self._expr is sympy.true or super().expect_true(file, line)
+
+
+class KnownResults:
+    """Results of operations on the sizes of one ShapeEnv, as long as no guard replaces a symbol."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.results: dict[Any, SymNode] = {}
+        self.constants: dict[int, SymNode] = {}
+        self.sizes: dict[Any, Any] = {}
+
+    def at(self, version: int) -> KnownResults:
+        """Itself, emptied if symbols have been replaced since."""
+        if version != self.version:
+            self.version = version
+            self.results.clear()
+            self.sizes.clear()
+        return self
+
+
+def known_results(node: SymNode) -> KnownResults:
+    """What is known in the ShapeEnv of a size."""
+    env: Any = node.shape_env
+    return env.known.at(env._replacements_version_counter)
+
+
+def remembering(node: SymNode) -> SymNode:
+    """The same node, whose operations are remembered from now on."""
+    if type(node) is SymNode:
+        node.__class__ = SizeNode
+    return node
+
+
+def _remembered(name: str) -> Callable[[Any, Any], Any]:
+    method = getattr(SymNode, name)
+
+    def operation(self: Any, other: Any) -> Any:
+        if get_proxy_mode() is not None:  # a trace writes down how each size was computed
+            return method(self, other)
+        results = known_results(self).results
+        key = name, self._expr, self.pytype, other._expr, other.pytype
+        found = results.get(key)
+        if found is None:
+            found = results[key] = remembering(method(self, other))
+        return found
+
+    operation.__name__ = name
+    return operation
+
+
+for _name in _OPERATIONS:
+    setattr(SizeNode, _name, _remembered(_name))

@@ -1,0 +1,100 @@
+"""Calls like an earlier one: the results are what torch makes, and a call that differs is another one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from fxpar.torch_api.symbolic import FakeWorld
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def world() -> FakeWorld:
+    return FakeWorld(lambda: None)
+
+
+def _tensor(world: FakeWorld, *shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return world.empty([world.symbol("T", 8) if size == "T" else size for size in shape], dtype)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    facts = [
+        (t.dtype, str(t.shape), str(t.stride()), str(t.storage_offset()), t.device, str(t.untyped_storage().nbytes()))
+        for t in (a, b)
+    ]
+    return facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("shape", [("T", 4), (6, 4)], ids=["symbolic", "static"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: aten.mul.Tensor(x, 2.0),
+        lambda x: aten.t.default(x),
+        lambda x: aten.slice.Tensor(x, 1, 1, 3),
+        lambda x: aten.sum.dim_IntList(x, [0], True),
+        lambda x: aten.to.dtype(x, torch.bfloat16),
+        lambda x: aten.view.default(x, [x.shape[0], 2, 2]),
+        lambda x: aten.topk.default(x, 2)[1],
+    ],
+    ids=["mul", "t", "slice", "sum", "to", "view", "topk"],
+)
+def test_a_repeated_call_gives_what_the_first_gave(world: FakeWorld, shape, call) -> None:
+    with world.mode:
+        first, second, third = (call(_tensor(world, *shape)) for _ in range(3))
+    assert _same(first, second)
+    assert _same(first, third)
+    assert first is not third
+
+
+def test_a_repeated_call_is_not_computed_again(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world.mode:
+        aten.mul.Tensor(_tensor(world, "T", 4), 2.0)
+        monkeypatch.setattr(FakeTensorMode, "_cached_dispatch_impl", None)  # torch's own memory
+        aten.mul.Tensor(_tensor(world, "T", 4), 3.0 - 1.0)
+        with pytest.raises(TypeError):
+            aten.mul.Tensor(_tensor(world, "T", 5), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: aten.mul.Tensor(x, 2), lambda x: aten.mul.Tensor(x, 2.0)),
+        (lambda x: aten.sum.dim_IntList(x, [0]), lambda x: aten.sum.dim_IntList(x, [1])),
+        (lambda x: aten.sum.dim_IntList(x, [0], True), lambda x: aten.sum.dim_IntList(x, [0], False)),
+        (lambda x: aten.slice.Tensor(x, 0, 0, 3), lambda x: aten.slice.Tensor(x, 1, 0, 3)),
+        (
+            lambda x: aten.mul.Tensor(x, 2),
+            lambda x: aten.mul.Tensor(aten.empty_strided.default([6, 4], [1, 6]).long(), 2),
+        ),
+        (lambda x: aten.view.default(x, [24]), lambda x: aten.view.default(x, [24, 1])),
+    ],
+    ids=["type", "dim", "flag", "position", "strides", "shape"],
+)
+def test_calls_that_differ_are_told_apart(one, other) -> None:
+    alone, after = FakeWorld(lambda: None), FakeWorld(lambda: None)
+    with alone.mode:
+        expected = other(_tensor(alone, 6, 4, dtype=torch.int64))
+    with after.mode:
+        for _ in range(2):
+            one(_tensor(after, 6, 4, dtype=torch.int64))
+        assert _same(other(_tensor(after, 6, 4, dtype=torch.int64)), expected)
+
+
+def test_a_repeated_view_lies_in_the_memory_of_its_own_operand(world: FakeWorld) -> None:
+    with world.mode:
+        xs = [_tensor(world, "T", 4) for _ in range(3)]
+        views = [aten.t.default(x) for x in xs]
+    for x, view in zip(xs, views, strict=True):
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert len({x.untyped_storage()._cdata for x in xs}) == len(xs)
+
+
+def test_a_repeated_write_returns_the_tensor_that_was_written(world: FakeWorld) -> None:
+    with world.mode:
+        xs = [_tensor(world, "T", 4) for _ in range(3)]
+    for x in xs:
+        assert world.mode.__torch_dispatch__(aten.mul_.Tensor, (), (x, 2.0)) is x

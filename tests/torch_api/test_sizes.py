@@ -1,0 +1,46 @@
+"""Arithmetic on symbolic sizes: remembered, and what torch says without remembering."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import torch
+
+from fxpar.torch_api import sizes
+from fxpar.torch_api.symbolic import FakeWorld
+
+OPERATIONS = [operator.add, operator.sub, operator.mul, operator.eq, operator.ne, operator.lt, operator.ge]
+
+
+def _world() -> tuple[FakeWorld, torch.SymInt]:
+    world = FakeWorld(lambda: None)
+    return world, world.symbol("T", 8)
+
+
+def test_results_are_those_of_torch() -> None:
+    world, size = _world()
+    plain = torch.SymInt(sizes.SymNode(size.node._expr, world.shape_env, int, 8))
+    assert type(plain.node) is sizes.SymNode
+    for operation, other in itertools.product(OPERATIONS, (3, 16, size * 2)):
+        ours, theirs = operation(size, other), operation(plain, other)
+        assert str(ours) == str(theirs)
+        assert ours.node.hint == theirs.node.hint
+        assert ours.node.pytype is theirs.node.pytype
+
+
+def test_the_same_operation_gives_the_same_node() -> None:
+    _, size = _world()
+    assert (size * 2).node is (size * 2).node
+    assert (size * 2).node is not (size * 3).node
+    assert ((size * 2) == 6).node is ((size * 2) == 6).node
+
+
+def test_nothing_is_remembered_across_a_guard_that_fixes_a_size() -> None:
+    world, size = _world()
+    before = size * 2
+    assert size == 8  # a guard: from here on T is 8
+    after = size * 2
+    assert after.node is not before.node
+    assert after.node.expr == 16
+    assert len(world.guards) == 1
