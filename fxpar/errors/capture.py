@@ -57,6 +57,17 @@ class LossError(CaptureError):
         )
 
 
+class MetricError(CaptureError):
+    """What the loss function returns beside the loss is no metric that can be added up over ranks and micro-batches."""
+
+    def __init__(self, name: object, why: str) -> None:
+        super().__init__(
+            f"metric {name!r} of the loss function {why}. A metric is one number that is summed over the mini-batch, "
+            "such as (logits.argmax(-1) == labels).sum(), or a pair (sum, count) of which the quotient is reported: "
+            "return loss, {'accuracy': (correct, counted)}"
+        )
+
+
 class LossFunctionError(CaptureError):
     """What is passed as the loss function is none: nothing to call, or a function of logits and labels."""
 

@@ -24,7 +24,7 @@ from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.losses import causal_lm
+from fxpar.losses import LossFunction, causal_lm
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import checked_ladder, collector_paused
 from fxpar.monitor import Monitor
@@ -44,7 +44,6 @@ from fxpar.transport.executions import EXECUTIONS
 
 Ladder = Callable[[list[GraphPass]], list[GraphPass]]
 """From the passes of the lowering to those that run instead: `lambda ladder: [*ladder, Mine()]`."""
-LossFunction = Callable[[nn.Module, Any], Tensor]
 CostModel = Callable[[TrainGraph, ClusterSpec], GroupCost]
 """What a micro-batch of a program takes on a cluster."""
 
