@@ -113,9 +113,11 @@ class Traced(ABC):
         try:
             with unchanged(self.model), tracing.autocast_on_cpu(_ACCELERATORS), host_models(self.model):
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
-        except CaptureError:
+        except CaptureError as error:
+            error.args = tuple(self.world.in_names(str(arg)) for arg in error.args)
             raise
         except Exception as error:
+            error.args = tuple(self.world.in_names(arg) if isinstance(arg, str) else arg for arg in error.args)
             translated = self._translate(error)
             if translated is None:
                 fqn, line = self.provenance.fqn, line_of_error(error)
