@@ -185,20 +185,29 @@ class ParallelModule(nn.Module):
             )
         return session
 
-    def train_step(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> StepReport:
+    def train_step(
+        self, sequences: Sequence[Tensor | Mapping[str, Tensor]], *, denominator: float | None = None
+    ) -> StepReport:
         """Forward and backward of one mini-batch: token sequences [T] of any lengths, the same on every rank.
 
         A sequence is a tensor of token ids, or a mapping with `input_ids` and further tensors [T] such as aligned
         `labels` (-100 where nothing is to be predicted); without them each token predicts the next one. Gradients of
         the mean over valid tokens are added to `.grad` of the parameters.
-        """
-        return self._session().train_step(self, sequences)
 
-    def evaluate(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> float:
-        """Mean loss over the valid tokens of held-out sequences: evaluation mode, no gradients, each length group under
-        its own strategy. The same on every rank, which all pass the same sequences.
+        `denominator`, a number above 0 and the same on every rank, takes the place of the number of valid tokens: the
+        gradient is that of the summed loss divided by it. So a weighted mean is divided by its weights, and several
+        calls before `optimizer.step()` add up to one mini-batch if each is given the valid tokens of all.
         """
-        return self._session().evaluate(self, sequences)
+        return self._session().train_step(self, sequences, denominator)
+
+    def evaluate(
+        self, sequences: Sequence[Tensor | Mapping[str, Tensor]], *, denominator: float | None = None
+    ) -> float:
+        """Mean loss over the valid tokens of held-out sequences: evaluation mode, no gradients, each length group under
+        its own strategy. The same on every rank, which all pass the same sequences. `denominator` as in `train_step`;
+        metrics of the loss function are left out.
+        """
+        return self._session().evaluate(self, sequences, denominator)
 
     def plan(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> BatchPlan:
         """What `train_step` would run, without running it."""

@@ -7,12 +7,14 @@ Conventions, for all of them:
   of any size then add up to the gradient of the mean.
 - `batch["labels"]` are **aligned**: labels[b, t] is what the logits at position t must predict. For a language model
   that is the next token; `next_token_labels` makes them. A label of `ignore_index` (-100) is not valid, it adds 0.
+- Beside the loss a function may return metrics, `(loss, {name: metric})`. A metric is a scalar, which is summed over
+  the mini-batch, or a pair of scalars `(sum, count)`, of which the quotient of the two sums is reported.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from torch import Tensor, nn
 from fxpar.errors import ModelOutputError
 from fxpar.ops.cross_entropy import cross_entropy_loss
 
+Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]
+"""By name: scalars that are summed, or pairs (sum, count)."""
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Metrics]]
 IGNORE_INDEX = -100
 _NOT_INPUTS = {"labels", "loss_mask"}
 
@@ -44,6 +49,23 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = IGNORE
     """
     rows = logits.reshape(-1, logits.shape[-1])
     return cross_entropy_loss(rows, labels.reshape(-1), ignore_index=ignore_index).sum()
+
+
+def accuracy(logits: Tensor, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> tuple[Tensor, Tensor]:
+    """A metric: (correct, counted) of the valid labels [...], by the largest of the logits [..., V]; int64 scalars.
+
+    A loss function returns it beside the loss: `return loss, {"accuracy": losses.accuracy(logits, labels)}`.
+    """
+    valid = labels != ignore_index
+    correct = (logits.argmax(-1) == labels) & valid
+    return correct.sum(), valid.sum()
+
+
+def with_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What a loss function returned as the loss and its metrics; none if it returned something else than the two."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
+        return found[0], found[1]
+    return found, {}
 
 
 def mse_sum(prediction: Tensor, target: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def check_recipe(config: Any, settings: Any, world: int) -> None:
     parsed = {limit: (text, Strategy.parse(text).world) for limit, text in sorted(strategies.items())}
     if any(ranks != world for _, ranks in parsed.values()):
         raise StrategyWorldsError(parsed, world)
-    rows_of_step(config, world)
+    _check_batches(config, settings.data_ranks, world)
     longest, seq_len = max(strategies), config.training.seq_len
     if longest < seq_len:
         raise UnsupportedRecipeError(
@@ -175,6 +175,20 @@ def rows_of_step(config: Any, world: int) -> int:
     return training.local_batch_size * replicas
 
 
+def _check_batches(config: Any, ranks: int, world: int) -> None:
+    """Raise UnsupportedRecipeError if a step is not whole batches of the recipe's loader on each of so many data ranks.
+
+    The loader says so too, but it is made after the model was captured and lowered.
+    """
+    rows, batch = rows_of_step(config, world), config.training.local_batch_size
+    if rows < 1 or rows % (batch * ranks):
+        raise UnsupportedRecipeError(
+            "training.global_batch_size",
+            f"{rows} rows are not a multiple of training.local_batch_size ({batch}) times fxpar.data_ranks ({ranks})",
+            f"Set it to a multiple of {batch * ranks}",
+        )
+
+
 def validation_turns(config: Any, world: int) -> int:
     """Batches of the validation loader that each of `fxpar.data_ranks` gives in a step, so that a step takes as many
     rows as torchtitan's would: a batch for each replica, gradient accumulation or not.
@@ -184,4 +198,11 @@ def validation_turns(config: Any, world: int) -> int:
     return max(1, replicas // config.fxpar.data_ranks)
 
 
-__all__ = ["check_options", "check_recipe", "data_parallel_degree", "refusals", "rows_of_step", "validation_turns"]
+__all__ = [
+    "check_options",
+    "check_recipe",
+    "data_parallel_degree",
+    "refusals",
+    "rows_of_step",
+    "validation_turns",
+]

@@ -20,7 +20,9 @@ def step_line(step: int, reports: Sequence[StepReport], seconds: float, ranks: i
 
 
 def group_lines(report: StepReport) -> Iterator[str]:
-    """What each length group of a step was run under, in the order of running."""
+    """What each length group of a step was run under, in the order of running; first the groups that joined another."""
+    for joined, into in report.merged:
+        yield f"[fxpar]   <={joined} joined <={into}: too small to be worth a switch of its own"
     for group in report.groups:
         yield (
             f"[fxpar]   <={group.limit} {group.strategy}: {group.sequences} documents, {group.tokens:,} tokens, "

@@ -65,6 +65,10 @@ class FxparConfig:
     data_ranks: int = 1
     """Draw data as so many data-parallel ranks of torchtitan would: to go on from their checkpoint."""
 
+    override_attention: bool = True
+    """Put fxpar::attention in the place of the recipe's. Off: the model's own is captured, such as an attention
+    of yours that derives from torchtitan's; FlexAttention cannot be captured."""
+
     log_groups: bool = True
     """A line per length group of each logged step."""
 
@@ -79,7 +83,7 @@ class FxparTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         prepare_host()
-        self.settings = config.fxpar
+        self.settings, self.given = config.fxpar, config
         # A seed checkpoint is the model's initial state on one device; nothing of a strategy shows in it.
         self.is_hot = self.settings.strategies is not None and not config.checkpoint.create_seed_checkpoint
         self.reports: list[StepReport] = []
@@ -102,6 +106,8 @@ class FxparTrainer(Trainer):
             seed = torch.randint(2**62, (1,), device=self.device)
             dist.broadcast(seed, src=0)
             self.config.debug.seed = int(seed)
+        # torchtitan would log and save what `one_device` made of it, which nobody has written and no stock run takes.
+        replace(self.given, debug=replace(self.given.debug, seed=self.config.debug.seed)).maybe_log()
         return titan.OneDevice(world)
 
     def _parallelize(self, model: nn.Module, *, training: Any, compile_config: Any, **_: Any) -> nn.Module:
@@ -202,7 +208,8 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
         parallelism=alone,
         loss=config.loss.loss_fn if isinstance(config.loss, titan.ChunkedLossWrapper.Config) else config.loss,
         activation_checkpoint=None,
-        override=with_overrides(config.override, *FOR_FXPAR),
+        debug=replace(config.debug, print_config=False, save_config_file=None),  # the user's was logged by then
+        override=with_overrides(config.override, *(FOR_FXPAR if config.fxpar.override_attention else ())),
         training=replace(training, local_batch_size=rows, global_batch_size=rows, disable_cuda_graphs=True),
         dataloader=LengthGroupedDataLoader.Config(
             inner=config.dataloader, rows=training.local_batch_size, data_ranks=config.fxpar.data_ranks

@@ -10,6 +10,7 @@ from torch import Tensor
 from fxpar.batching.plan import MicroBatch
 from fxpar.errors import (
     BatchKeyError,
+    DenominatorError,
     MiniBatchError,
     NoValidTokenError,
     SequenceError,
@@ -119,6 +120,14 @@ def _lost(value: Tensor, dtype: torch.dtype) -> Tensor:
     changed = before != after
     # Only between int64 and uint64 both are the same bits.
     return changed | (before < 0) if torch.uint64 in (value.dtype, dtype) else changed
+
+
+def check_denominator(given: float | None) -> None:
+    """Raise DenominatorError for what the summed loss of a mini-batch cannot be divided by."""
+    if given is not None and (
+        isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf")
+    ):
+        raise DenominatorError(given)
 
 
 def valid_tokens(sequences: Sequence[Tokens]) -> int:

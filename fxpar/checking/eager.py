@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fxpar.ir.exec_graph import compile_graph
 from fxpar.ir.graph import LogicalGraph
+from fxpar.losses import LossFunction, with_metrics
 
 NOISE = 1e-3  # gradients smaller than this share of the largest are compared with that share
 
@@ -26,7 +27,7 @@ class EagerComparison:
 def compare_with_eager(
     logical: LogicalGraph,
     model: nn.Module,
-    loss_fn: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
+    loss_fn: LossFunction,
     batch: Mapping[str, Tensor],
 ) -> EagerComparison | None:
     """Run both on `batch`. None if the graph drops out: the model draws its masks from torch's generator.
@@ -39,7 +40,7 @@ def compare_with_eager(
     params = {i.fqn: dict(model.named_parameters())[i.fqn] for i in logical.params()}
     buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
     wanted = {fqn: p for fqn, p in params.items() if p.requires_grad}
-    loss = loss_fn(model, batch)
+    loss, _ = with_metrics(loss_fn(model, batch))
     grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     with torch.no_grad():
         for name, value in model.named_buffers():

@@ -57,6 +57,17 @@ class LossError(CaptureError):
         )
 
 
+class MetricError(CaptureError):
+    """What the loss function returns beside the loss is no metric that can be added up over ranks and micro-batches."""
+
+    def __init__(self, name: object, why: str) -> None:
+        super().__init__(
+            f"metric {name!r} of the loss function {why}. A metric is one number that is summed over the mini-batch, "
+            "such as (logits.argmax(-1) == labels).sum(), or a pair (sum, count) of which the quotient is reported: "
+            "return loss, {'accuracy': (correct, counted)}"
+        )
+
+
 class LossFunctionError(CaptureError):
     """What is passed as the loss function is none: nothing to call, or a function of logits and labels."""
 
@@ -102,10 +113,29 @@ class SpecializedShapeError(CaptureError):
 
     def __init__(self, dims: str, condition: str, line: str | None) -> None:
         super().__init__(
-            f"the traced program holds only where {condition}, but {dims} should be free{_at(None, line)}. Remove the "
-            "comparison or the fixed size from the model, give the dim its own name or none with `dynamic`, or use an "
-            "example batch whose sizes differ from the model's widths"
+            f"the traced program holds only where {condition}, but {in_words(dims)} should be free{_at(None, line)}. "
+            "Remove the comparison or the fixed size from the model, give the dim its own name or none with `dynamic`, "
+            "or use an example batch whose sizes differ from the model's widths"
         )
+
+
+class FixedLengthError(SpecializedShapeError):
+    """`len(x)` of a tensor, or a loop over it, where the size is free: Python takes it for a number."""
+
+    def __init__(self, what: str, dim: str, instead: str, line: str | None) -> None:
+        CaptureError.__init__(
+            self,
+            f"{what} is a fixed number to Python, but {in_words(dim)} should be free{_at(None, line)}: {instead}. "
+            "Or fix the dim: fxpar.capture(..., dynamic=None)",
+        )
+
+
+_DIMS = {"T": "the sequence length", "B": "the rows of the batch", "C": "the number of document bounds"}
+
+
+def in_words(dims: str) -> str:
+    """Names of dynamic dims, with what those that capture has named itself stand for."""
+    return " and ".join(f"{d}, {_DIMS[d]}," if d in _DIMS else d for d in dims.split(" and "))
 
 
 class DataDependentError(CaptureError):

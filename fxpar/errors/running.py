@@ -274,6 +274,16 @@ class NoValidTokenError(FxparError):
         )
 
 
+class DenominatorError(FxparError):
+    """What the summed losses of a mini-batch are to be divided by is no number above 0."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(
+            f"denominator={given!r}: the summed loss of the mini-batch is divided by it, so give a number above 0, the "
+            "same on every rank, such as the weights of all tokens added up; without it the number of valid tokens is"
+        )
+
+
 class BatchKeyError(FxparError):
     """The graph needs a tensor that a sequence does not have."""
 

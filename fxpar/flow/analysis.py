@@ -327,7 +327,9 @@ class _Walk:
             if flow.kind == "row":
                 return flow
             if not self._is_wanted(flow, out.kind, node):
-                return row(flow.origin or node, _UNWANTED[out.kind])
+                is_metric = out.kind == "loss" and out.fqn != "loss"
+                why = f"gives a metric {out.fqn!r} that is no sum over tokens" if is_metric else _UNWANTED[out.kind]
+                return row(flow.origin or node, why)
         return None
 
     def _is_wanted(self, flow: Flow, kind: str, node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 Size = int | sympy.Expr
 # A batch input that fxpar adds where a model drops out, shaped like the token ids (`fxpar.ops.dropout.token_numbers`).
 TOKEN_NUMBERS = "token_numbers"
+COUNT = ":count"  # behind the name of a metric: what it is divided by in the end
 
 InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
 OutputKind = Literal["loss", "grad", "buffer", "value", "input_grad", "sent", "sent_grad"]
@@ -83,6 +84,9 @@ class Input:
 @dataclass(frozen=True)
 class Output:
     """One result: the loss, the gradient of parameter `fqn`, or the new value of buffer `fqn`.
+
+    A metric is a sum over tokens like the loss, and of its kind: `fqn` is its name, "NAME:count" for what it is divided
+    by in the end (`fxpar.tracer.metrics`). The loss itself is called "loss".
 
     Where the loss is outside of the graph: a value that the model returns ("0", "1", ...), the gradient with respect to
     the batch tensor `fqn` ("input_grad"). On a pipeline stage: an activation for the next stage ("sent"), the gradient

@@ -69,14 +69,13 @@ class BoundGraph(TrainRunner[ExecGraph]):
         self.sums["body"] = [self.nothing(node) for node in self.program.body.results]
 
     def finish(self) -> dict[str, Any]:
-        """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}."""
-        found: dict[str, Any] = {"grads": {}, "buffers": {}}
+        """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
+        tensor}}.
+        """
+        found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}}
         for (kind, fqn), value in self.reduce().items():
-            if kind == "loss":
-                found["loss"] = value
-            else:
-                found[f"{kind}s"][fqn] = value
-        return found
+            found["metrics" if kind == "loss" else f"{kind}s"][fqn] = value
+        return {"loss": found["metrics"].pop("loss"), **found}
 
 
 def bind(program: ExecGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager") -> BoundGraph:

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, RunTime, plan_batch
-from fxpar.batching.collate import check_keys, check_present, check_sequences, documents_of, valid_tokens
+from fxpar.batching.collate import (
+    check_denominator,
+    check_keys,
+    check_present,
+    check_sequences,
+    documents_of,
+    valid_tokens,
+)
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
@@ -37,7 +44,7 @@ from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.mini_batch import Borders, GroupWork, MiniBatch
-from fxpar.runtime.report import StepReport
+from fxpar.runtime.report import StepReport, metrics_of
 from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
 from fxpar.runtime.switching import Switching
 from fxpar.schedule.mini_batch import Pace
@@ -148,30 +155,35 @@ class Engine:
             return tuple(name for name in self.options.order if name in wanted)
         return self.switching.schedule.order(wanted)
 
-    def step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
-        """Run one mini-batch; home gradients are added to. `buffers` (by FQN) are replaced by their new values.
+    def step(
+        self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor], denominator: float | None = None
+    ) -> StepReport:
+        """Run one mini-batch; home gradients are added to. `buffers` (by FQN) are replaced by their new values. The
+        summed loss is divided by `denominator`, without one by the number of valid tokens.
 
-        Raises NanLossError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher makes of a rank
-        that is gone.
+        Raises NanLossError, DenominatorError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher
+        makes of a rank that is gone.
         """
         with deterministic_kernels(self.options.deterministic), self.watched(f"step {self.steps + 1}"):
-            return self._step(sequences, buffers)
+            return self._step(sequences, buffers, denominator)
 
     def watched(self, phase: str) -> AbstractContextManager[object]:
         """In the block, what fails because a rank is gone raises PeerLostError, which names it and this phase."""
         return nullcontext() if self.watcher is None else self.watcher.explained(phase)
 
-    def _step(self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor]) -> StepReport:
+    def _step(
+        self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor], denominator: float | None
+    ) -> StepReport:
         begun = time.perf_counter()
         if self.recorder is not None:
             self.recorder.begin()
         with self._phase("compare mini-batches"):
-            plan, valid, sequences = self.agreed_plan(sequences)
+            plan, valid, sequences = self.agreed_plan(sequences, denominator=denominator)
         planned = time.perf_counter()
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
         by_strategy = self._in_order(plan.groups)
-        batch = self._mini_batch(by_strategy, sequences, factor / valid, buffers)
+        batch = self._mini_batch(by_strategy, sequences, factor / (denominator or valid), buffers)
         reports = batch.run(self.options.overlap)
         losses = [loss / factor for loss in batch.losses]
         self.gradients.end()
@@ -189,11 +201,15 @@ class Engine:
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
             skipped=skipped,
             packed=self.options.packed,
+            metrics=metrics_of(batch.metrics),
             trace=self._trace(by_strategy, sequences),
         )
 
     def agreed_plan(
-        self, sequences: Sequence[Sequence_], forward_keys: Collection[str] | None = None
+        self,
+        sequences: Sequence[Sequence_],
+        forward_keys: Collection[str] | None = None,
+        denominator: float | None = None,
     ) -> tuple[BatchPlan, int, Sequence[Sequence_]]:
         """The plan, the number of valid tokens and what runs, once all ranks have found the same: an error is every
         rank's. `forward_keys`: for a forward outside of the captured step, which reads these keys of a batch and would
@@ -202,13 +218,14 @@ class Engine:
         alone = forward_keys is not None
         plan, valid, parts, problem = None, 0, sequences, None
         try:
+            check_denominator(denominator)
             parts = self._apart(sequences, self.options.split or alone)
             check_present(sequences, forward_keys or ())
             plan, valid = self._plan(parts, self.options.packed and not alone), valid_tokens(parts)
         except FxparError as error:
             problem = error
         if self.options.check_batches and self.switching.world > 1:
-            mine = plan.fingerprint() if plan is not None else str(problem)
+            mine = f"{plan.fingerprint()} {denominator}" if plan is not None else str(problem)
             check_same_batch(sequences, mine, self.device, self.world_group)
         if plan is None:
             assert problem is not None

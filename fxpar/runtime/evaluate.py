@@ -17,6 +17,7 @@ from fxpar.batching.collate import collate
 from fxpar.errors import EvaluateLossError
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.calls import PlainCalls
@@ -24,8 +25,6 @@ from fxpar.runtime.engine import Engine
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.switch import layout_of
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass
@@ -43,13 +42,19 @@ class Evaluation:
     _logical: LogicalGraph | None = None
     _bound: dict[str, BoundPipeline] = field(default_factory=dict)
 
-    def run(self, module: nn.Module, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> float:
-        """Mean loss over the valid tokens of `sequences`, in evaluation mode and without gradients; same on all ranks.
+    def run(
+        self,
+        module: nn.Module,
+        sequences: Sequence[Tensor | Mapping[str, Tensor]],
+        denominator: float | None = None,
+    ) -> float:
+        """Mean loss over the valid tokens of `sequences` (their sum over `denominator`, if there is one), in evaluation
+        mode and without gradients; same on all ranks.
 
         All ranks pass the same sequences. Raises as `train_step` does.
         """
         engine = self.engine
-        plan, count, sequences = engine.agreed_plan(sequences, self.keys)
+        plan, count, sequences = engine.agreed_plan(sequences, self.keys, denominator)
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         modes = {part: part.training for part in module.modules()}  # parts may be in another one than the whole
         module.eval()
@@ -66,7 +71,7 @@ class Evaluation:
                 part.training = training
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=engine.world_group)
-        return float(total) / count
+        return float(total) / (denominator or count)
 
     def _share(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
         """This rank's part of the sum; the ranks of a replica find the same sum and share it out."""
@@ -88,7 +93,7 @@ class Evaluation:
                 "Let it return the sum over the valid tokens, for example F.cross_entropy(..., reduction='sum'): "
                 "train_step does the same with it",
             )
-        value = self.loss(module, batch)
+        value, _ = with_metrics(self.loss(module, batch))
         if isinstance(value, DTensor):
             raise EvaluateLossError(
                 "uses parameters of the model itself, of which every rank has a part",

@@ -59,6 +59,7 @@ class MiniBatch:
     phase: Phase
     recorder: Recorder | None = None
     losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)  # of each group, sums by the names of results
     _grads: dict[int, Handed] = field(default_factory=dict)
     _moved: dict[GroupAction, int] = field(default_factory=dict)
     _arrivals: dict[int, Arrivals] = field(default_factory=dict)
@@ -109,6 +110,7 @@ class MiniBatch:
         with spans.span("epilogue"):
             result: Mapping[str, Any] = bound.finish()
             self.losses.append(float(result["loss"]))
+            self.metrics.append({name: float(value) for name, value in result["metrics"].items()})
         self.buffers.update(result["buffers"])
         made(result["grads"])
 

@@ -24,7 +24,7 @@ from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.losses import causal_lm
+from fxpar.losses import LossFunction, causal_lm
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import checked_ladder, collector_paused
 from fxpar.monitor import Monitor
@@ -44,7 +44,6 @@ from fxpar.transport.executions import EXECUTIONS
 
 Ladder = Callable[[list[GraphPass]], list[GraphPass]]
 """From the passes of the lowering to those that run instead: `lambda ladder: [*ladder, Mine()]`."""
-LossFunction = Callable[[nn.Module, Any], Tensor]
 CostModel = Callable[[TrainGraph, ClusterSpec], GroupCost]
 """What a micro-batch of a program takes on a cluster."""
 
@@ -64,6 +63,27 @@ def _only(kinds: Any, meant: str) -> dict[str, Any]:
     return {"kinds": kinds, "meant": meant}
 
 
+@dataclass(frozen=True)
+class CompiledModel:
+    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
+
+    `logical` is the graph as it was captured, what the model does to one sequence; `precision` says how the programs
+    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so.
+    """
+
+    logical: LogicalGraph
+    programs: Mapping[str, TrainGraph]
+    timings: Mapping[str, float] = field(default_factory=dict)
+    precision: Precision = field(default_factory=Precision)
+    packing: Packing | None = None
+    unpacked: str = ""
+
+    @property
+    def lengths(self) -> LengthLimits:
+        """How long a sequence may be, as the model was captured."""
+        return length_limits(self.logical)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelizeOptions:
     """The keyword arguments of `fxpar.parallelize`, which says what they mean: each with its type, its default, and the
@@ -81,12 +101,16 @@ class ParallelizeOptions:
     token_budget: int | Mapping[int, int] | None = None
     packed: bool | None = None
     length_multiple: int = field(default=1, metadata=_only(int, "whole number of 1 or more"))
-    order: Sequence[str] | None = None
+    order: Sequence[str] | None = field(
+        default=None, metadata=_only(list | tuple | None, 'list of strategies, such as ["cp2", "dp2"]')
+    )
     merge: bool = True
     home: Mapping[str, str | DistConfig] | None = field(
         default=None, metadata=_only(Mapping | None, 'dict from globs to placements, such as {"*.norm.*": "R"}')
     )
-    resident: Sequence[str] | None = None
+    resident: Sequence[str] | None = field(
+        default=None, metadata=_only(list | tuple | None, 'list of strategies, such as ["dp2"]')
+    )
     memory_budget_bytes: int | None = field(
         default=None, metadata=_only(int | float | None, "number of bytes above 0, such as 8e9")
     )
@@ -112,10 +136,14 @@ class ParallelizeOptions:
     record: bool = False
     timeout_s: float | None = field(default=None, metadata=_only(int | float | None, "number of seconds above 0"))
     monitor: bool | Monitor = True
-    plain: str | None = None
+    plain: str | None = field(default=None, metadata=_only(str | None, 'strategy, such as "dp2"'))
     passes: Ladder | None = None
-    compiled: CompiledModel | None = None
-    initializer: Callable[[nn.Module], object] | None = None
+    compiled: CompiledModel | None = field(
+        default=None, metadata=_only(CompiledModel | None, "result of fxpar.compile_strategies")
+    )
+    initializer: Callable[[nn.Module], object] | None = field(
+        default=None, metadata=_only(Callable | None, "function of a module")
+    )
     meta_init: Literal["slice", "whole"] = "slice"
     weights: Weights | str | os.PathLike[str] | None = field(
         default=None, metadata=_only(Weights | str | os.PathLike | None, "folder of weights, such as './llama-8b'")
@@ -138,30 +166,14 @@ class ParallelizeOptions:
                     isinstance(value, int | float) and not ("signed" in one.metadata or 0 < value < math.inf)
                 ):
                     raise ParallelizeError(f"{one.name}={value!r} is no {one.metadata['meant']}")
+        for glob, placement in (self.home or {}).items():
+            if not isinstance(glob, str) or not isinstance(placement, str | DistConfig):
+                raise ParallelizeError(
+                    f'home={{{glob!r}: {placement!r}}} is no glob and placement, such as {{"*.norm.*": "R"}}'
+                )
         planners = (*planner_names(), TURNS)
         if self.planner not in planners:
             raise PlannerError(self.planner, planners)
-
-
-@dataclass(frozen=True)
-class CompiledModel:
-    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
-
-    `logical` is the graph as it was captured, what the model does to one sequence; `precision` says how the programs
-    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so.
-    """
-
-    logical: LogicalGraph
-    programs: Mapping[str, TrainGraph]
-    timings: Mapping[str, float] = field(default_factory=dict)
-    precision: Precision = field(default_factory=Precision)
-    packing: Packing | None = None
-    unpacked: str = ""
-
-    @property
-    def lengths(self) -> LengthLimits:
-        """How long a sequence may be, as the model was captured."""
-        return length_limits(self.logical)
 
 
 def compile_strategies(

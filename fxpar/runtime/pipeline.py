@@ -170,10 +170,11 @@ class BoundPipeline:
             work.wait()
 
     def finish(self) -> dict[str, Any]:
-        """End a group: reduce. Returns {"loss": ..., "grads": {fqn: local}, "buffers": {fqn: tensor}}.
+        """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
+        tensor}}.
 
-        Loss and buffers are those of all stages; a gradient is what this rank's stages give: of a parameter on several
-        stages one term of the sum.
+        Loss, metrics and buffers are those of all stages; a gradient is what this rank's stages give: of a parameter on
+        several stages one term of the sum.
         """
         made = {index: stage.reduce() for index, stage in self.stages.items()}
         grads: dict[str, Tensor] = {}
@@ -181,15 +182,15 @@ class BoundPipeline:
             for (kind, fqn), value in results.items():
                 if kind == "grad":
                     grads[fqn] = grads[fqn] + value if fqn in grads else value
-        shared: dict[tuple[str, str], Tensor] = {}
+        shared: dict[str, dict[str, Tensor]] = {"loss": {}, "buffer": {}}
         for stage in self.program.stages:
             source = self._rank_of(stage)
-            for kind in ("loss", "buffer"):
+            for kind in shared:
                 for fqn, stored in stage.given(kind).items():
                     value = made.get(stage.index, {}).get((kind, fqn))
-                    shared[kind, fqn] = self._broadcast(value, stored, source)
-        loss = shared.pop(("loss", "loss"))
-        return {"loss": loss, "grads": grads, "buffers": {fqn: value for (_, fqn), value in shared.items()}}
+                    shared[kind][fqn] = self._broadcast(value, stored, source)
+        loss = shared["loss"].pop("loss")
+        return {"loss": loss, "metrics": shared["loss"], "grads": grads, "buffers": shared["buffer"]}
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> Tensor:
         """Forwards alone, after `prepare`: the loss of all micro-batches of all replicas. Buffers stay as they are."""

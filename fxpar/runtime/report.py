@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from fxpar.ir.graph import COUNT
 from fxpar.runtime.spans import StepTrace
 
 
@@ -44,7 +47,9 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One mini-batch: `loss` is the mean over its valid tokens, the same on every rank; groups in order of running.
+    """One mini-batch: `loss` is the mean over its valid tokens (with a denominator, the sum divided by that), the same
+    on every rank; groups in order of running. `metrics` are those that the loss function returns beside the loss, over
+    the whole mini-batch and the same on every rank: sums, or for pairs quotients of sums (NaN for 0/0).
 
     `packed`: several sequences may have shared a row; if not, each ran alone.
     `trace` is there if spans are recorded (`parallelize(..., record=True)`).
@@ -61,6 +66,7 @@ class StepReport:
     merged: tuple[tuple[int, int], ...] = ()  # limits (from, into)
     skipped: bool = False
     packed: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
     trace: StepTrace | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,3 +74,14 @@ class StepReport:
         found = asdict(replace(self, trace=None))
         del found["trace"]
         return found
+
+
+def metrics_of(groups: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a mini-batch by name, from the sums of its groups (by the names of the graph's results)."""
+    sums = {name: math.fsum(found[name] for found in groups) for name in (groups[0] if groups else {})}
+    found = {}
+    for name, value in sums.items():
+        if not name.endswith(COUNT):
+            count = sums.get(name + COUNT, 1.0)
+            found[name] = value / count if count else math.nan
+    return found

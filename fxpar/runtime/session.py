@@ -81,13 +81,13 @@ class Session:
         needed = activation_bytes(programs, engine.groups, engine.options.packed, engine.options.lengths)
         return replace(self.planned_memory, activation_bytes=needed)
 
-    def train_step(self, module: nn.Module, sequences: Sequence[Any]) -> StepReport:
+    def train_step(self, module: nn.Module, sequences: Sequence[Any], denominator: float | None = None) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
         self.store.check_adopted(module, trained=True)
         self._warn_of_hooks(module)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         before = dict(buffers)
-        report = self.engine.step(sequences, buffers)
+        report = self.engine.step(sequences, buffers, denominator)
         if not report.skipped:
             with torch.no_grad():
                 for fqn, value in buffers.items():
@@ -113,11 +113,11 @@ class Session:
         with self.engine.watched("a plain call"):
             return self.calls.call(module, args, kwargs)
 
-    def evaluate(self, module: nn.Module, sequences: Sequence[Any]) -> float:
+    def evaluate(self, module: nn.Module, sequences: Sequence[Any], denominator: float | None = None) -> float:
         """Mean loss of sequences without training on them."""
         self.store.check_adopted(module, trained=False)
         with self.engine.watched("evaluation"):
-            return self.evaluation.run(module, sequences)
+            return self.evaluation.run(module, sequences, denominator)
 
     def state(self) -> dict[str, Any]:
         scaler = self.engine.scaler

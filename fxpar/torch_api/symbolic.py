@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,16 @@ class FakeWorld:
     def names(self) -> dict[sympy.Symbol, str]:
         """The symbol inside each symbolic size, and the size's name."""
         return {value.node._expr: name for name, value in self.symbols.items()}
+
+    def named(self, size: Any) -> set[str]:
+        """The names of the symbolic sizes that a size is made of."""
+        names = self.names()
+        return {names.get(symbol, str(symbol)) for symbol in getattr(self.expression(size), "free_symbols", ())}
+
+    def in_names(self, text: str) -> str:
+        """A message of torch with the names of sizes in the place of torch's symbols, such as s44."""
+        names = {str(symbol): name for symbol, name in self.names().items()}
+        return re.sub(r"\bs\d+\b", lambda found: names.get(found[0], found[0]), text)
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
         """A fake contiguous CPU tensor; the sizes are integers or symbolic sizes."""

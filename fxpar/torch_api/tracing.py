@@ -40,6 +40,7 @@ DATA_DEPENDENT_ERRORS = (
 )
 DeviceMismatchError = FakeTensorDeviceMismatchError
 OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
 

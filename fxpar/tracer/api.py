@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 
 import torch
 from torch import nn
 
-from fxpar.errors import LossFunctionError, warn
+from fxpar.errors import CaptureError, LossFunctionError, warn
+from fxpar.errors.base import one_line
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
@@ -51,12 +53,21 @@ def _check_loss_function(loss_fn: object) -> None:
     of_module = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == "torch.nn.modules.loss"
     if of_module or getattr(loss_fn, "__module__", "") == "torch.nn.functional":
         raise LossFunctionError(f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)!r} of torch")
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError:
+        name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__).rpartition(".")[2]
+        raise LossFunctionError(f"{name}{inspect.signature(loss_fn)}") from None
+    except ValueError:  # a builtin may have none
+        return
 
 
 def _capture(
     model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str
 ) -> LogicalGraph:
     started = time.process_time()
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is {one_line(repr(model))}, not an nn.Module")
     _check_loss_function(loss_fn)
     device = model_device(model)
     batch = named_batch(example_batch)

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxpar.errors import DeviceError
-from fxpar.torch_api.tracing import OpOverload
+from fxpar.errors import DeviceError, FixedLengthError
+from fxpar.torch_api.tracing import OpOverload, OpOverloadPacket
 from fxpar.torch_api.varlen import varlen_attention
 from fxpar.tracer import documents, dropout, embedding, loss_functions, varlen
 from fxpar.tracer.context import CaptureContext
+from fxpar.tracer.provenance import user_line
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -72,6 +73,13 @@ class Redirect(TorchFunctionMode):
                 f"the random function {func.__name__}",
                 "Use dropout, or draw the noise outside and pass it in the batch.",
             )
+        if func is Tensor.__len__:
+            self._check_free("len() of a tensor", args[0], 0, "write x.shape[0]")
+        if func in (Tensor.unbind, torch.unbind):  # what a loop over a tensor calls
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            self._check_free(
+                "the number of turns of a loop over a tensor", args[0], dim, "compute on all of it at once"
+            )
         if func is Tensor.cuda:
             self._check_device("cuda")
             return args[0]
@@ -82,9 +90,15 @@ class Redirect(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            if isinstance(func, OpOverload):  # such as one of the user's own
+            if isinstance(func, OpOverload | OpOverloadPacket):  # such as one of the user's own
                 error.add_note(f"raised by the op {func}")
             raise
+
+    def _check_free(self, what: str, tensor: Tensor, dim: int, instead: str) -> None:
+        """Raise FixedLengthError for a size that is symbolic: the trace would hold for this length alone."""
+        names = sorted(self.context.world.named(tensor.shape[dim])) if tensor.dim() else ()
+        if names:
+            raise FixedLengthError(what, " and ".join(names), instead, user_line())
 
     def _on_traced_device(self, value: Any) -> Any:
         """A device of the model -> the CPU, where it is traced; anything else unchanged."""

@@ -23,12 +23,14 @@ from fxpar.errors import (
     UnsupportedOpError,
 )
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
+from fxpar.losses import LossFunction, with_metrics
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.context import CaptureContext, running
 from fxpar.tracer.decompositions import DECOMPOSITIONS
 from fxpar.tracer.hosts import host_models
 from fxpar.tracer.loss import as_sum
+from fxpar.tracer.metrics import as_results
 from fxpar.tracer.provenance import Provenance, calls_user_code, line_of_error
 from fxpar.tracer.redirect import Redirect
 from fxpar.tracer.signature import Batch, Signature
@@ -38,7 +40,6 @@ _INSTEAD_OF_FLEX = (
     "Call torch.nn.functional.scaled_dot_product_attention or varlen_attn; documents can be given with "
     "fxpar.tracer.documents.packed."
 )
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass
@@ -112,9 +113,11 @@ class Traced(ABC):
         try:
             with unchanged(self.model), tracing.autocast_on_cpu(_ACCELERATORS), host_models(self.model):
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
-        except CaptureError:
+        except CaptureError as error:
+            error.args = tuple(self.world.in_names(str(arg)) for arg in error.args)
             raise
         except Exception as error:
+            error.args = tuple(self.world.in_names(arg) if isinstance(arg, str) else arg for arg in error.args)
             translated = self._translate(error)
             if translated is None:
                 fqn, line = self.provenance.fqn, line_of_error(error)
@@ -198,16 +201,21 @@ class TracedStep(Traced):
         return ForwardArgumentsError(str(error), names, keys)
 
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
-        """The scaled loss and the gradients of all trainable parameters that it depends on."""
-        loss = _call_loss(self.loss_fn, self.model, self._container(context.batch))
+        """The scaled loss, metrics, and the gradients of all trainable parameters that the loss depends on."""
+        loss, metrics = with_metrics(_call_loss(self.loss_fn, self.model, self._container(context.batch)))
         total = as_sum(loss, context)
         self.averaged, loss = total is not loss, total
         scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
         self.signature = self.signature.with_scale(loss.dtype)
-        loss = loss * tracing.retyped_input(scale, loss.dtype)
+        scale = tracing.retyped_input(scale, loss.dtype)
+        measured = as_results(metrics, scale, context)
+        loss = loss * scale
         grads = self._gradients(loss, self.trained(values))
-        self.outputs = [Output("loss", "loss"), *(Output("grad", fqn) for fqn in grads)]
-        return [loss.detach(), *grads.values()]
+        self.outputs = [
+            *(Output("loss", name) for name in ("loss", *measured)),
+            *(Output("grad", fqn) for fqn in grads),
+        ]
+        return [loss.detach(), *measured.values(), *grads.values()]
 
     def _container(self, named: Mapping[str, Tensor]) -> Any:
         """The traced batch in the container that the user passed."""

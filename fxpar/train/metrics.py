@@ -68,6 +68,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "optimizer/grad_norm": record.grad_norm,
         "optimizer/seconds": record.optimizer_s,
     }
+    found |= {f"metrics/{name}": value for name, value in record.metrics.items()}
     for group in record.groups:
         name = f"{group.limit}_{group.strategy}"
         found[f"group_s/{name}"] = group.wall_s

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxpar.runtime.report import GroupReport
@@ -62,6 +62,7 @@ class StepRecord:
     optimizer_s: float
     groups: tuple[GroupRecord, ...]
     validation_loss: float | None = None  # where it was measured, after the step
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss function returns beside the loss
 
     @property
     def tokens_per_s(self) -> float:

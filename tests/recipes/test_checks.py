@@ -297,3 +297,12 @@ def test_options_come_before_strategies():
 )
 def test_data_parallel_degree(world, degrees, expected):
     assert data_parallel_degree(replace(llama().parallelism, **degrees), world) == expected
+
+
+@pytest.mark.parametrize(("rows", "ranks", "multiple"), [(10, 1, 8), (8, 2, 16), (0, 1, 8)])
+def test_rows_that_are_no_whole_batches_are_refused_before_anything_is_captured(rows, ranks, multiple):
+    config = changed("training", global_batch_size=rows, local_batch_size=8, seq_len=512)()
+    settings = FxparConfig(strategies={512: "dp2"}, data_ranks=ranks)
+    config = SimpleNamespace(**{f.name: getattr(config, f.name) for f in fields(config)}, fxpar=settings)
+    with pytest.raises(UnsupportedRecipeError, match=f"global_batch_size: {rows} rows.*multiple of {multiple}"):
+        check_recipe(config, settings, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -31,6 +32,7 @@ SWITCHED = {
     "dataloader",
     "checkpoint",
     "validator",
+    "debug",
 }
 ON_CPU = {"training", "override"}
 
@@ -59,9 +61,9 @@ def test_the_given_recipe_is_left_alone():
     assert repr(given) == before
 
 
-def switched(given: Any, strategies: dict[int, str], world: int = 2) -> Any:
+def switched(given: Any, strategies: dict[int, str], world: int = 2, **settings: Any) -> Any:
     """What the trainer makes of it."""
-    return one_device(to_fxpar(given, strategies=strategies), world, lambda model, **_: model)
+    return one_device(to_fxpar(given, strategies=strategies, **settings), world, lambda model, **_: model)
 
 
 def test_only_fxpars_settings_are_added():
@@ -138,6 +140,35 @@ def test_overrides_of_the_recipe_come_first():
     given.override.imports = ["my.overrides.rope", ("my.overrides.norm", {"eps": 1e-6})]
     assert switched(given, {2048: "dp2"}).override.imports == [*given.override.imports, *FOR_FXPAR]
     assert stock(given).override.imports == [*given.override.imports, FOR_STOCK_ON_CPU]
+
+
+def test_a_recipe_may_keep_its_attention():
+    given = recipe()
+    given.override.imports = ["my.overrides.attention"]
+    kept = switched(given, {2048: "dp2"}, override_attention=False)
+    assert kept.override.imports == given.override.imports
+
+
+def test_the_saved_configuration_is_the_users(monkeypatch, tmp_path):
+    """With the seed that was drawn for it; not the one device that torchtitan is shown."""
+    given = to_fxpar(recipe(), strategies={2048: "dp2"})
+    given.dump_folder, given.debug.save_config_file = str(tmp_path), "saved/config.json"
+    trainer = object.__new__(FxparTrainer)
+    trainer.is_hot, trainer.given = True, given
+    trainer.config = one_device(given, 2, lambda model, **_: model)
+    trainer.config.debug.seed = 7
+    monkeypatch.setattr(titan.dist_utils, "init_distributed", lambda *_, **__: 2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    trainer.init_distributed()
+    saved = tmp_path / "saved" / "config.json"
+    found = json.loads(saved.read_text())
+    assert found["training"]["local_batch_size"] == given.training.local_batch_size
+    assert found["debug"]["seed"] == 7
+    assert given.debug.seed is None
+    saved.unlink()
+    trainer.config.maybe_log()  # as torchtitan does next
+    assert not saved.exists()
 
 
 def test_converted_twice():

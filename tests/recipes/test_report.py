@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxpar.recipes.report import group_lines, step_line
 from fxpar.runtime.report import GroupReport, StepReport
 
@@ -72,3 +74,10 @@ def test_a_line_per_group_in_the_order_of_running():
         "[fxpar]   <=256 dp2: 1200 documents, 98,765 tokens, longest 255, 12 micro-batches, 501 ms; switch "
         "12.35 MB in 13 ms, gradients 0.00 MB in 30 ms",
     ]
+
+
+def test_groups_that_joined_another_are_named():
+    merged = replace(report(1, 1000, SHORT), merged=((64, 256), (128, 256)))
+    first, second, _ = group_lines(merged)
+    assert first == "[fxpar]   <=64 joined <=256: too small to be worth a switch of its own"
+    assert second.startswith("[fxpar]   <=128 joined <=256")

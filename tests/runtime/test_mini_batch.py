@@ -121,7 +121,7 @@ def test_a_reduction_ends_after_its_run():
 
     stub: Any = Stub(
         prepare=lambda *args: None,
-        finish=lambda: {"loss": 0.0, "grads": {}, "buffers": {}},
+        finish=lambda: {"loss": 0.0, "metrics": {}, "grads": {}, "buffers": {}},
         store=SimpleNamespace(compute=lambda name: {}),
         schedule=SimpleNamespace(resident=()),
         predicted_s=lambda *args: 0.0,

@@ -39,6 +39,14 @@ BAD = [
     ("memory_budget_bytes", math.nan),
     ("staging_bytes", math.inf),
     ("loss_scale", math.inf),
+    ("order", "dp2"),  # its letters would be taken for strategies
+    ("order", 3),
+    ("resident", "dp2"),
+    ("plain", 3),
+    ("compiled", 3),
+    ("initializer", 3),
+    ("home", {"*": 3}),
+    ("home", {3: "R"}),
 ]
 
 

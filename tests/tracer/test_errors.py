@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -106,9 +107,69 @@ def fixed(x):
 
 @pytest.mark.parametrize("function", [equal, divisible, fixed])
 def test_specialized_shape(function):
-    with pytest.raises(errors.SpecializedShapeError, match=r"B should be free.*test_errors.py:"):
+    with pytest.raises(
+        errors.SpecializedShapeError, match=r"B, the rows of the batch, should be free.*test_errors.py:"
+    ):
         capture(With(function), sum_loss, X)
     capture(With(function), sum_loss, X, dynamic=None)
+
+
+def length(x):
+    return x * len(x)
+
+
+def rows(x):
+    return torch.stack([row * 2 for row in x])
+
+
+@pytest.mark.parametrize(
+    ("function", "what"), [(length, r"len\(\) of a tensor"), (rows, "the number of turns of a loop over a tensor")]
+)
+def test_the_length_of_a_tensor(function, what):
+    """Python makes a number of it, which holds for the example alone: said with the line, and what to write."""
+    message = rf"^{what} is a fixed number to Python, but B, the rows of the batch, .*test_errors\.py:\d+"
+    with pytest.raises(errors.FixedLengthError, match=message):
+        capture(With(function), sum_loss, X)
+    capture(With(function), sum_loss, X, dynamic=None)
+    capture(With(lambda x: x * len(x[0])), sum_loss, X)  # a size that is fixed anyway
+
+
+def shapes(x):
+    return x @ torch.ones(3, 3)
+
+
+def op_of_torch(x):
+    return torch.ops.aten.mm(x, torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("function", [shapes, op_of_torch])
+def test_torchs_own_symbols_are_not_shown(function):
+    with pytest.raises(RuntimeError) as caught:
+        capture(With(function), sum_loss, X)
+    text = str(caught.value)
+    assert "B" in text
+    assert not re.search(r"\bs\d+\b", text)
+    if function is op_of_torch:
+        assert any(note.startswith("raised by the op aten.mm") for note in caught.value.__notes__)
+
+
+def test_the_shape_of_a_loss_names_its_dims():
+    with pytest.raises(errors.LossError, match=r"of shape \(B, "):
+        capture(MLP(), lambda m, b: m(b["x"]), X)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(lambda model: 0, r"\(model\)"), (lambda a, b, c: 0, r"\(a, b, c\)"), (lambda *, model, batch: 0, r"batch\)")],
+)
+def test_a_loss_function_with_other_parameters(loss, said):
+    with pytest.raises(errors.LossFunctionError, match=rf"{said}, not a function of the model and a batch"):
+        capture(MLP(), loss, X)
+
+
+def test_a_model_that_is_none():
+    with pytest.raises(errors.CaptureError, match=r"the model is 3, not an nn\.Module"):
+        capture(3, sum_loss, X)
 
 
 def test_bound_is_kept():
@@ -363,7 +424,7 @@ def test_operators_with_functions_inside():
 @pytest.mark.parametrize(
     ("loss", "kind"),
     [
-        (lambda output: output.sum(), TypeError),
+        (lambda output, labels=0: output.sum(), AttributeError),
         (lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels), AttributeError),
         (lambda model, batch: model(batch["pixels"]).sum(), KeyError),
     ],

@@ -30,6 +30,7 @@ def test_one_object_per_step(tmp_path):
     lines = write(tmp_path, records)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[1]["loss"] == records[1].loss
+    assert lines[1]["metrics"] == {"accuracy": 0.5}
     assert lines[1]["tokens_per_s"] == pytest.approx(records[1].valid_tokens / records[1].wall_s)
     assert {"limit", "strategy", "switch_bytes", "reduce_s"} <= set(lines[0]["groups"][0])
     assert sum(group["tokens"] for group in lines[2]["groups"]) == lines[2]["tokens"]
@@ -66,7 +67,7 @@ def test_tensorboard_events(tmp_path):
     found.Reload()
     assert [e.step for e in found.Scalars("loss/train")] == [1, 2, 3]
     assert found.Scalars("loss/train")[2].value == pytest.approx(records[2].loss)
-    assert "switch_ms/64_cp4" in found.Tags()["scalars"]
+    assert {"switch_ms/64_cp4", "metrics/accuracy"} <= set(found.Tags()["scalars"])
     assert set(scalars(records[2])) == set(found.Tags()["scalars"])
 
 

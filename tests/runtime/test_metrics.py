@@ -1,0 +1,214 @@
+"""Metrics beside the loss, denominators of the user's, accumulation: those of one device, under every strategy."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpar
+from fxpar import errors, losses
+from fxpar.runtime.options import compile_strategies
+from fxpar.runtime.report import metrics_of
+from tests.runtime.hot import World
+
+VOCAB, LENGTHS = 37, (5, 60, 8, 33, 17, 2, 90)
+STRATEGIES = {
+    "dp2": {128: "dp2"},
+    "tp2+sp": {128: "tp2+sp"},
+    "pp2": {128: "pp2"},
+    "dp2+zero3": {128: "dp2+zero3"},
+    "hot": {16: "dp2", 48: "tp2+sp", 128: "pp2"},
+}
+
+
+class Model(nn.Module):
+    """Two blocks, so that there can be two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def weights_of(ids):
+    """No key of the batch: nothing is known that could stand for padding in one, which tp2+sp needs."""
+    return (ids % 5 + 1).double() / 7
+
+
+def weighted(model, batch):
+    logits, labels, weights = model(batch["input_ids"]), batch["labels"], weights_of(batch["input_ids"])
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    valid = labels != -100
+    confidence = torch.where(valid, logits.softmax(-1).amax(-1), 0.0).sum()
+    metrics = {
+        "accuracy": losses.accuracy(logits, labels),
+        "tokens": valid.sum(),
+        "confidence": (confidence, valid.sum()),
+        "weights": torch.where(valid, weights, 0.0).sum(),
+    }
+    return (each * weights.flatten()).sum(), metrics
+
+
+def example():
+    ids = torch.zeros(1, 61, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def sequences(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for length in LENGTHS:
+        ids = torch.randint(VOCAB, (length,), generator=generator)
+        made.append({"input_ids": ids, "labels": losses.next_token_labels(ids)})
+    return made
+
+
+def valid(one):
+    return one["labels"] != -100
+
+
+def total_weight(batch):
+    return float(sum(weights_of(one["input_ids"])[valid(one)].sum() for one in batch))
+
+
+def one_device(batch, denominator):
+    """Loss, metrics and gradients by plain autograd, sequence by sequence."""
+    model = make()
+    sums = {"correct": 0, "valid": 0, "confidence": 0.0, "weights": 0.0}
+    total = torch.zeros((), dtype=torch.float64)
+    for one in batch:
+        logits, mask, weights = model(one["input_ids"][None])[0], valid(one), weights_of(one["input_ids"])
+        total = total + (F.cross_entropy(logits, one["labels"], reduction="none")[mask] * weights[mask]).sum()
+        sums["correct"] += int((logits.argmax(-1) == one["labels"])[mask].sum())
+        sums["valid"] += int(mask.sum())
+        sums["confidence"] += float(logits.softmax(-1).amax(-1)[mask].sum())
+        sums["weights"] += float(weights[mask].sum())
+    (total / denominator).backward()
+    metrics = {
+        "accuracy": sums["correct"] / sums["valid"],
+        "tokens": sums["valid"],
+        "confidence": sums["confidence"] / sums["valid"],
+        "weights": sums["weights"],
+    }
+    return float(total) / denominator, metrics, {name: p.grad for name, p in model.named_parameters()}
+
+
+@functools.cache
+def compiled():
+    """All strategies, from one capture."""
+    texts = [*dict.fromkeys(text for chosen in STRATEGIES.values() for text in chosen.values())]
+    limits = {limit: text for limit, text in enumerate(texts, 128)}
+    return compile_strategies(make(), limits, weighted, example(), token_budget=256)
+
+
+WORLD = World(2, compiled)
+
+
+def parallel(name):
+    chosen, everything = STRATEGIES[name], compiled()
+    some = replace(everything, programs={text: everything.programs[text] for text in chosen.values()})
+    return fxpar.parallelize(
+        make(), strategies=chosen, loss=weighted, example=example(), compiled=some, merge=False,
+        token_budget=128, monitor=False,
+    )  # fmt: skip
+
+
+def gradients(model):
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+@WORLD.case
+def one_step(rank):
+    """Also the same in two calls: gradients add up to those of one mini-batch."""
+    found = {}
+    for name in STRATEGIES:
+        model, batch = parallel(name), sequences()
+        weight = total_weight(batch)
+        report = model.train_step(batch, denominator=weight)
+        whole = gradients(model)
+        model.zero_grad()
+        # One sequence alone leaves a replica without: under zero3 it runs an idle micro-batch.
+        parts = [model.train_step(part, denominator=weight) for part in (batch[:1], batch[1:])]
+        evaluated = model.evaluate(batch, denominator=weight)
+        found[name] = report, whole, parts, gradients(model), evaluated
+    return found
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    return one_step()
+
+
+@pytest.fixture(scope="module")
+def truth():
+    batch = sequences()
+    return one_device(batch, total_weight(batch))
+
+
+def close(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-13), name
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_weighted_mean_and_metrics_are_those_of_one_device(stepped, truth, name):
+    loss, metrics, grads = truth
+    for found in stepped:
+        report, whole, *_ = found[name]
+        assert report.loss == pytest.approx(loss, rel=1e-10)
+        assert report.metrics == pytest.approx(metrics, rel=1e-10)
+        assert report.metrics["tokens"] == metrics["tokens"] == report.valid_tokens
+        assert report.metrics["accuracy"] == metrics["accuracy"]
+        assert report.packed
+        assert report.to_json()["metrics"] == report.metrics
+        close(whole, grads)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_calls_with_one_denominator_add_up_to_one_mini_batch(stepped, truth, name):
+    loss, metrics, grads = truth
+    for found in stepped:
+        _, _, parts, accumulated, evaluated = found[name]
+        assert sum(part.loss for part in parts) == pytest.approx(loss, rel=1e-10)
+        assert sum(part.metrics["tokens"] for part in parts) == metrics["tokens"]
+        assert evaluated == pytest.approx(loss, rel=1e-10)
+        close(accumulated, grads)
+
+
+@WORLD.case
+def other_denominators(rank):
+    model, batch = parallel("dp2"), sequences()
+    for bad in (0, -1.0, float("nan"), float("inf"), "3", True, torch.ones(())):
+        with pytest.raises(errors.DenominatorError, match="a number above 0"):
+            model.train_step(batch, denominator=bad)
+    with pytest.raises(errors.BatchMismatchError):
+        model.train_step(batch, denominator=2.0 + rank)
+    return model.step_count
+
+
+def test_a_denominator_is_a_number_above_0_the_same_on_every_rank():
+    assert other_denominators() == [0, 0]
+
+
+def test_metrics_of_no_count_are_no_number():
+    found = metrics_of([{"a": 1.0, "b": 0.0, "b:count": 0.0}, {"a": 2.0, "b": 0.0, "b:count": 0.0}])
+    assert found["a"] == 3.0
+    assert found["b"] != found["b"]
