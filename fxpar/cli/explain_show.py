@@ -17,7 +17,7 @@ from fxpar.cli.diff_show import Styled, Table
 from fxpar.explain.document import Document
 
 MOST_NODES = 4  # names of nodes in a row before the rest is counted
-EVERYWHERE = "(no one module)"
+EVERYWHERE = "the root, or several modules"
 PRICE_LINE = (
     "price: bytes on the wire of one rank for all nodes that decide together, against the best there is, everything "
     "else free to follow; alone: everything else as it is. As the search counts: {tokens} tokens, {bytes_per_float} "

@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from fxpar.graph_diff.lines import Section, places_of, sections_of
+from fxpar.graph_diff.lines import Section, packs_a_bucket, places_of, sections_of
 from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
@@ -120,7 +120,7 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
         sizes={d.name: d.example for d in graph.dims},
         shapes={info.fqn: info.meta for info in graph.inputs if info.kind == "param"},
         params=params,
-        ops=dict(Counter(place for node, place in places.items() if matches(fqn_of(node), only))),
+        ops=dict(Counter(at for n, at in places.items() if matches(fqn_of(n), only) and not packs_a_bucket(n))),
         moves=tuple(moves),
         sections=sections_of(graph, places, only),
         stage_bytes=(round(sum(move.bytes for move in moves)),),

@@ -19,7 +19,7 @@ def collective_list(graph: Program) -> list[str]:
     """Collectives in program order; those of repeated blocks share a line."""
     rows: dict[tuple[str, ...], int] = Counter()
     for c in graph.communications():
-        where = starred(c.fqn) or "the root"
+        where = starred(c.fqn) or ("several modules" if c.fused > 1 else "the root")
         fused = f" in {c.fused} tensors" if c.fused > 1 else ""
         rows[(c.part, c.kind, c.axis, f"{c.sent}{fused}", where + ", backward" * c.backward)] += 1
     cells = [(*row[:3], f"x{n}", *row[3:]) for row, n in rows.items()]
