@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.node_meta import dist_of, dists_of, tensor_of
+from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, tensor_of
 from fxpar.ir.pass_base import Tier, insert, replace_operands, tensor_operands
 from fxpar.rules.view import resolve
 
@@ -69,6 +69,8 @@ def _placed(
         )
     maker = _maker(value)
     if maker.op == "call_function":
+        if user.op != "output":
+            node.meta["reader"] = fqn_of(user)
         node.meta |= {key: maker.meta[key] for key in ("fqn", "source") if key in maker.meta}
     known.append(node)
     return node

@@ -24,7 +24,7 @@ from torch import fx
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.node_meta import dist_of, is_backward, tensor_of
+from fxpar.ir.node_meta import dist_of, fqn_of, is_backward, tensor_of
 from fxpar.ir.pass_base import Tier, gathered_together, insert
 
 
@@ -97,6 +97,6 @@ def _gather(
     with graph.inserting_before(first):
         like = first if first.op != "output" else param
         node = insert(graph, reshard, (param,), like=like, tensor=tensor_of(param), dist=compute)
-    node.meta |= {"phase": phase, "bucket": bucket, "fqn": fqn.rpartition(".")[0]}
+    node.meta |= {"phase": phase, "bucket": bucket, "fqn": fqn.rpartition(".")[0], "reader": fqn_of(like)}
     for user in users:
         user.replace_input_with(param, node)

@@ -68,7 +68,7 @@ def test_parts_of_a_value_are_looked_through():
 
 
 def test_an_owner_is_named():
-    """A collective belongs to what makes the value: the row-parallel product, the norm before the column-parallel ones."""
+    """A collective belongs to what makes the value: the row-parallel product, the norm before column-parallel ones."""
     found = traffic(lower(llama().graph, "tp2+sp"))
     causes = {(t.comm.kind, t.module, t.comm.backward) for t in found if t.module.startswith("layers.0")}
     assert ("reduce_scatter", "layers.0.ffn.down_proj", False) in causes
