@@ -7,6 +7,8 @@ the same op, group and dtype, of the same phase and `meta["bucket"]`, with sizes
     %b_c = all_reduce(%b, "sum", "@dp")         %f_c = all_reduce(%f, "sum", "@dp")
                                                 %a_w, %b_w = unfuse(%f_w, shapes)
 
+A bucket belongs to the innermost module that all of its members are in.
+
 Cost: the same bytes in fewer launches, and a copy in and out of the buffer, at most `bucket_mb` large.
 """
 
@@ -20,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpar.ir.fqn import common_module
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import comm_of, local_tensor, phase_of
+from fxpar.ir.node_meta import comm_of, fqn_of, local_tensor, phase_of
 from fxpar.ir.pass_base import Tier, sort_topologically
 from fxpar.ops import layout
 
@@ -94,12 +97,14 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
     whole = first.target is _ALL_REDUCE  # its operands carry no leading row dim
     inputs: list[fx.Node] = [m.args[0] for m in members]  # type: ignore[misc]
     waits = [next(iter(m.users)) for m in members]
+    owner = common_module(map(fqn_of, members))
 
     def call(target: Any, args: tuple, local: Any) -> fx.Node:
         node = graph.call_function(target, args)
         for key in ("fqn", "source", "backward", "phase", "bucket"):
             if key in last.meta:
                 node.meta[key] = last.meta[key]
+        node.meta["fqn"] = owner
         node.meta["local"] = node.meta["tensor"] = local
         return node
 
@@ -113,6 +118,8 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
             inputs = [
                 call(layout.lift, (i,), TensorMeta((1, *local_tensor(i).shape), local_tensor(i).dtype)) for i in inputs
             ]
+            for lifted, member in zip(inputs, members, strict=True):
+                lifted.meta["fqn"] = fqn_of(member)
         buffer = call(layout.fuse, (inputs,), _fused(members, rows, whole, sent=True))
         collective = call(last.target, (buffer, *last.args[1:]), _fused(members, rows, whole, sent=False))
         collective.meta["comm"] = (comm_of(first)[0], _joined([comm_of(m)[1] for m in members]))
@@ -124,7 +131,7 @@ def _fuse(graph: fx.Graph, members: list[fx.Node]) -> None:
             part = call(operator.getitem, (parts, i), local_tensor(old))
             if whole:
                 part = call(layout.lower, (part,), local_tensor(old))
-            part.meta.update({k: v for k, v in old.meta.items() if k in ("tensor", "dist", "local", "buffer")})
+            part.meta.update({k: v for k, v in old.meta.items() if k in ("fqn", "tensor", "dist", "local", "buffer")})
             old.replace_all_uses_with(part)
     for old, member in zip(waits, members, strict=True):
         graph.erase_node(old)

@@ -1,7 +1,8 @@
 """Insert reshards: make every operand lie as its user wants it.
 
 Before: each node has the placement of its results (`dist`) and of the operands it wants (`dist_in`); these may differ.
-After: they agree; where they differed stands a `reshard`, shared by all users that want the same placement.
+After: they agree; where they differed stands a `reshard`, shared by all users that want the same placement. It belongs
+to the module that makes the value (of a sum: its last term), and so do the collectives that it becomes.
 
     %h : f32[T, 64] P(tp) = mm(%x, %w)          %h : f32[T, 64] P(tp) = mm(%x, %w)
     %y : f32[T, 64]       = add(%h, %r)         %h_r : f32[T, 64]     = reshard(%h)
@@ -20,8 +21,9 @@ from torch import fx
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.node_meta import dist_of, tensor_of
+from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, tensor_of
 from fxpar.ir.pass_base import Tier, insert, replace_operands, tensor_operands
+from fxpar.rules.view import resolve
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,28 @@ def _placed(
             tensor=tensor_of(value),
             dist=wanted,
         )
+    maker = _maker(value)
+    if maker.op == "call_function":
+        if user.op != "output":
+            node.meta["reader"] = fqn_of(user)
+        node.meta |= {key: maker.meta[key] for key in ("fqn", "source") if key in maker.meta}
     known.append(node)
     return node
+
+
+def _maker(value: fx.Node) -> fx.Node:
+    """The op that makes a value; of partial sums, which views and additions pass on, the last term."""
+    while True:
+        node = resolve(value)[0]
+        axes = _partial_axes(node)
+        passed = [o for o in node.all_input_nodes if axes & _partial_axes(o)]
+        if not passed:
+            return node
+        value = max(passed)
+
+
+def _partial_axes(node: fx.Node) -> set[str]:
+    return {axis for dist in dists_of(node) if dist is not None for axis, _ in dist.partial}
 
 
 def _is_slice(held: DistConfig, wanted: DistConfig) -> bool:

@@ -58,7 +58,7 @@ class _Emitter:
 
     def call(self, target: Any, *args: Any, local: TensorMeta | None = None) -> fx.Node:
         node = self.graph.call_function(target, args)
-        for key in ("fqn", "source", "backward", "phase", "bucket"):
+        for key in ("fqn", "reader", "source", "backward", "phase", "bucket"):
             if key in self.node.meta:
                 node.meta[key] = self.node.meta[key]
         node.meta["local"] = local

@@ -24,7 +24,7 @@ from torch import fx
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.node_meta import dist_of, is_backward, tensor_of
+from fxpar.ir.node_meta import dist_of, fqn_of, is_backward, tensor_of
 from fxpar.ir.pass_base import Tier, gathered_together, insert
 
 
@@ -52,14 +52,14 @@ class ZeroShard:
             stored = shard_over(compute, axis)
             node.meta["dist"] = stored
             if strategy.zero < 3:
-                _gather(graph.graph, node, compute, list(node.users), "prologue", "params")
+                _gather(graph.graph, node, info.fqn, compute, list(node.users), "prologue", "params")
                 continue
             block = blocks[info.fqn]
             users = list(node.users)
             again = [u for u in users if is_backward(u)] if block in middle else []
             first = [u for u in users if u not in again]
-            _gather(graph.graph, node, compute, first, "body", f"{block}/forward")
-            _gather(graph.graph, node, compute, again, "body", f"{block}/backward")
+            _gather(graph.graph, node, info.fqn, compute, first, "body", f"{block}/forward")
+            _gather(graph.graph, node, info.fqn, compute, again, "body", f"{block}/backward")
 
 
 def _released_blocks(graph: AnnotatedGraph, blocks: Mapping[str, str]) -> set[str]:
@@ -88,14 +88,15 @@ def shard_over(config: DistConfig, axis: str) -> DistConfig:
 
 
 def _gather(
-    graph: fx.Graph, param: fx.Node, compute: DistConfig, users: list[fx.Node], phase: str, bucket: str
+    graph: fx.Graph, param: fx.Node, fqn: str, compute: DistConfig, users: list[fx.Node], phase: str, bucket: str
 ) -> None:
+    """The gather belongs to the module that has the parameter."""
     if not users:
         return
     first = min(users)
     with graph.inserting_before(first):
         like = first if first.op != "output" else param
         node = insert(graph, reshard, (param,), like=like, tensor=tensor_of(param), dist=compute)
-    node.meta["phase"], node.meta["bucket"] = phase, bucket
+    node.meta |= {"phase": phase, "bucket": bucket, "fqn": fqn.rpartition(".")[0], "reader": fqn_of(like)}
     for user in users:
         user.replace_input_with(param, node)

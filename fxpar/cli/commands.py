@@ -4,6 +4,7 @@ Nothing here imports torch. What a command does is in the module of its name; `f
 Annotations are read as values, so they are not postponed here.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ import typer
 
 from fxpar.cli.options import SUFFIX, Cluster, Debug, GraphSource, Json, Offered
 
+CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?(gib|gb)", re.IGNORECASE)
 _STAGES = ("logical", "annotated", "exec")
 
 
@@ -276,7 +278,10 @@ class MemoryRequest:
             "options overrides world cache", says={"dtype": "Dtype of the parameters in the graph; masters are fp32."}
         ),
     ]
-    strategy: Annotated[str, typer.Option("--strategy", "-s", help="Strategy, such as 'dp2.tp4+sp+remat'.")]
+    strategy: Annotated[
+        str,
+        typer.Option("--strategy", "-s", help="Strategy, such as 'dp2.tp4+sp+remat'; of several a table."),
+    ]
     tokens: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, max=2**30, help="Tokens of one replica's micro-batch.", show_default=False),
@@ -298,12 +303,25 @@ class MemoryRequest:
             metavar="FILE", help="Cluster, .toml or .json: its nodes, and what a device holds.", show_default=False
         ),
     ] = None
+    capacity: Annotated[
+        str | None,
+        typer.Option(metavar="80GB", help="What a device holds, to say whether it fits.", show_default=False),
+    ] = None
     json: Json = None
 
     def __post_init__(self) -> None:
+        if self.capacity is not None and not CAPACITY.fullmatch(self.capacity):
+            raise typer.BadParameter(f"{self.capacity!r} is no size such as 80GB", param_hint="--capacity")
         if self.tokens is not None and self.longest is not None and self.longest > self.tokens:
             why = f"a document of {self.longest} tokens is longer than its row of {self.tokens}"
             raise typer.BadParameter(why, param_hint="--longest")
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What a device holds, as `--capacity` says it: GB are 1e9 bytes, GiB 2**30."""
+        if self.capacity is None or (found := CAPACITY.fullmatch(self.capacity)) is None:
+            return None
+        return round(float(found[1]) * {"gb": 10**9, "gib": 2**30}[found[2].lower()])
 
 
 @dataclass(frozen=True)
@@ -342,8 +360,8 @@ class OrderRequest:
     planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay"
     gradients: Annotated[
         Literal["chain", "home", "none"],
-        typer.Option(help="Accumulated gradients go from graph to graph, straight home, or are not counted."),
-    ] = "chain"
+        typer.Option(help="Gradients go from graph to graph, straight home (as in training), or are not counted."),
+    ] = "home"
     by: Annotated[Literal["bytes", "seconds"], typer.Option(help="Least bytes between nodes, or least seconds.")] = (
         "bytes"
     )

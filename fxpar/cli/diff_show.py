@@ -19,7 +19,9 @@ from fxpar.graph_diff.compare import DiffRow, GraphCounts, GraphDiff, total
 from fxpar.graph_diff.digest import Digest
 from fxpar.graph_diff.lines import SectionDiff
 from fxpar.graph_diff.modules import ModulePlace, ranges
+from fxpar.ir.sent import ONCE, Sent
 
+SUMS = ("per micro-batch", "per mini-batch")
 CONTEXT = 2  # unchanged lines around a change
 STYLES = {"-": "red", "+": "green", " ": ""}
 RESHARD_NOTE = "a reshard gets its bytes from reshard_to_collectives"
@@ -43,10 +45,10 @@ class Table:
     rows: Sequence[tuple[tuple[str, ...], tuple[Cell, ...]]]
 
     def lines(self, width: int | None) -> list[Styled]:
-        """Aligned columns, or what fits in `width`. A row called "all" is the sum."""
+        """Aligned columns, or what fits in `width`. Rows called "all" or as in SUMS are sums."""
         keys = _aligned([self.keys, *(row[0] for row in self.rows)], right=False)
         cells = _aligned([self.values, *_pairs([row[1] for row in self.rows])], right=True)
-        styles = ["bold", *("bold" if row[0][0] == "all" else "" for row in self.rows)]
+        styles = ["bold", *("bold" if row[0][0] in ("all", *SUMS) else "" for row in self.rows)]
         found: list[Styled] = []
         if width is None or 4 + len(keys[0]) + len(cells[0]) <= width:
             return [Styled(f"  {k}  {c}".rstrip(), s) for k, c, s in zip(keys, cells, styles, strict=True)]
@@ -121,9 +123,16 @@ def sides(diff: GraphDiff) -> Table:
     rows += [
         (("ops",), (str(old.op_count), str(new.op_count), _signed(new.op_count - old.op_count))),
         (("weights, a rank",), _bytes_of(old.weight_bytes, new.weight_bytes)),
-        (("sent, a rank",), _bytes_of(old.rank_bytes, new.rank_bytes)),
+        *_sent_rows(old.sent, new.sent),
     ]
     return Table(("",), ("-", "+", "change"), rows)
+
+
+def _sent_rows(old: Sent, new: Sent) -> Iterator[tuple[tuple[str, ...], tuple[Cell, ...]]]:
+    yield ("sent per micro-batch, a rank",), _bytes_of(old.micro_batch_bytes, new.micro_batch_bytes)
+    if old.tokens and new.tokens:
+        yield ("  per token",), _bytes_of(old.per_token_bytes, new.per_token_bytes)
+    yield ("sent once per mini-batch, a rank",), _bytes_of(old.mini_batch_bytes, new.mini_batch_bytes)
 
 
 def _params(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
@@ -150,7 +159,9 @@ def _collectives(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
         yield Styled("  none")
         return
     rows = [(row.key, _sent(row, bare=row.key[1] == "reshard")) for row in diff.collectives]
-    rows.append((("all", "", ""), _sent(total(diff.collectives))))
+    once = [row for row in diff.collectives if row.key[0] in ONCE]
+    each = [row for row in diff.collectives if row.key[0] not in ONCE]
+    rows += [((name, "", ""), _sent(total(of))) for name, of in zip(SUMS, (each, once), strict=True) if of]
     yield from Table(("part", "kind", "axis"), ("calls", "bytes", "change", ""), rows).lines(width)
     if any(row.key[1] == "reshard" for row in diff.collectives):
         yield Styled(f"  {RESHARD_NOTE}")

@@ -15,9 +15,10 @@ from rich.text import Text
 from fxpar.cli.console import human_bytes
 from fxpar.cli.diff_show import Styled, Table
 from fxpar.explain.document import Document
+from fxpar.ir.sent import Sent
 
 MOST_NODES = 4  # names of nodes in a row before the rest is counted
-EVERYWHERE = "(no one module)"
+EVERYWHERE = "the root, or several modules"
 PRICE_LINE = (
     "price: bytes on the wire of one rank for all nodes that decide together, against the best there is, everything "
     "else free to follow; alone: everything else as it is. As the search counts: {tokens} tokens, {bytes_per_float} "
@@ -85,11 +86,13 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     yield from _param_table(document, width)
     yield Styled("")
     sizes = ", ".join(f"{name}={size}" for name, size in document["sizes"].items())
-    each = "one rank of each stage together" if "messages" in document else "one rank"
-    total = f"{document['collectives']} collectives, {human_bytes(document['wire_bytes'])} sent by {each}"
+    total = f"{document['collectives']} collectives"
     if "messages" in document:
-        total += f"; {document['messages']} messages between stages, {human_bytes(document['message_bytes'])}"
-    yield from _said(f"communication of one micro-batch{f' of {sizes}' if sizes else ''}: {total}", width, 0, "bold")
+        total += f" of all stages; {document['messages']} messages between stages"
+    yield from _said(f"communication{f' (example: {sizes})' if sizes else ''}: {total}", width, 0, "bold")
+    named = {name: document["sent"][name] for name in ("micro_batch_bytes", "mini_batch_bytes", "tokens")}
+    for line in Sent(**named).lines():
+        yield from _said(f"{'the busiest rank' if 'messages' in document else 'one rank'} sends {line}", width, 2)
     yield from _module_table(document["modules"], top, width)
     yield Styled("")
     if not document["overrides"]:

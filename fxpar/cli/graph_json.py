@@ -12,6 +12,7 @@ from fxpar.ir.graph import LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_backward, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.printer import AnyGraph, PrintedPart, matches, parts
+from fxpar.ir.sent import sent
 from fxpar.ir.serialize import target_name
 from fxpar.schedule import Timeline
 
@@ -171,6 +172,7 @@ def _collectives(graph: Program) -> dict[str, Any]:
         ],
         "collective_counts": graph.collectives(),
         "collective_bytes": graph.collective_bytes(),
+        "sent": sent(graph).to_json(),
     }
 
 

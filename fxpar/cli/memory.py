@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
+from typing import Any
 
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.strategy import Strategy
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
@@ -22,26 +24,84 @@ _LEAST = 16  # columns for text that goes on below a number
 def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    (strategy,) = strategies_of(request.source, (request.strategy,))
+    strategies = strategies_of(request.source, request.strategy.split(","))
     cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
     if cluster is not None:
-        cluster.require(strategy.world)
+        cluster.require(max(strategy.world for strategy in strategies))
     check_output(request.json)
     notes: list[str] = []
+    found: list[MemoryPrediction] = []
     with stderr_console().status("") as status, collected_warnings(notes):
-        status.update(f"lowering {request.source.model} to {strategy}")
-        sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
-        program = read_for_store(request.source, strategy, sizes)
-        count = request.micro_batches or (strategy.pipeline_size if strategy.pipeline_size > 1 else 2)
-        conditions = Conditions(longest=request.longest)
-        found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
-    document = {"model": request.source.model, "world": strategy.world, **found.to_json()}
+        for strategy in strategies:
+            status.update(f"lowering {request.source.model} to {strategy}")
+            prediction, said = _predicted(request, strategy, cluster)
+            found.append(prediction)
+            notes += said
+    device = _device_bytes(request, cluster)
+    documents = [_document(request, *each, device) for each in zip(strategies, found, strict=True)]
+    document = documents[0] if len(found) == 1 else {"model": request.source.model, "strategies": documents}
     document["cpu_s"] = time.process_time() - begun
-    if write_json(request.json, document):
-        console = stdout_console()
-        show(console, request.source.model, strategy.world, found, [*notes, *program.notes])
-        if cluster is not None and cluster.sustained.memory_gb is not None:
-            _show_room(console, found.peak_bytes, int(cluster.sustained.memory_gb * 1e9))
+    if not write_json(request.json, document):
+        return
+    console = stdout_console()
+    if len(found) > 1:
+        _show_table(console, request.source.model, strategies, found, device)
+        return
+    show(console, request.source.model, strategies[0].world, found[0], notes)
+    if device is not None:
+        console.print(f"it {_verdict(found[0], device)}: a device has {human_bytes(device)}", markup=False)
+
+
+def _predicted(
+    request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None
+) -> tuple[MemoryPrediction, tuple[str, ...]]:
+    """The prediction, and what the lowering notes."""
+    sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
+    program = read_for_store(request.source, strategy, sizes)
+    count = request.micro_batches or (strategy.pipeline_size if strategy.pipeline_size > 1 else 2)
+    conditions = Conditions(longest=request.longest)
+    found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
+    return found, program.notes
+
+
+def _device_bytes(request: MemoryRequest, cluster: ClusterSpec | None) -> int | None:
+    """What a device holds: as the option says, else as the cluster does."""
+    if request.device_bytes is not None or cluster is None or cluster.sustained.memory_gb is None:
+        return request.device_bytes
+    return int(cluster.sustained.memory_gb * 1e9)
+
+
+def _document(
+    request: MemoryRequest, strategy: Strategy, found: MemoryPrediction, device: int | None
+) -> dict[str, Any]:
+    document = {"model": request.source.model, "world": strategy.world, **found.to_json()}
+    return document if device is None else {**document, "fits": found.peak_bytes <= device, "device_bytes": device}
+
+
+def _show_table(
+    console: Console, model: str, strategies: list[Strategy], found: list[MemoryPrediction], device: int | None
+) -> None:
+    """A line per strategy, of its fullest rank."""
+    sizes = ", ".join(f"{name} = {size}" for name, size in found[0].sizes.items())
+    room = "" if device is None else f"; a device has {human_bytes(device)}"
+    console.print(f"{model}{f', {sizes}' if sizes else ''}; the fullest rank of each strategy{room}:", markup=False)
+    rows = [
+        (
+            str(strategy),
+            str(strategy.world),
+            human_bytes(one.state_bytes),
+            human_bytes(one.body.saved_bytes),
+            human_bytes(one.peak_bytes),
+            "" if device is None else _verdict(one, device),
+        )
+        for strategy, one in zip(strategies, found, strict=True)
+    ]
+    titles = ("strategy", "ranks", "stays", "saved", "peak", "")
+    console.print(plain_table(titles, rows, right=(1, 2, 3, 4)), markup=False)
+
+
+def _verdict(found: MemoryPrediction, device: int) -> str:
+    return "fits" if found.peak_bytes <= device else "does not fit"
 
 
 def _token_name(source: GraphSource) -> str:
@@ -66,12 +126,6 @@ def show(console: Console, model: str, world: int, found: MemoryPrediction, note
         _print_folded(console, line, margin)
     for note in dict.fromkeys(notes):
         console.print(f"note: {note}", markup=False)
-
-
-def _show_room(console: Console, peak_bytes: int, device_bytes: int) -> None:
-    """Whether a device holds the peak."""
-    verdict = "fits" if peak_bytes <= device_bytes else "does not fit"
-    console.print(f"it {verdict}: a device has {human_bytes(device_bytes)}", markup=False)
 
 
 def _print_stages(console: Console, rows: list[tuple[str, ...]]) -> None:

@@ -14,6 +14,8 @@ from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.schedule import KINDS, bubble_ms
+from fxpar.schedule.mini_batch import FORWARD
 
 NOMINAL_TOKENS = 4096  # which ranks are slowest may depend on the length
 
@@ -32,8 +34,9 @@ class GroupCost:
     The last term is the time to fill and drain the pipeline (Narayanan et al. 2021, 2.2.1; interleaved: 2.2.2), there
     for equal micro-batches. Of unequal ones the longest counts, not the mean: the ranks are a chain of equal machines,
     where all others wait while the longest passes. That is exact for gpipe; 1f1b takes no more and, in this order,
-    hardly less, where the mean would promise up to 2.5 times too little. zb_h1 is faster; interleaved_1f1b is slower
-    where micro-batches of one round differ. The latter runs in rounds of `stages`: a last round that is not full is
+    hardly less, where the mean would promise up to 2.5 times too little. zb_h1, whose weight parts fill gaps, idles for
+    less: (stages - 1) * 2 / 3 - (min(stages, m) - 1) / 3 of c_1. interleaved_1f1b is slower where micro-batches of one
+    round differ. It runs in rounds of `stages`: a last round that is not full is
     filled up with idle micro-batches that cost as much as the last one.
 
     Raises CostModelError for seconds that are negative or not finite, ScheduleOptionError for a count below 1.
@@ -44,19 +47,23 @@ class GroupCost:
     per_square_s: float
     stages: int = 1
     virtual: int = 1
+    schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name in ("stages", "virtual"):
+            if name == "schedule":
+                if value not in KINDS:
+                    raise ScheduleOptionError(f"there is no kind {value!r}", f"Known are {', '.join(KINDS)}")
+            elif name in ("stages", "virtual"):
                 if value < 1:
                     raise ScheduleOptionError(f"{name} is {value}", "It must be 1 or more")
             elif not (math.isfinite(value) and value >= 0):
                 raise CostModelError(name, value)
 
     @classmethod
-    def of(cls, seconds: Polynomial, stages: int = 1, virtual: int = 1) -> GroupCost:
+    def of(cls, seconds: Polynomial, stages: int = 1, virtual: int = 1, schedule: str = "1f1b") -> GroupCost:
         """With the numbers of a polynomial."""
-        return cls(float(seconds.c0), float(seconds.c1), float(seconds.c2), stages, virtual)
+        return cls(float(seconds.c0), float(seconds.c1), float(seconds.c2), stages, virtual, schedule)
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Time of a micro-batch of sequences with these lengths in tokens."""
@@ -69,7 +76,13 @@ class GroupCost:
         if not runs:
             return 0.0
         idle = -len(runs) % self.stages if self.virtual > 1 else 0
-        return sum(runs) + idle * runs[-1] + (self.stages - 1) / self.virtual * runs[0]
+        return sum(runs) + idle * runs[-1] + self._bubble(len(runs)) * runs[0]
+
+    def _bubble(self, micro_batches: int) -> float:
+        """How long ranks wait to fill and drain the pipeline, in micro-batches."""
+        if self.schedule != "zb_h1":
+            return (self.stages - 1) / self.virtual
+        return bubble_ms("zb_h1", self.stages, micro_batches, forward_ms=FORWARD, backward_ms=1 - FORWARD)
 
     def sequence_s(self, length: int) -> float:
         """What one more sequence of this length adds."""
@@ -92,7 +105,8 @@ def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:
         mine = sum(sent, _total(stage, cluster))
         totals[stage.mesh] = totals.get(stage.mesh, Polynomial()) + mine
     slowest = max(totals.values(), key=lambda one: one.at(NOMINAL_TOKENS))
-    return GroupCost.of(slowest, program.strategy.pipeline_size, program.strategy.pipeline.virtual)
+    plan = program.strategy.pipeline
+    return GroupCost.of(slowest, program.strategy.pipeline_size, plan.virtual, plan.schedule)
 
 
 def _total(program: Program, cluster: ClusterSpec) -> Polynomial:

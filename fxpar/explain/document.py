@@ -20,6 +20,7 @@ from fxpar.ir.graph import Dim, Input
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, source_of, tensor_metas
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name, type_of, without_folders
+from fxpar.ir.sent import sent
 from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
 from fxpar.rules.view import Sizes, resolve
 
@@ -272,6 +273,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic], modul
         "modules": modules,
         "collectives": len(found),
         "wire_bytes": round(sum(each.wire_bytes for each in found)),
+        "sent": sent(program).to_json(),
         **_messages(program),
         "overrides": [
             {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}

@@ -32,8 +32,8 @@ class CollectiveTraffic:
     """One collective, of one `stage` of a pipeline; `wire_bytes` that one rank sends, with the example's sizes.
 
     `value` and `users` are nodes of the model's own graph by their fx names, as far as they are: what it moves, and who
-    reads that. `module` is the one that causes it: that makes the partial sums, else that wants the value so. `params`
-    are those it moves, reduces the gradients of, or that the causing ops read.
+    reads that. `module` is the one that makes what is sent (`comm.fqn`, as in a dump). `params` are those it moves,
+    reduces the gradients of, or that the ops which make partial sums, or want the value so, read.
     """
 
     name: str
@@ -109,19 +109,13 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
     else:
         causes = makers if comm.kind in _REDUCES else users
         params = [walker.weight_of[o] for c in causes for o in c.all_input_nodes if o in walker.weight_of]
-    module = comm.fqn
-    if what == "activations" and comm.kind in _REDUCES and makers:
-        module = fqn_of(makers[0])
-    elif what != "activations":
-        owners = {starred(name.rpartition(".")[0]) for name in params}
-        module = owners.pop() if len(owners) == 1 else ""
     return CollectiveTraffic(
         walker.printed.names[node],
         walker.printed.name,
         comm,
         wire_bytes,
         what,
-        module,
+        comm.fqn,
         tuple(dict.fromkeys(params)),
         values[0].name if len(values) == 1 else "",
         tuple(dict.fromkeys(u.name for u in users)) if what == "activations" else (),

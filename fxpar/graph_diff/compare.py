@@ -169,6 +169,7 @@ def _side(side: Digest) -> dict[str, Any]:
         "cuts": list(side.cuts),
         "ops": side.op_count,
         "collective_bytes": side.rank_bytes,
+        "sent": side.sent.to_json(),
         "weight_bytes": side.weight_bytes,
     }
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 from torch import fx
 
-from fxpar.graph_diff.lines import Section, places_of, sections_of
+from fxpar.graph_diff.lines import Section, packs_a_bucket, places_of, sections_of
 from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
@@ -23,6 +23,7 @@ from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
+from fxpar.ir.sent import ONCE, Sent, tokens_of
 from fxpar.ir.strategy import STAGES, Strategy
 
 BETWEEN_STAGES = "between stages"
@@ -34,6 +35,9 @@ _STEPS: dict[Any, str] = {
     collectives.all_to_all: "all_to_all",
 }
 Dims = dict[sympy.Symbol, int]
+
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,9 @@ class Lying:
 @dataclass(frozen=True)
 class Digest:
     """All that a comparison needs. `ops` and `sections` by place; a pipeline's are those of all its stages, and its
-    moves those of one rank of each. `stage_bytes`, `stage_weights`: what one rank of each stage sends per micro-batch,
-    and the bytes of its parameters. `divisors` and `sizes` (in the example) of the dynamic dims by name.
+    moves those of one rank of each. `stage_bytes`, `stage_once`, `stage_weights`: what one rank of each stage sends per
+    micro-batch, what it sends once per mini-batch, and the bytes of its parameters. `divisors` and `sizes` (in the
+    example) of the dynamic dims by name; `tokens` of a replica's micro-batch, 0 without token ids.
     """
 
     title: str
@@ -74,9 +79,11 @@ class Digest:
     ops: dict[ModulePlace, int]
     moves: tuple[SentTensor, ...]
     sections: dict[ModulePlace, Section]
-    stage_bytes: tuple[int, ...]
+    stage_bytes: tuple[float, ...]
+    stage_once: tuple[float, ...]
     stage_weights: tuple[int, ...]
     cuts: tuple[str, ...] = ()
+    tokens: int = 0
 
     @property
     def op_count(self) -> int:
@@ -84,18 +91,25 @@ class Digest:
 
     @property
     def rank_bytes(self) -> int:
-        """What a rank of the busiest stage sends per micro-batch."""
-        return max(self._by_rank(self.stage_bytes))
+        """What a rank of the busiest stage sends per micro-batch, and once per mini-batch, together."""
+        both = (each + once for each, once in zip(self.stage_bytes, self.stage_once, strict=True))
+        return max(map(round, self._by_rank(tuple(both))))
+
+    @property
+    def sent(self) -> Sent:
+        """What one rank sends, as `fxpar.ir.sent` says it."""
+        each, once = (max(map(round, self._by_rank(of))) for of in (self.stage_bytes, self.stage_once))
+        return Sent(each, once, self.tokens)
 
     @property
     def weight_bytes(self) -> int:
         """The parameters that the fullest rank stores."""
         return max(self._by_rank(self.stage_weights))
 
-    def _by_rank(self, of_stages: tuple[int, ...]) -> list[int]:
+    def _by_rank(self, of_stages: tuple[Number, ...]) -> list[Number]:
         """Sums over the stages that the same ranks run."""
         blocks = 1 if self.strategy is None else self.strategy.pipeline_size
-        return [sum(of_stages[i::blocks]) for i in range(blocks)]
+        return [sum(of_stages[i::blocks]) for i in range(blocks)]  # type: ignore[misc]
 
 
 def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Digest:
@@ -105,7 +119,10 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
     """
     if isinstance(graph, PipelineGraph):
         stages = [digest(stage, only=only) for stage in graph.stages]
-        return replace(joined(stages, graph.name, graph.strategy, title), cuts=graph.cuts, divisors=graph.divisors)
+        tokens = tokens_of(graph.inputs, {d.symbol: d.example for d in graph.dims})
+        return replace(
+            joined(stages, graph.name, graph.strategy, title), cuts=graph.cuts, divisors=graph.divisors, tokens=tokens
+        )
     strategy = None if isinstance(graph, LogicalGraph) else graph.strategy
     dims = {d.symbol: d.example for d in graph.dims}
     places = places_of(graph)
@@ -120,10 +137,12 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
         sizes={d.name: d.example for d in graph.dims},
         shapes={info.fqn: info.meta for info in graph.inputs if info.kind == "param"},
         params=params,
-        ops=dict(Counter(place for node, place in places.items() if matches(fqn_of(node), only))),
+        ops=dict(Counter(at for n, at in places.items() if matches(fqn_of(n), only) and not packs_a_bucket(n))),
         moves=tuple(moves),
         sections=sections_of(graph, places, only),
-        stage_bytes=(round(sum(move.bytes for move in moves)),),
+        stage_bytes=(sum(move.bytes for move in moves if move.place.part not in ONCE),),
+        stage_once=(sum(move.bytes for move in moves if move.place.part in ONCE),),
+        tokens=tokens_of(graph.inputs, dims),
         stage_weights=(sum(lying.local_bytes for lying in params.values()),),
     )
 
@@ -149,6 +168,7 @@ def joined(stages: Sequence[Digest], model: str, strategy: Strategy, title: str 
         moves=tuple(move for stage in stages for move in stage.moves),
         sections=sections,
         stage_bytes=tuple(size for stage in stages for size in stage.stage_bytes),
+        stage_once=tuple(size for stage in stages for size in stage.stage_once),
         stage_weights=tuple(size for stage in stages for size in stage.stage_weights),
     )
 

@@ -59,15 +59,32 @@ def places_of(graph: AnyGraph) -> dict[fx.Node, ModulePlace]:
 
 
 def sections_of(graph: AnyGraph, places: Mapping[fx.Node, ModulePlace], only: str | None) -> dict[ModulePlace, Section]:
-    """The lines by block and part, in program order; of the modules that the glob `only` matches."""
+    """The lines by block and part, in program order, without what packs buckets; of the modules that the glob `only`
+    matches.
+    """
     names = _names(graph, places)
     sections: dict[ModulePlace, list[Line]] = {}
     for node, place in places.items():
         fqn = fqn_of(node)
-        if matches(fqn, only):
+        if matches(fqn, only) and not packs_a_bucket(node):
             known = {n: _seen_from(place, names[n]) for n in (node, *node.all_input_nodes)}
             sections.setdefault(place, []).append(Line(known[node], node_line(node, known, fqn, _MANY)))
     return {place: tuple(lines) for place, lines in sections.items()}
+
+
+def packs_a_bucket(node: fx.Node) -> bool:
+    """Whether a node only brings tensors into the buffer of a fused collective, or out of it: that says nothing of the
+    model, and how much of it there is depends on the sizes of buckets.
+    """
+    name = op_name(node)
+    if name in ("fuse", "unfuse"):
+        return True
+    if name == "lift":
+        return any(op_name(user) == "fuse" for user in node.users)
+    source = node.args[0] if node.args else None
+    if name == "lower" and isinstance(source, fx.Node):
+        node, source = source, source.args[0] if source.args else None
+    return op_name(node) == "getitem" and isinstance(source, fx.Node) and op_name(source) == "unfuse"
 
 
 def _names(graph: AnyGraph, places: Mapping[fx.Node, ModulePlace]) -> dict[fx.Node, _Name]:

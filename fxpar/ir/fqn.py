@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import takewhile
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
@@ -33,3 +35,9 @@ def block_of(fqn: str) -> str:
 def block_or_module_of(fqn: str) -> str:
     """The block of a parameter; outside of numbered modules the module that owns it."""
     return block_of(fqn) or fqn.rpartition(".")[0]
+
+
+def common_module(fqns: Iterable[str]) -> str:
+    """The innermost module that all are in: `layers.0` for `layers.0.norm` and `layers.0.mlp.up`; "" for none."""
+    together = zip(*(fqn.split(".") for fqn in fqns), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, together))

@@ -29,6 +29,7 @@ NodeMeta = TypedDict(
         "dist_in": tuple[DistConfig, ...],  # placements that the tensor operands should have
         "local": TensorMeta | tuple[TensorMeta | None, ...] | None,  # what one rank has of the value
         "phase": str,  # a `Phase`; body where it is not said
+        "reader": str,  # of what brings a value to its reader: that module, within which it may be computed again
         "bucket": str | None,  # collectives of one bucket may travel together
         "comm": tuple[str, TensorMeta],  # axis of a collective, and what one rank sends (ring algorithms)
         "fused": int,  # how many collectives travel in this one
@@ -95,6 +96,11 @@ def is_size(node: fx.Node) -> bool:
 def size_of(node: Any) -> Any:
     """What such a node computes: an expression in the dynamic dims, or a number."""
     return node.meta["sym"]
+
+
+def reader_of(node: fx.Node) -> str:
+    """The module that a node is computed for: of what moves a value the one that reads it, else its own."""
+    return node.meta.get("reader") or fqn_of(node)
 
 
 def fqn_of(node: fx.Node) -> str:

@@ -43,7 +43,7 @@ def insert(
 ) -> fx.Node:
     """A new call at the graph's insertion point that keeps `like`'s place in the user's model."""
     node = graph.call_function(target, args)  # type: ignore[arg-type]
-    for key in ("fqn", "source", "backward", "bucket"):
+    for key in ("fqn", "reader", "source", "backward", "bucket"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
     node.meta["tensor"], node.meta["dist"], node.meta["phase"] = tensor, dist, phase

@@ -13,13 +13,14 @@ from fxpar.ir.fqn import starred
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.node_meta import is_size, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.sent import sent
 
 
 def collective_list(graph: Program) -> list[str]:
     """Collectives in program order; those of repeated blocks share a line."""
     rows: dict[tuple[str, ...], int] = Counter()
     for c in graph.communications():
-        where = starred(c.fqn) or "the root"
+        where = starred(c.fqn) or ("several modules" if c.fused > 1 else "the root")
         fused = f" in {c.fused} tensors" if c.fused > 1 else ""
         rows[(c.part, c.kind, c.axis, f"{c.sent}{fused}", where + ", backward" * c.backward)] += 1
     cells = [(*row[:3], f"x{n}", *row[3:]) for row, n in rows.items()]
@@ -27,7 +28,9 @@ def collective_list(graph: Program) -> list[str]:
 
 
 def collective_table(graph: Program) -> list[str]:
-    """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends."""
+    """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends. What is sent per
+    micro-batch and what once per mini-batch have a sum each.
+    """
     dims = {d.symbol: d.example for d in graph.dims}
     rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for c in graph.communications():
@@ -39,9 +42,8 @@ def collective_table(graph: Program) -> list[str]:
     if not rows:
         return [title, "  none"]
     cells = [("part", "kind", "axis", "calls", "tensors", "bytes")]
-    cells += [(*key, str(calls), str(fused), f"{round(sent):,}") for key, (calls, fused, sent) in rows.items()]
-    cells.append(("all", "", "", str(sum(int(r[0]) for r in rows.values())), "", f"{graph.collective_bytes():,}"))
-    return [title, *columns(cells, right=(3, 4, 5))]
+    cells += [(*key, str(calls), str(fused), f"{round(nbytes):,}") for key, (calls, fused, nbytes) in rows.items()]
+    return [title, *columns(cells, right=(3, 4, 5)), *(f"  {line}" for line in sent(graph).lines())]
 
 
 def stage_list(graph: PipelineGraph) -> list[str]:

@@ -101,7 +101,8 @@ class MemoryPrediction:
             ("gradients", self.home_gradient_bytes, "as the optimizer sees them"),
             ("accumulators", summed, of),
             ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node})"),
-            ("saved", body.saved_bytes, "of activations, what lives from forward to backward, at most"),
+            ("saved", body.kept_bytes, "of these activations, kept for the backward"),
+            ("most saved", body.saved_bytes, "for the backward, at another moment, when less is held in all"),
             ("backward", backward, with_),
             ("workspace", body.workspace_bytes, "of the kernel at the peak"),
             ("messages", body.message_bytes, "between stages, at the peak, and batches under way"),
@@ -109,7 +110,8 @@ class MemoryPrediction:
             ("sums", self.sums_bytes, "of gradients inside a node, with the staging"),
             ("peak", self.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
         ]
-        left_out = {"messages": not staged, "sums": not self.sums_bytes}
+        elsewhere = body.saved_bytes > 1.01 * body.kept_bytes
+        left_out = {"messages": not staged, "sums": not self.sums_bytes, "most saved": not elsewhere}
         return [row for row in rows if not left_out.get(row[0])]
 
     def to_json(self) -> dict[str, Any]:

@@ -21,8 +21,9 @@ class Peak:
     `forward_bytes`: values of the forward; `again_bytes`: those computed again in the backward; `backward_bytes`: other
     values of the backward; `result_bytes`: what the graph returns (gradients), as far as it exists at that node;
     `workspace_bytes`: what the node's kernel allocates for itself; `message_bytes`: what pipeline stages have received
-    and not used yet or are sending, and the batches of micro-batches under way. `saved_bytes` is what lives between
-    forward and backward, in a pipeline of all micro-batches at once, at most.
+    and not used yet or are sending, and the batches of micro-batches under way. `kept_bytes` of the forward's values
+    wait for the backward at that node. `saved_bytes` is what lives between forward and backward, in a pipeline of all
+    micro-batches at once, at most: that may be at another node, where less is held in all.
 
     Of a pipeline's rank, results are what its stages add up gradients in, and the forward's values those of all
     micro-batches under way.
@@ -36,6 +37,7 @@ class Peak:
     workspace_bytes: int
     saved_bytes: int
     message_bytes: int = 0
+    kept_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -66,9 +68,10 @@ class Moment(NamedTuple):
     def peak(self, saved_bytes: int) -> Peak:
         """This moment as the fullest one."""
         sums = dict(zip(KINDS, self.sums, strict=True))
-        sums["forward"] += sums.pop("saved")
+        kept = sums.pop("saved")
+        sums["forward"] += kept
         found = {f"{kind}_bytes": size for kind, size in sums.items()}
-        return Peak(self.name, **found, workspace_bytes=self.workspace_bytes, saved_bytes=saved_bytes)
+        return Peak(self.name, **found, workspace_bytes=self.workspace_bytes, saved_bytes=saved_bytes, kept_bytes=kept)
 
 
 NOTHING = Moment(None, (0,) * len(KINDS))

@@ -13,7 +13,7 @@ from torch import fx
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.node_meta import fqn_of, is_backward, is_size, phase_of
+from fxpar.ir.node_meta import is_backward, is_size, phase_of, reader_of
 from fxpar.ops.traits import is_random
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -35,14 +35,14 @@ class ForwardValues:
 
     def blocks(self) -> dict[fx.Node, str]:
         """The repeated block (`layers.3`) of each node in one."""
-        return {node: block for node in self.nodes if (block := block_of(fqn_of(node)))}
+        return {node: block for node in self.nodes if (block := block_of(reader_of(node)))}
 
     def modules(self, globs: Collection[str]) -> tuple[dict[fx.Node, str], list[str]]:
         """The outermost module that a glob matches, of each node inside one; and the globs that match no module."""
         chosen: dict[str, str | None] = {}
         unused = set(globs)
         for node in self.nodes:
-            fqn = fqn_of(node)
+            fqn = reader_of(node)
             if fqn not in chosen:
                 chosen[fqn] = None
                 for module in prefixes(fqn):
@@ -50,12 +50,12 @@ class ForwardValues:
                     unused -= hits
                     if hits and chosen[fqn] is None:
                         chosen[fqn] = module
-        found = {n: m for n in self.nodes if (m := chosen[fqn_of(n)]) is not None}
+        found = {n: m for n in self.nodes if (m := chosen[reader_of(n)]) is not None}
         return found, [g for g in globs if g in unused]
 
     def module_names(self) -> list[str]:
         """FQNs of all modules that compute something."""
-        return sorted({p for node in self.nodes for p in prefixes(fqn_of(node))})
+        return sorted({p for node in self.nodes for p in prefixes(reader_of(node))})
 
     def leaves_region(self, node: fx.Node, region: dict[fx.Node, str]) -> bool:
         """Whether the forward reads the node outside of its region, or the graph returns it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.sent import sent
 from fxpar.viz.viewed import Viewed
 
 FORMAT, VERSION = "fxpar view", 1
@@ -32,6 +33,7 @@ def view_document(
         "made_with": made_with,
         "strategies": [view.strategy for view in views],
         "about": {view.strategy: about(view) for view in views},
+        "sent": {view.strategy: sent(view.graph, view.whole_sizes()).to_json() for view in views},
         "notes": list(notes),
         "sections": {name: sections[name] for name in TABS if sections.get(name) is not None},
     }
@@ -47,6 +49,11 @@ def about(view: Viewed) -> list[list[str]]:
     rows.append(["micro-batch", size_text(view)])
     if view.runs > 1:
         rows.append(["micro-batches", str(view.runs)])
+    found = sent(view.graph, view.whole_sizes())
+    each = f" ({found.per_token_bytes:,.1f} per token)" if found.tokens else ""
+    rows.append(["a rank sends", f"{found.micro_batch_bytes:,} bytes per micro-batch{each}"])
+    rows.append(["and once per mini-batch", f"{found.mini_batch_bytes:,} bytes"])
+    rows.append(["device", f"{view.links.sustained}"])
     rows.append(["cluster", cluster_text(view.links) + ("" if view.cluster else " (assumed)")])
     return rows
 

@@ -47,6 +47,18 @@ def test_1f1b_takes_hardly_less_than_is_predicted(runs, ranks):
     assert 0.85 * predicted <= simulated("1f1b", ranks, runs) <= predicted * (1 + 1e-9)
 
 
+@given(st.integers(1, 12), st.integers(1, 60), st.integers(1, 6))
+def test_zb_h1_of_equal_micro_batches_takes_what_is_predicted(count, length, ranks):
+    cost = GroupCost(**ONE_PER_TOKEN, stages=ranks, schedule="zb_h1")
+    assert cost.replica_s([[length]] * count) == pytest.approx(simulated("zb_h1", ranks, [length] * count))
+
+
+@given(runs_of, st.integers(1, 6))
+def test_zb_h1_takes_about_what_is_predicted(runs, ranks):
+    predicted = GroupCost(**ONE_PER_TOKEN, stages=ranks, schedule="zb_h1").replica_s([[n] for n in runs])
+    assert 0.8 * predicted <= simulated("zb_h1", ranks, runs) <= 1.25 * predicted
+
+
 @given(st.integers(1, 12), st.integers(1, 60), st.integers(1, 4), st.integers(1, 3))
 def test_interleaved_of_equal_micro_batches_takes_what_is_predicted(count, length, ranks, virtual):
     cost = GroupCost(**ONE_PER_TOKEN, stages=ranks, virtual=virtual)
@@ -64,6 +76,11 @@ def test_nothing_to_run_takes_no_time():
 def test_counts_below_one(counts):
     with pytest.raises(ScheduleOptionError, match="must be 1 or more"):
         GroupCost(0.0, 0.0, 0.0, **counts)
+
+
+def test_a_schedule_that_there_is_not():
+    with pytest.raises(ScheduleOptionError, match="'zb_h2'"):
+        GroupCost(0.0, 0.0, 0.0, schedule="zb_h2")
 
 
 # --------------------------------------------------------------------------------------------- against brute force

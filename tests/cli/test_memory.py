@@ -29,6 +29,7 @@ def test_table():
         "accumulators",
         "activations",
         "saved",
+        "most saved",
         "backward",
         "workspace",
         "staging",
@@ -67,6 +68,37 @@ def test_json(tmp_path):
     status, out, _ = fxpar("memory", "mlp", "-s", "dp1", "--json", "-")
     assert status == 0
     assert json.loads(out)["strategy"] == "dp1"
+
+
+def test_a_part_is_no_larger_than_its_whole():
+    """What is saved at the peak is a part of the activations there; what is saved elsewhere has a line of its own."""
+    status, out, err = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096", "--json", "-")
+    assert status == 0, err
+    body = json.loads(out)["body"]
+    assert body["kept_bytes"] <= body["forward_bytes"] < body["saved_bytes"]
+    out = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096")[1]
+    rows = {line.split("  ")[0]: line for line in out.splitlines()}
+    size = re.search(r"activations +(\S+ MB)", rows["activations"])[1]
+    assert f" {size}  of these activations" in rows["saved"]  # all that is held at this peak waits for the backward
+    assert "at another moment" in out
+
+
+def test_strategies_and_what_a_device_holds():
+    words = ("memory", "llama", "-s", "dp4,tp4+sp", "--tokens", "4096", "--capacity")
+    status, out, err = fxpar(*words, "0.02GB")
+    assert status == 0, err
+    lines = out.splitlines()
+    assert lines[0].endswith("a device has 20.0 MB:")
+    assert [(line.split()[0], " ".join(line.split()[8:])) for line in lines[2:]] == [
+        ("dp4", "does not fit"),
+        ("tp4+sp", "fits"),
+    ]
+    found = json.loads(fxpar(*words, "0.02gib", "--json", "-")[1])["strategies"]
+    assert [(one["fits"], one["device_bytes"]) for one in found] == [(False, 21474836), (True, 21474836)]
+    assert "it fits: a device has 80.0 GB" in fxpar("memory", "llama", "-s", "dp4", "--capacity", "80GB")[1]
+    status, _, err = fxpar(*words, "80")
+    assert status == 2
+    assert "80GB" in err
 
 
 def test_budget_is_meant_at_the_tokens():

@@ -67,13 +67,13 @@ def test_parts_of_a_value_are_looked_through():
     assert not any("getitem" in user or "split" in user for user in users)
 
 
-def test_a_cause_is_named():
-    """What the row-parallel product leaves is its, what the column-parallel ones gather is theirs."""
+def test_an_owner_is_named():
+    """A collective belongs to what makes the value: the row-parallel product, the norm before column-parallel ones."""
     found = traffic(lower(llama().graph, "tp2+sp"))
     causes = {(t.comm.kind, t.module, t.comm.backward) for t in found if t.module.startswith("layers.0")}
     assert ("reduce_scatter", "layers.0.ffn.down_proj", False) in causes
-    assert ("all_gather", "layers.0.ffn.gate_proj", False) in causes
-    gather = next(t for t in found if t.module == "layers.0.ffn.gate_proj" and t.comm.kind == "all_gather")
+    assert ("all_gather", "layers.0.ffn_norm", False) in causes
+    gather = next(t for t in found if t.module == "layers.0.ffn_norm" and t.comm.kind == "all_gather")
     assert gather.params == ("layers.0.ffn.gate_proj.weight", "layers.0.ffn.up_proj.weight")
 
 

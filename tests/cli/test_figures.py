@@ -1,0 +1,137 @@
+"""The same figure in every command that shows it, and what docs/choose.md claims of the commands that it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import fxpar
+
+CHOOSE = (Path(__file__).parents[2] / "docs" / "choose.md").read_text()
+STRATEGIES = ("dp4", "tp4+sp", "dp2.tp2+zero3", "pp2.tp2")
+
+
+def read(*words: str):
+    """The JSON that a command writes to stdout."""
+    status, out, err = fxpar(*words, "--json", "-")
+    assert status == 0, err
+    return json.loads(out)
+
+
+@cache
+def dump(strategy: str) -> dict:
+    return read("dump", "llama", "-s", strategy)
+
+
+# ---------------------------------------------------------------------------------------------------- one figure
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dump_and_explain_agree(strategy):
+    found = read("explain", "llama", "-s", strategy)
+    assert found["sent"] == dump(strategy)["sent"]
+    assert found["sent"]["tokens"] == 61
+    text = fxpar("explain", "llama", "-s", strategy)[1]
+    for line in (f"{found['sent']['micro_batch_bytes']:,} bytes", f"{found['sent']['mini_batch_bytes']:,} bytes"):
+        assert line in text
+
+
+@pytest.mark.parametrize(("old", "new"), [STRATEGIES[:2], STRATEGIES[2:]])
+def test_diff_agrees(old, new):
+    found = read("diff", "llama", "-s", old, "-s", new)
+    for side, strategy in (("old", old), ("new", new)):
+        assert found[side]["sent"] == pytest.approx(dump(strategy)["sent"], abs=1)
+
+
+def test_viz_agrees(tmp_path):
+    """At a number of tokens that no strategy pads, as the page rounds them up like a run."""
+    path = tmp_path / "page.json"
+    status, _, err = fxpar("viz", "llama", "-s", ",".join(STRATEGIES), "--format", "json", "-o", path, "--tokens", "64")
+    assert status == 0, err
+    page = json.loads(path.read_text())
+    for strategy in STRATEGIES:
+        expected = dump(strategy)["sent"]
+        # What is sent outside of the tokens' dims is as at 61 tokens.
+        assert page["sent"][strategy]["per_token_bytes"] == pytest.approx(expected["per_token_bytes"], rel=0.2)
+        assert page["sent"][strategy]["mini_batch_bytes"] == expected["mini_batch_bytes"]
+        each = f"{page['sent'][strategy]['micro_batch_bytes']:,} bytes per micro-batch"
+        assert any(value.startswith(each) for _, value in page["about"][strategy])
+
+
+@pytest.mark.parametrize("strategy", ["tp4+sp", "dp2.tp2+zero3"])
+def test_a_collective_has_one_owner(strategy):
+    by_dump: dict[str, float] = {}
+    for each in dump(strategy)["collectives"]:
+        name = re.sub(r"\.\d+", ".*", each["fqn"])
+        by_dump[name] = by_dump.get(name, 0) + each["bytes"]
+    by_explain: dict[str, float] = {}
+    for row in read("explain", "llama", "-s", strategy)["modules"]:
+        by_explain[row["module"]] = by_explain.get(row["module"], 0) + row["wire_bytes"]
+    assert by_explain == pytest.approx(by_dump, abs=8)
+
+
+def test_a_dump_says_what_is_sent_and_how_long_it_takes():
+    out = fxpar("dump", "llama", "-s", "tp4+sp", "--brief")[1]
+    found = dump("tp4+sp")
+    assert f"per micro-batch: {found['sent']['micro_batch_bytes']:,} bytes (4,050.0 per token)" in out
+    assert re.search(
+        r"time of a rank, predicted for usual GPUs \(.*TFLOP/s.*\n  .* ms per micro-batch \(.* µs per", out
+    )
+    assert found["time"]["per_token_s"] == pytest.approx(found["time"]["micro_batch_s"] / 61)
+    assert "time" not in read("dump", "mlp", "-s", "tp2")
+
+
+# ---------------------------------------------------------------------------------------------------- choose.md
+def commands(program: str) -> list[list[str]]:
+    """The command lines of the page that run this command on the small llama."""
+    lines = [shlex.split(line) for line in CHOOSE.splitlines() if line.startswith(f"fxpar {program} llama")]
+    return [words[1:] for words in lines]
+
+
+def test_replicas_send_once_and_tp_per_token():
+    """Step 3: the figures of the page are those of its commands, and the rule follows from them."""
+    first, second = commands("dump")
+    assert (first[3], second[3]) == ("dp4", "tp4+sp")
+    texts = [fxpar(*words)[1] for words in (first, second)]
+    dp, tp = (dump(name)["sent"] for name in ("dp4", "tp4+sp"))
+    for text, sent in zip(texts, (dp, tp), strict=True):
+        assert f"once: {sent['mini_batch_bytes']:,} bytes" in text
+        assert f"{sent['mini_batch_bytes']:,}" in CHOOSE
+    assert dp["micro_batch_bytes"] == 0
+    assert f"sends {tp['per_token_bytes']:,.0f} bytes per token" in CHOOSE
+    even = (dp["mini_batch_bytes"] - tp["mini_batch_bytes"]) / tp["per_token_bytes"]
+    said = int(re.search(r"about (\d+) tokens", CHOOSE)[1])
+    assert even == pytest.approx(said, rel=0.05)
+
+
+def test_tp_has_four_collectives_per_layer():
+    def of_a_layer(strategy):
+        return [c for c in dump(strategy)["collectives"] if c["fqn"].startswith("layers.1.") and c["part"] == "body"]
+
+    assert len(of_a_layer("tp4")) == 4
+    assert "4 collectives per layer and micro-batch" in CHOOSE
+
+
+def test_sp_sends_about_the_same_and_holds_less():
+    each = [dump(name)["sent"]["micro_batch_bytes"] for name in ("tp4", "tp4+sp")]
+    assert each[1] == pytest.approx(each[0], rel=0.1)
+    found = read("memory", "llama", "-s", "tp4,tp4+sp", "--tokens", "4096")["strategies"]
+    assert found[1]["peak_bytes"] < found[0]["peak_bytes"]
+
+
+def test_a_switch_into_a_view_moves_nothing(tmp_path, monkeypatch):
+    """Step 4."""
+    cluster = re.search(r'```toml title="cluster.toml"\n(.*?)```', CHOOSE, re.DOTALL)[1]
+    (tmp_path / "cluster.toml").write_text(cluster)
+    monkeypatch.chdir(tmp_path)
+    (switch,), (order,) = commands("switch"), commands("order")
+    plan = read(*switch)
+    assert (plan["inter_node_bytes"], plan["intra_node_bytes"]) == (0, 0)
+    found = read(*order)
+    assert found["gradients"] == "home"  # as in training
+    assert {hop["target"] for hop in found["hops"] if hop["kind"] == "gradients"} == {found["order"][0]}
+    assert found["order"][0] == "dp4"
+    assert all(hop["intra_node_bytes"] == 0 for hop in found["hops"] if hop["source"] == "dp4")
