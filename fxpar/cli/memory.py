@@ -8,11 +8,12 @@ import time
 from rich.console import Console
 
 from fxpar.cli.commands import MemoryRequest
-from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
+from fxpar.cli.console import human_bytes, plain_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.printer import without_folders
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
@@ -28,7 +29,7 @@ def run_memory(request: MemoryRequest) -> None:
         cluster.require(strategy.world)
     check_output(request.json)
     notes: list[str] = []
-    with stderr_console().status("") as status, collected_warnings(notes):
+    with working() as status, collected_warnings(notes):
         status.update(f"lowering {request.source.model} to {strategy}")
         sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
         program = read_for_store(request.source, strategy, sizes)
@@ -65,7 +66,7 @@ def show(console: Console, model: str, world: int, found: MemoryPrediction, note
     for line in lines:
         _print_folded(console, line, margin)
     for note in dict.fromkeys(notes):
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {without_folders(note)}", markup=False)
 
 
 def _show_room(console: Console, peak_bytes: int, device_bytes: int) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fxpar.cli.commands import TrainRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.request import check_output, write_output
+from fxpar.cli.run_commands import TrainRequest
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
 from fxpar.ir.strategy import Strategy
 from fxpar.train.config import TrainConfig, parse_config, read_config
