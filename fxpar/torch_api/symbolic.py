@@ -16,7 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils._sympy import functions as sympy_functions
@@ -101,6 +100,8 @@ class FakeWorld:
 
     def symbol(self, name: str, hint: int) -> torch.SymInt:
         """The symbolic size called `name`; `hint` (at least 2) is its value where tracing needs one."""
+        from torch._dynamo.source import ConstantSource  # a second of imports, for captures alone
+
         if name not in self.symbols:
             source = ConstantSource(name)
             symbol: Any = self.shape_env.create_symbol(

@@ -29,12 +29,11 @@ def check_ranks(config: TrainConfig) -> None:
 
 
 def preflight(config: TrainConfig) -> None:
-    """Raises ClusterError, and what `check_folders` and `check_parts` raise."""
+    """Raises ClusterError, and what `check_folders` raises."""
     cluster = described_cluster(config.engine)
     if cluster is not None:
         cluster.require(config.world)
     check_folders(config)
-    check_parts(config)
 
 
 def check_parts(config: TrainConfig) -> None:

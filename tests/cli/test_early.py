@@ -47,6 +47,16 @@ def test_answers_that_need_no_torch():
         assert said in result.stderr
 
 
+def test_answers_from_the_cache_do_without_the_compiler():
+    """What commands on a graph import: torch._dynamo alone takes a second, and only captures need it."""
+    code = (
+        "import sys\n"
+        "import fxpar.cli.dump, fxpar.cli.explain, fxpar.cli.diff, fxpar.cli.order, fxpar.cli.switch\n"
+        "print(sorted({'torch._dynamo', 'torch._inductor', 'transformers'} & set(sys.modules)))\n"
+    )
+    assert run(code=code).stdout == "[]\n"
+
+
 def test_lists_for_who_has_no_torch_are_those_of_the_modules():
     assert list(EXAMPLES) == list(EXAMPLE_NAMES)
     assert [step.name for step in default_passes()] == list(LADDER)
