@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
@@ -11,8 +13,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands
-from fxpar.cli.console import reporting
+from fxpar.cli import commands, run_commands
+from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
 app = typer.Typer(
@@ -29,13 +31,13 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     (
         "train",
         "Train a language model that switches strategies by length.",
-        commands.TrainRequest,
+        run_commands.TrainRequest,
         ("fxpar train --demo", "fxpar train run.toml --steps 10 --compare static"),
     ),
     (
         "export",
         "Write a checkpoint's weights as a folder of safetensors.",
-        commands.ExportRequest,
+        run_commands.ExportRequest,
         ("fxpar export runs/chat llama-chat --dtype bf16",),
     ),
     (
@@ -104,7 +106,7 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     (
         "profile",
         "Measure devices, memory and links for a cluster file.",
-        commands.ProfileRequest,
+        run_commands.ProfileRequest,
         (
             "fxpar profile -o cluster.json",
             "fxpar profile -o cluster.json --ranks 4",
@@ -114,7 +116,7 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     (
         "passes",
         "List passes, describe one, or run one on a graph file.",
-        commands.PassesRequest,
+        run_commands.PassesRequest,
         ("fxpar passes", "fxpar passes casts", "fxpar passes cleanup --on g.fxpar -o out.fxpar"),
     ),
 )
@@ -181,18 +183,27 @@ def command_of(name: str, words: type) -> Callable[..., None]:
         parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, annotation=Debug, default=False))
 
     def command(**given: Any) -> None:
+        from fxpar.cli.early import check_early
+
         values: dict[str, Any] = {}
         for key, one in options.items():
             value = not given[key] if "negated" in one.metadata else given[key]
             values[key] = tuple(value) if isinstance(value, list) else value
         own = {key: values.pop(key) for key in words.__dataclass_fields__ if key in values}  # type: ignore[attr-defined]
         request = words(source=GraphSource(**values), **own) if values else words(**own)
-        if getattr(import_module(f"fxpar.cli.{name}"), f"run_{name}")(request) is False:
+        check_early(request)
+        if _runner(name)(request) is False:
             raise typer.Exit(1)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = words.__doc__
     return command
+
+
+def _runner(name: str) -> Callable[[Any], object]:
+    """`run_NAME`. What it imports takes seconds, so whoever waits at a terminal sees that at once."""
+    with working("starting") if "RANK" not in os.environ else nullcontext():
+        return getattr(import_module(f"fxpar.cli.{name}"), f"run_{name}")
 
 
 for _name, _summary, _words, _lines in COMMANDS:

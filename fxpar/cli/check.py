@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from fxpar.checking import CheckResult, check
 from fxpar.checking.eager import EagerComparison, compare_with_eager
 from fxpar.cli.check_file import check_file
 from fxpar.cli.commands import CheckRequest
-from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console
+from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console, working
 from fxpar.cli.request import (
     as_computed,
     capture_model,
@@ -26,7 +27,7 @@ from fxpar.cli.request import (
     write_json,
 )
 from fxpar.cli.source import strategies_of
-from fxpar.errors import CheckedRanksError
+from fxpar.errors import CheckedRanksError, WeightsNotFiniteError
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
@@ -35,12 +36,20 @@ from fxpar.models import LoadedModel
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table; it is shown where the terminal is at least `width` wide."""
+    """One column of the table. Where the terminal is too narrow for all, those of the greatest `rank` are left out
+    first, and those of rank 0 never; `least` columns are enough for one whose words may go on in the next line.
+    """
 
     title: str
     cell: Callable[[CheckResult], str]
-    width: int = 0
+    rank: int = 0
     right: bool = False
+    least: int | None = None
+
+    def columns(self, results: Sequence[CheckResult]) -> int:
+        """How wide it has to be."""
+        widest = max(len(text) for text in [self.title, *map(self.cell, results)])
+        return widest if self.least is None else min(widest, self.least)
 
 
 def _error(value: float) -> str:
@@ -49,14 +58,14 @@ def _error(value: float) -> str:
 
 COLUMNS = (
     Column("strategy", lambda r: r.strategy),
-    Column("ranks", lambda r: str(r.world), 70, right=True),
+    Column("ranks", lambda r: str(r.world), 1, right=True),
     Column("result", lambda r: "ok" if r.ok else ("error" if r.error else "MISS")),
     Column("loss err", lambda r: _error(r.loss_rel_err), right=True),
     Column("grad err", lambda r: _error(r.grad_max_rel_err), right=True),
-    Column("collectives", lambda r: ", ".join(f"{n} {kind}" for kind, n in r.collectives.items()) or "-", 100),
-    Column("sent", lambda r: human_bytes(r.collective_bytes), 80, right=True),
-    Column("nodes", lambda r: str(r.nodes), 120, right=True),
-    Column("worst gradient", lambda r: r.worst_param or "-", 150),
+    Column("collectives", lambda r: ", ".join(f"{n} {kind}" for kind, n in r.collectives.items()) or "-", 3, least=30),
+    Column("sent", lambda r: human_bytes(r.collective_bytes), 2, right=True),
+    Column("nodes", lambda r: str(r.nodes), 4, right=True),
+    Column("worst gradient", lambda r: r.worst_param or "-", 5),
 )
 
 
@@ -71,7 +80,7 @@ def run_check(request: CheckRequest) -> bool:
     concerns one strategy is a result of that strategy.
     """
     source = request.source
-    strategies = strategies_of(source, request.strategies.split(",") if request.strategies else ())
+    strategies = strategies_of(source, request.strategy_texts)
     for strategy in strategies:
         if strategy.world > MOST_RANKS:
             raise CheckedRanksError(str(strategy), strategy.world, MOST_RANKS)
@@ -81,9 +90,11 @@ def run_check(request: CheckRequest) -> bool:
     console = stderr_console() if request.json == "-" else stdout_console()
     if source.is_file:
         return _run_file(console, request, strategies)
-    with stderr_console().status("") as status, collected_warnings(notes):
-        status.update(f"capturing {source.model}")
+    with working() as status, collected_warnings(notes):
+        status.update(f"loading {source.model}")
         model = load_model(source.model, source.options, source.dtype, source.tokens, device="cpu", seed=request.seed)
+        check_numbers(source.model, model)
+        status.update(f"capturing {source.model}")
         logical = capture_model(model)
         status.update("comparing the captured graph with the model")
         eager = compare_with_eager(logical, model.model, model.loss_fn, model.example_batch)
@@ -100,7 +111,7 @@ def run_check(request: CheckRequest) -> bool:
 def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy]) -> bool:
     """The same for a graph file, which has no model to compare the captured graph with."""
     notes: list[str] = []
-    with stderr_console().status(f"checking {request.source.model}"), collected_warnings(notes):
+    with working(f"checking {request.source.model}"), collected_warnings(notes):
         logical, results = check_file(
             request.source, strategies, tolerance=request.tolerance, compile=request.compile, seed=request.seed
         )
@@ -113,6 +124,13 @@ def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy
     }
     write_json(request.json, found)
     return all(result.ok for result in results)
+
+
+def check_numbers(spec: str, model: LoadedModel) -> None:
+    """Weights that are no numbers agree with nothing, and disagree with nothing. Raises WeightsNotFiniteError."""
+    bad = [fqn for fqn, value in model.params().items() if not bool(value.isfinite().all())]
+    if bad:
+        raise WeightsNotFiniteError(spec, bad)
 
 
 def equals_model(eager: EagerComparison, request: CheckRequest) -> bool:
@@ -208,8 +226,7 @@ def _show_results(console: Console, results: Sequence[CheckResult], notes: Seque
     """Whether documents share rows, the table of the strategies, what was noted of each, and the verdict."""
     for found in dict.fromkeys(result.documents for result in results if result.documents):
         console.print(_DOCUMENTS[found], markup=False)
-    width = console.width if console.is_terminal else 1000
-    shown = [column for column in COLUMNS if column.width <= width]
+    shown = fitting(results, console.width) if console.is_terminal else list(COLUMNS)
     if console.is_terminal:
         console.print(_rich_table(shown, results))
     else:
@@ -223,13 +240,27 @@ def _show_results(console: Console, results: Sequence[CheckResult], notes: Seque
                 console.print(f"note ({result.strategy}): {without_folders(note)}", markup=False)
                 said.append(note)
         if not result.ok:
-            why = result.error or f"the largest error is in {result.worst_param or 'the loss'}"
+            where = result.worst_param or "the loss"
+            worst = max(result.loss_rel_err, result.grad_max_rel_err)
+            why = result.error or (
+                f"the largest error is in {where}"
+                if math.isfinite(worst)
+                else f"{where} is no number (NaN or infinite)"
+            )
             console.print(f"{result.strategy}: {why}", markup=False, style="red")
     for note in notes:
         console.print(f"note: {without_folders(note)}", markup=False)
     good = sum(result.ok for result in results)
     verdict = f"{good} of {len(results)} strategies agree with the single device"
     console.print(verdict, style="green" if good == len(results) else "bold red")
+
+
+def fitting(results: Sequence[CheckResult], width: int) -> list[Column]:
+    """The columns of the table that `width` has room for without a break inside a word."""
+    shown = list(COLUMNS)
+    while sum(column.columns(results) + 2 for column in shown) - 2 > width and any(c.rank for c in shown):
+        shown.remove(max(shown, key=lambda column: column.rank))
+    return shown
 
 
 def _rich_table(shown: Sequence[Column], results: Sequence[CheckResult]) -> Table:

@@ -1,48 +1,34 @@
-"""The words of each command: a dataclass whose fields are its options, and whose docstring is its help.
+"""The words of each command that takes a MODEL: a dataclass whose fields are its options, its docstring the help.
 
 Nothing here imports torch. What a command does is in the module of its name; `fxpar.cli.app` puts both together.
 Annotations are read as values, so they are not postponed here.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
 
-from fxpar.cli.options import SUFFIX, Cluster, Debug, GraphSource, Json, Offered
+from fxpar.cli.names import SUFFIX
+from fxpar.cli.options import (
+    Cluster,
+    Debug,
+    GraphSource,
+    Json,
+    MicroBatches,
+    Offered,
+    OneStrategy,
+    Strategies,
+    complete_passes,
+    complete_strategies,
+    one_strategy,
+    split_strategies,
+)
 
 CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?(gib|gb)", re.IGNORECASE)
 _STAGES = ("logical", "annotated", "exec")
-
-
-@dataclass(frozen=True)
-class TrainRequest:
-    """Train a language model; each mini-batch switches between strategies by sequence length.
-
-    Starts its own local ranks, or is one of torchrun's. Exits with 130 after Ctrl-C.
-    """
-
-    config: Annotated[
-        str | None, typer.Argument(metavar="CONFIG.toml", help="What to train; see docs/train.md.", show_default=False)
-    ] = None
-    demo: Annotated[bool, typer.Option("--demo", help="A small Llama on the source of Python's library.")] = False
-    assignments: Annotated[
-        tuple[str, ...],
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the file; repeatable."),
-    ] = ()
-    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.", show_default=False)] = None
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks, as a check.", show_default=False)] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")] = False
-    compare: Annotated[
-        str | None,
-        typer.Option(metavar="static|S", help="Train again under one strategy (static: the longest's), and compare."),
-    ] = None
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write the run's summary as JSON; - is stdout.", show_default=False),
-    ] = None
-    debug: Debug = False
 
 
 @dataclass(frozen=True)
@@ -59,16 +45,7 @@ class CheckRequest:
             says={"dtype": "Dtype of the parameters; float64 checks to 1e-10."},
         ),
     ]
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            "-s",
-            metavar="S,...",
-            help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1; none for the file of a lowered graph.",
-            show_default=False,
-        ),
-    ] = None
+    strategies: Strategies = ()
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON; - is stdout.")] = None
     compile: Annotated[Literal["eager", "inductor"], typer.Option(help="How the graphs of the ranks run.")] = "eager"
     tolerance: Annotated[
@@ -83,7 +60,14 @@ class CheckRequest:
 
     def __post_init__(self) -> None:
         if not self.strategies and not self.source.is_file:
-            raise typer.BadParameter("say which strategies to check", param_hint="--strategies")
+            raise typer.BadParameter("say which strategies to check, such as -s dp2,tp2+sp", param_hint="--strategy")
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise typer.BadParameter("a largest error is a number from 0 on", param_hint="--tolerance")
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """Those that the words name, one by one."""
+        return split_strategies(self.strategies)
 
 
 @dataclass(frozen=True)
@@ -91,9 +75,7 @@ class DumpRequest:
     """Print or save the graph of a model at one stage, or its pipeline's schedule. Weights are never allocated."""
 
     source: Annotated[GraphSource, Offered(says={"storage": "Dtype in which ranks keep the parameters, if another."})]
-    strategy: Annotated[
-        str | None, typer.Option("--strategy", "-s", help="Strategy, such as dp2.tp4+sp or pp4.tp2.")
-    ] = None
+    strategies: OneStrategy = ()
     stage: Annotated[
         str | None,
         typer.Option(
@@ -104,7 +86,11 @@ class DumpRequest:
     ] = None
     after: Annotated[
         str | None,
-        typer.Option(metavar="PASS", help="The graph after this pass: a name or step of `fxpar passes`."),
+        typer.Option(
+            metavar="PASS",
+            autocompletion=complete_passes,
+            help="The graph after this pass: a name or step of `fxpar passes`.",
+        ),
     ] = None
     fqn: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only nodes of these modules, such as 'layers.0.*'.")
@@ -115,10 +101,7 @@ class DumpRequest:
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Print the pipeline's schedule instead of its graphs.")
     ] = False
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Micro-batches of the schedule (default: one per pp rank).", show_default=False),
-    ] = None
+    micro_batches: MicroBatches = None
     format: Annotated[
         Literal["text", "json", "dot", "graph"] | None,
         typer.Option(help="Form of the output; graph, a file to load again, if FILE ends in .fxpar."),
@@ -144,6 +127,16 @@ class DumpRequest:
             raise typer.BadParameter("it is for --schedule", param_hint="--micro-batches")
         if self.after is not None and (self.strategy is None or (self.stage is not None and self.level is not None)):
             raise typer.BadParameter("it needs a strategy, and no stage but that of a pipeline", param_hint="--after")
+
+    @property
+    def strategy(self) -> str | None:
+        """The one that the words name, if any."""
+        return one_strategy(self.strategies)
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """Those that are looked at: the logical graph has none."""
+        return [] if self.strategy is None or self.level == "logical" else [self.strategy]
 
     @property
     def level(self) -> str | None:
@@ -176,24 +169,28 @@ class DiffRequest:
     other: Annotated[
         str | None, typer.Argument(metavar="[OTHER]", help="A second graph file or MODEL.", show_default=False)
     ] = None
-    strategy: Annotated[
-        tuple[str, ...],
-        typer.Option("--strategy", "-s", metavar="S", help="Strategy, such as dp2.tp4+sp; give it twice."),
-    ] = ()
-    strategies: Annotated[
-        str | None, typer.Option(metavar="S1,S2", help="Short for -s S1 -s S2.", show_default=False)
-    ] = None
+    strategies: Strategies = ()
     passes: Annotated[
         tuple[str, str] | None,
         typer.Option(metavar="P1 P2", help="After these two passes (name or step).", show_default=False),
     ] = None
     before: Annotated[
         str | None,
-        typer.Option(metavar="PASS", help="From before this pass; without --after: what it does.", show_default=False),
+        typer.Option(
+            metavar="PASS",
+            autocompletion=complete_passes,
+            help="From before this pass; without --after: what it does.",
+            show_default=False,
+        ),
     ] = None
     after: Annotated[
         str | None,
-        typer.Option(metavar="PASS", help="To after this pass; without --before: what it does.", show_default=False),
+        typer.Option(
+            metavar="PASS",
+            autocompletion=complete_passes,
+            help="To after this pass; without --before: what it does.",
+            show_default=False,
+        ),
     ] = None
     fqn: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only these modules, such as 'layers.0'.", show_default=False)
@@ -208,6 +205,11 @@ class DiffRequest:
             raise typer.BadParameter("it is the opposite of --text", param_hint="--brief")
         if self.passes is not None and (self.before is not None or self.after is not None):
             raise typer.BadParameter("it goes without --before and --after", param_hint="--passes")
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """Those that the words name, one by one."""
+        return split_strategies(self.strategies)
 
 
 @dataclass(frozen=True)
@@ -224,16 +226,26 @@ class ExplainRequest:
             show_default=False,
         ),
     ] = None
-    strategy: Annotated[
-        str | None,
-        typer.Option("--strategy", "-s", metavar="S", help="Strategy, such as dp2.tp4+sp.", show_default=False),
-    ] = None
+    strategies: OneStrategy = ()
     stage: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="This pipeline stage alone.", show_default=False)
     ] = None
     passes: Annotated[bool, typer.Option("--passes", help="Also say what passes add for a parameter.")] = False
     top: Annotated[int, typer.Option(min=1, help="Modules to list in the summary.")] = 12
     json: Json = None
+
+    def __post_init__(self) -> None:
+        one_strategy(self.strategies)
+
+    @property
+    def strategy(self) -> str | None:
+        """The one that the words name, if any."""
+        return one_strategy(self.strategies)
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """It, or none."""
+        return [] if self.strategy is None else [self.strategy]
 
 
 @dataclass(frozen=True)
@@ -242,30 +254,25 @@ class VizRequest:
 
     source: Annotated[GraphSource, Offered("options overrides world precision cache")]
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")]
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy", "-s", metavar="S,...", help="Strategies, such as dp2.tp4+sp,pp2.tp4.", show_default=False
-        ),
-    ] = None
+    strategies: Strategies = ()
     format: Annotated[
         Literal["html", "json", "model-explorer"],
         typer.Option(help="A page, its data, or graphs for Model Explorer with overlays beside them."),
     ] = "html"
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="What times are predicted for; by default usual GPUs, eight to a node."),
-    ] = None
+    cluster: Cluster = None
     tokens: Annotated[
         int | None, typer.Option(min=1, max=2**30, help="Tokens of a replica's micro-batch.", show_default=False)
     ] = None
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches of a mini-batch.", show_default=False)
-    ] = None
+    micro_batches: MicroBatches = None
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write the predicted step for Perfetto.", show_default=False)
     ] = None
     open: Annotated[bool, typer.Option("--open", help="Open the page, or Model Explorer, when it is written.")] = False
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """Those that the words name, one by one."""
+        return split_strategies(self.strategies)
 
 
 @dataclass(frozen=True)
@@ -278,10 +285,7 @@ class MemoryRequest:
             "options overrides world cache", says={"dtype": "Dtype of the parameters in the graph; masters are fp32."}
         ),
     ]
-    strategy: Annotated[
-        str,
-        typer.Option("--strategy", "-s", help="Strategy, such as 'dp2.tp4+sp+remat'; of several a table."),
-    ]
+    strategies: Strategies = ()
     tokens: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, max=2**30, help="Tokens of one replica's micro-batch.", show_default=False),
@@ -289,20 +293,8 @@ class MemoryRequest:
     longest: Annotated[
         int | None, typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False)
     ] = None
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Micro-batches of a mini-batch; from 2 on gradients add up. Default: 2; with pp one per pp rank.",
-            show_default=False,
-        ),
-    ] = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Cluster, .toml or .json: its nodes, and what a device holds.", show_default=False
-        ),
-    ] = None
+    micro_batches: MicroBatches = None
+    cluster: Cluster = None
     capacity: Annotated[
         str | None,
         typer.Option(metavar="80GB", help="What a device holds, to say whether it fits.", show_default=False),
@@ -310,11 +302,17 @@ class MemoryRequest:
     json: Json = None
 
     def __post_init__(self) -> None:
+        if not self.strategies:
+            raise typer.BadParameter("say which strategy, such as -s dp2.tp4+sp+remat", param_hint="--strategy")
         if self.capacity is not None and not CAPACITY.fullmatch(self.capacity):
             raise typer.BadParameter(f"{self.capacity!r} is no size such as 80GB", param_hint="--capacity")
         if self.tokens is not None and self.longest is not None and self.longest > self.tokens:
             why = f"a document of {self.longest} tokens is longer than its row of {self.tokens}"
             raise typer.BadParameter(why, param_hint="--longest")
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        return split_strategies(self.strategies)
 
     @property
     def device_bytes(self) -> int | None:
@@ -332,9 +330,17 @@ class SwitchRequest:
         GraphSource,
         Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of the weights on the wire."}),
     ]
-    before: Annotated[str, typer.Option("--from", metavar="S1", help="Strategy before, such as pp2.tp16.")]
-    after: Annotated[str, typer.Option("--to", metavar="S2", help="Strategy after, such as dp8.tp4.")]
-    cluster: Cluster
+    before: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="S1", autocompletion=complete_strategies, help="Strategy before, such as pp2.tp16."
+        ),
+    ]
+    after: Annotated[
+        str,
+        typer.Option("--to", metavar="S2", autocompletion=complete_strategies, help="Strategy after, such as dp8.tp4."),
+    ]
+    cluster: Cluster = None
     planner: Annotated[
         str,
         typer.Option(
@@ -342,6 +348,11 @@ class SwitchRequest:
         ),
     ] = "auto"
     json: Json = None
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """Before and after."""
+        return [self.before, self.after]
 
 
 @dataclass(frozen=True)
@@ -352,10 +363,8 @@ class OrderRequest:
         GraphSource,
         Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of weights and gradients on the wire."}),
     ]
-    strategies: Annotated[
-        str, typer.Option("--strategies", "-s", metavar="S,...", help="Strategies of the graphs of a mini-batch.")
-    ]
-    cluster: Cluster
+    strategies: Strategies = ()
+    cluster: Cluster = None
     first: Annotated[str | None, typer.Option(metavar="S", help="Fix the first graph (the home layout).")] = None
     planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay"
     gradients: Annotated[
@@ -370,60 +379,11 @@ class OrderRequest:
     ] = 0.0
     json: Json = None
 
-
-@dataclass(frozen=True)
-class ProfileRequest:
-    """Measure devices, memory and links of this machine, and describe them in a cluster file.
-
-    Starts its own local ranks, or is one of torchrun's. Nothing else should run meanwhile.
-    """
-
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE.json", help="The cluster file to write; - is stdout.")
-    ] = "cluster.json"
-    ranks: Annotated[int, typer.Option(min=1, help="Local ranks that measure together, and the links between.")] = 1
-    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="About as long for each measurement.")] = 0.2
-    threads: Annotated[int, typer.Option(min=1, max=4096, help="Threads of a rank on a CPU, as run.threads.")] = 1
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: GPUs if there are enough.")
-    ] = "auto"
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """Write the weights of a checkpoint as safetensors, for transformers and others. One process, without the model."""
-
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of a run: its latest one.")
-    ]
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write; it must be empty, or not exist.")]
-    dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bf16; by default as trained.")] = None
-
-
-@dataclass(frozen=True)
-class PassesRequest:
-    """List the passes, describe one, or run one on a dumped graph and show what it changes."""
-
-    name: Annotated[str | None, typer.Argument(help="Show the whole description of this pass.", show_default=False)] = (
-        None
-    )
-    on: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Run the pass on the graph of `fxpar dump --after PASS -o FILE.fxpar`."),
-    ] = None
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the new graph.", show_default=False)
-    ] = None
-    options: Annotated[
-        tuple[str, ...], typer.Option("--set", metavar="FIELD=VALUE", help="Set an option of the pass; repeatable.")
-    ] = ()
-    text: Annotated[bool, typer.Option("--text", help="Show the nodes that changed.")] = False
-    json: Json = None
-
     def __post_init__(self) -> None:
-        if self.on is not None and self.name is None:
-            raise typer.BadParameter("name the pass that is to run", param_hint="--on")
-        for word, given in (("--output", self.output), ("--set", self.options), ("--text", self.text)):
-            if given and self.on is None:
-                raise typer.BadParameter("it is for a pass that runs; name a graph file with --on", param_hint=word)
+        if not self.strategies:
+            raise typer.BadParameter("say which strategies to order, such as -s dp4,tp4", param_hint="--strategy")
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """Those that the words name, one by one."""
+        return split_strategies(self.strategies)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from fxpar.ir.columns import columns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,6 +32,30 @@ def stdout_console() -> Console:
 
 def stderr_console() -> Console:
     return Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=not sys.stderr.isatty())
+
+
+_BEGUN = time.monotonic()  # the elapsed time that a user sees is that of the command
+
+
+class Work:
+    """What is being done, and for how long the command runs; drawn anew with each frame of the spinner."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def update(self, text: str) -> None:
+        self.text = text
+
+    def __rich__(self) -> RenderableType:
+        return Text(f"{self.text}, {time.monotonic() - _BEGUN:.0f} s", overflow="ellipsis", no_wrap=True)
+
+
+@contextmanager
+def working(text: str = "") -> Iterator[Work]:
+    """A spinner on stderr if that is a terminal, and nothing of it is left afterwards."""
+    work = Work(text)
+    with stderr_console().status(work):
+        yield work
 
 
 def reporting(command: F) -> F:
@@ -75,8 +104,6 @@ def click_error() -> type[Exception]:
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Aligned columns without lines."""
-    from fxpar.ir.printer_tables import columns
-
     return "\n".join(line[2:] for line in columns([header, *rows], right))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxpar.cli.commands import DiffRequest
-from fxpar.cli.console import stderr_console, stdout_console
+from fxpar.cli.console import stdout_console, working
 from fxpar.cli.diff_show import show
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_graph, strategies_of
@@ -21,11 +21,10 @@ from fxpar.ir.strategy import Strategy
 def run_diff(request: DiffRequest) -> bool:
     """Do it; False if the graphs differ and the exit status is to say so. Raises FxparError."""
     begun = time.process_time()
-    texts = [*request.strategy, *(request.strategies.split(",") if request.strategies else ())]
-    strategies = strategies_of(request.source, texts)
+    strategies = strategies_of(request.source, request.strategy_texts)
     check_output(request.json)
     notes: list[str] = []
-    with stderr_console().status("") as status, collected_warnings(notes):
+    with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         of_passes = request.passes or request.before or request.after
         old, new = _passes(request, strategies) if of_passes else _graphs(request, strategies)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fxpar.cli.commands import DumpRequest
-from fxpar.cli.console import stderr_console
+from fxpar.cli.console import stderr_console, working
 from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
@@ -35,12 +35,11 @@ from fxpar.schedule import Action, Costs, Timeline, chart, simulate
 def run_dump(request: DumpRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    texts = () if request.strategy is None or request.level == "logical" else (request.strategy,)
-    strategies = strategies_of(request.source, texts)
+    strategies = strategies_of(request.source, request.strategy_texts)
     _check_words(request)
     (check_graph_output if request.form == "graph" else check_output)(request.target)
     notes: list[str] = []
-    with stderr_console().status("") as status, collected_warnings(notes):
+    with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         graph = _graph(request, strategies[0] if strategies else None)
         whole = request.after is None or strategies[0].pipeline_size == 1  # batches are those of all stages

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from fxpar.cli.commands import ExplainRequest
-from fxpar.cli.console import stderr_console, stdout_console
+from fxpar.cli.console import stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import (
@@ -45,11 +45,10 @@ NO_LOGICAL = "the file holds no logical graph, so there is nothing to search aga
 
 def run_explain(request: ExplainRequest) -> None:
     """Do it. Raises FxparError."""
-    texts = () if request.strategy is None else (request.strategy,)
-    strategies = strategies_of(request.source, texts)
+    strategies = strategies_of(request.source, request.strategy_texts)
     check_output(request.json)
     notes: list[str] = []
-    with stderr_console().status("") as status, collected_warnings(notes):
+    with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         graphs = _Graphs(request.source, strategies[0] if strategies else None)
         document = explained(request, graphs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fxpar.cli.commands import ExportRequest
 from fxpar.cli.console import stdout_console
+from fxpar.cli.run_commands import ExportRequest
 from fxpar.errors import CorruptCheckpointError
 
 

@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from fxpar.cli.commands import MemoryRequest
-from fxpar.cli.console import human_bytes, plain_table, stderr_console, stdout_console
+from fxpar.cli.console import human_bytes, plain_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
 
@@ -24,14 +25,14 @@ _LEAST = 16  # columns for text that goes on below a number
 def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    strategies = strategies_of(request.source, request.strategy.split(","))
+    strategies = strategies_of(request.source, request.strategy_texts)
     cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
     if cluster is not None:
         cluster.require(max(strategy.world for strategy in strategies))
     check_output(request.json)
     notes: list[str] = []
     found: list[MemoryPrediction] = []
-    with stderr_console().status("") as status, collected_warnings(notes):
+    with working() as status, collected_warnings(notes):
         for strategy in strategies:
             status.update(f"lowering {request.source.model} to {strategy}")
             prediction, said = _predicted(request, strategy, cluster)
@@ -125,7 +126,7 @@ def show(console: Console, model: str, world: int, found: MemoryPrediction, note
     for line in lines:
         _print_folded(console, line, margin)
     for note in dict.fromkeys(notes):
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {without_folders(note)}", markup=False)
 
 
 def _print_stages(console: Console, rows: list[tuple[str, ...]]) -> None:

@@ -3,25 +3,96 @@
 Annotations are read as values, so they are not postponed here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 
-SUFFIX = ".fxpar"  # of graph files
+from fxpar.cli.names import SUFFIX
+
 _MODEL_HELP = (
     "hf:TYPE, hf:TYPE@SIZE or hf:./FOLDER (transformers), pkg.module:function, file.py:function, or llama, gpt, vit, "
     "mlp (built in). Or FILE.fxpar, a graph that `fxpar dump -o` wrote."
 )
 
-Cluster = Annotated[
-    str, typer.Option(metavar="FILE", help="Devices and links, as `fxpar profile` writes them, TOML or JSON.")
+
+def complete_models(incomplete: str) -> list[str]:
+    """What the shell offers for MODEL; imported at TAB only."""
+    from fxpar.cli import complete
+
+    return complete.models(incomplete)
+
+
+def complete_strategies(incomplete: str) -> list[str]:
+    """What the shell offers for a strategy."""
+    from fxpar.cli import complete
+
+    return complete.strategies(incomplete)
+
+
+def complete_passes(incomplete: str) -> list[str]:
+    """What the shell offers for a name of a pass."""
+    from fxpar.cli import complete
+
+    return complete.passes(incomplete)
+
+
+_MOST_MICRO_BATCHES = 4096  # each is simulated: more take minutes, and no mini-batch has them
+
+_CLUSTER_HELP = (
+    "Devices and links, as `fxpar profile` writes them, TOML or JSON. Where times need one: by default usual GPUs, "
+    "eight to a node."
+)
+Cluster = Annotated[str | None, typer.Option(metavar="FILE", help=_CLUSTER_HELP, show_default=False)]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=_MOST_MICRO_BATCHES,
+        help="Micro-batches of a mini-batch; from 2 on gradients add up. Default: one per pp rank; 2 without pp.",
+        show_default=False,
+    ),
+]
+_NAMES = ("--strategy", "-s", "--strategies")
+Strategies = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        *_NAMES,
+        metavar="S,...",
+        autocompletion=complete_strategies,
+        help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1; repeatable. None for the file of a lowered graph.",
+        show_default=False,
+    ),
+]
+OneStrategy = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        *_NAMES,
+        metavar="S",
+        help="Strategy, such as dp2.tp4+sp or pp4.tp2.",
+        show_default=False,
+        autocompletion=complete_strategies,
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - is stdout.", show_default=False)
 ]
+
+
+def split_strategies(given: Sequence[str]) -> list[str]:
+    """["dp2", "tp2", "cp2"] for ("dp2,tp2", "cp2"): repeated options, each a list."""
+    return [text for one in given for text in one.split(",")]
+
+
+def one_strategy(given: Sequence[str]) -> str | None:
+    """The strategy of a command that takes one. Raises typer.BadParameter for several."""
+    found = split_strategies(given)
+    if len(found) > 1:
+        why = f"it takes one strategy here, and there are {len(found)}: {', '.join(found)}"
+        raise typer.BadParameter(why, param_hint="--strategy")
+    return found[0] if found else None
 
 
 @dataclass(frozen=True)
@@ -30,7 +101,9 @@ class GraphSource:
     and lowers anew.
     """
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False, autocompletion=complete_models)
+    ]
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters in the graph.")] = "float32"
     tokens: Annotated[
         str | None, typer.Option(metavar="N,...", help="Lengths of the micro-batches, such as 64,37,96.")

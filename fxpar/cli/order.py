@@ -9,7 +9,6 @@ from fxpar.cli.commands import OrderRequest
 from fxpar.cli.console import human_bytes, human_seconds, plain_table, stdout_console
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.switch import layouts_of, same_world
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlannerError
 from fxpar.ir.strategy import Strategy
 from fxpar.switch.order import EXHAUSTIVE, OrderPlan, OrderSearch
@@ -20,8 +19,7 @@ def run_order(request: OrderRequest) -> None:
     """Do it. Raises FxparError."""
     if request.planner not in planner_names():
         raise PlannerError(request.planner, planner_names())
-    cluster = ClusterSpec.from_file(request.cluster)
-    strategies = same_world(request.source, request.strategies.split(","), cluster)
+    strategies, cluster = same_world(request.source, request.strategy_texts, request.cluster)
     first = None if request.first is None else str(Strategy.parse(request.first))
     check_output(request.json)
     layouts = layouts_of(request.source, strategies)

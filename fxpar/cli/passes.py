@@ -1,19 +1,24 @@
-"""`fxpar passes`: what each pass does, from its docstring. Running one is in `fxpar.cli.run_pass`."""
+"""`fxpar passes`: what each pass does, from its docstring. Running one is in `fxpar.cli.run_pass`.
+
+Docstrings of fxpar's own passes are read from their files: importing them waits seconds for torch.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 import textwrap
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from fxpar.cli.commands import PassesRequest
+import fxpar
 from fxpar.cli.console import plain_table, stdout_console
 from fxpar.cli.request import check_output, to_json, write_output
+from fxpar.cli.run_commands import PassesRequest
 from fxpar.errors import FxparError
-from fxpar.ir import pass_registry
-from fxpar.lowering import default_passes
+from fxpar.ir.pass_names import BUILTIN, LADDER, PASSES
 
 _WIDE = 110  # columns that the list needs to be a table
 
@@ -30,8 +35,8 @@ def run_passes(request: PassesRequest) -> None:
 
         run_pass(request, name, request.on)
         return
-    ladder = [step.name for step in default_passes()]
-    others = [n for n in pass_registry.available() if n not in ladder]
+    ladder = list(LADDER)
+    others = [n for n in PASSES.available() if n not in ladder]
     if json is not None:
         check_output(json)
         found = [name] if name is not None else [*ladder, *others]
@@ -41,7 +46,7 @@ def run_passes(request: PassesRequest) -> None:
         return
     console = stdout_console()
     if name is not None:
-        console.print(f"{name}\n\n{description(pass_registry.get(name))}", markup=False)
+        console.print(f"{name}\n\n{description_of(name)}", markup=False)
         return
     rows = [(str(i), n, first_line(n)) for i, n in enumerate(ladder)]
     rows += [("", n, first_line(n)) for n in others]
@@ -57,7 +62,7 @@ def _entry(name: str, ladder: list[str], *, loaded: bool) -> dict[str, Any]:
     """One pass as JSON; of a pass that cannot be loaded why not, unless it must be (`loaded`)."""
     step = ladder.index(name) if name in ladder else None
     try:
-        cls = pass_registry.get(name)
+        cls = PASSES.get(name)
     except FxparError as error:
         if loaded:
             raise
@@ -83,9 +88,35 @@ def _plain(value: Any) -> Any:
 def first_line(name: str) -> str:
     """The first line of a pass' description; of a pass that cannot be loaded, why not."""
     try:
-        return description(pass_registry.get(name)).splitlines()[0]
+        return description_of(name).splitlines()[0]
     except FxparError as error:
         return f"({error})"
+
+
+def description_of(name: str) -> str:
+    """What `description` says of the pass called `name`; of fxpar's own from its file. Raises as `PASSES.get` does."""
+    place, _, attribute = BUILTIN.get(name, "").partition(":")
+    file = Path(fxpar.__file__).parents[1].joinpath(*place.split(".")).with_suffix(".py")
+    if not place.startswith("fxpar.") or not file.is_file():
+        return description(PASSES.get(name))
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+    steps = [each for each in classes if any(_sets(line, "tier") for line in classes[each].body)]
+    own = ast.get_docstring(classes[attribute]) or "" if attribute in classes else ""
+    return _joined(ast.get_docstring(module) or "", own, alone=steps in ([], [attribute]))
+
+
+def _sets(line: ast.stmt, name: str) -> bool:
+    """Whether the line of a class body gives the attribute."""
+    targets = line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def _joined(whole: str, own: str, *, alone: bool) -> str:
+    """The docstrings of a module and of a pass in it, as one text."""
+    if not whole or not alone:
+        return own or whole or "(no description)"
+    return f"{whole}\n\n{own}" if own and own not in whole else whole
 
 
 def description(pass_: Any) -> str:
@@ -93,11 +124,6 @@ def description(pass_: Any) -> str:
     module = sys.modules.get(getattr(pass_, "__module__", ""))
     own = inspect.getdoc(pass_) or ""
     whole = inspect.getdoc(module) or ""
-    if module is None or not whole:
-        return own or "(no description)"
-    others = [
-        v for v in vars(module).values() if hasattr(v, "tier") and getattr(v, "__module__", "") == module.__name__
-    ]
-    if [v for v in others if v is not pass_]:
-        return own or whole
-    return f"{whole}\n\n{own}" if own and own not in whole else whole
+    there = vars(module).values() if module is not None else ()
+    steps = [v for v in there if hasattr(v, "tier") and getattr(v, "__module__", "") == getattr(module, "__name__", "")]
+    return _joined(whole, own, alone=all(v is pass_ for v in steps))

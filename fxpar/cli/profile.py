@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fxpar.cli.commands import ProfileRequest
 from fxpar.cli.console import plain_table, stdout_console
 from fxpar.cli.request import check_replaced, replace_output, to_json
+from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ProfileError
 from fxpar.profiling.points import Point, measured
 from fxpar.profiling.record import described, device_name, file_content
 from fxpar.profiling.trials import device_series, link_series
 from fxpar.train.launch import run_ranks
+from fxpar.train.preflight import RANKS_PER_CORE
 from fxpar.train.rank import choose_device
 
 
@@ -39,11 +40,20 @@ def run_profile(request: ProfileRequest) -> None:
     if is_rank:
         record(_as_rank)(request)
     elif request.ranks > 1:
+        check_ranks(request.ranks)
         logs = Path(tempfile.mkdtemp(prefix="fxpar-profile-"))  # stays if a rank fails: its error names the log
         run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs)
         shutil.rmtree(logs, ignore_errors=True)
     else:
         _measure(request, choose_device(request.device, 0, 1), 0, 1, 1)
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises ProfileError for more ranks than this machine can mean."""
+    most = max(RANKS_PER_CORE * (os.cpu_count() or 1), torch.cuda.device_count())
+    if ranks > most:
+        why = f"measures nothing with {ranks:,} ranks on {os.cpu_count()} cores"
+        raise ProfileError(why, f"Start no more than {most}, or more nodes with torchrun")
 
 
 def check_target(request: ProfileRequest) -> None:

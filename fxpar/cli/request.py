@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpar.cli.options import SUFFIX
+from fxpar.cli.names import SUFFIX
 from fxpar.errors import FxparWarning, GraphFileError, OutputError, OverrideError, StrategySyntaxError, TokensError
 from fxpar.ir.strategy import Strategy
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fxpar.cli.after_pass import FIRST
-from fxpar.cli.commands import PassesRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.diff_show import show
 from fxpar.cli.request import check_graph_output, check_output, write_json
+from fxpar.cli.run_commands import PassesRequest
 from fxpar.errors import (
     FxparError,
     GraphFileError,

@@ -8,11 +8,11 @@ from dataclasses import replace
 from rich.table import Table
 
 from fxpar.cli.commands import SwitchRequest
-from fxpar.cli.console import human_bytes, human_seconds, stderr_console, stdout_console
+from fxpar.cli.console import human_bytes, human_seconds, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_layouts, strategies_of
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlannerError
 from fxpar.ir.strategy import Strategy
 from fxpar.precision.precision import parse_dtype
@@ -28,8 +28,7 @@ def run_switch(request: SwitchRequest) -> None:
     """Do it. Raises FxparError."""
     if request.planner not in planner_names():
         raise PlannerError(request.planner, planner_names())
-    cluster = ClusterSpec.from_file(request.cluster)
-    strategies = same_world(request.source, [request.before, request.after], cluster)
+    strategies, cluster = same_world(request.source, request.strategy_texts, request.cluster)
     check_output(request.json)
     layouts = layouts_of(request.source, strategies)
     plan = plan_switch(layouts[0], layouts[1], cluster, request.planner)
@@ -38,13 +37,19 @@ def run_switch(request: SwitchRequest) -> None:
         _show(request.source.model, plan)
 
 
-def same_world(source: GraphSource, texts: Sequence[str], cluster: ClusterSpec) -> list[Strategy]:
-    """The strategies; all of one world size, which the cluster has. Raises StrategySyntaxError, WorldSizeError, ..."""
+def same_world(source: GraphSource, texts: Sequence[str], path: str | None) -> tuple[list[Strategy], ClusterSpec]:
+    """The strategies, all of one world size, and the cluster of this file, which has so many devices; without a file
+    usual GPUs. Raises StrategySyntaxError, WorldSizeError, ClusterError.
+    """
+    cluster = None if path is None else ClusterSpec.from_file(path)
     strategies = strategies_of(source, texts)
+    world = strategies[0].world
     for strategy in strategies:
-        strategy.check_world(strategies[0].world)
-    cluster.require(strategies[0].world)
-    return strategies
+        strategy.check_world(world)
+    if cluster is None:
+        return strategies, usual_cluster(world)
+    cluster.require(world)
+    return strategies, cluster
 
 
 def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[ParamLayout]:
@@ -54,7 +59,7 @@ def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[Para
     """
     wire = parse_dtype(source.dtype)
     source = replace(source, dtype=GraphSource.dtype if source.is_file else str(wire).removeprefix("torch."))
-    with stderr_console().status("") as status, collected_warnings([]):
+    with working() as status, collected_warnings([]):
         status.update(f"placing the parameters of {source.model}")
         return [layout.with_dtype(wire) for layout in read_layouts(source, strategies)]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fxpar.cli.commands import TrainRequest
 from fxpar.cli.console import stderr_console, stdout_console
 from fxpar.cli.request import check_output, write_output
+from fxpar.cli.run_commands import TrainRequest
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
 from fxpar.ir.strategy import Strategy
 from fxpar.train.config import TrainConfig, parse_config, read_config
@@ -122,11 +122,12 @@ def _as_rank(job: Job) -> bool:
 
 def _locally(job: Job, request: TrainRequest) -> bool:
     from fxpar.train.launch import launch
-    from fxpar.train.preflight import check_free, check_ranks, preflight
+    from fxpar.train.preflight import check_free, check_parts, check_ranks, preflight
 
     check_ranks(job.config)
     check_free(job.config)
     preflight(job.config)
+    check_parts(job.config)  # ranks would find it out too, all of them and seconds later
     console = stdout_console()
     try:
         outcome = launch(job, lambda text: console.print(text, markup=False))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.cli.commands import VizRequest
-from fxpar.cli.console import human_bytes, stderr_console, stdout_console
+from fxpar.cli.console import human_bytes, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import read_for_store, read_lowered, read_rows, strategies_of
@@ -19,6 +19,7 @@ from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyErr
 from fxpar.graph_files import load_graph
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.version import __version__
@@ -42,7 +43,7 @@ def run_viz(request: VizRequest) -> None:
         check_output(path)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
     notes: list[str] = []
-    with stderr_console().status("") as status, collected_warnings(notes):
+    with working() as status, collected_warnings(notes):
         views = _views(request, cluster, status.update)
         status.update("drawing")
         written = _write(request, views, notes)
@@ -51,7 +52,7 @@ def run_viz(request: VizRequest) -> None:
         for path in written:
             console.print(f"{path}: {human_bytes(Path(path).stat().st_size)}", markup=False)
         for note in notes:
-            console.print(f"note: {note}", markup=False)
+            console.print(f"note: {without_folders(note)}", markup=False)
     if request.open:
         _open(request, written)
 
@@ -59,8 +60,7 @@ def run_viz(request: VizRequest) -> None:
 def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str], object]) -> list[Viewed]:
     """One for each strategy, or the one of a graph file."""
     source = request.source
-    texts = request.strategies.split(",") if request.strategies else ()
-    strategies = list({str(one): one for one in strategies_of(source, texts)}.values())
+    strategies = list({str(one): one for one in strategies_of(source, request.strategy_texts)}.values())
     for strategy in strategies:
         if cluster:
             cluster.require(strategy.world)

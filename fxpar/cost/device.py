@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fxpar.errors import ClusterError, nearest
+
+if TYPE_CHECKING:  # a strategy and a cluster are read without torch
+    import torch
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _WHOLE = ("nodes", "devices_per_node")
@@ -42,6 +43,8 @@ class Device:
         """
         if not isinstance(self.tflops, Mapping):
             return Fraction(self.tflops) * 10**12
+        import torch
+
         by_width = sorted((getattr(torch, name).itemsize, name) for name in self.tflops)
         exact = str(dtype).removeprefix("torch.")
         name = next((name for width, name in by_width if width >= dtype.itemsize), by_width[-1][1])

@@ -39,6 +39,14 @@ _OPTION_TYPES: dict[str, type] = {"field": str, "column": str, "split": str, "te
 _UNITS = ("file", "definition")
 
 
+def check_source(source: str | Path) -> Path:
+    """Where the documents are. Raises CorpusPathError if there is nothing."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise CorpusPathError(str(source), [STDLIB])
+    return path
+
+
 def open_corpus(source: str | Path, *, kind: str | None = None, **options: Any) -> Corpus:
     """The documents of a path, or of the built-in corpus `python-stdlib`. Reads everything once.
 
@@ -64,10 +72,7 @@ def open_corpus(source: str | Path, *, kind: str | None = None, **options: Any) 
     checked = {option: _checked(name, option, value) for option, value in options.items() if value is not None}
     if not found.at_path:
         return Corpus(found.open(**checked))
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise CorpusPathError(str(source), [STDLIB])
-    return Corpus(found.open(path, **checked))
+    return Corpus(found.open(check_source(source), **checked))
 
 
 def kind_of(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fxpar.errors.base import FxparError, nearest
 
@@ -203,3 +203,14 @@ class SubjectStageError(FxparError):
 
     def __init__(self, name: str, stages: Iterable[int]) -> None:
         super().__init__(f"{name!r} is on stages {', '.join(map(str, stages))} alike. Add --stage N to name one")
+
+
+class WeightsNotFiniteError(FxparError):
+    """A model to check has weights that are NaN or infinite."""
+
+    def __init__(self, spec: str, fqns: Sequence[str]) -> None:
+        others = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
+        super().__init__(
+            f"model {spec!r}: {fqns[0]}{others} holds NaN or infinite values, and nothing can be compared with them. "
+            "Give it other weights"
+        )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from torch import fx
 
 from fxpar.errors import GraphFormatError, PlacementError
@@ -21,10 +22,9 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import NodeMeta, dist_of, dists_of, is_size, local_meta, tensor_of, wanted_dists, whole_meta
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.serialize import OpOverload
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import MOST_RANKS, Strategy
 from fxpar.torch_api.schemas import schema_of
 
-MOST_RANKS = 2**20
 _META = get_type_hints(NodeMeta)
 
 
@@ -125,7 +125,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _hints(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, localns={"torch": torch})  # some modules import it for type checkers only
     return {field.name: hints[field.name] for field in fields(cls)}
 
 

@@ -22,13 +22,14 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fxpar.errors import PlacementError
 from fxpar.ir.mesh import Mesh, sub_axis
 from fxpar.ir.runs import cut, put
+
+if TYPE_CHECKING:  # a strategy and a cluster are read without torch
+    import torch
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class DistConfig:
             missing = local - sum(length for _, _, length in runs)
             if missing or not pieces:
                 pieces.append(tensor.new_zeros(*tensor.shape[:d], missing, *tensor.shape[d + 1 :]))
-            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, d)
+            tensor = pieces[0] if len(pieces) == 1 else _cat(pieces, d)
         return tensor.contiguous()
 
     def put(self, whole: torch.Tensor, local: torch.Tensor, rank: int) -> None:
@@ -328,20 +329,28 @@ def _with_sub_axes(names: list[str]) -> Iterable[tuple[str, str]]:
 
 
 _SHORT = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "b8",
+    "float64": "f64",
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "bool": "b8",
 }
 
 
+def _cat(pieces: list[torch.Tensor], dim: int) -> torch.Tensor:
+    import torch
+
+    return torch.cat(pieces, dim)
+
+
 def _dtype(name: str) -> torch.dtype:
+    import torch
+
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise PlacementError(f"torch.{name} is no dtype")
@@ -352,4 +361,5 @@ def short_dtype(dtype: torch.dtype | None) -> str:
     """`bf16` for torch.bfloat16 and so on; empty for None."""
     if dtype is None:
         return ""
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT.get(name, name)

@@ -7,33 +7,10 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from fxpar.errors import PassContractError, UnknownPassError
+from fxpar.errors import PassContractError
 from fxpar.ir.graph_module import from_graph_module
 from fxpar.ir.pass_base import GraphPass
-from fxpar.ir.registry import Registry
-
-BUILTIN: dict[str, str] = {
-    "accumulate_gradients": "fxpar.passes.accumulate_gradients:AccumulateGradients",
-    "annotate": "fxpar.annotate.driver:Annotate",
-    "bucket_collectives": "fxpar.passes.bucket_collectives:BucketCollectives",
-    "casts": "fxpar.passes.casts:Casts",
-    "cleanup": "fxpar.passes.cleanup:Cleanup",
-    "global_to_local": "fxpar.passes.global_to_local:GlobalToLocal",
-    "insert_reshards": "fxpar.passes.insert_reshards:InsertReshards",
-    "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
-    "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
-    "narrow_gradients": "fxpar.passes.narrow_gradients:NarrowGradients",
-    "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
-    "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
-    "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
-    "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
-    "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
-    "write_in_place": "fxpar.passes.write_in_place:WriteInPlace",
-    "zero_shard": "fxpar.passes.zero_shard:ZeroShard",
-}
-"""Name -> `module:attribute` of the passes that come with fxpar."""
-
-PASSES = Registry("pass", "fxpar.passes", BUILTIN, UnknownPassError)
+from fxpar.ir.pass_names import BUILTIN, PASSES
 
 GraphModulePass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 """A pass as torchtitan's graph_trainer calls it: `(gm, example_inputs) -> gm`."""
@@ -112,3 +89,14 @@ def _pass_name(pass_: object) -> str:
         if isinstance(name, str):
             return name
     return type(target).__name__
+
+
+__all__ = [
+    "BUILTIN",
+    "PASSES",
+    "GraphModulePass",
+    "SupportsRun",
+    "as_graph_module_pass",
+    "available",
+    "get",
+]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from fxpar.ir.columns import columns
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
@@ -76,13 +76,6 @@ def reshard_table(graph: AnnotatedGraph) -> list[str]:
             if isinstance(have, DistConfig) and have != wanted:
                 counts[f"{have.describe()} -> {wanted.describe()}"] += 1
     return ["operands to move:", *(f"  {n:3} x {text}" for text, n in sorted(counts.items()))] if counts else []
-
-
-def columns(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of text as lines with aligned columns, two spaces apart."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return [f"  {'  '.join(align[i](c, widths[i]) for i, c in enumerate(row))}".rstrip() for row in cells]
 
 
 def tensor_operands_of(node: fx.Node) -> list[fx.Node]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from fxpar.errors import PlacementError
+
+if TYPE_CHECKING:  # a strategy is read without torch
+    import torch
 
 Run = tuple[int, int, int]
 

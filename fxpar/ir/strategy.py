@@ -31,6 +31,7 @@ Use = Literal["replicas", "stages", "tokens", "weights", "experts"]
 USES: dict[str, Use] = {"dp": "replicas", "pp": "stages", "cp": "tokens", "tp": "weights", "ep": "experts"}
 AXES = tuple(USES)
 REPLICAS, STAGES = "dp", "pp"
+MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 ROLE_AXES = ("tp", "cp")  # inside of a replica, in the order in which placements are searched
 FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut", "role")
@@ -42,6 +43,7 @@ _ROLE = re.compile(r"(\w+)=(\w+)", re.ASCII)
 _REMAT = re.compile(r"remat(?:\((.*)\))?", re.DOTALL)
 _GLOB = re.compile(r"[\w.*?\[\]!-]+", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_NO_SIZE = re.compile(r"[-+].*|(?:inf|infinity|nan)\s*(?:[kmgt]?b)?", re.ASCII | re.IGNORECASE)
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FQN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
 _OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
@@ -142,6 +144,8 @@ class Strategy:
             axes.append((name, degree))
         found = _parse_flags(text, flags)
         strategy = cls(tuple(axes), **found, overrides=tuple((overrides or {}).items()))
+        if strategy.world > MOST_RANKS:
+            raise StrategySyntaxError(text, axis_text, f"{strategy.world:,} ranks are more than {MOST_RANKS:,}")
         _check_pipeline(text, strategy)
         _check_roles(text, strategy)
         for pattern, placement in strategy.overrides:
@@ -343,7 +347,7 @@ def _parse_remat(text: str, flag: str, inside: str | None) -> Remat | None:
         if words[0] == "none" and choices:
             raise StrategySyntaxError(text, flag, f"{inside!r} says twice what to do")
         return None if words[0] == "none" else Remat(words[0], collectives=how)  # type: ignore[arg-type]
-    if len(words) == 1 and words[0][:1].isdigit():
+    if len(words) == 1 and (words[0][:1].isdigit() or _NO_SIZE.fullmatch(words[0])):
         return Remat("budget", budget_bytes=_parse_bytes(text, flag, words[0]), collectives=how)  # type: ignore[arg-type]
     for word in words:
         mistyped = nearest(word, (*modes, *_COLLECTIVES)) if word.isidentifier() else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -55,7 +56,12 @@ def with_options(defaults: Options, given: Mapping[str, str], owner: str) -> Opt
     for key in given:
         if key not in known:
             raise ModelOptionError.unknown(key, owner, known)
-    return replace(defaults, **{key: typed(key, text, known[key]) for key, text in given.items()})  # type: ignore[type-var]
+    values = {key: typed(key, text, known[key]) for key, text in given.items()}
+    for key, value in values.items():
+        least = 1 if isinstance(value, int) and not isinstance(value, bool) else 0
+        if isinstance(value, int | float) and not (least <= value < math.inf or isinstance(value, bool)):
+            raise ModelOptionError(f"{key}={given[key]}", f"must be a number from {least} on")
+    return replace(defaults, **values)  # type: ignore[type-var]
 
 
 def with_arguments(given: Mapping[str, str], signature: inspect.Signature, owner: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
+from fxpar.ir.columns import columns
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.printer_tables import columns
 from fxpar.passes.share_weights import share_weights
 from fxpar.switch.layout import ParamLayout
 

@@ -17,7 +17,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
@@ -115,6 +114,8 @@ class FakeWorld:
 
     def symbol(self, name: str, hint: int) -> torch.SymInt:
         """The symbolic size called `name`; `hint` (at least 2) is its value where tracing needs one."""
+        from torch._dynamo.source import ConstantSource  # a second of imports, for captures alone
+
         if name not in self.symbols:
             source = ConstantSource(name)
             symbol: Any = self.shape_env.create_symbol(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -54,6 +53,8 @@ def trace(
 
     `decompositions` replace ATen ops below autograd.
     """
+    from torch._dynamo import config as dynamo_config  # a second of imports, for captures alone
+
     with (
         world.mode,
         tracing(TracingContext(world.mode)),
@@ -61,7 +62,7 @@ def trace(
         non_strict_tracing_context(),
         enable_python_dispatcher(),  # else some kernels would read symbolic sizes as integers
         torch.compiler.set_stance("force_eager"),  # compiled submodules run as they are
-        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        dynamo_config.patch(error_on_nested_fx_trace=False),
         _quiet(),
     ):
         tracer = proxy_tensor.make_fx(step, decompositions, _disable_torch_fn_metadata_mode=True)

@@ -363,13 +363,17 @@ def _assign(tables: dict[str, Any], assignment: str, problems: list[str]) -> Non
     """Put `section.key=value` into the tables; the value is TOML, or a text where that does not parse."""
     path, equals, text = assignment.partition("=")
     keys = path.strip().split(".")
-    if not equals or len(keys) < 2 or not all(keys):
+    whole = keys == ["strategies"]
+    if not equals or (len(keys) < 2 and not whole) or not all(keys):
         problems.append(f"--set {assignment}: write section.key=value, such as run.steps=10")
         return
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    if whole:  # all of them, as a file would say it
+        tables["strategies"] = value if isinstance(value, dict) else {"static": value}
+        return
     table = tables
     for key in keys[:-1]:
         inner = table.setdefault(key, {})

@@ -32,13 +32,29 @@ def build_model(config: TrainConfig, vocab_size: int, tokenizer: str, device: st
 
     Raises what `fxpar.models.load` raises, TextModelError, VocabularyError, TrainedParametersError.
     """
+    place = "meta" if folder_of(config.model.name) is not None and _fills_meta(device) else "cpu"
+    loaded = _loaded(config, vocab_size, place)
+    _check_text(loaded, vocab_size, tokenizer)
+    freeze(loaded.model, config.model.train)
+    return loaded
+
+
+def shapes_of(config: TrainConfig) -> nn.Module:
+    """The model on the meta device, to find out early what is wrong with its name, its options, or the parameters to
+    train. Its vocabulary is that of no tokenizer yet. Raises as `build_model` does, but for VocabularyError.
+    """
+    loaded = _loaded(config, config.data.vocab, "meta")
+    _check_text(loaded, 0, "")
+    freeze(loaded.model, config.model.train)
+    return loaded.model
+
+
+def _loaded(config: TrainConfig, vocab_size: int, device: str) -> LoadedModel:
+    """With the options that the data decides, unless the user does."""
     name = config.model.name
-    if folder_of(name) is not None:
-        loaded = _load(config, _texts(config), {}, "meta" if _fills_meta(device) else "cpu")
-        _check_text(loaded, vocab_size, tokenizer)
-        freeze(loaded.model, config.model.train)
-        return loaded
     options = _texts(config)
+    if folder_of(name) is not None:
+        return _load(config, options, {}, device)
     kind = "hf" if name.startswith("hf:") else name
     automatic: dict[str, str] = {}
     if ":" not in name or kind == "hf":
@@ -48,10 +64,7 @@ def build_model(config: TrainConfig, vocab_size: int, tokenizer: str, device: st
         rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         wanted = {vocab_key: str(rounded), positions_key: str(config.max_length)}
         automatic = {key: value for key, value in wanted.items() if key and key not in options}
-    loaded = _load(config, options, automatic)
-    _check_text(loaded, vocab_size, tokenizer)
-    freeze(loaded.model, config.model.train)
-    return loaded
+    return _load(config, options, automatic, device)
 
 
 def weights_of(config: TrainConfig, loaded: LoadedModel) -> Weights | None:

@@ -1,4 +1,5 @@
-"""What can be checked before any rank is started: folders of results, the cluster file."""
+"""What can be checked before any rank is started: the model, text and tokenizer, folders of
+results, the cluster file."""
 
 from __future__ import annotations
 
@@ -8,8 +9,13 @@ from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
 from fxpar.checkpoint.lock import holder, release, take
+from fxpar.data import KINDS, load_tokenizer
+from fxpar.data.sources import check_source
 from fxpar.errors import CheckpointError, RunFolderError, RunInUseError, TooManyRanksError
+from fxpar.ir.strategy import Strategy
+from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
+from fxpar.train.model import shapes_of
 from fxpar.train.session import latest
 
 RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
@@ -23,11 +29,26 @@ def check_ranks(config: TrainConfig) -> None:
 
 
 def preflight(config: TrainConfig) -> None:
-    """Raises ClusterError and what `check_folders` raises."""
+    """Raises ClusterError, and what `check_folders` raises."""
     cluster = described_cluster(config.engine)
     if cluster is not None:
         cluster.require(config.world)
     check_folders(config)
+
+
+def check_parts(config: TrainConfig) -> None:
+    """See that there is what ranks read: the source of text, the tokenizer, and a model with these options and these
+    parameters to train. Its sizes are looked at only, nothing of it is allocated.
+
+    Raises OrderError, CorpusPathError, TokenizerError, MissingDataPackageError, and what `shapes_of` raises.
+    """
+    if config.engine.order is not None:
+        check_order(config.engine.order, [*dict.fromkeys(str(Strategy.parse(text)) for _, text in config.strategies)])
+    if config.data.source not in [name for name, kind in KINDS.items() if not kind.at_path]:
+        check_source(config.data.source)
+    if config.data.tokenizer is not None:
+        load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
+    shapes_of(config)
 
 
 def check_folders(config: TrainConfig) -> None:

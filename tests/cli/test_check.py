@@ -135,7 +135,7 @@ BAD = [
     (("llama", "-s", "tp2", "--tokens", "64,x"), "--tokens '64,x': write the lengths"),
     (("llama", "-s", "tp2", "--tokens", "64,1"), "each is at least 2"),
     (("llama", "-s", "tp2", "--tokens", "9" * 21), "no more than 2^30"),
-    (("mlp", "-s", "dp99999999"), "one process plays 1024 at most"),
+    (("mlp", "-s", "dp2048"), "one process plays 1024 at most"),
     (("no.py", "-s", "tp2"), "'no.py': it names no function. Write no.py:FUNCTION"),
     (("no.py:make", "-s", "tp2"), "there is no file 'no.py'"),
     (("no_such_module:make", "-s", "tp2"), "cannot import 'no_such_module'"),
@@ -209,7 +209,7 @@ def test_columns_fit_the_terminal():
     result = CheckResult(str(strategy), strategy.world, False, 1e-3, 1e-3, "a.b", {}, 1, 0, 0, 0, 1)
     for width in (60, 80, 160):
         console = Console(width=width, force_terminal=True, no_color=True)
-        shown = [column for column in cli_check.COLUMNS if column.width <= width]
+        shown = cli_check.fitting([result], width)
         with console.capture() as caught:
             console.print(cli_check._rich_table(shown, [result]))
         text = re.sub(r"\x1b\[[\d;]*m", "", caught.get())
@@ -217,6 +217,7 @@ def test_columns_fit_the_terminal():
         assert "dp2.cp2.tp4+sp+zero3" in text
         assert len(text.splitlines()) == 2  # nothing is wrapped
         assert all(column.title in text for column in shown)
+        assert len(shown) == {60: 5, 80: 7, 160: 9}[width]  # as many as there is room for
 
 
 def test_in_another_precision(tmp_path):
@@ -230,6 +231,32 @@ def test_in_another_precision(tmp_path):
 
 @pytest.mark.parametrize("command", ["check", "dump"])
 def test_a_precision_is_read_before_the_model(command):
-    status, _, err = fxpar(command, "no/such/model.py", "-s", "tp2", "--precision", "bf17")
+    status, _, err = fxpar(command, "no/such/model.py:make", "-s", "tp2", "--precision", "bf17")
     assert status != 0
     assert "did you mean 'bf16'?" in err
+
+
+def test_weights_that_are_no_numbers(monkeypatch, tmp_path):
+    (tmp_path / "nan.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    model.weight.data[0, 0] = float('nan')\n"
+        "    return model, lambda m, b: m(b['x']).sum(), {'x': torch.ones(4, 2)}\n"
+    )
+    status, _, err = fxpar("check", f"{tmp_path}/nan.py:make", "-s", "dp2")
+    assert status == 1
+    assert "weight holds NaN or infinite values" in err
+    assert "result" not in err
+
+
+def test_a_loss_that_is_no_number(monkeypatch):
+    monkeypatch.setattr(checking, "relative_error", lambda *_: float("inf"))
+    status, out, _ = fxpar("check", "mlp", "-s", "dp2")
+    assert (status, "is no number (NaN or infinite)" in out) == (1, True)
+
+
+@pytest.mark.parametrize("option", ["layers=-1", "dim=0"])
+def test_sizes_are_counts(option):
+    status, _, err = fxpar("check", "mlp", "-s", "dp2", "--set", option)
+    assert (status, f"option {option!r} must be a number from 1 on" in err) == (1, True)

@@ -7,6 +7,8 @@ import pytest
 from tests.cli.helpers import fxpar
 from tests.cli.test_train import CONFIG
 
+STDLIB = ["tiny.toml", "--set", "data.source=python-stdlib"]
+
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
@@ -32,6 +34,13 @@ def config(tmp_path, monkeypatch):
         (["tiny.toml", "--compare", "static", "--resume"], "cannot be combined with --resume"),
         (["tiny.toml", "--compare", "static", "--steps", "1"], "needs run.steps = 2 or more"),
         (["tiny.toml", "--set", "run.folder=tiny.toml"], "folder 'tiny.toml' cannot be written"),
+        (["tiny.toml"], "corpus 'corpus'"),
+        (["tiny.toml", "--set", "data.source=python-stdlib", "--set", "data.tokenizer=no.json"], "no.json"),
+        ([*STDLIB, "--set", "model.name=lama"], "did you mean 'llama'"),
+        ([*STDLIB, "--set", "model.options.dims=3"], "dims"),
+        ([*STDLIB, "--set", 'model.train=["*.nothing"]'], "*.nothing"),
+        ([*STDLIB, "--set", 'engine.order=["dp2"]'], "each strategy must appear once"),
+        (["tiny.toml", "--set", 'strategies={64 = "xp2"}'], "strategies.64: strategy 'xp2'"),
         (["tiny.toml", "--set", "engine.cluster=none.toml"], "cluster 'none.toml': cannot be read"),
     ],
 )

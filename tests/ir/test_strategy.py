@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import pickle
 import string
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSizeError
 from fxpar.ir.dist_config import R, Shard
-from fxpar.ir.strategy import AXES, SCHEDULES, Pipeline, Remat, Strategy, parse_override
+from fxpar.ir.strategy import AXES, MOST_RANKS, SCHEDULES, Pipeline, Remat, Strategy, parse_override
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 
@@ -50,6 +51,7 @@ def strategies(draw) -> Strategy:
     axes = tuple((name, draw(st.integers(1, 64))) for name in names)
     globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
     flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
+    assume(math.prod(dict(axes).values()) <= MOST_RANKS)
     return Strategy(axes, *flags, draw(pipelines(dict(axes).get("pp", 1))))
 
 
@@ -227,6 +229,9 @@ SYNTAX = [
     ("tp2+remat(keep_com)", "'remat(keep_com)'", "did you mean 'keep_comm'?"),
     ("tp2+remat(full|selective)", "'remat(full|selective)'", "'full' stands alone in remat(...)"),
     ("tp2+remat(*.ffn|20MB)", "'remat(*.ffn|20MB)'", "'20MB' stands alone in remat(...)"),
+    ("tp2+remat(infGB)", "'remat(infGB)'", "'infGB' is no size"),
+    ("tp2+remat(-1MB)", "'remat(-1MB)'", "'-1MB' is no size"),
+    ("dp99999999", "'dp99999999'", "99,999,999 ranks are more than 1,048,576"),
     ("tp2+remat(*.ffn|*.ffn)", "'remat(*.ffn|*.ffn)'", "a glob is given twice"),
     ("tp2+remat(full|keep_comm|redo_comm)", "'remat(full|keep_comm|redo_comm)'", "keep_comm or redo_comm, once"),
     ("tp2+remat(none|keep_comm)", "'remat(none|keep_comm)'", "says twice what to do"),

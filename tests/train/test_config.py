@@ -52,6 +52,13 @@ def test_assignments_replace_values():
     assert config.model.options == {"layers": 1, "dim": 32}
 
 
+def test_all_strategies_are_replaced():
+    """`--set strategies=...` stands for the whole section; single keys come on top of those of the file."""
+    assert parse(SMALL, 'strategies={64 = "cp4", 2048 = "tp4"}').strategies == ((64, "cp4"), (2048, "tp4"))
+    assert parse(SMALL, "strategies=cp4", "data.max_length=99").strategies == ((99, "cp4"),)
+    assert len(parse(SMALL, "strategies.64=cp4").strategies) == 3
+
+
 def test_static_strategy():
     text = SMALL.replace('2048 = "dp2.tp2"\n512 = "dp4"', 'static = "cp4"')
     assert parse(text, "data.max_length=300").strategies == ((300, "cp4"),)

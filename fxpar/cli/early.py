@@ -1,0 +1,45 @@
+"""What is wrong with the words of a command, found before torch is imported: that alone takes seconds."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from fxpar.cli.names import EXAMPLE_NAMES, SUFFIX
+from fxpar.cli.options import GraphSource
+from fxpar.cli.request import check_output, parse_strategies, parse_tokens
+from fxpar.errors import ModelFunctionError, UnknownModelError, nearest
+
+
+def check_early(request: Any) -> None:
+    """Look at the words that a command is about to read anyway: its strategies, lengths, MODEL, files to write.
+
+    Raises StrategySyntaxError, WorldSizeError, OverrideError, TokensError, UnknownModelError,
+    ModelFunctionError, OutputError.
+    """
+    source = getattr(request, "source", None)
+    if not isinstance(source, GraphSource):
+        return
+    parse_strategies(request.strategy_texts, source.overrides, source.world)
+    parse_tokens(source.tokens)
+    for path in (getattr(request, name, None) for name in ("json", "output", "trace")):
+        check_output(path)
+    if source.model.endswith(".py"):
+        raise ModelFunctionError(
+            source.model, f"it names no function. Write {source.model}:{_function_in(source.model)}"
+        )
+    if ":" not in source.model and not source.model.endswith(SUFFIX) and source.model not in EXAMPLE_NAMES:
+        known = [*EXAMPLE_NAMES, *(f"hf:{name}" for name in EXAMPLE_NAMES)]
+        raise UnknownModelError(source.model, EXAMPLE_NAMES, nearest(source.model, known))
+
+
+def _function_in(path: str) -> str:
+    """A function of the file that may be meant: the first that can be called without arguments."""
+    try:
+        body = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return "FUNCTION"
+    found = [each for each in body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
+    free = (each.name for each in found if len(each.args.args) == len(each.args.defaults))
+    return next(free, "FUNCTION")

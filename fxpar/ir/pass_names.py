@@ -1,0 +1,48 @@
+"""Which passes there are, by name, and their order in the lowering. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from fxpar.errors import UnknownPassError
+from fxpar.ir.registry import Registry
+
+BUILTIN: dict[str, str] = {
+    "accumulate_gradients": "fxpar.passes.accumulate_gradients:AccumulateGradients",
+    "annotate": "fxpar.annotate.driver:Annotate",
+    "bucket_collectives": "fxpar.passes.bucket_collectives:BucketCollectives",
+    "casts": "fxpar.passes.casts:Casts",
+    "cleanup": "fxpar.passes.cleanup:Cleanup",
+    "global_to_local": "fxpar.passes.global_to_local:GlobalToLocal",
+    "insert_reshards": "fxpar.passes.insert_reshards:InsertReshards",
+    "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
+    "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
+    "narrow_gradients": "fxpar.passes.narrow_gradients:NarrowGradients",
+    "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
+    "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
+    "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
+    "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
+    "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
+    "write_in_place": "fxpar.passes.write_in_place:WriteInPlace",
+    "zero_shard": "fxpar.passes.zero_shard:ZeroShard",
+}
+"""Name -> `module:attribute` of the passes that come with fxpar."""
+
+PASSES = Registry("pass", "fxpar.passes", BUILTIN, UnknownPassError)
+
+LADDER = (
+    "annotate",
+    "insert_reshards",
+    "zero_shard",
+    "casts",
+    "reduce_gradients",
+    "reshard_to_collectives",
+    "mask_padding",
+    "cleanup",
+    "global_to_local",
+    "lower_collectives",
+    "rematerialize",
+    "bucket_collectives",
+    "reuse_buffers",
+    "sink_waits",
+    "write_in_place",
+)
+"""The names of `fxpar.lowering.default_passes()`, in order."""
