@@ -9,7 +9,7 @@ from typing import Any
 from fxpar.cli.names import EXAMPLE_NAMES, SUFFIX
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, parse_strategies, parse_tokens
-from fxpar.errors import ModelFunctionError, UnknownModelError, nearest
+from fxpar.errors import ModelFunctionError, UnknownModelError
 
 
 def check_early(request: Any) -> None:
@@ -30,8 +30,7 @@ def check_early(request: Any) -> None:
             source.model, f"it names no function. Write {source.model}:{_function_in(source.model)}"
         )
     if ":" not in source.model and not source.model.endswith(SUFFIX) and source.model not in EXAMPLE_NAMES:
-        known = [*EXAMPLE_NAMES, *(f"hf:{name}" for name in EXAMPLE_NAMES)]
-        raise UnknownModelError(source.model, EXAMPLE_NAMES, nearest(source.model, known))
+        raise UnknownModelError.of(source.model, EXAMPLE_NAMES)
 
 
 def _function_in(path: str) -> str:

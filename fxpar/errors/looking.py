@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from fxpar.errors.base import FxparError, nearest
 
@@ -11,6 +12,14 @@ from fxpar.errors.base import FxparError, nearest
 # ------------------------------------------------------------------------------------- models and the command line
 class UnknownModelError(FxparError):
     """MODEL names no built-in example, and is not written as another kind of model."""
+
+    @classmethod
+    def of(cls, spec: str, examples: Sequence[str]) -> UnknownModelError:
+        """With a hint: a folder of this name, or the nearest name."""
+        if spec and Path(spec).expanduser().is_dir():
+            written = spec if "/" in spec or spec.startswith((".", "~")) else f"./{spec}"
+            return cls(spec, examples, f"; the folder of this name is written hf:{written}.")
+        return cls(spec, examples, nearest(spec, [*examples, *(f"hf:{name}" for name in examples)]))
 
     def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
         super().__init__(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxpar.errors import ModelFunctionError, ModelOptionError, UnknownModelError, nearest
+from fxpar.errors import ModelFunctionError, ModelOptionError, UnknownModelError
 from fxpar.models.builtin import EXAMPLES, load_example
-from fxpar.models.loaded import LoadedModel, folder_of
+from fxpar.models.loaded import LoadedModel
 from fxpar.models.loaders import check_loaded, loader_of, prefix_of
 from fxpar.models.user_function import load_function
 from fxpar.precision.precision import parse_dtype
@@ -52,7 +51,4 @@ def load(
         return load_example(spec, given, dtype=dtype, device=device, seed=seed, tokens=tokens, noise=noise)
     if spec.endswith(".py"):
         raise ModelFunctionError(spec, f"it names no function. Write {spec}:FUNCTION")
-    if Path(spec).expanduser().is_dir():
-        written = spec if folder_of(f"hf:{spec}") else f"./{spec}"
-        raise UnknownModelError(spec, EXAMPLES, f"; the folder of this name is written hf:{written}.")
-    raise UnknownModelError(spec, EXAMPLES, nearest(spec, [*EXAMPLES, *(f"hf:{name}" for name in EXAMPLES)]))
+    raise UnknownModelError.of(spec, tuple(EXAMPLES))
