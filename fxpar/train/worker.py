@@ -5,7 +5,6 @@ The folder holds `job.json`; `stop` appears in it when the rank shall end after 
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import sys
@@ -24,7 +23,6 @@ def main() -> None:
     from fxpar.train.rank import Job, run_rank
     from fxpar.train.stop import StopRequest
 
-    faulthandler.enable()  # a rank that a library crashes leaves in its log where it was
     folder = Path(sys.argv[1])
     end_with_parent()
     job = Job.from_json(json.loads((folder / JOB).read_text()))

@@ -67,7 +67,7 @@ def test_one_set_of_names(name):
     """All commands take the same ones, as often as one likes; those for one strategy say that there are several."""
     status, _, err = fxpar("order", "mlp", name, "dp2", name, "tp4")
     assert (status, "needs 4 ranks" in err) == (1, True), err
-    for command in ("dump", "memory", "explain"):
+    for command in ("dump", "explain"):
         status, _, err = fxpar(command, "mlp", name, "dp2", name, "tp2")
         assert status == 2
         assert "dp2, tp2" in " ".join(err.split())
