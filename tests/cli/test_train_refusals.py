@@ -44,7 +44,8 @@ def config(tmp_path, monkeypatch):
         (["tiny.toml", "--set", "engine.cluster=none.toml"], "cluster 'none.toml': cannot be read"),
     ],
 )
-def test_bad_input_before_any_rank_starts(config, words, expected):
+def test_bad_input_before_any_rank_starts(config, monkeypatch, words, expected):
+    monkeypatch.setattr("fxpar.train.launch.launch", lambda *_: pytest.fail("ranks were started"))
     status, out, err = fxpar("train", *words)
     assert status == 1
     assert err.startswith("error: ")
