@@ -14,7 +14,7 @@ from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
-from fxpar.schedule import KINDS, bubble_ms
+from fxpar.schedule import KINDS
 from fxpar.schedule.mini_batch import FORWARD
 
 NOMINAL_TOKENS = 4096  # which ranks are slowest may depend on the length
@@ -34,10 +34,11 @@ class GroupCost:
     The last term is the time to fill and drain the pipeline (Narayanan et al. 2021, 2.2.1; interleaved: 2.2.2), there
     for equal micro-batches. Of unequal ones the longest counts, not the mean: the ranks are a chain of equal machines,
     where all others wait while the longest passes. That is exact for gpipe; 1f1b takes no more and, in this order,
-    hardly less, where the mean would promise up to 2.5 times too little. zb_h1, whose weight parts fill gaps, idles for
-    less: (stages - 1) * 2 / 3 - (min(stages, m) - 1) / 3 of c_1. interleaved_1f1b is slower where micro-batches of one
-    round differ. It runs in rounds of `stages`: a last round that is not full is
-    filled up with idle micro-batches that cost as much as the last one.
+    hardly less, where the mean would promise up to 2.5 times too little. zb_h1 is exact too: a rank waits
+    (stages - 1) * 2 / 3 of the longest, less the weight parts, a third each, of the next micro-batches, at most
+    stages - 1 of them, which fill gaps (Qi et al. 2023, table 2, for equal ones). interleaved_1f1b is slower where
+    micro-batches of one round differ. It runs in rounds of `stages`: a last round that is not full is filled up with
+    idle micro-batches that cost as much as the last one.
 
     Raises CostModelError for seconds that are negative or not finite, ScheduleOptionError for a count below 1.
     """
@@ -76,13 +77,14 @@ class GroupCost:
         if not runs:
             return 0.0
         idle = -len(runs) % self.stages if self.virtual > 1 else 0
-        return sum(runs) + idle * runs[-1] + self._bubble(len(runs)) * runs[0]
+        return sum(runs) + idle * runs[-1] + self._bubble(runs)
 
-    def _bubble(self, micro_batches: int) -> float:
-        """How long ranks wait to fill and drain the pipeline, in micro-batches."""
+    def _bubble(self, runs: Sequence[float]) -> float:
+        """How long ranks wait to fill and drain the pipeline."""
         if self.schedule != "zb_h1":
-            return (self.stages - 1) / self.virtual
-        return bubble_ms("zb_h1", self.stages, micro_batches, forward_ms=FORWARD, backward_ms=1 - FORWARD)
+            return (self.stages - 1) / self.virtual * runs[0]
+        weight = (1 - FORWARD) / 2
+        return (self.stages - 1) * (1 - weight) * runs[0] - weight * sum(runs[1 : self.stages])
 
     def sequence_s(self, length: int) -> float:
         """What one more sequence of this length adds."""

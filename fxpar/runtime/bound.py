@@ -70,12 +70,14 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
-        tensor}}.
+        tensor}}, without a loss if the graph has none.
         """
         found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}}
         for (kind, fqn), value in self.reduce().items():
             found["metrics" if kind == "loss" else f"{kind}s"][fqn] = value
-        return {"loss": found["metrics"].pop("loss"), **found}
+        if "loss" in found["metrics"]:
+            found["loss"] = found["metrics"].pop("loss")
+        return found
 
 
 def bind(program: ExecGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager") -> BoundGraph:
