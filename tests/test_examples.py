@@ -35,7 +35,7 @@ def test_tour():
     result = run("examples/tour.py")
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout
-    layer = re.search(r"dp2\.tp2\+sp +4 reduce_scatter on tp.*\n +4 all_gather on tp", result.stdout)
+    layer = re.search(r"dp2\.tp2\+sp +4 all_gather on tp.*\n +4 reduce_scatter on tp", result.stdout)
     assert layer, result.stdout  # Megatron's sequence parallelism
     assert "MISS" not in result.stdout
     assert result.stdout.count(" ok ") == 3
