@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpar.errors import ForeignGraphPassError, UnknownPassError
 from fxpar.ir.exec_graph import collective_kind
+from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import Tier
 from fxpar.passes.bucket_collectives import BucketCollectives
@@ -73,7 +74,7 @@ def test_buckets_are_blocks_forward_and_backward(gm):
     for_graph_trainer(BucketCollectives())(gm, ())
     assert collectives(gm) == {"all_gather": 5, "reduce_scatter": 3, "all_reduce": 1}
     order = [node.meta["custom"]["module_fqn"] for node in gm.graph.nodes if collective_kind(node) == "all_gather"]
-    assert [fqn.rpartition(".")[0] or fqn for fqn in order] == [
+    assert [block_of(fqn) or fqn for fqn in order] == [
         "layers.0",
         "layers.1",
         "lm_head",

@@ -144,6 +144,7 @@ def test_every_field_is_an_option():
         "--fxpar.cluster": ("cluster.toml",),
         "--fxpar.data-ranks": ("2",),
         "--fxpar.no-log-groups": (),
+        "--fxpar.no-override-attention": (),
     }
     expected = FxparConfig(
         strategies={2048: "cp2+zero3+remat(*.feed_forward|*.attention)"},
@@ -154,6 +155,7 @@ def test_every_field_is_an_option():
         cluster="cluster.toml",
         data_ranks=2,
         log_groups=False,
+        override_attention=False,
     )
     assert parsed("debug_static", *(word for option in given.items() for word in (option[0], *option[1]))).fxpar == (
         expected
