@@ -24,8 +24,8 @@ def read(*words: str):
 
 
 @cache
-def dump(strategy: str) -> dict:
-    return read("dump", "llama", "-s", strategy)
+def dump(strategy: str, tokens: int | None = None) -> dict:
+    return read("dump", "llama", "-s", strategy, *(("--tokens", str(tokens)) if tokens else ()))
 
 
 # ---------------------------------------------------------------------------------------------------- one figure
@@ -49,14 +49,12 @@ def test_diff_agrees(old, new):
 def test_viz_agrees(tmp_path):
     """At a number of tokens that no strategy pads, as the page rounds them up like a run."""
     path = tmp_path / "page.json"
-    status, _, err = fxpar("viz", "llama", "-s", ",".join(STRATEGIES), "--format", "json", "-o", path, "--tokens", "64")
+    shown = ("tp4+sp", "pp2.tp2")
+    status, _, err = fxpar("viz", "llama", "-s", ",".join(shown), "--format", "json", "-o", path, "--tokens", "64")
     assert status == 0, err
     page = json.loads(path.read_text())
-    for strategy in STRATEGIES:
-        expected = dump(strategy)["sent"]
-        # What is sent outside of the tokens' dims is as at 61 tokens.
-        assert page["sent"][strategy]["per_token_bytes"] == pytest.approx(expected["per_token_bytes"], rel=0.2)
-        assert page["sent"][strategy]["mini_batch_bytes"] == expected["mini_batch_bytes"]
+    for strategy in shown:
+        assert page["sent"][strategy] == dump(strategy, 64)["sent"]
         each = f"{page['sent'][strategy]['micro_batch_bytes']:,} bytes per micro-batch"
         assert any(value.startswith(each) for _, value in page["about"][strategy])
 
