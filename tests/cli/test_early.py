@@ -8,8 +8,6 @@ from fxpar.cli.complete import models, passes, strategies
 from fxpar.cli.early import check_early
 from fxpar.cli.names import EXAMPLE_NAMES
 from fxpar.cli.options import one_strategy, split_strategies
-from fxpar.ir.pass_names import LADDER
-from fxpar.lowering import default_passes
 from fxpar.models.builtin import EXAMPLES
 from tests.cli.helpers import fxpar
 from tests.cli.test_main import run
@@ -59,7 +57,6 @@ def test_answers_from_the_cache_do_without_the_compiler():
 
 def test_lists_for_who_has_no_torch_are_those_of_the_modules():
     assert list(EXAMPLES) == list(EXAMPLE_NAMES)
-    assert [step.name for step in default_passes()] == list(LADDER)
 
 
 @pytest.mark.parametrize("name", ["--strategy", "-s", "--strategies"])

@@ -22,6 +22,7 @@ from fxpar.ir.dist_config import DistConfig, P
 from fxpar.ir.exec_graph import ExecGraph, compile_graph
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import Tier
+from fxpar.ir.pass_names import LADDER
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
@@ -29,24 +30,9 @@ from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
 from tests.captured import llama
 
-LADDER = [
-    "annotate",
-    "insert_reshards",
-    "zero_shard",
-    "casts",
-    "reduce_gradients",
-    "reshard_to_collectives",
-    "mask_padding",
-    "cleanup",
-    "global_to_local",
-    "lower_collectives",
-    "rematerialize",
-    "bucket_collectives",
-]
-
 
 def test_ladder():
-    assert [step.name for step in default_passes()][: len(LADDER)] == LADDER
+    assert [step.name for step in default_passes()] == list(LADDER)
     (casts,) = [step for step in default_passes(torch.float32) if isinstance(step, Casts)]
     assert casts.storage == torch.float32
 

@@ -1,0 +1,117 @@
+"""Dims that cannot stay free, and what is said of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fxpar import errors, losses
+from fxpar.tracer import capture
+from tests.tracer.models import MLP, Decoder
+from tests.tracer.test_errors import With, X, sum_loss
+
+
+def equal(x):
+    return x * 2 if x.shape[0] == 6 else x
+
+
+def divisible(x):
+    return x.view(-1, 2, 4) if x.shape[0] % 2 == 0 else x
+
+
+def fixed(x):
+    return x + torch.ones(6, 1)
+
+
+@pytest.mark.parametrize("function", [equal, divisible, fixed])
+def test_specialized_shape(function):
+    with pytest.raises(
+        errors.SpecializedShapeError, match=r"B, the rows of the batch, should be free.*test_dim_errors.py:"
+    ):
+        capture(With(function), sum_loss, X)
+    capture(With(function), sum_loss, X, dynamic=None)
+
+
+def length(x):
+    return x * len(x)
+
+
+def rows(x):
+    return torch.stack([row * 2 for row in x])
+
+
+@pytest.mark.parametrize(
+    ("function", "what"), [(length, r"len\(\) of a tensor"), (rows, "the number of turns of a loop over a tensor")]
+)
+def test_the_length_of_a_tensor(function, what):
+    """Python makes a number of it, which holds for the example alone: said with the line, and what to write."""
+    message = rf"^{what} is a fixed number to Python, but B, the rows of the batch, .*test_dim_errors\.py:\d+"
+    with pytest.raises(errors.FixedLengthError, match=message):
+        capture(With(function), sum_loss, X)
+    capture(With(function), sum_loss, X, dynamic=None)
+    capture(With(lambda x: x * len(x[0])), sum_loss, X)  # a size that is fixed anyway
+
+
+def shapes(x):
+    return x @ torch.ones(3, 3)
+
+
+def op_of_torch(x):
+    return torch.ops.aten.mm(x, torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("function", [shapes, op_of_torch])
+def test_torchs_own_symbols_are_not_shown(function):
+    with pytest.raises(RuntimeError) as caught:
+        capture(With(function), sum_loss, X)
+    text = str(caught.value)
+    assert "B" in text
+    assert not re.search(r"\bs\d+\b", text)
+    if function is op_of_torch:
+        assert any(note.startswith("raised by the op aten.mm") for note in caught.value.__notes__)
+
+
+def test_the_shape_of_a_loss_names_its_dims():
+    with pytest.raises(errors.LossError, match=r"of shape \(B, "):
+        capture(MLP(), lambda m, b: m(b["x"]), X)
+
+
+def test_bound_is_kept():
+    def bounded(x):
+        assert x.shape[0] < 100
+        assert x.shape[0] * 2 >= 6
+        return x
+
+    (dim,) = capture(With(bounded), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (3, 99)
+
+
+def test_shared_dim_of_two_inputs_is_one_dim():
+    def loss(model, batch):
+        return ((model(batch["x"]) - batch["y"]) ** 2).sum()
+
+    with pytest.raises(errors.SpecializedShapeError, match="A and B"):
+        capture(MLP(), loss, X, dynamic={"x": {0: "A"}, "y": {0: "B"}})
+    capture(MLP(), loss, X, dynamic={"x": {0: "A"}, "y": {-2: "A"}})
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ("always", "'auto'"),
+        ({"z": {0: "B"}}, "the batch has x, y"),
+        ({"x": {2: "B"}}, "2-dim tensor"),
+        ({"x": {0: "B", 1: "B"}}, "is 6 in x"),
+    ],
+)
+def test_bad_dynamic(dynamic, message):
+    with pytest.raises(errors.DynamicDimError, match=message):
+        capture(MLP(), sum_loss, X, dynamic=dynamic)
+
+
+def test_ambiguous_tokens():
+    batch = {"input_ids": torch.zeros(4, 4, dtype=torch.long), "weights": torch.ones(4)}
+    with pytest.raises(errors.DynamicDimError, match="'weights'"):
+        capture(Decoder(), losses.causal_lm, batch)
