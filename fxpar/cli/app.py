@@ -35,6 +35,15 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         ("fxpar train --demo", "fxpar train run.toml --steps 10 --compare static"),
     ),
     (
+        "plan",
+        "Choose strategies for a model, a cluster and lengths.",
+        commands.PlanRequest,
+        (
+            "fxpar plan llama --cluster c.json --lengths commoncrawl:4096 --tokens-per-step 65536 -o plan.toml",
+            "fxpar train run.toml --plan plan.toml",
+        ),
+    ),
+    (
         "export",
         "Write a checkpoint's weights as a folder of safetensors.",
         run_commands.ExportRequest,
@@ -157,7 +166,9 @@ def _options(words: Any) -> Iterator[tuple[Field[Any], Any, Any]]:
                 if found.name in said.says:
                     option = copy(option)
                     option.help = said.says[found.name]
-                yield found, Annotated[kind, option], said.dtype if found.name == "dtype" else default
+                default = said.dtype if found.name == "dtype" else default
+                default = "" if found.name == "model" and not said.required else default
+                yield found, Annotated[kind, option], default
 
 
 def _parameter(one: Field[Any], hint: Any, default: Any) -> inspect.Parameter:

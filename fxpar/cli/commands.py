@@ -27,8 +27,16 @@ from fxpar.cli.options import (
     split_strategies,
 )
 
-CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?(gib|gb)", re.IGNORECASE)
+CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([mg]i?b)", re.IGNORECASE)
+_CAPACITY_UNITS = {"mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
 _STAGES = ("logical", "annotated", "exec")
+
+
+def capacity_bytes(text: str | None) -> int | None:
+    """Bytes of "80GB": GB are 1e9, GiB 2**30. None if it says no size."""
+    if text is None or (found := CAPACITY.fullmatch(text)) is None:
+        return None
+    return round(float(found[1]) * _CAPACITY_UNITS[found[2].lower()])
 
 
 @dataclass(frozen=True)
@@ -316,10 +324,8 @@ class MemoryRequest:
 
     @property
     def device_bytes(self) -> int | None:
-        """What a device holds, as `--capacity` says it: GB are 1e9 bytes, GiB 2**30."""
-        if self.capacity is None or (found := CAPACITY.fullmatch(self.capacity)) is None:
-            return None
-        return round(float(found[1]) * {"gb": 10**9, "gib": 2**30}[found[2].lower()])
+        """What a device holds, as `--capacity` says it."""
+        return capacity_bytes(self.capacity)
 
 
 @dataclass(frozen=True)
@@ -387,3 +393,61 @@ class OrderRequest:
     def strategy_texts(self) -> list[str]:
         """Those that the words name, one by one."""
         return split_strategies(self.strategies)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Choose the strategies that train a model fastest on a cluster, for sequences of given lengths.
+
+    Nothing runs and no weight is allocated: strategies are lowered and priced. The plan is a file for `fxpar train`.
+    """
+
+    source: Annotated[GraphSource, Offered("options world precision cache", required=False)]
+    cluster: Cluster = None
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME:N",
+            help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N.",
+            show_default=False,
+        ),
+    ] = None
+    tokens_per_step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=2**40, help="Tokens of a mini-batch.", show_default=False)
+    ] = None
+    max_strategies: Annotated[int, typer.Option(metavar="K", min=1, max=6, help="Strategies at most.")] = 3
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="80GB", help="What a device holds; default: as the cluster says.", show_default=False),
+    ] = None
+    best: Annotated[int, typer.Option(min=1, max=16, help="Different plans to show, best first.")] = 3
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Switches and reductions run beside groups, as on ranks of CPUs.")
+    ] = False
+    samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write the plan.", show_default=False)
+    ] = None
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if not self.source.model:
+            raise typer.BadParameter("say which model, such as hf:llama@8b", param_hint="MODEL")
+        for option, value in (("--lengths", self.lengths), ("--tokens-per-step", self.tokens_per_step)):
+            if value is None:
+                raise typer.BadParameter("it is missing", param_hint=option)
+        if self.cluster is None and self.source.world is None:
+            raise typer.BadParameter("say which cluster, or --world for usual GPUs", param_hint="--cluster")
+        if self.memory is not None and not CAPACITY.fullmatch(self.memory):
+            raise typer.BadParameter(f"{self.memory!r} is no size such as 80GB", param_hint="--memory")
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """None: they are what is looked for."""
+        return []
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a device holds, as `--memory` says it."""
+        return capacity_bytes(self.memory)

@@ -138,9 +138,10 @@ class GraphSource:
 @dataclass(frozen=True)
 class Offered:
     """Beside a GraphSource in the words of a command: options that it offers besides MODEL and `--dtype`, default of
-    the latter, and texts of options that mean something more to it.
+    the latter, whether MODEL must be there, and texts of options that mean something more to it.
     """
 
     options: str = "tokens options overrides world precision storage cache"
     dtype: str = "float32"
+    required: bool = True  # MODEL
     says: Mapping[str, str] = field(default_factory=dict)

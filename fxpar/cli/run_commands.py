@@ -28,6 +28,10 @@ class TrainRequest:
     ] = ()
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.", show_default=False)] = None
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks, as a check.", show_default=False)] = None
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Strategies of a plan that `fxpar plan` wrote.", show_default=False),
+    ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")] = False
     compare: Annotated[
         str | None,

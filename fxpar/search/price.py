@@ -1,0 +1,201 @@
+"""What a strategy takes, in time and memory, from its lowered program; layers that repeat are priced by their number.
+
+A model of many layers is not lowered whole. Two small ones are, of `few` and of `more` layers: all that is counted (
+seconds, bytes) grows by the same amount with each layer, so what the whole model takes follows from the two. Stages of
+a pipeline get one and two layers each, and the whole model's layers go where they make the slowest stage least slow.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, of_strategy, rank_costs
+from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.memory import Conditions, MemoryPrediction, predict_memory
+from fxpar.store.home import home_layout
+from fxpar.store.weights import param_specs
+from fxpar.switch.layout import ParamLayout
+from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.reduction import gradient_placements
+
+Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
+STAGING_BYTES = 64 << 20
+_NUMBER = re.compile(r"\d+(?!.*\d)")
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A model of `layers` that repeat with a period (2 where two kinds of layers take turns); `whole`: it is always
+    lowered with all of them.
+    """
+
+    layers: int
+    period: int = 1
+    whole: bool = False
+
+    def samples(self, stages: int) -> tuple[int, ...]:
+        """The numbers of layers that stand for the whole model under a strategy with so many stages."""
+        few = stages * self.period
+        return (self.layers,) if self.whole or 2 * few >= self.layers else (few, 2 * few)
+
+    def beyond(self, samples: Sequence[int]) -> Fraction:
+        """By how many steps from the first sample to the second the model is larger than the first."""
+        return Fraction(self.layers - samples[0], samples[1] - samples[0]) if len(samples) == 2 else Fraction(0)
+
+
+def extrapolated(values: Sequence[float], steps: float) -> float:
+    """`values[0]` plus so many times what the second value is larger by."""
+    return values[0] + (values[-1] - values[0]) * float(steps)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank, counted as the engine counts its budget: what all strategies share (masters, gradients
+    at home, the optimizer's states, which the budget leaves out), the weights of this graph, what a step needs beside,
+    and messages of switches and reductions.
+    """
+
+    home_bytes: int
+    optimizer_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    staging_bytes: int
+
+    @property
+    def beside_bytes(self) -> int:
+        """What there is beside home, optimizer and weights."""
+        return self.step_bytes + self.staging_bytes
+
+    @property
+    def stays_bytes(self) -> int:
+        """Home and optimizer."""
+        return self.home_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.stays_bytes + self.weight_bytes + self.beside_bytes
+
+
+@dataclass
+class Candidate:
+    """A strategy and its programs, one for each number of layers in `samples`."""
+
+    strategy: Strategy
+    cluster: ClusterSpec
+    samples: tuple[int, ...]
+    steps: Fraction
+    programs: tuple[TrainGraph, ...]
+    _memory: dict[tuple[int, int], Memory] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.strategy)
+
+    @property
+    def multiple(self) -> int:
+        """What the lengths of its sequences must be multiples of: tokens are cut, and the model would see padding."""
+        program = self.programs[0]
+        return program.divisors.get("T", 1) if program.padding_hazard else 1
+
+    @cached_property
+    def cost(self) -> GroupCost:
+        """Of one micro-batch of a replica."""
+        return of_strategy(self._slowest(), self.strategy)
+
+    def _slowest(self) -> Polynomial:
+        """Of the slowest ranks. In a pipeline, each layer beyond the first sample goes to the position that is then the
+        least slow one: no other choice has a faster slowest position.
+        """
+        found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
+        if len(found) == 1:
+            return max(found[0], key=lambda one: one.at(NOMINAL_TOKENS))
+        positions = [[few, more + few * -1] for few, more in zip(*found, strict=True)]
+        if len(positions) == 1:
+            few, step = positions[0]
+            return few + step * self.steps
+        left = self.steps * len(positions)
+        seconds = [[float(one.at(NOMINAL_TOKENS)) for one in pair] for pair in positions]
+        while left > 0:
+            here = min(range(len(positions)), key=lambda i: sum(seconds[i]))
+            share = min(left, Fraction(1))
+            positions[here][0] += positions[here][1] * share
+            seconds[here][0] += seconds[here][1] * float(share)
+            left -= share
+        return positions[max(range(len(positions)), key=lambda i: seconds[i][0])][0]
+
+    def memory(self, tokens: int, longest: int) -> Memory:
+        """For micro-batches of so many tokens, none of whose sequences is longer than `longest`."""
+        key = tokens, longest
+        if key not in self._memory:
+            found = [self._predicted(program, tokens, longest) for program in self.programs]
+            steps = math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps
+            columns = zip(*map(astuple, found), strict=True)
+            self._memory[key] = Memory(*(round(extrapolated(column, float(steps))) for column in columns))
+        return self._memory[key]
+
+    def _predicted(self, program: TrainGraph, tokens: int, longest: int) -> Memory:
+        sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
+        found: MemoryPrediction = predict_memory(
+            program,
+            sizes,
+            micro_batches=None if isinstance(program, PipelineGraph) else 2,
+            conditions=Conditions(longest=min(longest, tokens)),
+            cluster=self.cluster,
+        )
+        home = found.master_bytes + found.home_gradient_bytes
+        staging = found.staging_bytes + found.sums_bytes
+        return Memory(home, found.optimizer_bytes, found.weight_bytes, found.step_bytes, staging)
+
+    def most_tokens(self, longest: int, room_bytes: int, most: int) -> int | None:
+        """The most tokens of a micro-batch whose step takes at most `room_bytes` beside masters and weights: `longest`
+        or more, at most `most`; None if a single sequence of `longest` needs more.
+
+        Bytes grow evenly with tokens, so two sizes say it, and a third one proves it.
+        """
+        most = max(most, longest)
+        least, twice = (self.memory(tokens, longest).beside_bytes for tokens in (longest, 2 * longest))
+        if least > room_bytes:
+            return None
+        each = max((twice - least) / longest, 1e-9)
+        tokens = min(most, longest + int((room_bytes - least) / each))
+        while tokens > longest and self.memory(tokens, longest).beside_bytes > room_bytes:
+            tokens = max(longest, int(tokens * 0.97))
+        return tokens
+
+    @cached_property
+    def reduce_s(self) -> float:
+        """Seconds in which the gradients of a group go home."""
+        return max(extrapolated([self._reduced_s(program) for program in self.programs], float(self.steps)), 0.0)
+
+    def _reduced_s(self, program: TrainGraph) -> float:
+        if self.strategy.world == 1:
+            return 0.0
+        home = home_layout(param_specs(program), self.strategy.world)
+        terms = gradient_placements(program)
+        target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in terms})
+        return cheapest_reduction(terms, target, self.cluster, self.name, STAGING_BYTES, "auto", False).predicted_s
+
+
+def candidate(lower: Lower, strategy: Strategy, cluster: ClusterSpec, depth: Depth) -> Candidate:
+    """Lower a strategy of a model. Raises what `fxpar.lower` raises."""
+    samples = depth.samples(strategy.stages)
+    programs = [lower(strategy, samples[0])]
+    if len(samples) == 2:
+        programs.append(lower(_twice(strategy, programs[0]), samples[1]))
+    return Candidate(strategy, cluster, samples, depth.beyond(samples), tuple(programs))
+
+
+def _twice(strategy: Strategy, program: TrainGraph) -> Strategy:
+    """For twice as many layers, with twice as many in each stage."""
+    if not isinstance(program, PipelineGraph):
+        return strategy
+    cuts = tuple(_NUMBER.sub(lambda found: str(2 * int(found[0])), cut) for cut in program.cuts)
+    return replace(strategy, pipeline=replace(strategy.pipeline, cuts=cuts))

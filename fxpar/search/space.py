@@ -1,0 +1,45 @@
+"""The strategies that a search tries: all degrees of data, pipeline, context and tensor parallelism of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxpar.ir.strategy import Pipeline, Remat, Strategy
+
+# What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
+SAVINGS = (
+    {},
+    {"remat": Remat("selective")},
+    {"zero": 3},
+    {"remat": Remat("full")},
+    {"zero": 3, "remat": Remat("full")},
+)
+
+
+def shapes(world: int, most_tp: int, most_pp: int, with_cp: bool = True) -> Iterator[Strategy]:
+    """All strategies of `world` ranks with tp of at most `most_tp`, pp of at most `most_pp`, dp the rest; sp wherever
+    there is tp. Those that cut a model least come first.
+    """
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    found = [
+        (pp * cp * tp, pp, cp, tp)
+        for pp in divisors
+        if pp <= most_pp
+        for cp in (divisors if with_cp else [1])
+        for tp in divisors
+        if tp <= most_tp and world % (pp * cp * tp) == 0
+    ]
+    for cut, pp, cp, tp in sorted(found):
+        degrees = (("dp", world // cut), ("pp", pp), ("cp", cp), ("tp", tp))
+        axes = tuple((name, degree) for name, degree in degrees if degree > 1) or (("dp", 1),)
+        yield Strategy(axes, sp=tp > 1, pipeline=Pipeline())
+
+
+def with_savings(shape: Strategy, level: int) -> Strategy | None:
+    """`shape` with what level `level` of SAVINGS adds; None where that would change nothing."""
+    from dataclasses import replace
+
+    saving = dict(SAVINGS[level])
+    if saving.get("zero") and not shape.data_axes:
+        return None
+    return replace(shape, **saving)
