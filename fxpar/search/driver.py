@@ -100,6 +100,8 @@ class _Search:
     def __post_init__(self) -> None:
         problem = self.problem
         self.intervals = Intervals(length_edges(problem.longest), problem.batches)
+        most = max(map(sum, problem.batches))
+        self.anchors = tuple(sorted({min(64, problem.longest), problem.longest, max(most, 2 * problem.longest)}))
         self.pricer = SetPricer(
             problem.cluster,
             problem.depth,
@@ -128,7 +130,7 @@ class _Search:
             return True
         self.said(f"lowering {strategy}, the {len(self.candidates) + 1}. strategy")
         try:
-            one = candidate(self.lower, strategy, self.problem.cluster, self.problem.depth)
+            one = candidate(self.lower, strategy, self.problem.cluster, self.problem.depth, self.anchors)
         except FxparError as error:
             self.refused[str(strategy)] = str(error)
             return False
@@ -172,11 +174,10 @@ class _Search:
         self.pricer.optimizer_s = optimizer_s
         static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
         sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
-        plans = self._different(self._best(sets, self.problem.keep))
-        if static.predicted_s < plans[0].predicted_s:
-            plans = [static, *plans]
+        plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
+        plans, static = self._settled(plans[: self.problem.keep]), self._settled([static])[0]
         return Found(
-            plans=tuple(plans[: self.problem.keep]),
+            plans=tuple(plans),
             best_static=static,
             lower_bound_s=min(bound + optimizer_s, plans[0].predicted_s),
             evaluated=len(self.candidates),
@@ -203,7 +204,7 @@ class _Search:
                 found.append(priced)
         if not found:
             raise self._nothing_fits()
-        return sorted(found, key=lambda p: p.predicted_s)
+        return sorted(found, key=_seconds)
 
     def _price(self, one: RankedSet) -> PricedSet | None:
         if one.groups not in self.priced:
@@ -212,6 +213,18 @@ class _Search:
             self.priced[one.groups] = self.pricer.price(chosen)
         return self.priced[one.groups]
 
+    def _settled(self, plans: Sequence[PricedSet]) -> list[PricedSet]:
+        """With the tokens of micro-batches as predicted for just these. Raises NothingFitsError."""
+        edges, found = self.intervals.edges, []
+        for plan in plans:
+            groups = next(groups for groups, priced in self.priced.items() if priced is plan)
+            chosen = [(edges[edge], self.candidates[s]) for edge, s in groups]
+            found.append(self.pricer.price(chosen, settle=True))
+        kept = [one for one in found if one is not None]
+        if not kept:
+            raise self._nothing_fits()
+        return sorted(kept, key=_seconds)
+
     def _guessed_borders(self) -> list[float]:
         """What a strategy's weights and gradients take at least on the slowest link of a rank: a guess that orders sets
         before they are planned.
@@ -219,8 +232,7 @@ class _Search:
         cluster, found = self.problem.cluster, []
         per_s = cluster.bytes_per_s(between=cluster.nodes > 1)
         for one in self.candidates:
-            weights = one.memory(self.intervals.edges[0], self.intervals.edges[0]).weight_bytes
-            found.append(2 * weights / float(per_s) if one.strategy.world > 1 else 0.0)
+            found.append(2 * one.stays.weight_bytes / float(per_s) if one.strategy.world > 1 else 0.0)
         return found
 
     def _different(self, plans: Sequence[PricedSet]) -> list[PricedSet]:
@@ -233,16 +245,17 @@ class _Search:
 
     def _optimizer_s(self) -> float:
         """AdamW on a rank's share, in fp32: 16 bytes of each parameter are read, and 12 are written."""
-        one, edge = self.candidates[0], self.intervals.edges[0]
-        moved = one.memory(edge, edge).optimizer_bytes / 8 * (16 + 12)  # two moments take 8 bytes
+        moved = self.candidates[0].stays.optimizer_bytes / 8 * (16 + 12)  # two moments take 8 bytes
         return moved / float(self.problem.cluster.sustained.bytes_per_s)
 
     def _nothing_fits(self) -> NothingFitsError:
         longest = self.problem.longest
-        one = min(self.candidates, key=lambda c: c.memory(longest, longest).peak_bytes)
-        return NothingFitsError(
-            longest, self.problem.memory_bytes or 0, one.name, one.memory(longest, longest).peak_bytes
-        )
+        one = min(self.candidates, key=lambda c: c.memory(longest).peak_bytes)
+        return NothingFitsError(longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes)
+
+
+def _seconds(plan: PricedSet) -> float:
+    return plan.predicted_s
 
 
 def _moved(plan: PricedSet, other: PricedSet) -> float:

@@ -100,21 +100,21 @@ def _whole(path: str, number: int, value: object) -> int:
 
 
 def mini_batches(lengths: np.ndarray, tokens: int, count: int = SAMPLES, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    """`count` mini-batches, each of sequences drawn from `lengths` until it has about `tokens`.
-
-    The last sequence is kept if the total is nearer to `tokens` with it; each mini-batch has at least one.
+    """`count` mini-batches in a row, as a loader cuts them from sequences in random order: as many as fit into
+    `tokens`, at least one. What does not fit any more comes first in the next one: no length is drawn less often.
     """
     rng = np.random.default_rng(seed)
     found: list[tuple[int, ...]] = []
+    following = int(rng.choice(lengths))
     for _ in range(count):
-        chosen: list[int] = []
-        total = 0
-        while total < tokens:
-            length = int(lengths[rng.integers(len(lengths))])
-            if chosen and total + length - tokens > tokens - total:
+        chosen = [following]
+        total = following
+        while True:
+            following = int(rng.choice(lengths))
+            if total + following > tokens:
                 break
-            chosen.append(length)
-            total += length
+            chosen.append(following)
+            total += following
         found.append(tuple(chosen))
     return tuple(found)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction
@@ -19,7 +20,7 @@ from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, of_strategy, rank_costs
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import Conditions, MemoryPrediction, predict_memory
+from fxpar.memory import predict_memory
 from fxpar.store.home import home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
@@ -43,8 +44,10 @@ class Depth:
 
     def samples(self, stages: int) -> tuple[int, ...]:
         """The numbers of layers that stand for the whole model under a strategy with so many stages."""
-        few = stages * self.period
-        return (self.layers,) if self.whole or 2 * few >= self.layers else (few, 2 * few)
+        # The first and the last layer of a model may differ from those between; each stage has a first one.
+        few, more = (2, 3) if stages == 1 else (stages, 2 * stages)
+        few, more = few * self.period, more * self.period
+        return (self.layers,) if self.whole or more >= self.layers else (few, more)
 
     def beyond(self, samples: Sequence[int]) -> Fraction:
         """By how many steps from the first sample to the second the model is larger than the first."""
@@ -86,14 +89,17 @@ class Memory:
 
 @dataclass
 class Candidate:
-    """A strategy and its programs, one for each number of layers in `samples`."""
+    """A strategy and its programs, one for each number of layers in `samples`. Memory is predicted at the numbers of
+    tokens in `anchors`, ascending.
+    """
 
     strategy: Strategy
     cluster: ClusterSpec
     samples: tuple[int, ...]
     steps: Fraction
     programs: tuple[TrainGraph, ...]
-    _memory: dict[tuple[int, int], Memory] = field(default_factory=dict)
+    anchors: tuple[int, ...] = (64, 4096, 65536)
+    _memory: dict[int, Memory] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -131,44 +137,60 @@ class Candidate:
             left -= share
         return positions[max(range(len(positions)), key=lambda i: seconds[i][0])][0]
 
-    def memory(self, tokens: int, longest: int) -> Memory:
-        """For micro-batches of so many tokens, none of whose sequences is longer than `longest`."""
-        key = tokens, longest
-        if key not in self._memory:
-            found = [self._predicted(program, tokens, longest) for program in self.programs]
+    def memory(self, tokens: int) -> Memory:
+        """For micro-batches of so many tokens, which may be one sequence.
+
+        Predicted at the `anchors` around it, and on the straight line in between: a peak is the largest of sums that
+        grow evenly with the tokens, so it lies on that line or below, but for a permille that kernels need in blocks.
+        """
+        at = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
+        low, high = self.anchors[at - 1], self.anchors[at]
+        share = Fraction(tokens - low, high - low)
+        pairs = zip(astuple(self._at(low)), astuple(self._at(high)), strict=True)
+        return Memory(*(math.ceil(one + (other - one) * share) for one, other in pairs))
+
+    def _at(self, tokens: int) -> Memory:
+        if tokens not in self._memory:
+            found = [self._predicted(program, tokens) for program in self.programs]
             steps = math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps
             columns = zip(*map(astuple, found), strict=True)
-            self._memory[key] = Memory(*(round(extrapolated(column, float(steps))) for column in columns))
-        return self._memory[key]
+            self._memory[tokens] = Memory(*(round(extrapolated(column, float(steps))) for column in columns))
+        return self._memory[tokens]
 
-    def _predicted(self, program: TrainGraph, tokens: int, longest: int) -> Memory:
+    def _predicted(self, program: TrainGraph, tokens: int) -> Memory:
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
-        found: MemoryPrediction = predict_memory(
-            program,
-            sizes,
-            micro_batches=None if isinstance(program, PipelineGraph) else 2,
-            conditions=Conditions(longest=min(longest, tokens)),
-            cluster=self.cluster,
-        )
+        stages = isinstance(program, PipelineGraph)
+        found = predict_memory(program, sizes, micro_batches=None if stages else 2, cluster=self.cluster)
         home = found.master_bytes + found.home_gradient_bytes
         staging = found.staging_bytes + found.sums_bytes
         return Memory(home, found.optimizer_bytes, found.weight_bytes, found.step_bytes, staging)
 
-    def most_tokens(self, longest: int, room_bytes: int, most: int) -> int | None:
-        """The most tokens of a micro-batch whose step takes at most `room_bytes` beside masters and weights: `longest`
-        or more, at most `most`; None if a single sequence of `longest` needs more.
+    @property
+    def stays(self) -> Memory:
+        """What does not depend on tokens: home, optimizer and weights are those of any number."""
+        return self._at(self.anchors[-1])
 
-        Bytes grow evenly with tokens, so two sizes say it, and a third one proves it.
-        """
-        most = max(most, longest)
-        least, twice = (self.memory(tokens, longest).beside_bytes for tokens in (longest, 2 * longest))
-        if least > room_bytes:
-            return None
-        each = max((twice - least) / longest, 1e-9)
-        tokens = min(most, longest + int((room_bytes - least) / each))
-        while tokens > longest and self.memory(tokens, longest).beside_bytes > room_bytes:
-            tokens = max(longest, int(tokens * 0.97))
+    def settled_tokens(self, least: int, room_bytes: int, tokens: int) -> int | None:
+        """`tokens`, or as many fewer as a prediction for just these asks for; None if `least` need more."""
+        while self._at(tokens).beside_bytes > room_bytes:
+            if tokens == least:
+                return None
+            tokens = max(least, tokens * 99 // 100)
         return tokens
+
+    def most_tokens(self, least: int, room_bytes: int, most: int) -> int | None:
+        """The most tokens of a micro-batch that takes at most `room_bytes` beside masters and weights: `least` or more,
+        at most `most`; None if `least` need more.
+        """
+        if self.memory(max(least, most)).beside_bytes <= room_bytes:
+            return max(least, most)
+        if self.memory(least).beside_bytes > room_bytes:
+            return None
+        low, high = least, max(least, most)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.memory(middle).beside_bytes <= room_bytes else (low, middle)
+        return low
 
     @cached_property
     def reduce_s(self) -> float:
@@ -184,13 +206,15 @@ class Candidate:
         return cheapest_reduction(terms, target, self.cluster, self.name, STAGING_BYTES, "auto", False).predicted_s
 
 
-def candidate(lower: Lower, strategy: Strategy, cluster: ClusterSpec, depth: Depth) -> Candidate:
+def candidate(
+    lower: Lower, strategy: Strategy, cluster: ClusterSpec, depth: Depth, anchors: tuple[int, ...]
+) -> Candidate:
     """Lower a strategy of a model. Raises what `fxpar.lower` raises."""
     samples = depth.samples(strategy.stages)
     programs = [lower(strategy, samples[0])]
     if len(samples) == 2:
         programs.append(lower(_twice(strategy, programs[0]), samples[1]))
-    return Candidate(strategy, cluster, samples, depth.beyond(samples), tuple(programs))
+    return Candidate(strategy, cluster, samples, depth.beyond(samples), tuple(programs), anchors)
 
 
 def _twice(strategy: Strategy, program: TrainGraph) -> Strategy:

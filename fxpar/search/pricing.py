@@ -104,26 +104,28 @@ class SetPricer:
     def mean_tokens(self) -> float:
         return sum(map(sum, self.batches)) / len(self.batches)
 
-    def groups(self, chosen: Sequence[tuple[int, Candidate]]) -> tuple[LengthGroup, ...] | None:
+    def groups(self, chosen: Sequence[tuple[int, Candidate]], settle: bool = False) -> tuple[LengthGroup, ...] | None:
         """Length groups of (limit, candidate), ascending, each with the tokens that there is memory for beside the
-        weights of the largest; None if one of them cannot hold a sequence of its limit.
+        weights of the largest; None if one of them cannot hold a sequence of its limit. `settle`: memory is predicted
+        for just these tokens.
         """
         found = []
         for limit, one in chosen:
-            budget = self._budget(limit, one, max(other.memory(limit, limit).weight_bytes for _, other in chosen))
+            budget = self._budget(limit, one, max(other.stays.weight_bytes for _, other in chosen), settle)
             if budget is None:
                 return None
             found.append(LengthGroup(limit, one.strategy, budget, one.multiple))
         return tuple(found)
 
-    def _budget(self, limit: int, one: Candidate, arena_bytes: int) -> int | None:
+    def _budget(self, limit: int, one: Candidate, arena_bytes: int, settle: bool = False) -> int | None:
         most = max(limit, -(-round(self.mean_tokens) // one.strategy.replicas))
         if not self.packed:
             most = limit
         if self.memory_bytes is None:
             return most
-        room = self.memory_bytes - one.memory(limit, limit).stays_bytes - arena_bytes
-        return one.most_tokens(limit, room, most)
+        room = self.memory_bytes - one.stays.stays_bytes - arena_bytes
+        tokens = one.most_tokens(limit, room, most)
+        return one.settled_tokens(limit, room, tokens) if settle and tokens is not None else tokens
 
     def budgets(self, one: Candidate, edges: Sequence[int]) -> list[int | None]:
         """Tokens of a micro-batch of a candidate alone, by limit: what it could have at best in a set."""
@@ -131,12 +133,12 @@ class SetPricer:
         for edge in edges:
             # What does not hold a shorter sequence holds no longer one.
             held = not found or found[-1] is not None
-            found.append(self._budget(edge, one, one.memory(edge, edge).weight_bytes) if held else None)
+            found.append(self._budget(edge, one, one.stays.weight_bytes) if held else None)
         return found
 
-    def price(self, chosen: Sequence[tuple[int, Candidate]]) -> PricedSet | None:
-        """None if it does not fit. Raises what planning a mini-batch raises."""
-        groups = self.groups(chosen)
+    def price(self, chosen: Sequence[tuple[int, Candidate]], settle: bool = False) -> PricedSet | None:
+        """None if it does not fit; `settle` as for `groups`. Raises what planning a mini-batch raises."""
+        groups = self.groups(chosen, settle)
         if groups is None:
             return None
         unique = {one.name: one for _, one in chosen}
@@ -175,32 +177,28 @@ class SetPricer:
             reduce_s=reduce_s,
             optimizer_s=self.optimizer_s,
             memory_bytes=self._memory(chosen, groups, kept),
-            optimizer_bytes=max(one.memory(limit, limit).optimizer_bytes for limit, one in chosen),
+            optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
         )
-
-    def _weights(self, unique: Mapping[str, Candidate], groups: Sequence[LengthGroup]) -> dict[str, int]:
-        limits = {str(group.strategy): group.limit for group in groups}
-        return {name: one.memory(limits[name], limits[name]).weight_bytes for name, one in unique.items()}
 
     def _resident(self, unique: Mapping[str, Candidate], groups: Sequence[LengthGroup]) -> tuple[str, ...]:
         """All strategies if their weights fit side by side, else none: they take turns in an arena."""
-        weights = self._weights(unique, groups)
+        weights = sum(one.stays.weight_bytes for one in unique.values())
         if self.memory_bytes is None or len(unique) == 1:
             return tuple(unique)
         beside = max(
             one.stays_bytes + one.beside_bytes
-            for one in (unique[str(g.strategy)].memory(g.token_budget, g.limit) for g in groups)
+            for one in (unique[str(g.strategy)].memory(g.token_budget) for g in groups)
         )
-        return tuple(unique) if sum(weights.values()) + beside <= self.memory_bytes else ()
+        return tuple(unique) if weights + beside <= self.memory_bytes else ()
 
     def _memory(
         self, chosen: Sequence[tuple[int, Candidate]], groups: Sequence[LengthGroup], kept: Collection[str]
     ) -> dict[str, int]:
-        weights = self._weights({one.name: one for _, one in chosen}, groups)
+        weights = {one.name: one.stays.weight_bytes for _, one in chosen}
         held = sum(weights.values()) if kept else max(weights.values())
         found: dict[str, int] = {}
         for group, (_, one) in zip(groups, chosen, strict=True):
-            memory = one.memory(group.token_budget, group.limit)
+            memory = one.memory(group.token_budget)
             found[one.name] = max(found.get(one.name, 0), memory.stays_bytes + held + memory.beside_bytes)
         return found
 

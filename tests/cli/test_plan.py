@@ -40,7 +40,7 @@ def test_it_shows_what_it_writes(planned):
 
 def test_a_run_takes_the_plan(planned):
     plan = planned[1]
-    config = parse_config(DEMO, "--demo", "demo", plan.assignments())
+    config = parse_config(DEMO, "--demo", "demo", ["data.max_length=256", *plan.assignments()])
     assert dict(config.strategies) == plan.strategies
     assert config.engine.token_budgets == {str(limit): most for limit, most in plan.token_budgets.items()}
 

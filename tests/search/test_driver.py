@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,10 +42,13 @@ def outlined(strategy: Strategy, layers: int):
     return outline(rows(), strategy)
 
 
-def problem(memory_bytes: int | None = 5_000_000, strategies: int = 2, world: int = 2) -> Problem:
+TWO, FOUR = ("dp2", "cp2", "tp2+sp"), ("dp4", "dp2.cp2", "dp2.tp2+sp")
+
+
+def problem(memory_bytes: int | None = 5_000_000, strategies: int = 2, names: tuple[str, ...] = TWO) -> Problem:
     return Problem(
-        shapes=tuple(shapes(world, world, 2)),
-        cluster=LINKS if world == 2 else ClusterSpec(1, world, 0.5, 0.5, 100.0, device=CPU),
+        shapes=tuple(map(Strategy.parse, names)),
+        cluster=LINKS if names == TWO else replace(LINKS, devices_per_node=4),
         batches=mini_batches(LENGTHS, 4096, 3),
         longest=512,
         memory_bytes=memory_bytes,
@@ -75,7 +79,8 @@ def test_no_set_is_better_than_the_one_that_is_found():
 
 def test_what_is_pruned_would_not_have_helped():
     """With all savings lowered, the bound and the plan are the same."""
-    given = problem(3_500_000)
+    slow = replace(LINKS, devices_per_node=4, intra_gb_per_s=0.01, inter_gb_per_s=0.01)
+    given = replace(problem(3_200_000, names=("dp4", "tp4+sp", "cp4")), cluster=slow)
     pruned = find_plan(given, lowered, outlined)
     search = _Search(given, lowered, outlined, lambda _: None)
     search._may_help = lambda *_: True  # type: ignore[method-assign]
@@ -87,7 +92,7 @@ def test_what_is_pruned_would_not_have_helped():
 
 
 def test_each_plan_fits_and_holds_all_lengths():
-    given = problem(4_000_000, 3, 4)
+    given = problem(4_000_000, 3, FOUR)
     found = find_plan(given, lowered, outlined)
     for plan in found.plans:
         assert plan.groups[-1].limit == 512
@@ -113,9 +118,9 @@ def test_a_model_that_runs_under_nothing():
     from fxpar.errors import NotYetError
 
     def refuse(strategy: Strategy, layers: int):
-        raise NotYetError("why not")
+        raise NotYetError("this", "that")
 
-    with pytest.raises(NoCandidateError, match=r"dp2: .*why not"):
+    with pytest.raises(NoCandidateError, match=r"dp2: .*this"):
         find_plan(problem(), refuse, outlined)
 
 

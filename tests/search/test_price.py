@@ -31,20 +31,20 @@ def lowered(strategy: Strategy, layers: int):
 
 
 def priced(text: str, whole: bool) -> Candidate:
-    return candidate(lowered, Strategy.parse(text), CLUSTER, Depth(LAYERS, whole=whole))
+    return candidate(lowered, Strategy.parse(text), CLUSTER, Depth(LAYERS, whole=whole), (64, 512, 4096))
 
 
 @pytest.mark.parametrize("text", ["dp4", "dp2.tp2+sp", "cp4", "dp4+zero3", "dp2.tp2+sp+remat"])
 def test_two_shallow_models_say_what_a_deep_one_takes(text):
     """Exactly: each layer adds the same calls."""
     shallow, whole = priced(text, False), priced(text, True)
-    assert shallow.samples == (1, 2)
+    assert shallow.samples == (2, 3)
     assert whole.samples == (LAYERS,)
     assert shallow.cost.per_token_s == pytest.approx(whole.cost.per_token_s, rel=1e-9)
     assert shallow.cost.per_square_s == pytest.approx(whole.cost.per_square_s, rel=1e-9)
     assert shallow.cost.fixed_s == pytest.approx(whole.cost.fixed_s, rel=1e-2)  # buckets of collectives
     assert whole.cost == group_cost(lowered(Strategy.parse(text), LAYERS), CLUSTER)
-    few, all_ = shallow.memory(512, 512), whole.memory(512, 512)
+    few, all_ = shallow.memory(512), whole.memory(512)
     assert few.weight_bytes == pytest.approx(all_.weight_bytes, rel=1e-3)
     assert few.stays_bytes == pytest.approx(all_.stays_bytes, rel=1e-3)
     assert few.peak_bytes == pytest.approx(all_.peak_bytes, rel=0.03)
@@ -55,7 +55,7 @@ def test_stages_of_a_deep_model(text):
     """Layers go where they make the slowest stage least slow, which is how stages are cut."""
     shallow, whole = priced(text, False), priced(text, True)
     assert shallow.cost.per_token_s == pytest.approx(whole.cost.per_token_s, rel=0.1)
-    assert shallow.memory(512, 512).peak_bytes == pytest.approx(whole.memory(512, 512).peak_bytes, rel=0.1)
+    assert shallow.memory(512).peak_bytes == pytest.approx(whole.memory(512).peak_bytes, rel=0.1)
 
 
 def test_reductions_of_a_deep_model():
@@ -66,21 +66,30 @@ def test_reductions_of_a_deep_model():
 @pytest.mark.parametrize("room_share", [1.0, 1.5, 3.7, 100.0])
 def test_the_most_tokens_fit_and_more_do_not(room_share):
     one = priced("dp2.tp2+sp", True)
-    least = one.memory(64, 64).beside_bytes
+    least = one.memory(64).beside_bytes
     room = int(least * room_share)
     tokens = one.most_tokens(64, room, 4096)
     assert tokens is not None
-    assert one.memory(tokens, 64).beside_bytes <= room
-    assert tokens == 4096 or one.memory(int(tokens * 1.1) + 8, 64).beside_bytes > room
+    assert one.memory(tokens).beside_bytes <= room
+    assert tokens == 4096 or one.memory(tokens + 1).beside_bytes > room
+
+
+@pytest.mark.parametrize("text", ["dp4", "dp2.tp2+sp+remat", "pp2.tp2+sp"])
+def test_between_its_anchors_memory_is_about_what_is_predicted(text):
+    one = priced(text, True)
+    for tokens in (64, 96, 256, 512, 1000, 3000):
+        exact, guess = one._predicted(one.programs[0], tokens), one.memory(tokens)
+        assert exact.step_bytes * 0.999 <= guess.step_bytes <= exact.step_bytes * 1.1
+        assert (guess.weight_bytes, guess.stays_bytes) == (exact.weight_bytes, exact.stays_bytes)
 
 
 def test_a_sequence_that_does_not_fit():
     one = priced("dp4", True)
-    assert one.most_tokens(64, one.memory(64, 64).beside_bytes - 1, 4096) is None
+    assert one.most_tokens(64, one.memory(64).beside_bytes - 1, 4096) is None
 
 
 def test_samples_by_period_and_stages():
-    assert Depth(80).samples(1) == (1, 2)
+    assert Depth(80).samples(1) == (2, 3)
     assert Depth(80).samples(4) == (4, 8)
     assert Depth(60, period=6).samples(2) == (12, 24)
     assert Depth(4).samples(2) == (4,)
