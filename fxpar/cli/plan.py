@@ -13,10 +13,13 @@ from fxpar.cli.commands import PlanRequest
 from fxpar.cli.console import Work, human_bytes, human_seconds, plain_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import collected_warnings, write_json, write_output
-from fxpar.cli.source import read_for_store, read_rows
+from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.ir.exec_graph import Outline
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import outline
+from fxpar.lowering import lower, outline
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
 from fxpar.passes.pack_documents import DOCUMENTS
@@ -61,14 +64,18 @@ def run_plan(request: PlanRequest) -> None:
 
 
 def _search(problem: Problem, at_depth: Callable[[int], GraphSource], status: Work) -> Found:
-    def lower(strategy: Strategy, layers: int) -> Any:
-        return read_for_store(at_depth(layers), strategy)
+    @functools.cache
+    def rows(layers: int) -> LogicalGraph:
+        return read_rows(at_depth(layers))
 
     @functools.cache
-    def outlined(strategy: Strategy, layers: int) -> Any:
-        return outline(read_rows(at_depth(layers)), strategy)
+    def outlined(strategy: Strategy, layers: int) -> Outline:
+        return outline(rows(layers), strategy)
 
-    return find_plan(problem, lower, outlined, status.update)
+    def lowered(strategy: Strategy, layers: int) -> TrainGraph:
+        return lower(rows(layers), strategy, for_store=True)
+
+    return find_plan(problem, lowered, outlined, status.update)
 
 
 def _cluster(request: PlanRequest) -> ClusterSpec:

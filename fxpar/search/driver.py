@@ -21,10 +21,11 @@ from fxpar.errors import FxparError, NoCandidateError, NothingFitsError
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Candidate, Depth, Lower, candidate
+from fxpar.search.price import Candidate, Depth, Lower, Priced, candidate
 from fxpar.search.pricing import Outlines, PricedSet, SetPricer
 from fxpar.search.sets import RankedSet, ranked_sets
-from fxpar.search.space import SAVINGS, with_savings
+from fxpar.search.space import SAVINGS, with_savings, without_stages
+from fxpar.search.staged import StagedGuess
 
 PLANNED = 48  # sets that are planned at most
 DIFFERENT = 0.01  # of the tokens: what a second set has to run otherwise to be another one
@@ -90,18 +91,19 @@ class _Search:
     lower: Lower
     outlines: Outlines
     said: Said
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[Priced] = field(default_factory=list)
     budgets: list[list[int | None]] = field(default_factory=list)
     seconds: list[np.ndarray] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     pruned: int = 0
+    lowered: dict[str, Candidate | None] = field(default_factory=dict)  # of those that were guessed at
     priced: dict[tuple[tuple[int, int], ...], PricedSet | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
         self.intervals = Intervals(length_edges(problem.longest), problem.batches)
         most = max(map(sum, problem.batches))
-        self.anchors = tuple(sorted({min(64, problem.longest), problem.longest, max(most, 2 * problem.longest)}))
+        self.anchors = (min(256, problem.longest), max(most, 2 * problem.longest))
         self.pricer = SetPricer(
             problem.cluster,
             problem.depth,
@@ -128,20 +130,37 @@ class _Search:
         strategy = with_savings(shape, level)
         if strategy is None:
             return True
-        self.said(f"lowering {strategy}, the {len(self.candidates) + 1}. strategy")
-        try:
-            one = candidate(self.lower, strategy, self.problem.cluster, self.problem.depth, self.anchors)
-        except FxparError as error:
-            self.refused[str(strategy)] = str(error)
-            return False
-        if one.multiple > 1:
-            self.refused[one.name] = f"it takes only lengths that are multiples of {one.multiple}"
+        one = self._guessed(strategy) or self._lowered(strategy)
+        if one is None:
             return False
         budgets = self.pricer.budgets(one, self.intervals.edges)
         self.candidates.append(one)
         self.budgets.append(budgets)
         self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
         return None in budgets
+
+    def _lowered(self, strategy: Strategy) -> Candidate | None:
+        """None, and the reason among the refused, if the model cannot run under it."""
+        self.said(f"lowering {strategy}")
+        try:
+            one = candidate(self.lower, strategy, self.problem.cluster, self.problem.depth, self.anchors)
+        except FxparError as error:
+            self.refused[str(strategy)] = str(error)
+            return None
+        if one.multiple > 1:
+            self.refused[one.name] = f"it takes only lengths that are multiples of {one.multiple}"
+            return None
+        return one
+
+    def _guessed(self, strategy: Strategy) -> StagedGuess | None:
+        """For a pipeline, from the same strategy without stages, if that was priced from two samples."""
+        if strategy.pipeline_size == 1:
+            return None
+        flat = without_stages(strategy)
+        known = next((one for one in self.candidates if one.strategy == flat), None)
+        if not isinstance(known, Candidate) or len(known.samples) == 1:
+            return None
+        return StagedGuess(strategy, self.problem.cluster, self.anchors, known)
 
     def _may_help(self, shape: Strategy, level: int) -> bool:
         """Whether a shape that saves memory could be fastest for some lengths that it did not hold before: at best it
@@ -218,12 +237,21 @@ class _Search:
         edges, found = self.intervals.edges, []
         for plan in plans:
             groups = next(groups for groups, priced in self.priced.items() if priced is plan)
-            chosen = [(edges[edge], self.candidates[s]) for edge, s in groups]
-            found.append(self.pricer.price(chosen, settle=True))
+            chosen = [(edges[edge], self._settled_one(self.candidates[s])) for edge, s in groups]
+            known = [(limit, one) for limit, one in chosen if one is not None]
+            found.append(self.pricer.price(known, settle=True) if len(known) == len(chosen) else None)
         kept = [one for one in found if one is not None]
         if not kept:
             raise self._nothing_fits()
         return sorted(kept, key=_seconds)
+
+    def _settled_one(self, one: Priced) -> Priced | None:
+        """Lowered itself, where it was guessed at."""
+        if not isinstance(one, StagedGuess):
+            return one
+        if one.name not in self.lowered:
+            self.lowered[one.name] = self._lowered(one.strategy)
+        return self.lowered[one.name]
 
     def _guessed_borders(self) -> list[float]:
         """What a strategy's weights and gradients take at least on the slowest link of a rank: a guess that orders sets

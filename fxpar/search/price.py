@@ -62,14 +62,15 @@ def extrapolated(values: Sequence[float], steps: float) -> float:
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank, counted as the engine counts its budget: what all strategies share (masters, gradients
-    at home, the optimizer's states, which the budget leaves out), the weights of this graph, what a step needs beside,
-    and messages of switches and reductions.
+    at home, the optimizer's states, which the budget leaves out), the weights of this graph, what a step needs beside
+    (accumulators of gradients are a part of it), and messages of switches and reductions.
     """
 
     home_bytes: int
     optimizer_bytes: int
     weight_bytes: int
     step_bytes: int
+    gradient_bytes: int
     staging_bytes: int
 
     @property
@@ -88,22 +89,88 @@ class Memory:
 
 
 @dataclass
-class Candidate:
-    """A strategy and its programs, one for each number of layers in `samples`. Memory is predicted at the numbers of
-    tokens in `anchors`, ascending.
-    """
+class Priced:
+    """A strategy whose memory is known at the numbers of tokens in `anchors`, ascending."""
 
     strategy: Strategy
     cluster: ClusterSpec
-    samples: tuple[int, ...]
-    steps: Fraction
-    programs: tuple[TrainGraph, ...]
-    anchors: tuple[int, ...] = (64, 4096, 65536)
-    _memory: dict[int, Memory] = field(default_factory=dict)
+    anchors: tuple[int, ...]
+    _memory: dict[int, Memory] = field(default_factory=dict, init=False)
 
     @property
     def name(self) -> str:
         return str(self.strategy)
+
+    @property
+    def cost(self) -> GroupCost:
+        """Of one micro-batch of a replica."""
+        raise NotImplementedError
+
+    @property
+    def reduce_s(self) -> float:
+        """Seconds in which the gradients of a group go home."""
+        raise NotImplementedError
+
+    def predicted(self, tokens: int) -> Memory:
+        """For micro-batches of just so many tokens."""
+        raise NotImplementedError
+
+    def at(self, tokens: int) -> Memory:
+        """`predicted`, once for each number of tokens."""
+        if tokens not in self._memory:
+            self._memory[tokens] = self.predicted(tokens)
+        return self._memory[tokens]
+
+    @property
+    def stays(self) -> Memory:
+        """What does not depend on tokens: home, optimizer and weights are those of any number."""
+        return self.at(self.anchors[-1])
+
+    def memory(self, tokens: int) -> Memory:
+        """For micro-batches of so many tokens, which may be one sequence.
+
+        Predicted at the `anchors` around it, and on the straight line in between: a peak is the largest of sums that
+        grow evenly with the tokens, so it lies on that line or below, but for a permille that kernels need in blocks.
+        """
+        place = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
+        low, high = self.anchors[place - 1], self.anchors[place]
+        share = Fraction(tokens - low, high - low)
+        pairs = zip(astuple(self.at(low)), astuple(self.at(high)), strict=True)
+        return Memory(*(math.ceil(one + (other - one) * share) for one, other in pairs))
+
+    def most_tokens(self, least: int, room_bytes: int, most: int) -> int | None:
+        """The most tokens of a micro-batch that takes at most `room_bytes` beside masters and weights: `least` or more,
+        at most `most`; None if `least` need more.
+        """
+        most = max(least, most)
+        fits_all = most <= self.anchors[-1] and self.at(self.anchors[-1]).beside_bytes <= room_bytes
+        if fits_all or self.memory(most).beside_bytes <= room_bytes:
+            return most
+        if self.memory(least).beside_bytes > room_bytes:
+            return None
+        low, high = least, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.memory(middle).beside_bytes <= room_bytes else (low, middle)
+        return low
+
+    def settled_tokens(self, least: int, room_bytes: int, tokens: int) -> int | None:
+        """`tokens`, or as many fewer as a prediction for just these asks for; None if `least` need more."""
+        while self.at(tokens).beside_bytes > room_bytes:
+            if tokens == least:
+                return None
+            tokens = max(least, tokens * 99 // 100)
+        return tokens
+
+
+@dataclass
+class Candidate(Priced):
+    """A strategy and its programs, one for each number of layers in `samples`."""
+
+    samples: tuple[int, ...]
+    steps: Fraction
+    programs: tuple[TrainGraph, ...]
+    _of_samples: dict[int, list[Memory]] = field(default_factory=dict, init=False)
 
     @property
     def multiple(self) -> int:
@@ -117,80 +184,43 @@ class Candidate:
         return of_strategy(self._slowest(), self.strategy)
 
     def _slowest(self) -> Polynomial:
-        """Of the slowest ranks. In a pipeline, each layer beyond the first sample goes to the position that is then the
-        least slow one: no other choice has a faster slowest position.
-        """
+        """Of the slowest ranks."""
         found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
         if len(found) == 1:
             return max(found[0], key=lambda one: one.at(NOMINAL_TOKENS))
-        positions = [[few, more + few * -1] for few, more in zip(*found, strict=True)]
-        if len(positions) == 1:
-            few, step = positions[0]
-            return few + step * self.steps
-        left = self.steps * len(positions)
-        seconds = [[float(one.at(NOMINAL_TOKENS)) for one in pair] for pair in positions]
-        while left > 0:
-            here = min(range(len(positions)), key=lambda i: sum(seconds[i]))
-            share = min(left, Fraction(1))
-            positions[here][0] += positions[here][1] * share
-            seconds[here][0] += seconds[here][1] * float(share)
-            left -= share
-        return positions[max(range(len(positions)), key=lambda i: seconds[i][0])][0]
+        positions = [(few, more + few * -1) for few, more in zip(*found, strict=True)]
+        return slowest_position(positions, self.steps * len(positions))
 
-    def memory(self, tokens: int) -> Memory:
-        """For micro-batches of so many tokens, which may be one sequence.
+    def per_step(self) -> tuple[Polynomial, Polynomial]:
+        """Without stages: seconds of the first sample, and of what the second has more."""
+        few, more = (next(iter(rank_costs(program, self.cluster).values())) for program in self.programs)
+        return few, more + few * -1
 
-        Predicted at the `anchors` around it, and on the straight line in between: a peak is the largest of sums that
-        grow evenly with the tokens, so it lies on that line or below, but for a permille that kernels need in blocks.
-        """
-        at = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
-        low, high = self.anchors[at - 1], self.anchors[at]
-        share = Fraction(tokens - low, high - low)
-        pairs = zip(astuple(self._at(low)), astuple(self._at(high)), strict=True)
-        return Memory(*(math.ceil(one + (other - one) * share) for one, other in pairs))
+    def of_first(self, tokens: int) -> Memory:
+        """Of the first sample."""
+        if tokens not in self._of_samples:
+            self._of_samples[tokens] = [self._of_program(program, tokens) for program in self.programs]
+        return self._of_samples[tokens][0]
 
-    def _at(self, tokens: int) -> Memory:
-        if tokens not in self._memory:
-            found = [self._predicted(program, tokens) for program in self.programs]
-            steps = math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps
-            columns = zip(*map(astuple, found), strict=True)
-            self._memory[tokens] = Memory(*(round(extrapolated(column, float(steps))) for column in columns))
-        return self._memory[tokens]
+    def predicted(self, tokens: int) -> Memory:
+        self.of_first(tokens)
+        found = self._of_samples[tokens]
+        steps = math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps
+        columns = zip(*map(astuple, found), strict=True)
+        return Memory(*(round(extrapolated(column, float(steps))) for column in columns))
 
-    def _predicted(self, program: TrainGraph, tokens: int) -> Memory:
+    def _of_program(self, program: TrainGraph, tokens: int) -> Memory:
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
         stages = isinstance(program, PipelineGraph)
         found = predict_memory(program, sizes, micro_batches=None if stages else 2, cluster=self.cluster)
-        home = found.master_bytes + found.home_gradient_bytes
-        staging = found.staging_bytes + found.sums_bytes
-        return Memory(home, found.optimizer_bytes, found.weight_bytes, found.step_bytes, staging)
-
-    @property
-    def stays(self) -> Memory:
-        """What does not depend on tokens: home, optimizer and weights are those of any number."""
-        return self._at(self.anchors[-1])
-
-    def settled_tokens(self, least: int, room_bytes: int, tokens: int) -> int | None:
-        """`tokens`, or as many fewer as a prediction for just these asks for; None if `least` need more."""
-        while self._at(tokens).beside_bytes > room_bytes:
-            if tokens == least:
-                return None
-            tokens = max(least, tokens * 99 // 100)
-        return tokens
-
-    def most_tokens(self, least: int, room_bytes: int, most: int) -> int | None:
-        """The most tokens of a micro-batch that takes at most `room_bytes` beside masters and weights: `least` or more,
-        at most `most`; None if `least` need more.
-        """
-        if self.memory(max(least, most)).beside_bytes <= room_bytes:
-            return max(least, most)
-        if self.memory(least).beside_bytes > room_bytes:
-            return None
-        low, high = least, max(least, most)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.memory(middle).beside_bytes <= room_bytes else (low, middle)
-        return low
+        return Memory(
+            home_bytes=found.master_bytes + found.home_gradient_bytes,
+            optimizer_bytes=found.optimizer_bytes,
+            weight_bytes=found.weight_bytes,
+            step_bytes=found.step_bytes,
+            gradient_bytes=found.gradient_bytes,
+            staging_bytes=found.staging_bytes + found.sums_bytes,
+        )
 
     @cached_property
     def reduce_s(self) -> float:
@@ -206,6 +236,23 @@ class Candidate:
         return cheapest_reduction(terms, target, self.cluster, self.name, STAGING_BYTES, "auto", False).predicted_s
 
 
+def slowest_position(positions: Sequence[tuple[Polynomial, Polynomial]], steps: Fraction) -> Polynomial:
+    """Seconds of the slowest position of a pipeline; each has some, and so many more for each step that it takes over.
+
+    Every step goes to the position that is then the least slow one: no other choice has a faster slowest position.
+    """
+    taken = [Fraction(0)] * len(positions)
+    seconds = [[float(one.at(NOMINAL_TOKENS)) for one in pair] for pair in positions]
+    while steps > 0:
+        here = min(range(len(positions)), key=lambda i: sum(seconds[i]))
+        share = min(steps, Fraction(1))
+        taken[here] += share
+        seconds[here][0] += seconds[here][1] * float(share)
+        steps -= share
+    at = max(range(len(positions)), key=lambda i: seconds[i][0])
+    return positions[at][0] + positions[at][1] * taken[at]
+
+
 def candidate(
     lower: Lower, strategy: Strategy, cluster: ClusterSpec, depth: Depth, anchors: tuple[int, ...]
 ) -> Candidate:
@@ -214,7 +261,7 @@ def candidate(
     programs = [lower(strategy, samples[0])]
     if len(samples) == 2:
         programs.append(lower(_twice(strategy, programs[0]), samples[1]))
-    return Candidate(strategy, cluster, samples, depth.beyond(samples), tuple(programs), anchors)
+    return Candidate(strategy, cluster, anchors, samples, depth.beyond(samples), tuple(programs))
 
 
 def _twice(strategy: Strategy, program: TrainGraph) -> Strategy:

@@ -12,7 +12,7 @@ from fxpar.batching.borders import Borders, by_strategy
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
-from fxpar.search.price import Candidate, Depth, extrapolated
+from fxpar.search.price import Depth, Priced, extrapolated
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import layout_of
 
@@ -104,7 +104,7 @@ class SetPricer:
     def mean_tokens(self) -> float:
         return sum(map(sum, self.batches)) / len(self.batches)
 
-    def groups(self, chosen: Sequence[tuple[int, Candidate]], settle: bool = False) -> tuple[LengthGroup, ...] | None:
+    def groups(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> tuple[LengthGroup, ...] | None:
         """Length groups of (limit, candidate), ascending, each with the tokens that there is memory for beside the
         weights of the largest; None if one of them cannot hold a sequence of its limit. `settle`: memory is predicted
         for just these tokens.
@@ -117,7 +117,7 @@ class SetPricer:
             found.append(LengthGroup(limit, one.strategy, budget, one.multiple))
         return tuple(found)
 
-    def _budget(self, limit: int, one: Candidate, arena_bytes: int, settle: bool = False) -> int | None:
+    def _budget(self, limit: int, one: Priced, arena_bytes: int, settle: bool = False) -> int | None:
         most = max(limit, -(-round(self.mean_tokens) // one.strategy.replicas))
         if not self.packed:
             most = limit
@@ -127,7 +127,7 @@ class SetPricer:
         tokens = one.most_tokens(limit, room, most)
         return one.settled_tokens(limit, room, tokens) if settle and tokens is not None else tokens
 
-    def budgets(self, one: Candidate, edges: Sequence[int]) -> list[int | None]:
+    def budgets(self, one: Priced, edges: Sequence[int]) -> list[int | None]:
         """Tokens of a micro-batch of a candidate alone, by limit: what it could have at best in a set."""
         found: list[int | None] = []
         for edge in edges:
@@ -136,7 +136,7 @@ class SetPricer:
             found.append(self._budget(edge, one, one.stays.weight_bytes) if held else None)
         return found
 
-    def price(self, chosen: Sequence[tuple[int, Candidate]], settle: bool = False) -> PricedSet | None:
+    def price(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> PricedSet | None:
         """None if it does not fit; `settle` as for `groups`. Raises what planning a mini-batch raises."""
         groups = self.groups(chosen, settle)
         if groups is None:
@@ -180,7 +180,7 @@ class SetPricer:
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
         )
 
-    def _resident(self, unique: Mapping[str, Candidate], groups: Sequence[LengthGroup]) -> tuple[str, ...]:
+    def _resident(self, unique: Mapping[str, Priced], groups: Sequence[LengthGroup]) -> tuple[str, ...]:
         """All strategies if their weights fit side by side, else none: they take turns in an arena."""
         weights = sum(one.stays.weight_bytes for one in unique.values())
         if self.memory_bytes is None or len(unique) == 1:
@@ -192,7 +192,7 @@ class SetPricer:
         return tuple(unique) if weights + beside <= self.memory_bytes else ()
 
     def _memory(
-        self, chosen: Sequence[tuple[int, Candidate]], groups: Sequence[LengthGroup], kept: Collection[str]
+        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], kept: Collection[str]
     ) -> dict[str, int]:
         weights = {one.name: one.stays.weight_bytes for _, one in chosen}
         held = sum(weights.values()) if kept else max(weights.values())
@@ -202,7 +202,7 @@ class SetPricer:
             found[one.name] = max(found.get(one.name, 0), memory.stays_bytes + held + memory.beside_bytes)
         return found
 
-    def _switches(self, unique: Mapping[str, Candidate], kept: Collection[str]) -> SetSwitches:
+    def _switches(self, unique: Mapping[str, Priced], kept: Collection[str]) -> SetSwitches:
         """Of a model with as many layers as the most stages, and twice as many."""
         samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
         schedules = []

@@ -78,7 +78,7 @@ def test_the_most_tokens_fit_and_more_do_not(room_share):
 def test_between_its_anchors_memory_is_about_what_is_predicted(text):
     one = priced(text, True)
     for tokens in (64, 96, 256, 512, 1000, 3000):
-        exact, guess = one._predicted(one.programs[0], tokens), one.memory(tokens)
+        exact, guess = one.predicted(tokens), one.memory(tokens)
         assert exact.step_bytes * 0.999 <= guess.step_bytes <= exact.step_bytes * 1.1
         assert (guess.weight_bytes, guess.stays_bytes) == (exact.weight_bytes, exact.stays_bytes)
 
