@@ -1,0 +1,1 @@
+"""Plans: which strategy each layer runs under, chosen by predicted time within a device's memory."""
