@@ -82,7 +82,7 @@ class Limits:
         if left:
             layers = layers + left * hulls[0].least(room / left)
             exposed = exposed + left * hulls[1].least(room / left)
-        return ((room >= 0) & (layers <= self.layers_s) & (exposed <= self.exposed_s)).any(1)
+        return np.asarray(((room >= 0) & (layers <= self.layers_s) & (exposed <= self.exposed_s)).any(1))
 
 
 @dataclass(frozen=True)

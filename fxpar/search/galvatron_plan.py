@@ -73,7 +73,8 @@ def read_plan(path: str | Path, devices: int | None = None) -> GalvatronPlan:
     division = file.division(stages, layers)
     default = _ZERO[file.word("default_dp_type", tuple(_ZERO))]
     degrees, sharded, ulysses, remat = (file.per_layer(key) for key in _PER_LAYER[:4])
-    file.no_context_parallelism()
+    file.only_ones("cp_sizes_enc", "ring attention has no text in fxpar")
+    file.only_ones("tp_consecutive_flags", "tensor parallelism is between neighbouring ranks only")
     strategies = tuple(
         file.strategy("tp_sizes_enc", world // stages, stages, degree, bool(cut), 3 if full else default, bool(redo))
         for degree, cut, full, redo in zip(degrees, ulysses, sharded, remat, strict=True)
@@ -81,8 +82,9 @@ def read_plan(path: str | Path, devices: int | None = None) -> GalvatronPlan:
     full = 3 if file.whole("embed_sdp", 0, 1) or file.whole("vocab_sdp", 0, 1) else default
     degree, cut = file.whole("vtp"), bool(file.whole("vsp", 0, 1))
     ends = file.strategy("vtp", world // stages, stages, degree, cut, full, False)
+    batch = file.whole("global_bsz")
     schedule = _SCHEDULES[file.word("pipeline_type", tuple(_SCHEDULES))]
-    return GalvatronPlan(world, file.whole("global_bsz"), file.whole("chunks"), division, schedule, strategies, ends)
+    return GalvatronPlan(world, batch, file.whole("chunks", 1, batch), division, schedule, strategies, ends)
 
 
 class _PlanFile(JsonFile):
@@ -148,9 +150,9 @@ class _PlanFile(JsonFile):
             self.refuse("pp_division", self.data["pp_division"], f"write {stages} numbers with the sum {layers}")
         return found
 
-    def no_context_parallelism(self) -> None:
-        if self.data.get("cp_sizes_enc", "") and set(self.per_layer("cp_sizes_enc")) != {1}:
-            self.refuse("cp_sizes_enc", self.data["cp_sizes_enc"], "fxpar has no ring attention yet; write only 1")
+    def only_ones(self, key: str, why: str) -> None:
+        if self.data.get(key, "") != "" and set(self.per_layer(key)) != {1}:
+            self.refuse(key, self.data[key], f"{why}. Write only 1")
 
     def strategy(
         self, key: str, devices: int, stages: int, degree: int, ulysses: bool, zero: int, remat: bool

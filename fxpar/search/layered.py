@@ -255,12 +255,12 @@ class _Search:
             return Limits(one.room_mb[ends, stage].astype(np.float64), *np.full((2, len(ends)), np.inf))
         highest = []
         for kind in (0, 1):
-            arguments = [one.layers_s[ends].copy(), one.exposed_s[ends].copy()]
+            arguments = one.layers_s[ends], one.exposed_s[ends], one.space.ends_s[ends]
             low, high = arguments[kind][:, stage].copy(), np.full(len(ends), 2 * goal_s)
             for halving in range(_HALVINGS):
                 middle = high if halving == 0 else (low + high) / 2
                 arguments[kind][:, stage] = middle
-                better = self.cost.floor_s(one.space.micro_batches, *arguments, one.space.ends_s[ends]) < goal_s
+                better = self.cost.floor_s(one.space.micro_batches, *arguments) < goal_s
                 low, high = np.where(better, middle, low), np.where(better, high, middle)
             highest.append(np.where(low == high, np.inf, high))
         return Limits(one.room_mb[ends, stage].astype(np.float64), *highest)
