@@ -72,17 +72,19 @@ class Limits:
     mb: Floats
     layers_s: Floats
     exposed_s: Floats
+    sum_s: Floats  # of both
 
     def allow(
-        self, mb: Ints, layers_s: Floats, exposed_s: Floats, left: int, hulls: tuple[Hull, Hull]
+        self, mb: Ints, layers_s: Floats, exposed_s: Floats, left: int, hulls: tuple[Hull, Hull, Hull]
     ) -> NDArray[np.bool_]:
         """Which points [p] may become a plan for one of the ends, with `left` layers still to come."""
         room = self.mb - mb[:, None]
-        layers, exposed = layers_s[:, None], exposed_s[:, None]
-        if left:
-            layers = layers + left * hulls[0].least(room / left)
-            exposed = exposed + left * hulls[1].least(room / left)
-        return np.asarray(((room >= 0) & (layers <= self.layers_s) & (exposed <= self.exposed_s)).any(1))
+        allowed = room >= 0
+        taken = (layers_s, exposed_s, layers_s + exposed_s)
+        for seconds, most, hull in zip(taken, (self.layers_s, self.exposed_s, self.sum_s), hulls, strict=True):
+            still = left * hull.least(room / left) if left else 0.0
+            allowed &= seconds[:, None] + still <= most
+        return np.asarray(allowed.any(1))
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,15 @@ def stage_front(
     layouts: Ints,
     border_s: Floats,
     limits: Limits,
+    hidden_s: float,
     most: int,
 ) -> Front:
-    """The front of `layers` equal layers with strategies [n]; the fastest `most` points are kept after each layer."""
-    hulls = Hull.of(mb, layer_s), Hull.of(mb, exposed_s)
-    use = undominated(mb, layer_s, exposed_s, layouts)
+    """The front of `layers` equal layers with strategies [n]; the fastest `most` points are kept after each layer.
+
+    What sync adds does not count as long as it stays below `hidden_s`, whatever the layers to come.
+    """
+    hulls = Hull.of(mb, layer_s), Hull.of(mb, exposed_s), Hull.of(mb, layer_s + exposed_s)
+    use = undominated(mb, layer_s, np.maximum(exposed_s, hidden_s - (layers - 1) * exposed_s.max()), layouts)
     point_mb, point_s, point_exposed = np.zeros(1, np.int64), np.zeros(1), np.zeros(1)
     behind = np.zeros(1, np.int64)
     steps: list[tuple[Ints, Ints]] = []
@@ -131,14 +137,15 @@ def stage_front(
         parent = np.repeat(np.arange(len(point_mb)), len(use))
         priced += len(new_mb)
         keep = np.flatnonzero(limits.allow(new_mb, new_s, new_exposed, layers - layer - 1, hulls))
-        keep = keep[undominated(new_mb[keep], new_s[keep], new_exposed[keep], layouts[strategy[keep]])]
+        felt_s = np.maximum(new_exposed[keep], hidden_s - (layers - layer - 1) * exposed_s.max())
+        keep = keep[undominated(new_mb[keep], new_s[keep], felt_s, layouts[strategy[keep]])]
         if len(keep) > most:
             keep, whole = keep[np.argsort(new_s[keep], kind="stable")[:most]], False
         point_mb, point_s, point_exposed = new_mb[keep], new_s[keep], new_exposed[keep]
         behind = layouts[strategy[keep]]
         steps.append((parent[keep], strategy[keep]))
     if border_s.any():  # what layout is behind the last layer concerns nobody
-        keep = undominated(point_mb, point_s, point_exposed, np.zeros_like(point_mb))
+        keep = undominated(point_mb, point_s, np.maximum(point_exposed, hidden_s), np.zeros_like(point_mb))
         point_mb, point_s, point_exposed = point_mb[keep], point_s[keep], point_exposed[keep]
         steps[-1] = (steps[-1][0][keep], steps[-1][1][keep])
     return Front(point_mb, point_s, point_exposed, tuple(steps), priced, whole)

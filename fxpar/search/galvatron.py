@@ -166,6 +166,10 @@ class GalvatronCost:
         early = np.maximum(paced, np.maximum(drained, flat)) + np.maximum(0.0, tails[..., :2].max(-1))
         return np.maximum(early, np.maximum(paced, drained) + tails.max(-1))
 
+    def hidden_s(self, layers_s: Floats, ends_s: Floats) -> Floats:
+        """The sync of a stage [..., P] ends before the micro-batch has passed the stages before it and its own ends."""
+        return np.cumsum(layers_s + ends_s, -1) - layers_s
+
     # ---------------------------------------------------------------------------------------------------------- memory
     def _kept(self, strategy: LayerStrategy, micro_batches: int) -> float:
         """The share of weights, gradients and optimizer states that a device holds (2.4)."""

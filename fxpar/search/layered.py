@@ -23,7 +23,8 @@ from fxpar.search.fronts import Floats, Front, Hull, Ints, Limits, stage_front
 _MOST_POINTS = 20_000  # of a front, and of stages put together: what is beyond is dropped, and the lower bound tells
 _ROWS = 200_000  # plans that are priced at once
 _HALVINGS = 50
-_CLOSER_THAN = (1.0003, 1.003, 1.03, np.inf)  # to the bound of a space: goals, one after the other
+_STEPS = 9  # of a stage's time, between which what its sync may take is looked up
+_CLOSER_THAN = (1.0003, 1.003, 1.03, np.inf)  # times the bound of a space: goals, one after the other
 _MB = 2**20
 
 
@@ -53,13 +54,15 @@ class LayeredCost(Protocol):
 
     A step takes `step_s` seconds, given per stage [..., P] the seconds of its layers, what their sync adds, and those
     of the ends. `floor_s` is at most that, and does not fall when one of the first two grows. Where it equals `step_s`
-    the search is exact, and elsewhere the lower bound is honest.
+    the search is exact, and elsewhere the lower bound is honest. `hidden_s`: what sync may add to a stage without being
+    felt in any step, where the layers take `layers_s` at least.
     """
 
     def spaces(self, micro_batches: int | None) -> Sequence[Space]: ...
     def reserved_mb(self, memory_mb: int) -> int: ...
     def step_s(self, micro_batches: int, layers_s: Floats, exposed_s: Floats, ends_s: Floats) -> Floats: ...
     def floor_s(self, micro_batches: int, layers_s: Floats, exposed_s: Floats, ends_s: Floats) -> Floats: ...
+    def hidden_s(self, layers_s: Floats, ends_s: Floats) -> Floats: ...
 
 
 @dataclass(frozen=True)
@@ -235,11 +238,12 @@ class _Search:
         if not len(ends):
             return left_s
         fronts = []
+        hidden_s = self.cost.hidden_s(one.layers_s[ends], space.ends_s[ends]).min(0)
         for stage, count in enumerate(space.layers):
             limits = self._limits(one, ends, stage, goal_s)
             mb = space.layer_mb[stage]
             choices = mb, space.layer_s, space.exposed_s, space.layouts, space.border_s
-            front = stage_front(count, *choices, limits, _MOST_POINTS)
+            front = stage_front(count, *choices, limits, hidden_s[stage], _MOST_POINTS)
             self.evaluated += front.priced
             self.pruned += front.priced - len(front.mb)
             if not front.whole:
@@ -251,19 +255,26 @@ class _Search:
 
     def _limits(self, one: _Relaxed, ends: Ints, stage: int, goal_s: float) -> Limits:
         """The most that `stage` may take in a plan that reaches the goal; the other stages are at their bounds."""
+        least_s = one.layers_s[ends, stage]
+        layers_s = self._most(one, ends, stage, goal_s, 0, least_s)
+        steps = np.linspace(least_s, np.where(np.isfinite(layers_s), layers_s, least_s), _STEPS)
+        exposed_s = np.array([self._most(one, ends, stage, goal_s, 1, step) for step in steps])
+        sum_s = np.where(np.isfinite(layers_s), (steps[1:] + exposed_s[:-1]).max(0), np.inf)
+        return Limits(one.room_mb[ends, stage].astype(np.float64), layers_s, exposed_s[0], sum_s)
+
+    def _most(self, one: _Relaxed, ends: Ints, stage: int, goal_s: float, kind: int, layers_s: Floats) -> Floats:
+        """The most that the stage's layers (kind 0), or their sync beside layers of `layers_s` (1), may take [ends]."""
         if not np.isfinite(goal_s):
-            return Limits(one.room_mb[ends, stage].astype(np.float64), *np.full((2, len(ends)), np.inf))
-        highest = []
-        for kind in (0, 1):
-            arguments = one.layers_s[ends], one.exposed_s[ends], one.space.ends_s[ends]
-            low, high = arguments[kind][:, stage].copy(), np.full(len(ends), 2 * goal_s)
-            for halving in range(_HALVINGS):
-                middle = high if halving == 0 else (low + high) / 2
-                arguments[kind][:, stage] = middle
-                better = self.cost.floor_s(one.space.micro_batches, *arguments) < goal_s
-                low, high = np.where(better, middle, low), np.where(better, high, middle)
-            highest.append(np.where(low == high, np.inf, high))
-        return Limits(one.room_mb[ends, stage].astype(np.float64), *highest)
+            return np.full(len(ends), np.inf)
+        arguments = one.layers_s[ends], one.exposed_s[ends], one.space.ends_s[ends]
+        arguments[0][:, stage] = layers_s
+        low, high = arguments[kind][:, stage].copy(), np.full(len(ends), 2 * goal_s)
+        for halving in range(_HALVINGS):
+            middle = high if halving == 0 else (low + high) / 2
+            arguments[kind][:, stage] = middle
+            better = self.cost.floor_s(one.space.micro_batches, *arguments) < goal_s
+            low, high = np.where(better, middle, low), np.where(better, high, middle)
+        return np.where(low == high, np.inf, high)
 
     def _combine(self, one: _Relaxed, end: int, fronts: Sequence[Front], goal_s: float) -> float:
         """Plans of all stages from those of each, one stage after the other, the rest at its bound. As `_reach`."""

@@ -40,9 +40,9 @@ def test_hull(points, mb):
 
 def test_the_steps_of_a_point():
     """Three layers of a fast and a small strategy: of each number of fast ones one point, and how it was made."""
-    limits = Limits(np.array([np.inf]), np.array([np.inf]), np.array([np.inf]))
+    limits = Limits(*np.full((4, 1), np.inf))
     choices = np.array([3, 1]), np.array([1.0, 2.0]), np.array([0.0, 0.5]), np.array([0, 0]), np.zeros((1, 1))
-    front = stage_front(3, *choices, limits, most=100)
+    front = stage_front(3, *choices, limits, 0.0, most=100)
     assert sorted(zip(front.mb, front.layers_s, front.exposed_s, strict=True)) == [
         (3, 6.0, 1.5),
         (5, 5.0, 1.0),
@@ -56,15 +56,24 @@ def test_the_steps_of_a_point():
 
 def test_limits_of_one_of_the_ends_are_enough():
     """Room for two fast layers with one of the ends, time for one slow layer with the other."""
-    limits = Limits(np.array([6.0, 4.0]), np.array([2.0, 3.0]), np.array([9.0, 9.0]))
+    limits = Limits(np.array([6.0, 4.0]), np.array([2.0, 3.0]), np.array([9.0, 9.0]), np.array([9.0, 9.0]))
     choices = np.array([3, 1]), np.array([1.0, 2.0]), np.array([0.0, 0.0]), np.array([0, 0]), np.zeros((1, 1))
-    front = stage_front(2, *choices, limits, most=100)
+    front = stage_front(2, *choices, limits, 0.0, most=100)
     assert sorted(front.mb) == [4, 6]
 
 
 def test_a_front_that_is_cut_off_says_so():
-    limits = Limits(np.array([np.inf]), np.array([np.inf]), np.array([np.inf]))
+    limits = Limits(*np.full((4, 1), np.inf))
     choices = np.array([3, 1]), np.array([1.0, 2.0]), np.array([0.0, 0.0]), np.array([0, 0]), np.zeros((1, 1))
-    front = stage_front(2, *choices, limits, most=1)
+    front = stage_front(2, *choices, limits, 0.0, most=1)
     assert not front.whole
     assert list(front.layers_s) == [2.0]
+
+
+def test_sync_that_is_not_felt_does_not_count():
+    """Up to 0.5 s of it: then the fast strategy, which is as small, is the only one; below that both are of use."""
+    limits = Limits(*np.full((4, 1), np.inf))
+    choices = np.array([1, 1]), np.array([1.0, 2.0]), np.array([0.25, 0.0]), np.array([0, 0]), np.zeros((1, 1))
+    assert list(stage_front(2, *choices, limits, 0.5, most=100).layers_s) == [2.0]
+    assert sorted(stage_front(2, *choices, limits, 0.25, most=100).layers_s) == [2.0, 3.0]
+    assert sorted(stage_front(2, *choices, limits, 0.0, most=100).layers_s) == [2.0, 3.0, 4.0]

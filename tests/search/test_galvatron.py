@@ -285,6 +285,19 @@ def test_the_floor_of_a_step(data):
     assert GalvatronCost.floor_s(None, c, layers_s + more, exposed_s + longer, ends_s) >= floor_s - 1e-9
 
 
+@settings(max_examples=examples(20))
+@given(data=st.data())
+def test_hidden_sync_makes_no_step_longer(data):
+    """Nor where layers take longer than the least."""
+    stages = data.draw(st.sampled_from([1, 2, 4]))
+    c = data.draw(st.integers(stages, 20))
+    numbers = st.lists(st.floats(0, 9), min_size=stages, max_size=stages).map(np.array)
+    layers_s, ends_s, more = (data.draw(numbers) for _ in range(3))
+    hidden_s = GalvatronCost.hidden_s(None, layers_s, ends_s)
+    times = [GalvatronCost.step_s(None, c, layers_s + more, sync_s, ends_s) for sync_s in (0 * hidden_s, hidden_s)]
+    assert times[0] == pytest.approx(times[1], rel=1e-12)
+
+
 # ---------------------------------------------------------------------------------------------------- what is planned
 @pytest.mark.parametrize(("devices", "layers", "ends"), [(8, 50, 25), (16, 76, 38)])
 def test_strategies_of_galvatrons_space(profiles, devices, layers, ends):

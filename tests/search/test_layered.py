@@ -35,6 +35,7 @@ class Spaces:
 
     step_s = GalvatronCost.step_s
     floor_s = GalvatronCost.floor_s
+    hidden_s = GalvatronCost.hidden_s
 
 
 def staged(space: Space, chosen: Sequence[int]) -> list[Sequence[int]]:
