@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands, run_commands
+from fxpar.cli import commands, plan_commands, run_commands
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
@@ -37,10 +37,11 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     (
         "plan",
         "Choose strategies for a model, a cluster and lengths.",
-        commands.PlanRequest,
+        plan_commands.PlanRequest,
         (
             "fxpar plan llama --cluster c.json --lengths commoncrawl:4096 --tokens-per-step 65536 -o plan.toml",
             "fxpar train run.toml --plan plan.toml",
+            "fxpar plan --cost galvatron --profiles DIR --devices 8 --batch 64 --seq-len 2048 --memory 38GB",
         ),
     ),
     (

@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpar.cli.commands import PlanRequest
 from fxpar.cli.console import Work, human_bytes, human_seconds, plain_table, stdout_console, working
 from fxpar.cli.options import GraphSource
+from fxpar.cli.plan_commands import PlanRequest
+from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.request import collected_warnings, write_json, write_output
 from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
@@ -35,6 +36,28 @@ BAR = 24  # columns of the longest bar
 
 def run_plan(request: PlanRequest) -> None:
     """Do it. Raises FxparError."""
+    if request.imported is not None:
+        run_import_galvatron(request.imported, request.devices, request.json)
+    elif request.cost == "galvatron":
+        run_plan_galvatron(_galvatron(request))
+    else:
+        _run(request)
+
+
+def _galvatron(request: PlanRequest) -> GalvatronRequest:
+    return GalvatronRequest(
+        request.profiles or "",
+        request.devices or 1,
+        request.batch or 1,
+        request.seq_len or 1,
+        request.memory or "",
+        request.uniform,
+        request.micro_batches,
+        json=request.json,
+    )
+
+
+def _run(request: PlanRequest) -> None:
     lengths = read_lengths(request.lengths or "", request.seed)
     tokens = request.tokens_per_step or 1
     cluster = _cluster(request)

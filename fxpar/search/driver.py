@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import FxparError, NoCandidateError, NothingFitsError
+from fxpar.errors import FxparError, NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.lengths import length_edges
@@ -77,7 +77,7 @@ class Found:
 def find_plan(problem: Problem, lower: Lower, outlines: Outlines, said: Said = lambda _: None) -> Found:
     """Search. `said` is told what is being done.
 
-    Raises NoCandidateError, NothingFitsError.
+    Raises NoCandidateError, SequenceFitsNowhereError.
     """
     begun = time.process_time()
     search = _Search(problem, lower, outlines, said)
@@ -184,7 +184,7 @@ class _Search:
 
     # ------------------------------------------------------------------------------------------------------ sets
     def found(self, begun: float) -> Found:
-        """Raises NothingFitsError."""
+        """Raises SequenceFitsNowhereError."""
         everything = np.stack(self.seconds).min(axis=0)
         bound = least_mini_batch(everything, self.problem.max_strategies)
         if not np.isfinite(bound):
@@ -233,7 +233,7 @@ class _Search:
         return self.priced[one.groups]
 
     def _settled(self, plans: Sequence[PricedSet]) -> list[PricedSet]:
-        """With the tokens of micro-batches as predicted for just these. Raises NothingFitsError."""
+        """With the tokens of micro-batches as predicted for just these. Raises SequenceFitsNowhereError."""
         edges, found = self.intervals.edges, []
         for plan in plans:
             groups = next(groups for groups, priced in self.priced.items() if priced is plan)
@@ -276,10 +276,12 @@ class _Search:
         moved = self.candidates[0].stays.optimizer_bytes / 8 * (16 + 12)  # two moments take 8 bytes
         return moved / float(self.problem.cluster.sustained.bytes_per_s)
 
-    def _nothing_fits(self) -> NothingFitsError:
+    def _nothing_fits(self) -> SequenceFitsNowhereError:
         longest = self.problem.longest
         one = min(self.candidates, key=lambda c: c.memory(longest).peak_bytes)
-        return NothingFitsError(longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes)
+        return SequenceFitsNowhereError(
+            longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
+        )
 
 
 def _seconds(plan: PricedSet) -> float:

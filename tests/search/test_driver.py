@@ -11,7 +11,7 @@ import pytest
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
-from fxpar.errors import NoCandidateError, NothingFitsError
+from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
 from fxpar.models import load
@@ -110,7 +110,7 @@ def test_more_memory_is_never_slower():
 
 
 def test_nothing_fits():
-    with pytest.raises(NothingFitsError, match=r"no strategy holds a sequence of 512 tokens in 0\.0001 GB"):
+    with pytest.raises(SequenceFitsNowhereError, match=r"no strategy holds a sequence of 512 tokens in 0\.0001 GB"):
         find_plan(problem(100_000), lowered, outlined)
 
 
