@@ -102,6 +102,11 @@ class Priced:
         return str(self.strategy)
 
     @property
+    def multiple(self) -> int:
+        """What the lengths of its sequences must be multiples of: tokens are cut, and the model would see padding."""
+        raise NotImplementedError
+
+    @property
     def cost(self) -> GroupCost:
         """Of one micro-batch of a replica."""
         raise NotImplementedError
@@ -174,13 +179,11 @@ class Candidate(Priced):
 
     @property
     def multiple(self) -> int:
-        """What the lengths of its sequences must be multiples of: tokens are cut, and the model would see padding."""
         program = self.programs[0]
         return program.divisors.get("T", 1) if program.padding_hazard else 1
 
     @cached_property
     def cost(self) -> GroupCost:
-        """Of one micro-batch of a replica."""
         return of_strategy(self._slowest(), self.strategy)
 
     def _slowest(self) -> Polynomial:

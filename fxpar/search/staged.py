@@ -27,6 +27,10 @@ class StagedGuess(Priced):
     def positions(self) -> int:
         return self.strategy.pipeline_size
 
+    @property
+    def multiple(self) -> int:
+        return self.flat.multiple
+
     @cached_property
     def cost(self) -> GroupCost:
         few, step = self.flat.per_step()
