@@ -21,9 +21,10 @@ from fxpar.batching import BatchPlan
 from fxpar.errors import ParallelizeError, nearest
 from fxpar.errors.base import one_line
 from fxpar.monitor import Monitor
+from fxpar.runtime.opening import open_session
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.report import StepReport
-from fxpar.runtime.session import Session, open_session
+from fxpar.runtime.session import Session
 from fxpar.store import MemoryReport
 
 _STATE = "_fxpar_session"
