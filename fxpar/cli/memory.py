@@ -92,13 +92,14 @@ def _show_table(
             str(strategy.world),
             human_bytes(one.state_bytes),
             human_bytes(one.body.saved_bytes),
+            human_bytes(one.per_token_bytes) if one.tokens else "",
             human_bytes(one.peak_bytes),
             "" if device is None else _verdict(one, device),
         )
         for strategy, one in zip(strategies, found, strict=True)
     ]
-    titles = ("strategy", "ranks", "stays", "saved", "peak", "")
-    console.print(plain_table(titles, rows, right=(1, 2, 3, 4)), markup=False)
+    titles = ("strategy", "ranks", "stays", "saved", "per token", "peak", "")
+    console.print(plain_table(titles, rows, right=(1, 2, 3, 4, 5)), markup=False)
 
 
 def _verdict(found: MemoryPrediction, device: int) -> str:
