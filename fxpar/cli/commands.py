@@ -21,6 +21,7 @@ from fxpar.cli.options import (
     Offered,
     OneStrategy,
     Strategies,
+    Tflops,
     complete_passes,
     one_strategy,
     split_strategies,
@@ -111,6 +112,8 @@ class DumpRequest:
     ] = None
     fold: Annotated[bool, typer.Option("--fold/--full", help="Print equal layers once, or all of them.")] = True
     brief: Annotated[bool, typer.Option("--brief", help="Parameters and collectives only, no nodes.")] = False
+    cluster: Cluster = None
+    tflops: Tflops = None
 
     def __post_init__(self) -> None:
         named = self.strategy is not None or self.source.is_file  # a graph file may hold what a strategy made
@@ -126,6 +129,9 @@ class DumpRequest:
             raise typer.BadParameter("it is for --schedule", param_hint="--micro-batches")
         if self.after is not None and (self.strategy is None or (self.stage is not None and self.level is not None)):
             raise typer.BadParameter("it needs a strategy, and no stage but that of a pipeline", param_hint="--after")
+        for option, value in (("--cluster", self.cluster), ("--tflops", self.tflops)):
+            if value is not None and (not named or self.level in ("logical", "annotated")):
+                raise typer.BadParameter("times are those of a lowered graph; name a strategy", param_hint=option)
 
     @property
     def strategy(self) -> str | None:
@@ -259,6 +265,7 @@ class VizRequest:
         typer.Option(help="A page, its data, or graphs for Model Explorer with overlays beside them."),
     ] = "html"
     cluster: Cluster = None
+    tflops: Tflops = None
     tokens: Annotated[
         int | None, typer.Option(min=1, max=2**30, help="Tokens of a replica's micro-batch.", show_default=False)
     ] = None

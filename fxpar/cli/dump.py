@@ -12,7 +12,7 @@ from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
 from fxpar.cli.request import check_graph_output, check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import check_stage, read_graph, read_origin, read_rows, storage_dtype, strategies_of
-from fxpar.cost.cluster import usual_cluster
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.cost.figures import StepTime, step_time
 from fxpar.errors import (
     DumpOptionError,
@@ -90,23 +90,35 @@ def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun
         else:
             document = graph_document(graph, request.level or _level(graph), stage, request.fqn)
         document |= {"as_rank": view.to_json()} if view else {}
-        document |= {"time": found[0].to_json()} if (found := predicted_time(graph)) else {}
+        document |= {"time": found[0].to_json()} if (found := predicted_time(request, graph)) else {}
         document.setdefault("timings", {})["total_cpu_s"] = time.process_time() - begun
         return to_json(document)
     if timeline is not None and isinstance(graph, PipelineGraph):
         return schedule_text(graph, timeline)
-    text = format_graph(graph, fold=request.fold, nodes=not request.brief, stage=_stages(stage, view), fqn=request.fqn)
-    if timed := predicted_time(graph):
-        text += f"\ntime of a rank, predicted for {timed[1]}:\n  {timed[0].line()}\n"
+    timed = predicted_time(request, graph)
+    head = (f"time of a rank, predicted for {timed[1]}:", f"  {timed[0].line()}") if timed else ()
+    shown = _stages(stage, view)
+    text = format_graph(graph, fold=request.fold, nodes=not request.brief, stage=shown, fqn=request.fqn, head=head)
     return "\n".join([*view.lines(), "", text]) if view else text
 
 
-def predicted_time(graph: AnyGraph) -> tuple[StepTime, str] | None:
-    """What a lowered graph takes on usual GPUs, eight to a node, and these in words; None without token ids."""
+def predicted_time(request: DumpRequest, graph: AnyGraph) -> tuple[StepTime, str] | None:
+    """What a lowered graph takes on the cluster of the request, and its devices in words; None without token ids.
+
+    Raises ClusterError.
+    """
     if not isinstance(graph, Program) or not sent(graph).tokens:
         return None
-    cluster = usual_cluster(graph.strategy.world)
-    return step_time(graph, cluster, sent(graph).tokens), f"usual GPUs ({cluster.sustained})"
+    cluster, words = devices_of(request, graph.strategy.world)
+    return step_time(graph, cluster, sent(graph).tokens), words
+
+
+def devices_of(request: DumpRequest, world: int) -> tuple[ClusterSpec, str]:
+    """The cluster that times are predicted for, by default usual GPUs, eight to a node; and its devices in words."""
+    given = usual_cluster(world) if request.cluster is None else ClusterSpec.from_file(request.cluster)
+    cluster = given.sustaining(request.tflops)
+    known = request.tflops is not None or (request.cluster is not None and given.device is not None)
+    return cluster, f"{'devices' if known else 'usual GPUs'} ({cluster.sustained})"
 
 
 def _stages(stage: int | None, view: RankView | None) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,8 @@ def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str]
             cluster.require(graph.strategy.world)
         sizes = _sizes(graph, request.tokens)
         text = str(graph.strategy)
-        views.append(
-            Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
-        )
+        view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
+        views.append(replace(view, tflops=request.tflops))
     return views
 
 
