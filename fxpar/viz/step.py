@@ -120,6 +120,11 @@ class StepTimeline:
         found["run"] = sum((end - start) * share[lane] for lane, (start, end) in runs.items())
         return found
 
+    def tokens_per_s(self, group: int) -> float:
+        """Of all replicas, from the begin of a group to its end, switch and reduction included; 0.0 for no time."""
+        begin, end = self.group_window(group)
+        return 1e3 * self.groups[group].tokens / (end - begin) if end > begin else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Spans as rows [lane, kind, group, start, ms, micro-batch, stage]."""
         return {
@@ -132,7 +137,10 @@ class StepTimeline:
                 for s in self.spans
             ],
             "groups": [
-                {"window": [*map(_rounded, self.group_window(i))], **_rounded_all(self.group_ms(i))}
+                {
+                    "window": [*map(_rounded, self.group_window(i))],
+                    **_rounded_all({**self.group_ms(i), "tokens_per_s": self.tokens_per_s(i)}),
+                }
                 for i in range(len(self.groups))
             ],
             "optimizer": _rounded(max((s.end_ms - s.start_ms for s in self.spans if s.kind == "optimizer"), default=0)),
