@@ -139,8 +139,8 @@ def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[st
         + (
             ""
             if is_run
-            else " A step runs every strategy once, in the order given, with micro-batches that make their tokens equal; "
-            "weights come from the home layout."
+            else " A step runs every strategy once, in the order given, each with micro-batches for the same number of "
+            "tokens; weights come from the home layout."
         ),
     ]
 

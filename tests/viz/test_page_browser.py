@@ -114,6 +114,20 @@ def test_a_node_tells_all_and_leads_on(browser, graph_page):
     assert browser.find_element("css selector", ".box.selected").get_attribute("data-node") != name
 
 
+def test_what_is_sent_and_how_a_value_lies_is_said_for_each_axis(browser, graph_page):
+    open_page(browser, graph_page, hash="#graph/dp2.tp2%2Bsp")
+    facts = browser.find_elements("css selector", "#about [data-sent-over]")
+    assert [fact.get_attribute("data-sent-over") for fact in facts] == ["dp", "tp"]
+    assert facts[0].text.endswith(" once")
+    assert "once" not in facts[1].text
+    chips = browser.find_elements("css selector", "[data-key='m:layers.0'] > .head .chip")
+    assert chips
+    assert all(chip.find_element("css selector", ".axis").text == "tp" for chip in chips)
+    browser.find_element("id", "graph-search").send_keys("layers.1.ffn.down_proj.mm\n")
+    lies = browser.find_elements("css selector", "#graph-side [data-lies-on]")
+    assert [(one.get_attribute("data-lies-on"), one.text) for one in lies] == [("dp", "dp R"), ("tp", "tp P")]
+
+
 def test_search_by_op_goes_from_hit_to_hit(browser, graph_page):
     open_page(browser, graph_page)
     search = browser.find_element("id", "graph-search")

@@ -1,7 +1,7 @@
 "use strict";
 // The graph tab: boxes that unfold in place, edges between them, a search and a side panel.
 (() => {
-  const { el, pressable, bytes, ms, flops, count, chip, placed, tip, graph } = fxpar;
+  const { el, pressable, bytes, ms, flops, count, chip, axes, placed, tip, graph } = fxpar;
   const STACK = 6; // so many repeated blocks are unfolded at first
   const MOST_HITS = 60;
 
@@ -104,7 +104,7 @@
 
   function nodeHead(node) {
     const title = el("span", { class: "line" }, el("b", { class: "mono" }, node.op),
-      node.wire ? chip(node.wire.kind, bytes(node.wire.bytes)) : null);
+      node.wire ? chip(node.wire.kind, [axes(node.wire.axis), ` ${bytes(node.wire.bytes)}`]) : null);
     return [title, node.type === "none" ? null : placed(node.type)];
   }
 
@@ -119,16 +119,12 @@
     return [title, isOpen(box) ? chips : [paramLine(box), chips]];
   }
 
-  // One chip per kind: calls and bytes of all of them.
+  // One chip per kind and axis: calls and bytes of all of them.
   function wireChips(box) {
-    const kinds = new Map();
-    for (const [kind, , calls, sent] of box.sums.wires) {
-      const sum = kinds.get(kind) ?? [0, 0];
-      kinds.set(kind, [sum[0] + calls, sum[1] + sent]);
-    }
-    if (!kinds.size) return null;
-    return el("span", { class: "line" }, [...kinds].map(([kind, [calls, sent]]) =>
-      chip(kind, calls > 1 ? `${calls} × ${bytes(sent / calls)}` : bytes(sent))));
+    const { wires } = box.sums;
+    if (!wires.length) return null;
+    return el("span", { class: "line" }, wires.map(([kind, axis, calls, sent]) =>
+      chip(kind, [axes(axis), calls > 1 ? ` ${calls} × ${bytes(sent / calls)}` : ` ${bytes(sent)}`])));
   }
 
   function paramLine(box) {
