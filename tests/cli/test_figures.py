@@ -105,6 +105,29 @@ def test_times_are_those_of_the_devices_that_are_named(tmp_path):
     assert (status, "name a strategy" in " ".join(err.split())) == (2, True)
 
 
+def test_a_schedule_is_the_same_in_dump_and_viz(tmp_path):
+    """Its bubble and its length, with as many micro-batches."""
+    path = tmp_path / "page.json"
+    words = ("--tflops", "0.5")
+    for strategy in ("pp2.tp2+zb_h1", "dp2.pp2"):
+        status, _, err = fxpar(
+            "viz", "llama", "-s", strategy, "--format", "json", "-o", path, "--micro-batches", "4", *words
+        )
+        assert status == 0, err
+        sections = json.loads(path.read_text())["sections"]
+        (timeline,) = sections["timeline"]["steps"][0]["timelines"]
+        found = read("dump", "llama", "-s", strategy, "--schedule", "--micro-batches", "4", *words)
+        assert found["bubble_fraction"] == pytest.approx(timeline["groups"][0]["bubble"], rel=1e-6)
+        ends = [rank["end_ms"] for rank in sections["memory"]["by_strategy"][strategy]["ranks"]]
+        assert ends == pytest.approx([found["makespan_ms"]] * 2)
+        actions = [span for span in timeline["spans"] if span[1] in "FBIW"]
+        assert found["makespan_ms"] == pytest.approx(max(s[3] + s[4] for s in actions) - min(s[3] for s in actions))
+        assert (
+            f"bubble {found['bubble_fraction']:.1%}"
+            in fxpar("dump", "llama", "-s", strategy, "--schedule", "--micro-batches", "4", *words)[1]
+        )
+
+
 # ---------------------------------------------------------------------------------------------------- choose.md
 def commands(program: str) -> list[list[str]]:
     """The command lines of the page that run this command on the small llama."""
