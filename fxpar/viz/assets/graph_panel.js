@@ -26,9 +26,8 @@
 
   function whole(part) {
     const { sums } = part.root;
-    const where = part.stage === null ? part.title : `${part.title} of stage ${part.stage}`;
     return [
-      heading(part.about, where),
+      heading(part.about, part.place),
       facts([["nodes", count(sums.nodes)], ["FLOPs", sums.flops ? `${flops(sums.flops)} per rank` : ""],
         ["predicted", time(sums)]]),
       traffic(sums),
