@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from fxpar.cli.commands import MemoryRequest
-from fxpar.cli.console import human_bytes, plain_table, stdout_console, working
+from fxpar.cli.console import plain_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory

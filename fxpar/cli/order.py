@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fxpar.cli.console import human_bytes, human_seconds, plain_table, stdout_console
+from fxpar.cli.console import human_seconds, plain_table, stdout_console
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.source import Layouts
 from fxpar.cli.switch import layouts_of, same_world
 from fxpar.cli.switch_commands import OrderRequest
 from fxpar.errors import PlannerError
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.strategy import Strategy
 from fxpar.store import home_layout, wire_layout
 from fxpar.store.home import ParamSpec

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxpar.cli.cache import CaptureCache, model_files, recorded
-from fxpar.cli.console import human_bytes
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_precision, parse_strategies
 from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError
 from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy

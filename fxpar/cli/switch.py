@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from fxpar.cli.console import human_bytes, human_seconds, stdout_console, working
+from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import Layouts, read_layouts, strategies_of
 from fxpar.cli.switch_commands import SwitchRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlannerError
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.strategy import Strategy
 from fxpar.precision.precision import parse_dtype
 from fxpar.switch.api import plan_switch

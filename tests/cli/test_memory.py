@@ -9,8 +9,8 @@ import re
 import pytest
 from rich.console import Console
 
-from fxpar.cli.console import human_bytes
 from fxpar.cli.memory import show
+from fxpar.ir.columns import human_bytes
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
 from tests.captured import llama

@@ -346,7 +346,6 @@
     return [el("b", { class: "mono" }, `%${node.name}`), el("span", { class: "soft" }, ` ${node.fqn}`), where].filter(Boolean);
   }
 
-
   function zoomRow() {
     const step = (factor) => () => zoomTo(Math.min(2, Math.max(0.2, kept.zoom * factor)));
     const fit = () => zoomTo(Math.min(1, (shown.frame.clientWidth - 32) / shown.canvas.offsetWidth));
