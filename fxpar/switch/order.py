@@ -84,7 +84,7 @@ class OrderPlan:
 
     def cost(self, by: Objective) -> tuple[float, float, int]:
         """What the search minimises: bytes between nodes, then seconds (or the other way round), then memory."""
-        time, size = round(self.predicted_s, 6), self.inter_node_bytes
+        time, size = round(self.predicted_s, 9), self.inter_node_bytes
         return (time, size, self.kept_bytes) if by == "seconds" else (size, time, self.kept_bytes)
 
     def to_json(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def test_a_block_keeps_the_sum_that_it_reads_and_no_term_of_it(strategy):
     nodes = [n for n in program.body.graph.nodes if n.op == "call_function"]
     kept = {o for n in nodes if n.meta.get("backward") for o in n.all_input_nodes if not o.meta.get("backward")}
     assert not [n for n in kept if isinstance(n.meta.get("dist"), DistConfig) and n.meta["dist"].partial]
-    assert not [n for n in again(program) if n.meta["fqn"] == "embedding"]
+    assert not [n for n in again(program) if collective_kind(n) and n.meta["fqn"] == "embedding"]
 
 
 def test_selective_runs_no_product_twice():

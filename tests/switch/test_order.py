@@ -77,7 +77,7 @@ def test_every_hop_is_accounted_for():
 def test_training_costs_what_the_engine_plans():
     """From and to the layout of the optimizer, past what ran before; the order is the engine's."""
     cluster = ClusterSpec(2, 2, 100, 5, 10)
-    programs = {name: lower(llama().graph, name, for_store=True) for name in ("tp4", "pp2.dp2", "dp2.tp2+sp")}
+    programs = {name: lower(llama(layers=2).graph, name, for_store=True) for name in ("tp4", "pp2.dp2", "dp2.tp2+sp")}
     layouts = {name: layout_of(program) for name, program in programs.items()}
     specs = param_specs(programs["tp4"])
     masters = home_layout(specs, 4)

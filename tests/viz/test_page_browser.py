@@ -117,9 +117,10 @@ def test_a_node_tells_all_and_leads_on(browser, graph_page):
 def test_what_is_sent_and_how_a_value_lies_is_said_for_each_axis(browser, graph_page):
     open_page(browser, graph_page, hash="#graph/dp2.tp2%2Bsp")
     facts = browser.find_elements("css selector", "#about [data-sent-over]")
-    assert [fact.get_attribute("data-sent-over") for fact in facts] == ["dp", "tp"]
+    assert [fact.get_attribute("data-sent-over") for fact in facts] == ["dp", "dp.tp", "tp"]
     assert facts[0].text.endswith(" once")
-    assert "once" not in facts[1].text
+    assert "once" not in facts[2].text
+    assert [axis.text for axis in facts[1].find_elements("css selector", ".axis")] == ["dp", "tp"]
     chips = browser.find_elements("css selector", "[data-key='m:layers.0'] > .head .chip")
     assert chips
     assert all(chip.find_element("css selector", ".axis").text == "tp" for chip in chips)
