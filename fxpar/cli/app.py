@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands, run_commands
+from fxpar.cli import commands, run_commands, switch_commands
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
@@ -94,13 +94,13 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     (
         "switch",
         "Plan how weights move from one strategy to another.",
-        commands.SwitchRequest,
+        switch_commands.SwitchRequest,
         ("fxpar switch llama --from pp2 --to tp2 --cluster c.toml",),
     ),
     (
         "order",
         "Find the order of strategies that switches cheapest.",
-        commands.OrderRequest,
+        switch_commands.OrderRequest,
         ("fxpar order llama -s dp4,dp2.tp2,tp4 --cluster c.toml",),
     ),
     (

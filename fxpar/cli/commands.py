@@ -21,8 +21,8 @@ from fxpar.cli.options import (
     Offered,
     OneStrategy,
     Strategies,
+    Tflops,
     complete_passes,
-    complete_strategies,
     one_strategy,
     split_strategies,
 )
@@ -112,6 +112,8 @@ class DumpRequest:
     ] = None
     fold: Annotated[bool, typer.Option("--fold/--full", help="Print equal layers once, or all of them.")] = True
     brief: Annotated[bool, typer.Option("--brief", help="Parameters and collectives only, no nodes.")] = False
+    cluster: Cluster = None
+    tflops: Tflops = None
 
     def __post_init__(self) -> None:
         named = self.strategy is not None or self.source.is_file  # a graph file may hold what a strategy made
@@ -127,6 +129,9 @@ class DumpRequest:
             raise typer.BadParameter("it is for --schedule", param_hint="--micro-batches")
         if self.after is not None and (self.strategy is None or (self.stage is not None and self.level is not None)):
             raise typer.BadParameter("it needs a strategy, and no stage but that of a pipeline", param_hint="--after")
+        for option, value in (("--cluster", self.cluster), ("--tflops", self.tflops)):
+            if value is not None and (not named or self.level in ("logical", "annotated")):
+                raise typer.BadParameter("times are those of a lowered graph; name a strategy", param_hint=option)
 
     @property
     def strategy(self) -> str | None:
@@ -260,6 +265,7 @@ class VizRequest:
         typer.Option(help="A page, its data, or graphs for Model Explorer with overlays beside them."),
     ] = "html"
     cluster: Cluster = None
+    tflops: Tflops = None
     tokens: Annotated[
         int | None, typer.Option(min=1, max=2**30, help="Tokens of a replica's micro-batch.", show_default=False)
     ] = None
@@ -320,70 +326,3 @@ class MemoryRequest:
         if self.capacity is None or (found := CAPACITY.fullmatch(self.capacity)) is None:
             return None
         return round(float(found[1]) * {"gb": 10**9, "gib": 2**30}[found[2].lower()])
-
-
-@dataclass(frozen=True)
-class SwitchRequest:
-    """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
-
-    source: Annotated[
-        GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of the weights on the wire."}),
-    ]
-    before: Annotated[
-        str,
-        typer.Option(
-            "--from", metavar="S1", autocompletion=complete_strategies, help="Strategy before, such as pp2.tp16."
-        ),
-    ]
-    after: Annotated[
-        str,
-        typer.Option("--to", metavar="S2", autocompletion=complete_strategies, help="Strategy after, such as dp8.tp4."),
-    ]
-    cluster: Cluster = None
-    planner: Annotated[
-        str,
-        typer.Option(
-            metavar="P", help="first_come, round_robin, hotspa, relay, auto (the fastest of them), or an installed one."
-        ),
-    ] = "auto"
-    json: Json = None
-
-    @property
-    def strategy_texts(self) -> list[str]:
-        """Before and after."""
-        return [self.before, self.after]
-
-
-@dataclass(frozen=True)
-class OrderRequest:
-    """Find the order in which the graphs of a mini-batch switch cheapest. Weights are never allocated."""
-
-    source: Annotated[
-        GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of weights and gradients on the wire."}),
-    ]
-    strategies: Strategies = ()
-    cluster: Cluster = None
-    first: Annotated[str | None, typer.Option(metavar="S", help="Fix the first graph (the home layout).")] = None
-    planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay"
-    gradients: Annotated[
-        Literal["chain", "home", "none"],
-        typer.Option(help="Gradients go from graph to graph, straight home (as in training), or are not counted."),
-    ] = "home"
-    by: Annotated[Literal["bytes", "seconds"], typer.Option(help="Least bytes between nodes, or least seconds.")] = (
-        "bytes"
-    )
-    keep_gb: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Memory per device (1e9 B) for copies of earlier graphs as sources.")
-    ] = 0.0
-    json: Json = None
-
-    def __post_init__(self) -> None:
-        if not self.strategies:
-            raise typer.BadParameter("say which strategies to order, such as -s dp4,tp4", param_hint="--strategy")
-
-    @property
-    def strategy_texts(self) -> list[str]:
-        """Those that the words name, one by one."""
-        return split_strategies(self.strategies)

@@ -113,12 +113,3 @@ def human_seconds(seconds: float) -> str:
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}" if seconds < 99.95 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds * 1e6:.3g} µs"
-
-
-def human_bytes(count: float) -> str:
-    """`1.5 MB` for 1 500 000; powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -45,6 +45,16 @@ _CLUSTER_HELP = (
     "eight to a node."
 )
 Cluster = Annotated[str | None, typer.Option(metavar="FILE", help=_CLUSTER_HELP, show_default=False)]
+Tflops = Annotated[
+    float | None,
+    typer.Option(
+        min=1e-6,
+        max=1e6,
+        metavar="N",
+        help="What a device sustains of products and attention (1e12 operations per second); wins over the cluster's.",
+        show_default=False,
+    ),
+]
 MicroBatches = Annotated[
     int | None,
     typer.Option(

@@ -19,7 +19,7 @@ from fxpar.runtime.options import (
     CompiledModel,
     ParallelizeOptions,
 )
-from fxpar.runtime.report import StepReport
+from fxpar.runtime.report import Evaluated, StepReport
 from fxpar.runtime.storage import activation_bytes
 from fxpar.store import MemoryReport, WeightStore
 from fxpar.torch_api.hooks import hooked_modules
@@ -84,8 +84,8 @@ class Session:
         with self.engine.watched("a plain call"):
             return self.calls.call(module, args, kwargs)
 
-    def evaluate(self, module: nn.Module, sequences: Sequence[Any], denominator: float | None = None) -> float:
-        """Mean loss of sequences without training on them."""
+    def evaluate(self, module: nn.Module, sequences: Sequence[Any], denominator: float | None = None) -> Evaluated:
+        """Mean loss and metrics of sequences without training on them."""
         self.store.check_adopted(module, trained=False)
         with self.engine.watched("evaluation"):
             return self.evaluation.run(module, sequences, denominator)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fxpar.cli.console import plain_table
+from fxpar.ir.columns import human_bytes
 from fxpar.train.records import GroupRecord, GroupTotal, StepRecord, Totals
 
 
@@ -51,13 +52,8 @@ def group_text(group: GroupRecord) -> str:
     """`<=256 dp4: 40 seq 5,120 tok 0.41 s, switch 3 ms 1.2 MB`."""
     text = f"<={group.limit} {group.strategy}: {group.sequences} seq {group.tokens:,} tok {group.wall_s:.2f} s"
     if group.switch_bytes:
-        text += f", switch {group.switch_s * 1e3:.0f} ms {megabytes(group.switch_bytes)}"
+        text += f", switch {group.switch_s * 1e3:.0f} ms {human_bytes(group.switch_bytes)}"
     return text
-
-
-def megabytes(count: float) -> str:
-    """Bytes in MB (1e6)."""
-    return f"{count / 1e6:,.1f} MB"
 
 
 class PlainView:
@@ -143,7 +139,7 @@ def group_table(record: StepRecord) -> Table:
             str(group.micro_batches),
             f"{group.wall_s:.2f} s",
             f"{group.switch_s * 1e3:.0f} ms",
-            megabytes(group.switch_bytes),
+            human_bytes(group.switch_bytes),
         )
     return table
 
@@ -177,7 +173,7 @@ def _total_row(group: GroupTotal, totals: Totals) -> tuple[str, ...]:
         f"{group.wall_s:.1f} s",
         percent(group.wall_s, totals.wall_s),
         f"{group.switch_s / group.steps * 1e3:.0f} ms",
-        megabytes(group.switch_bytes / group.steps),
+        human_bytes(group.switch_bytes / group.steps),
         f"{group.reduce_s / group.steps * 1e3:.0f} ms",
     )
 
