@@ -43,7 +43,7 @@ SETTINGS = (
     Setting("profiler", "kept", ""),
     Setting("metrics", "kept", "`tps` counts padding, as there; fxpar logs valid tokens"),
     Setting("tokenizer", "kept", ""),
-    Setting("dataloader", "kept", "drawn alike on every rank, see Data"),
+    Setting("dataloader", "kept", "one rank of each node draws, see Data"),
     Setting("optimizer", "kept", ""),
     Setting("lr_scheduler", "kept", ""),
     Setting("checkpoint", "kept", "see Checkpoints"),

@@ -1,7 +1,7 @@
 """torchtitan's Trainer with fxpar's engine under its forward and backward.
 
-To torchtitan the world is one device (`OneDevice`): data is drawn once, alike on every rank; a step is one batch, the
-whole mini-batch; parameters are DTensors, as FSDP2's are. Optimizer, schedules, clipping, metrics, profiler and
+To torchtitan the world is one device (`OneDevice`): the same data comes to every rank; a step is one batch, the whole
+mini-batch; parameters are DTensors, as FSDP2's are. Optimizer, schedules, clipping, metrics, profiler and
 checkpointer stay torchtitan's own. With `fxpar.strategies` unset, nothing is changed.
 """
 
@@ -28,7 +28,7 @@ from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR
 from fxpar.recipes.checkpoint import FxparCheckpointManager
 from fxpar.recipes.checks import check_recipe, rows_of_step, validation_turns
-from fxpar.recipes.documents import split_rows
+from fxpar.recipes.documents import Documents
 from fxpar.recipes.loader import LengthGroupedDataLoader
 from fxpar.recipes.report import group_lines, step_line
 from fxpar.recipes.settings import unheard
@@ -139,9 +139,8 @@ class FxparTrainer(Trainer):
         return made
 
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor) -> Tensor:
-        """Every document of the mini-batch, each length group under its strategy; `.grad` is filled.
-
-        Returns the loss, a mean over valid tokens of all ranks.
+        """Every document of the mini-batch (`input_dict["documents"]`), each length group under its strategy; `.grad`
+        is filled. Returns the loss, a mean over valid tokens of all ranks.
         """
         if not self.is_hot:
             return super().forward_backward_step(
@@ -149,8 +148,9 @@ class FxparTrainer(Trainer):
             )
         model = cast(ParallelModule, self.model_parts[0])
         model.load_engine_state({"steps": self.step - 1})  # a resumed run goes on with the step it is at
-        report = model.train_step(split_rows(input_dict, labels))
-        self.ntokens_seen += labels.numel()
+        documents: Documents = input_dict["documents"]  # on the CPU: a rank copies the tokens that it works on
+        report = model.train_step(documents.sequences())
+        self.ntokens_seen += documents.places
         self.reports.append(report)
         return torch.tensor(report.loss, dtype=torch.float64, device=self.device)
 
