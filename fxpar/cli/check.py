@@ -218,7 +218,7 @@ def show(
             markup=False,
         )
     else:
-        console.print("captured graph against the model itself: not compared, since the model drops out", markup=False)
+        console.print("captured graph against the model itself: not compared, as the model uses dropout", markup=False)
     _show_results(console, results, notes)
 
 
@@ -245,7 +245,7 @@ def _show_results(console: Console, results: Sequence[CheckResult], notes: Seque
             why = result.error or (
                 f"the largest error is in {where}"
                 if math.isfinite(worst)
-                else f"{where} is no number (NaN or infinite)"
+                else f"{where} is not a number (NaN or infinite)"
             )
             console.print(f"{result.strategy}: {why}", markup=False, style="red")
     for note in notes:

@@ -138,7 +138,7 @@ def planned(graph: PipelineGraph, micro_batches: int | None) -> Timeline:
 
 def schedule_text(graph: PipelineGraph, timeline: Timeline) -> str:
     """The chart under a line that says what a millisecond stands for."""
-    head = f"{graph.name} under {graph.strategy}; 1 ms stands for the forward of a rank's mean share of the model"
+    head = f"{graph.name} under {graph.strategy}; 1 ms stands for the forward of a rank's average share of the model"
     return f"{head}\n{chart(timeline)}\n"
 
 

@@ -46,7 +46,7 @@ def parse_overrides(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         pattern, equals, placement = item.rpartition("=")
         if not equals or not pattern:
-            raise OverrideError(item, "is no assignment.", " Write GLOB=PLACE, such as '*.o_proj.weight=S(1)@tp'.")
+            raise OverrideError(item, "is not an assignment.", " Write GLOB=PLACE, such as '*.o_proj.weight=S(1)@tp'.")
         found[pattern] = placement
     return found
 

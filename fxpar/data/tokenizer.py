@@ -114,7 +114,7 @@ def _read(file: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise TokenizerError(str(file), f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(str(file), f"is no tokenizer file of the `tokenizers` library: {error}") from error
+        raise TokenizerError(str(file), f"is not a tokenizer file of the `tokenizers` library: {error}") from error
     if not backend.get_vocab_size():
         raise TokenizerError(str(file), "has an empty vocabulary")
     return backend

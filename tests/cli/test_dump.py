@@ -178,8 +178,8 @@ def test_8b_model_needs_no_weights():
         (("llama", "-s", "tp2", "--stage", "0"), 1, "there is no pipeline stage 0: 'tp2' has none"),
         (("llama", "-s", "tp2", "--schedule"), 1, "strategy 'tp2' has no schedule"),
         (("llama", "--schedule"), 2, "it needs a strategy"),
-        (("llama", "-s", "pp2", "--schedule", "--stage", "1"), 2, "it needs a strategy, and takes no stage"),
-        (("llama", "-s", "pp2", "--micro-batches", "4"), 2, "it is for --schedule"),
+        (("llama", "-s", "pp2", "--schedule", "--stage", "1"), 2, "it needs a strategy, and takes no --stage"),
+        (("llama", "-s", "pp2", "--micro-batches", "4"), 2, "it only works together with --schedule"),
         (("llama", "-s", "pp3"), 1, "3 stages need 3 layers, there are 2"),
         (
             ("mlp", "-s", "pp2+interleaved_1f1b", "--set", "layers=4", "--schedule", "--micro-batches", "1"),

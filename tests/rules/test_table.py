@@ -232,7 +232,7 @@ LOOP = Factor((0,), (0,))
         ({"rule": lambda: []}, "its rule= raised TypeError"),
         ({"rule": lambda view: [Factor((0, 0), (0,))]}, "is not for the 1 operands of this call"),
         ({"rule": lambda view: [Factor((0,), ())]}, "is not for the 1 results of this call"),
-        ({"rule": lambda view: [Factor((2,), (0,))]}, r"2 is no dim of the shape \(4, 6\)"),
+        ({"rule": lambda view: [Factor((2,), (0,))]}, r"2 is not a dim of the shape \(4, 6\)"),
         ({"rule": lambda view: [Factor((-1,), (0,))]}, "-1 is no dim"),
         ({"rule": lambda view: [Factor((0,), (7,))]}, "7 is no dim .* and no word of absent, sum, avg, max, logsumexp"),
         ({"rule": lambda view: [Factor((0,), ("prod",))]}, "'prod' is no dim"),
