@@ -21,7 +21,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # Help takes the whole width of the terminal, not 80 columns of it.
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 10_000},
     help="Capture a model once, lower it to per-rank graphs for any strategy, then check, inspect and train it.",
 )
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fxpar.cli.commands import OrderRequest
-from fxpar.cli.console import human_bytes, human_seconds, plain_table, stdout_console
+from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.switch import layouts_of, same_world
 from fxpar.errors import PlannerError
@@ -57,7 +57,7 @@ def _show(model: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> 
         )
         for name, plan in plans.items()
     ]
-    console.print(plain_table(("", "between nodes", "inside nodes", "predicted", "order"), rows, right=(1, 2, 3)))
+    print_table(console, ("", "between nodes", "inside nodes", "predicted", "order"), rows, right=(1, 2, 3))
     for hop in plans["best"].hops:
         console.print(
             f"{hop.kind:9} {hop.source} > {hop.target}: {human_bytes(hop.inter_node_bytes)} between nodes, "

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fxpar.cli import request, source
 from fxpar.ir.dist_config import DistConfig
@@ -207,3 +208,14 @@ def test_bad_input(words, status, message):
     assert found == status
     assert out == ""
     assert message in err
+
+
+def test_long_lines_end_between_words_on_a_terminal(monkeypatch, capsys):
+    """In a pipe they stay as long as they are; numbers and names are the same."""
+    _, piped, _ = fxpar("dump", "mlp", "-s", "tp2")
+    assert max(map(len, piped.splitlines())) > 60
+    terminal = Console(force_terminal=True, width=60)
+    monkeypatch.setattr("fxpar.cli.dump.stdout_console", lambda: terminal)
+    _, shown, _ = fxpar("dump", "mlp", "-s", "tp2")
+    assert shown.split() == piped.split()
+    assert all(len(line) <= 60 or " " not in line.strip() for line in shown.splitlines())

@@ -50,6 +50,11 @@ def test_help_fits_60_columns():
     assert len(re.findall(r"^  Examples?:\n    fxpar ", result.stdout, re.MULTILINE)) == len(COMMANDS)
 
 
+def test_help_takes_the_whole_width():
+    lines = run("check", "--help", COLUMNS="150").stdout.splitlines()
+    assert 120 < max(map(len, lines)) <= 150
+
+
 def test_help_names_each_command_in_whole_words():
     listed = CliRunner().invoke(app, ["--help"], terminal_width=80).output.partition("Commands:")[2].splitlines()[1:]
     assert [line.split()[0] for line in listed] == [name for name, *_ in COMMANDS]
