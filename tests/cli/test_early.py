@@ -14,11 +14,11 @@ from tests.cli.test_main import run
 
 WITHOUT_TORCH = """
 import sys
-from fxpar.cli import main
+from fxpar.cli import run
 for words in {words}:
     sys.argv = ["fxpar", *words.split()]
     try:
-        main()
+        run()
     except SystemExit as end:
         print(f"status {{end.code}}")
 print("torch" in sys.modules)

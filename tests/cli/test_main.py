@@ -27,8 +27,8 @@ def test_help_is_quick():
     """Without torch: neither the help nor a mistake of usage waits for it."""
     code = (
         "import sys\n"
-        "from fxpar.cli import main\n"
-        "try:\n    main()\nexcept SystemExit: pass\n"
+        "from fxpar.cli import run\n"
+        "try:\n    run()\nexcept SystemExit: pass\n"
         "print('torch' in sys.modules)\n"
     )
     for words in (["--help"], ["check", "--help"], ["dump"]):
