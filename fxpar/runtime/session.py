@@ -251,6 +251,7 @@ def _open(
         captured=captured,
         precision=compiled.precision,
         watched=lambda: engine.watched("backward of a plain call"),
+        noted={note.partition(" (")[0] for program in ordered for note in program.notes},
     )
 
     def capture_again(module: nn.Module) -> LogicalGraph:

@@ -14,6 +14,12 @@ def test_strategies_that_take_turns_save_a_copy():
     assert "1.0 MB saved by sharing" in report(1_000_000).table()
 
 
+def test_small_sizes_are_not_zero():
+    table = report(1_500).table()
+    assert "1.5 kB" in table
+    assert "0.0" not in table
+
+
 def test_an_arena_padded_beyond_its_layouts_saves_nothing():
     assert report(2_000_064).shared_bytes == 0
     assert "-0.0" not in report(2_000_064).table()
