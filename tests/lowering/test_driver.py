@@ -166,7 +166,7 @@ def test_a_ladder_that_attaches_no_placements():
     ids=lambda option: next(iter(option)),
 )  # fmt: skip
 def test_passes_have_their_options_already(option):
-    with pytest.raises(GivenPassesError, match=rf"cannot follow {next(iter(option))}= which"):
+    with pytest.raises(GivenPassesError, match=rf"cannot be combined with {next(iter(option))}= which"):
         lower(llama().graph, "dp2", passes=default_passes(), **option)
 
 

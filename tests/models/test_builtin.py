@@ -83,7 +83,7 @@ def test_bad_words(spec, options, dtype, error, words):
 
 
 @pytest.mark.parametrize(
-    ("spec", "written"), [("./mine", r"hf:\./mine\. Built in"), ("mine", r"hf:\./mine\. Built in")]
+    ("spec", "written"), [("./mine", r"hf:\./mine\. Built-in models"), ("mine", r"hf:\./mine\. Built-in models")]
 )
 def test_a_folder_without_a_prefix(tmp_path, monkeypatch, spec, written):
     (tmp_path / "mine").mkdir()
