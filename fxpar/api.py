@@ -21,6 +21,7 @@ from fxpar.batching import BatchPlan
 from fxpar.errors import ParallelizeError, nearest
 from fxpar.errors.base import one_line
 from fxpar.monitor import Monitor
+from fxpar.runtime.notices import only_rank_0_warns
 from fxpar.runtime.opening import open_session
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.report import Evaluated, StepReport
@@ -155,7 +156,8 @@ def _wrap(options: ParallelizeOptions, target: Any) -> Any:
 def _convert(module: nn.Module, options: ParallelizeOptions) -> nn.Module:
     if isinstance(module, ParallelModule):
         raise ParallelizeError(f"this {type(module).__name__} is parallel already")
-    session = open_session(module, options.strategies, options.loss, options.example, options)
+    with only_rank_0_warns():
+        session = open_session(module, options.strategies, options.loss, options.example, options)
     module.__class__ = _parallel_class(type(module))
     module.__dict__[_STATE] = session
     return module

@@ -41,7 +41,7 @@ def _other_model(config: Any) -> str | None:
     owner = getattr(type(model), "_owner", None)
     plain = titan.decoder_module.Decoder
     if owner is None or not issubclass(owner, plain):
-        return f"{config.model_spec.name} is no decoder"
+        return f"{config.model_spec.name} is not a decoder"
     for name in ("get_attention_masks", "forward"):
         if getattr(owner, name) is not getattr(plain, name):
             return f"{config.model_spec.name} has a {name} of its own"

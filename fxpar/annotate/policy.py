@@ -152,11 +152,11 @@ class TensorAxis(ModelAxis):
     def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
         outer = any(isinstance(p, OuterShard) for p in (*option.inputs, *option.outputs))
         if outer and entry.index not in problem.narrow and entry.view.target not in ATTENTION:
-            return "it cuts in fewer pieces than there are ranks, as tp does for few key-value heads only"
+            return "it makes fewer shards than there are ranks, which tp does only for few key-value heads"
         kinds = cut_kinds(problem, entry, option)
         if None in kinds:
-            return "it cuts a dynamic dim that is not the tokens"
-        return "it cuts tokens, which tp does under +sp only" if True in kinds and not self.cuts_tokens else ""
+            return "it shards a dynamic dim other than the tokens"
+        return "it shards tokens, which tp does only with +sp" if True in kinds and not self.cuts_tokens else ""
 
     def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
         one_head = problem.narrow.get(entry.index) == 1
@@ -225,7 +225,8 @@ def resolve_overrides(graph: LogicalGraph | AnnotatedGraph, strategy: Strategy) 
         placement = parse_override(pattern, text)
         matched = [(n, i) for n, i in params if any(fnmatch.fnmatchcase(f, pattern) for f in (i.fqn, *i.aliases))]
         if not matched:
-            hint = nearest(pattern, names)
+            ends = {f"*.{'.'.join(name.split('.')[-2:])}" for name in names if "." in name}
+            hint = nearest(pattern, [*(sorted(ends) if "*" in pattern else ()), *names])
             raise OverrideError(pattern, "matches no parameter", hint or ". Globs run over parameter FQNs.")
         for node, info in matched:
             _check_dim(pattern, placement, info)

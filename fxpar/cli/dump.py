@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fxpar.cli.commands import DumpRequest
-from fxpar.cli.console import stderr_console, working
+from fxpar.cli.console import stderr_console, stdout_console, working
 from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
@@ -30,6 +30,7 @@ from fxpar.errors import (
     nearest,
 )
 from fxpar.graph_files import SavedGraph, kind_of, save_graph
+from fxpar.ir.columns import folded
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import fqn_of
@@ -68,7 +69,20 @@ def run_dump(request: DumpRequest) -> None:
             raise DumpOptionError(
                 f"--rank {request.rank}", f"is of stage {runs}", "Leave out --stage, or name that one"
             )
-    write_output(request.target, _written(request, graph, view, begun))
+    text = _written(request, graph, view, begun)
+    write_output(request.target, _folded(text) if request.form == "text" and request.target == "-" else text)
+
+
+def _folded(text: str) -> str:
+    """Lines no longer than a terminal is wide; as they are where there is none."""
+    console = stdout_console()
+    if not console.is_terminal:
+        return text
+    lines = []
+    for line in text.splitlines():
+        pad = " " * (len(line) - len(line.lstrip()))
+        lines += [line] if len(line) <= console.width else folded(line.lstrip(), console.width, pad, f"{pad}    ")
+    return "\n".join([*lines, ""])
 
 
 def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:

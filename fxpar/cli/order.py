@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fxpar.cli.console import human_seconds, plain_table, stdout_console
+from fxpar.cli.console import human_seconds, print_table, stdout_console
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.source import Layouts
 from fxpar.cli.switch import layouts_of, same_world
@@ -95,7 +95,7 @@ def _show(request: OrderRequest, plans: dict[str, OrderPlan], document: dict[str
         rows.append((*cells, " > ".join(plan.order) + kept))
     per_token = () if request.tokens is None else (f"per token of {request.tokens:,}",)
     titles = ("", "between nodes", "inside nodes", "predicted", *per_token, "order")
-    console.print(plain_table(titles, rows, right=tuple(range(1, len(titles) - 1))), markup=False)
+    print_table(console, titles, rows, right=tuple(range(1, len(titles) - 1)))
     for hop in plans["best"].hops:
         helped = f", with {', '.join(hop.holders)}" if hop.holders and request.gradients != "home" else ""
         console.print(

@@ -233,7 +233,7 @@ def check_stage(strategy: Strategy, index: int) -> None:
 def _refuse(path: str, why: str, given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value:
-            raise GraphFileError(path, f"{option} comes too late, {why}", f"Dump the model anew with {option}")
+            raise GraphFileError(path, f"{option} comes too late, {why}", f"Dump the model again with {option}")
 
 
 def load_meta(source: GraphSource) -> LoadedModel:

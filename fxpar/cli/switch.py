@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.table import Table
-
 from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
@@ -14,7 +12,7 @@ from fxpar.cli.source import Layouts, read_layouts, strategies_of
 from fxpar.cli.switch_commands import SwitchRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlannerError
-from fxpar.ir.columns import human_bytes
+from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.strategy import Strategy
 from fxpar.precision.precision import parse_dtype
 from fxpar.switch.api import plan_switch
@@ -67,8 +65,9 @@ def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[Layo
 
 def _show(model: str, plan: SwitchPlan) -> None:
     data = plan.to_json()
-    table = Table(title=f"{model}: {plan.problem.source} -> {plan.problem.target}", show_header=False, box=None)
-    for name, value in (
+    console = stdout_console()
+    console.print(f"{model}: {plan.problem.source} -> {plan.problem.target}", markup=False, style="bold")
+    rows = [
         ("planner", plan.planner if plan.planner == plan.chosen else f"{plan.planner} ({plan.chosen})"),
         ("inside nodes", human_bytes(data["intra_node_bytes"])),
         ("between nodes", human_bytes(data["inter_node_bytes"])),
@@ -79,10 +78,12 @@ def _show(model: str, plan: SwitchPlan) -> None:
         ("predicted", human_seconds(data["predicted_s"])),
         ("planned in", f"{data['plan_cpu_s']:.3f} CPU s"),
         ("fingerprint", data["fingerprint"]),
-    ):
-        table.add_row(name, value)
-    console = stdout_console()
-    console.print(table)
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        line = f"{name:<{width}}  "
+        shown = folded(value, console.width, line, " " * len(line)) if console.is_terminal else [line + value]
+        console.print("\n".join(shown), markup=False, soft_wrap=True)
     links = [link for link in node_links(data["node_matrix"]) if link[0] != link[1]]
     for source, target, size in links[:MOST_LINKS]:
         console.print(f"  node {source} -> node {target}: {human_bytes(size)}")

@@ -13,7 +13,7 @@ from fxpar.cli.options import Cluster, GraphSource, Json, Offered, Strategies, c
 
 @dataclass(frozen=True)
 class SwitchRequest:
-    """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
+    """Plan how a model's weights move between two strategies. Weights are never allocated."""
 
     source: Annotated[
         GraphSource,
@@ -46,7 +46,7 @@ class SwitchRequest:
 
 @dataclass(frozen=True)
 class OrderRequest:
-    """Find the order in which the graphs of a mini-batch switch cheapest. Weights are never allocated."""
+    """Find the cheapest order in which to run the strategies of a mini-batch. Weights are never allocated."""
 
     source: Annotated[
         GraphSource,
@@ -86,7 +86,7 @@ class OrderRequest:
 
     def __post_init__(self) -> None:
         if not self.strategies:
-            raise typer.BadParameter("say which strategies to order, such as -s dp4,tp4", param_hint="--strategy")
+            raise typer.BadParameter("name the strategies to order, such as -s dp4,tp4", param_hint="--strategy")
 
     @property
     def strategy_texts(self) -> list[str]:

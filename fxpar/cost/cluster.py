@@ -98,7 +98,7 @@ class ClusterSpec:
         except ValueError as error:  # bad JSON, bad TOML, bytes that are no text
             raise ClusterError(name, f"cannot be parsed: {error}") from error
         if not isinstance(data, dict):
-            raise ClusterError(name, "is no table of keys and values")
+            raise ClusterError(name, "is not a table of keys and values")
         return cls.from_dict(data, name)
 
     @classmethod

@@ -1,7 +1,8 @@
-"""Rows of text as aligned columns, and sizes as text. Nothing here imports torch."""
+"""Text for people: aligned columns, lines of a width, sizes in bytes. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 
@@ -19,3 +20,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def folded(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Lines of at most `width` characters, the first behind `first`, the others behind `rest`. Lines end between words;
+    a word that is longer than a line stays whole.
+    """
+    words = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, max(width, 20), initial_indent=first, subsequent_indent=rest, **words) or [first]

@@ -152,8 +152,8 @@ def with_multiples(
         if all(promised % later.multiple for later in found[g:]):
             why = with_packing(program.padding_hazard or "", unpacked)
             raise ParallelizeError(
-                f"sequences whose length is no multiple of {group.multiple} cannot run under {group.strategy}: {why}. "
-                f"Add a strategy that does not cut tokens (without cp and sp) for up to {found[-1].limit} tokens, or "
+                f"sequences whose length is not a multiple of {group.multiple} cannot run under {group.strategy}: {why}"
+                f". Add a strategy that does not cut tokens (without cp and sp) for up to {found[-1].limit} tokens, or "
                 f"promise lengths that divide: length_multiple={group.multiple}"
             )
     return tuple(found)

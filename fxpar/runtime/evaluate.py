@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import collate
-from fxpar.errors import EvaluateLossError
+from fxpar.errors import EvaluateLossError, muted_warnings
 from fxpar.ir.graph import COUNT, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.losses import LossFunction, with_metrics
@@ -141,9 +141,9 @@ class Evaluation:
     def _bind(self, module: nn.Module, name: str) -> BoundPipeline:
         """The model in evaluation mode, with the weights where training has them."""
         trained = self.engine.bound[name].program
-        if self._logical is None:
-            self._logical = self.capture(module)
-        program = lower(self._logical, trained.strategy, for_store=True)
+        with muted_warnings():  # all of them have come from training
+            self._logical = self._logical or self.capture(module)
+            program = lower(self._logical, trained.strategy, for_store=True)
         assert isinstance(program, PipelineGraph)
         assert layout_of(program).params == layout_of(trained).params, "the same weights on the same stages"
         bound = bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)

@@ -184,6 +184,7 @@ def _plain_calls(
         captured=captured,
         precision=decided.compiled.precision,
         watched=lambda: engine.watched("backward of a plain call"),
+        noted={note.partition(" (")[0] for program in decided.programs for note in program.notes},
     )
 
 

@@ -139,5 +139,5 @@ def test_mistakes():
     program = staged("pp2+interleaved_1f1b")
     with pytest.raises(MicroBatchCountError, match="needs a multiple of 2 micro-batches, got 1"):
         predict_memory(program, micro_batches=1)
-    with pytest.raises(DimNameError, match="'tokens' is no dynamic dim"):
+    with pytest.raises(DimNameError, match="'tokens' is not a dynamic dim"):
         predict_memory(program, {"tokens": 64})

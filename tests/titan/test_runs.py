@@ -179,7 +179,7 @@ def test_strategies_from_the_command_line(tmp_path):
 BAD_INPUT = {
     "ranks": (
         ("--fxpar.strategies", "512", "dp4"),
-        "StrategyWorldsError: each strategy must take all 2 ranks, but 'dp4'",
+        "StrategyWorldsError: each strategy must use all 2 ranks, but 'dp4'",
     ),
     "length": (
         ("--fxpar.strategies", "256", "dp2"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from fxpar.train.records import Totals
-from fxpar.train.view import LiveView, PlainView, group_text, open_view, step_line, summary_lines
+from fxpar.train.view import LiveView, PlainView, group_table, group_text, open_view, step_line, summary_lines
 from tests.train.test_metrics import steps
 
 
@@ -65,3 +65,19 @@ def test_summary():
     table = [line for line in text.splitlines() if " cp4 " in line]
     assert len(table) == 1
     assert "125 ms" in table[0]
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words():
+    records = steps(2)
+    for width in (60, 80, 120):
+        out = Console(width=width, force_terminal=True, color_system=None)
+        with out.capture() as caught:
+            out.print(group_table(records[-1], width))
+        lines = caught.get().splitlines()
+        assert all(len(line) <= width for line in lines)
+        assert "…" not in caught.get()
+        assert ("longest" in lines[0]) == (width > 80)
+        assert len(lines) == 1 + len(records[-1].groups)
+    table = "\n".join(summary_lines(Totals.of(records), 60)).partition("(switch")[0].splitlines()
+    assert max(map(len, table)) <= 60
+    assert "  strategy cp4" in table
