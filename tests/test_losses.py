@@ -93,7 +93,7 @@ def test_outputs_that_hold_logits(wrap):
 
 @pytest.mark.parametrize(
     ("made", "said"),
-    [({"scores": 1}, "no logits but a dict with the keys 'scores'"), ((), "a tuple"), (None, "NoneType")],
+    [({"scores": 1}, "returns a dict with the keys 'scores' without logits"), ((), "a tuple"), (None, "NoneType")],
 )
 def test_outputs_without_logits(made, said):
     class Odd(Plain):

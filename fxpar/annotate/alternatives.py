@@ -27,7 +27,7 @@ from fxpar.ir.node_meta import input_kind
 from fxpar.rules.option import Cut, Option, OpView, Seed, replicated
 from fxpar.rules.table import OpRule, options, passing, rule_of
 
-WHOLE = "the option that is always legal"
+WHOLE = "always possible"
 PASSES_ON = "partial sums pass through"
 
 
@@ -117,7 +117,7 @@ def _difference(solution: AxisSolution | None, found: AxisSearch) -> Cost | None
 
 def _offered_by(entry: OpClass, option: Option) -> str:
     if entry.view.target == "input":
-        return "an input may lie so"
+        return "any input"
     rule = rule_of(entry.view.target)
     if rule is None or option == replicated(entry.view):
         return WHOLE
@@ -146,7 +146,7 @@ def _refused_input(found: AxisSearch, entry: OpClass) -> Iterator[Refused]:
         if dim not in offered:
             yield Refused(str(Shard(dim)), _why_whole(found, entry, dim, size, fixed))
     if fixed is not None and R not in {o.outputs[0] for o in entry.options}:
-        yield Refused(str(R), f"an override says {fixed}")
+        yield Refused(str(R), f"an override sets {fixed}")
 
 
 def _why_whole(found: AxisSearch, entry: OpClass, dim: int, size: int, fixed: Placement | None) -> str:
@@ -154,14 +154,14 @@ def _why_whole(found: AxisSearch, entry: OpClass, dim: int, size: int, fixed: Pl
     degree, axis = found.problem.degree, found.axis
     is_param = input_kind(entry.nodes[0]) == "param"
     if fixed is not None:
-        return f"an override says {fixed}"
+        return f"an override sets {fixed}"
     if isinstance(found.policy, ContextAxis) and is_param:
-        return "cp cuts tokens; every rank has the whole parameter"
+        return "cp shards tokens; every rank has the whole parameter"
     if entry.token[0][dim] and isinstance(found.policy, TensorAxis) and not found.policy.cuts_tokens:
-        return "it cuts tokens, which tp does under +sp only"
+        return "it shards tokens, which tp does only with +sp"
     if is_param or entry.token[0][dim]:
-        return f"size {size} does not divide by {axis}={degree}"
-    return f"{axis} has no reason to cut it"
+        return f"size {size} is not divisible by {axis}={degree}"
+    return f"{axis} does not shard it"
 
 
 def _refused_op(found: AxisSearch, entry: OpClass, rule: OpRule) -> Iterator[Refused]:
@@ -174,14 +174,14 @@ def _refused_op(found: AxisSearch, entry: OpClass, rule: OpRule) -> Iterator[Ref
             continue
         reason = found.policy.refusal(problem, entry, option)
         if not reason and option in legal:
-            reason = "nothing around it is cut so, and it has no reason to be"
+            reason = "nothing it is connected to is sharded this way"
         yield Refused(describe_option(option), reason or _indivisible(view, option, found))
     cut = {(j, p.dim) for o in [*wide, *legal] for j, p in enumerate(o.outputs) if isinstance(p, Shard)}
     for result, shape in enumerate(view.outputs):
         for dim, size in enumerate(shape):
             if size > 1 and (result, dim) not in cut:
                 which = f" of result {result}" if len(view.outputs) > 1 else ""
-                yield Refused(f"-> {Shard(dim)}{which}", f"{rule.name} knows no cut of it")
+                yield Refused(f"-> {Shard(dim)}{which}", f"{rule.name} cannot shard this dim")
 
 
 def _all_seeds(entry: OpClass) -> list[tuple[Seed, Cut]]:
@@ -209,7 +209,7 @@ def _indivisible(view: OpView, option: Option, found: AxisSearch) -> str:
         if isinstance(placement, Shard) and shape[placement.dim] % (degree * max(1, len(placement.sections))):
             where.append(f"{shape[placement.dim]} (dim {placement.dim} of {name})")
     if where:
-        return f"{where[0]} does not divide by {found.axis}={degree}"
+        return f"{where[0]} is not divisible by {found.axis}={degree}"
     return f"the rule does not offer it for these sizes on {degree} ranks"
 
 

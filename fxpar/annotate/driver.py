@@ -34,7 +34,7 @@ from fxpar.flow import padding_hazard, token_symbol
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
-from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Size, TensorMeta
 from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, source_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
@@ -119,6 +119,7 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
         inner_degree = policy.degree
     _write(graph, choices, token)
     _note_attention(graph, choices)
+    _note_uncut(graph, choices)
     _note_missing_rules(graph)
     if token is not None:
         graph.divisors[str(token)] = math.prod(map(strategy.degree, strategy.token_axes))
@@ -274,17 +275,30 @@ def degrees_product(strategy: Strategy) -> int:
 
 
 def _note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
-    """Say where heads did not divide and what was done instead."""
+    """Say where heads did not divide and what was done instead; once for all layers, and alike on all stages."""
     for axis, choice in choices.items():
-        places = defaultdict(list)
+        places: set[tuple[str, Size, Size]] = set()
         for node, option in choice.items():
             if node.target is own.attention.default and not any(isinstance(p, Shard) for p in option.inputs):
-                heads = tuple(tensor_of(node.args[i]).shape[1] for i in (0, 1))  # type: ignore[union-attr]
-                places[(starred(fqn_of(node)), heads)].append(node)
-        for (fqn, (heads, kv_heads)), nodes in places.items():
+                heads, kv_heads = (tensor_of(node.args[i]).shape[1] for i in (0, 1))  # type: ignore[union-attr]
+                places.add((starred(fqn_of(node)), heads, kv_heads))
+        for fqn, heads, kv_heads in sorted(places, key=str):
             graph.notes.append(
-                f"{len(nodes)} attention op(s) in {fqn or 'the root'}: {heads} query / {kv_heads} key-value heads do "
-                f"not divide by {axis}={graph.strategy.degree(axis)}; attention runs whole on each {axis} rank"
+                f"{axis} does not shard the attention of {fqn or 'the root module'}: {heads} query and {kv_heads} "
+                f"key-value heads are not divisible by {axis}={graph.strategy.degree(axis)}, so every {axis} rank runs "
+                "all of them"
+            )
+
+
+def _note_uncut(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
+    """Say where an axis that cuts weights cuts none."""
+    params = [n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "param"]
+    for axis, choice in choices.items():
+        if USES[axis] == "weights" and params and all(choice[node].outputs[0] == R for node in params):
+            none = f": no parameter has a dim that {graph.strategy.degree(axis)} ranks can share"
+            graph.notes.append(
+                f"{axis} shards no parameter{'' if graph.strategy.overrides else none}, so every {axis} rank holds "
+                "all of them and does all the work"
             )
 
 

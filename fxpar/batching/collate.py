@@ -16,6 +16,7 @@ from fxpar.errors import (
     SequenceError,
     UnmarkedDocumentsError,
     UnreadKeyError,
+    a_type,
 )
 from fxpar.ir.graph import TensorMeta
 from fxpar.losses import IGNORE_INDEX, next_token_labels
@@ -178,14 +179,14 @@ def _columns(index: int, sequence: Tokens) -> Columns:
     """A sequence as checked tensors by key."""
     given = {"input_ids": sequence} if isinstance(sequence, Tensor) else sequence
     if not isinstance(given, Mapping):
-        raise SequenceError(index, f"is a {type(given).__name__}; give a tensor [T] or a mapping of tensors")
+        raise SequenceError(index, f"is {a_type(given)}; give a tensor [T] or a mapping of tensors")
     columns: Columns = {}
     for key, value in given.items():
         meant = ALIASES.get(key, key)
         if meant in columns:
             raise SequenceError(index, f"has {meant!r} twice, the second time as {key!r}")
         if not isinstance(value, Tensor):
-            raise SequenceError(index, f"has {key!r} as a {type(value).__name__}; give a tensor")
+            raise SequenceError(index, f"has {key!r} as {a_type(value)}; give a tensor")
         if value.layout != torch.strided or value.is_meta:
             kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
             raise SequenceError(index, f"has {key!r} {kind}; give a dense tensor with values")

@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fxpar.ir.columns import columns
+
+_TITLES = ("group", "up to", "strategy", "sequences", "tokens", "micro-batches per replica", "predicted", "at least")
+_RIGHT = (0, 1, 3, 4, 6, 7)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -23,7 +28,8 @@ class GroupPlan:
     `group` is the index of the LengthGroup; `replicas[d]` is the list of data-parallel replica d, longest run first.
     Lists may differ in length and may be empty. With `lockstep`, the micro-batches at one position run side by side and
     replicas whose list has ended run idle. Both times are predictions without switches, the bubble of a pipeline
-    included; no plan of the same sequences on the same replicas can take less than `lower_bound_s`.
+    included; no plan of the same sequences on the same replicas can take less than `lower_bound_s`. `strategy` and
+    `limit` are those of the LengthGroup.
     """
 
     group: int
@@ -31,6 +37,8 @@ class GroupPlan:
     predicted_s: float
     lower_bound_s: float = 0.0
     lockstep: bool = False
+    strategy: str = ""
+    limit: int = 0
 
     @property
     def slots(self) -> int:
@@ -72,6 +80,15 @@ class BatchPlan:
     def tokens(self) -> int:
         return sum(group.tokens for group in self.groups)
 
+    def __str__(self) -> str:
+        """A table with a line per group that runs; `print(model.plan(batch))` shows it."""
+        count = sum(len(group.sequences) for group in self.groups)
+        head = f"{count:,} sequences, {self.tokens:,} tokens; predicted {_ms(self.predicted_s)}"
+        rows = [_TITLES, *(_row(group) for group in self.groups)]
+        lines = [f"{head}, {_ms(self.switch_s)} of it switches and reductions", *columns(rows, right=_RIGHT)]
+        lines += [f"the sequences of group {old} run in group {new}" for old, new in self.merged]
+        return "\n".join(lines)
+
     def fingerprint(self) -> str:
         """Hash of who runs what; ranks whose hashes differ would deadlock."""
         chosen = [(g.group, [[m.sequences for m in micros] for micros in g.replicas]) for g in self.groups]
@@ -93,3 +110,21 @@ class BatchPlan:
                 for g in self.groups
             ],
         }
+
+
+def _row(group: GroupPlan) -> tuple[str, ...]:
+    counts = sorted({len(micros) for micros in group.replicas})
+    return (
+        str(group.group),
+        f"{group.limit:,}",
+        group.strategy,
+        f"{len(group.sequences):,}",
+        f"{group.tokens:,}",
+        str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
+        _ms(group.predicted_s),
+        _ms(group.lower_bound_s),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -207,7 +207,8 @@ class _Planner:
             tuple(MicroBatch(tuple(item.index for item in one.items), one.tokens) for one in share) for share in shares
         )
         least = self._load(first, into).bound
-        return GroupPlan(into, replicas, time / TICKS_PER_S, least / TICKS_PER_S, self.groups[into].lockstep)
+        group, timed = self.groups[into], (time / TICKS_PER_S, least / TICKS_PER_S)
+        return GroupPlan(into, replicas, *timed, group.lockstep, str(group.strategy), group.limit)
 
 
 def _ranges(running: Running) -> Iterator[tuple[int, int]]:

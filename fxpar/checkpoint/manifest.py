@@ -83,7 +83,7 @@ def read_manifest(path: Path) -> Manifest:
 def _plain_name(name: str) -> str:
     """The name of a file of the checkpoint's own folder. Raises ValueError."""
     if name in (".", "..") or Path(name).name != name or "\\" in name:
-        raise ValueError(f"{name!r:.60} is no file of a checkpoint")
+        raise ValueError(f"{name!r:.60} is not a file of a checkpoint")
     return name
 
 
@@ -98,7 +98,7 @@ def check_files(path: Path, manifest: Manifest, share: int, shares: int) -> None
         except OSError as error:
             raise CorruptCheckpointError(path, f"{name} is missing ({error.strerror}). {advice(path)}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise CorruptCheckpointError(path, f"{name} is no file. {advice(path)}")
+            raise CorruptCheckpointError(path, f"{name} is not a file. {advice(path)}")
         found = status.st_size
         if found != expected.size_bytes:
             why = f"{name} has {found:,} bytes instead of {expected.size_bytes:,}. {advice(path)}"

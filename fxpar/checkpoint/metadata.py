@@ -207,7 +207,7 @@ def _storage(path: Path, record: Any) -> Any:
     state = _state(record, StorageInfo.__name__)
     name, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r:.60} is no file of a checkpoint")
+        raise ValueError(f"{name!r:.60} is not a file of a checkpoint")
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
         raise ValueError(f"a place in {name} is none")
     if state.get("transform_descriptors"):
@@ -228,20 +228,20 @@ def _state(record: Any, kind: str) -> dict[str, Any]:
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise ValueError(f"{what} is no table")
+        raise ValueError(f"{what} is not a table")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not text")
     return value
 
 
 def _size(value: Any) -> torch.Size:
     found = _tuple_of(value, (int,))
     if len(found) > 64 or any(not 0 <= size < 2**62 for size in found):
-        raise ValueError(f"{found!r:.60} is no size")
+        raise ValueError(f"{found!r:.60} is not a size")
     return torch.Size(found)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fxpar.errors import a_type
+
 _TAG = "__fxpar__"
 _MAX_NUMEL = 1024  # what is larger belongs with the tensors: JSON would be slow and long
 
@@ -16,7 +18,7 @@ class PlainValueError(ValueError):
 
     def __init__(self, where: str, value: object) -> None:
         super().__init__(
-            f"{where} is a {type(value).__name__}; only None, bool, int, float, str, list, tuple, dict and tensors of "
+            f"{where} is {a_type(value)}; only None, bool, int, float, str, list, tuple, dict and tensors of "
             f"at most {_MAX_NUMEL} elements can be stored there"
         )
 

@@ -31,6 +31,8 @@ from fxpar.store.folder import INDEX, WHOLE
 SHARD_BYTES = 5_000_000_000  # as transformers cuts
 HF_CONFIG = "hf_config"
 """Where a checkpoint's `extra` may hold the configuration of a model of transformers, as JSON text."""
+TOKENIZER = "tokenizer"
+"""The folder beside checkpoints that may hold the files of the tokenizer."""
 
 
 def save_weights(
@@ -75,7 +77,8 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """As `save_weights`, from a checkpoint of `save_checkpoint`, in one process and without the model.
+    """As `save_weights`, from a checkpoint of `save_checkpoint`, in one process and without the model. The files of a
+    folder `tokenizer` beside the checkpoint, as `fxpar train` leaves one, are copied.
 
     Raises CorruptCheckpointError, CheckpointWriteError, MissingPackageError.
     """
@@ -103,6 +106,8 @@ def export_checkpoint(
         if isinstance(extra.get(HF_CONFIG), str):
             config = json.loads(extra[HF_CONFIG])
             write_json(aside / "config.json", config if dtype is None else {**config, "dtype": _name(dtype)})
+        for file in (source.parent / TOKENIZER).glob("*"):
+            shutil.copyfile(file, aside / file.name)
 
     _write(final, entries, whole, dtype, shard_bytes, describe, None)
     return final

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands, plan_commands, run_commands
+from fxpar.cli import commands, plan_commands, run_commands, switch_commands
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
@@ -21,8 +21,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Capture a model once, lower it to per-rank graphs of any parallel strategy, check it, see it, train with it.",
+    # Help takes the whole width of the terminal, not 80 columns of it.
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 10_000},
+    help="Capture a model once, lower it to per-rank graphs for any strategy, then check, inspect and train it.",
 )
 
 # Name (`check` is `fxpar.cli.check.run_check`), what the list of commands says (one line of 80 columns), its words, its
@@ -30,7 +31,7 @@ app = typer.Typer(
 COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     (
         "train",
-        "Train a language model that switches strategies by length.",
+        "Train a language model, switching strategies by length.",
         run_commands.TrainRequest,
         ("fxpar train --demo", "fxpar train run.toml --steps 10 --compare static"),
     ),
@@ -46,13 +47,13 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     ),
     (
         "export",
-        "Write a checkpoint's weights as a folder of safetensors.",
+        "Export a checkpoint's weights as safetensors.",
         run_commands.ExportRequest,
         ("fxpar export runs/chat llama-chat --dtype bf16",),
     ),
     (
         "check",
-        "Check strategies: loss and gradients against one device.",
+        "Check loss and gradients of strategies on one device.",
         commands.CheckRequest,
         ("fxpar check hf:qwen3 -s dp2,tp2+sp --dtype float64",),
     ),
@@ -78,7 +79,7 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     ),
     (
         "explain",
-        "Say why a value lies as it does, and what else would cost.",
+        "Explain why a tensor is sharded the way it is.",
         commands.ExplainRequest,
         (
             "fxpar explain hf:llama@8b -s dp4.tp8+sp",
@@ -88,7 +89,7 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     ),
     (
         "viz",
-        "Draw a page with graph, mesh, timeline and memory.",
+        "Draw the graph, mesh, timeline and memory on a page.",
         commands.VizRequest,
         (
             "fxpar viz llama -s dp2.tp2+sp,pp2.tp2 -o llama.html",
@@ -97,25 +98,25 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     ),
     (
         "memory",
-        "Predict the memory of a rank and of each pipeline stage.",
+        "Predict memory per rank and per pipeline stage.",
         commands.MemoryRequest,
         ("fxpar memory hf:llama@8b -s tp8+sp+remat --tokens 8192", "fxpar memory llama -s dp4.tp2 --cluster c.toml"),
     ),
     (
         "switch",
-        "Plan how weights move from one strategy to another.",
-        commands.SwitchRequest,
+        "Plan how weights move between two strategies.",
+        switch_commands.SwitchRequest,
         ("fxpar switch llama --from pp2 --to tp2 --cluster c.toml",),
     ),
     (
         "order",
-        "Find the order of strategies that switches cheapest.",
-        commands.OrderRequest,
+        "Find the cheapest order in which to switch strategies.",
+        switch_commands.OrderRequest,
         ("fxpar order llama -s dp4,dp2.tp2,tp4 --cluster c.toml",),
     ),
     (
         "profile",
-        "Measure devices, memory and links for a cluster file.",
+        "Measure devices, memory and links; write a cluster file.",
         run_commands.ProfileRequest,
         (
             "fxpar profile -o cluster.json",

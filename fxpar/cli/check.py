@@ -15,7 +15,7 @@ from fxpar.checking import CheckResult, check
 from fxpar.checking.eager import EagerComparison, compare_with_eager
 from fxpar.cli.check_file import check_file
 from fxpar.cli.commands import CheckRequest
-from fxpar.cli.console import describe, human_bytes, plain_table, stderr_console, stdout_console, working
+from fxpar.cli.console import describe, print_table, stderr_console, stdout_console, working
 from fxpar.cli.request import (
     as_computed,
     capture_model,
@@ -28,6 +28,7 @@ from fxpar.cli.request import (
 )
 from fxpar.cli.source import strategies_of
 from fxpar.errors import CheckedRanksError, WeightsNotFiniteError
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
@@ -218,7 +219,7 @@ def show(
             markup=False,
         )
     else:
-        console.print("captured graph against the model itself: not compared, since the model drops out", markup=False)
+        console.print("captured graph against the model itself: not compared, as the model uses dropout", markup=False)
     _show_results(console, results, notes)
 
 
@@ -227,12 +228,12 @@ def _show_results(console: Console, results: Sequence[CheckResult], notes: Seque
     for found in dict.fromkeys(result.documents for result in results if result.documents):
         console.print(_DOCUMENTS[found], markup=False)
     shown = fitting(results, console.width) if console.is_terminal else list(COLUMNS)
-    if console.is_terminal:
+    if console.is_terminal and _columns(shown, results) <= console.width:
         console.print(_rich_table(shown, results))
     else:
         right = [i for i, column in enumerate(shown) if column.right]
         rows = [[column.cell(result) for column in shown] for result in results]
-        console.print(plain_table([column.title for column in shown], rows, right), markup=False)
+        print_table(console, [column.title for column in shown], rows, right)
     said = list(notes)
     for result in results:
         for note in result.notes:
@@ -245,7 +246,7 @@ def _show_results(console: Console, results: Sequence[CheckResult], notes: Seque
             why = result.error or (
                 f"the largest error is in {where}"
                 if math.isfinite(worst)
-                else f"{where} is no number (NaN or infinite)"
+                else f"{where} is not a number (NaN or infinite)"
             )
             console.print(f"{result.strategy}: {why}", markup=False, style="red")
     for note in notes:
@@ -258,9 +259,14 @@ def _show_results(console: Console, results: Sequence[CheckResult], notes: Seque
 def fitting(results: Sequence[CheckResult], width: int) -> list[Column]:
     """The columns of the table that `width` has room for without a break inside a word."""
     shown = list(COLUMNS)
-    while sum(column.columns(results) + 2 for column in shown) - 2 > width and any(c.rank for c in shown):
+    while _columns(shown, results) > width and any(c.rank for c in shown):
         shown.remove(max(shown, key=lambda column: column.rank))
     return shown
+
+
+def _columns(shown: Sequence[Column], results: Sequence[CheckResult]) -> int:
+    """How wide the table is."""
+    return sum(column.columns(results) + 2 for column in shown) - 2
 
 
 def _rich_table(shown: Sequence[Column], results: Sequence[CheckResult]) -> Table:

@@ -21,8 +21,8 @@ from fxpar.cli.options import (
     Offered,
     OneStrategy,
     Strategies,
+    Tflops,
     complete_passes,
-    complete_strategies,
     one_strategy,
     split_strategies,
 )
@@ -43,7 +43,7 @@ def capacity_bytes(text: str | None) -> int | None:
 class CheckRequest:
     """Run all ranks of each strategy in this process; compare loss and gradients with one device.
 
-    Exits with 1 if a strategy misses or cannot be run.
+    Exits with 1 if a strategy disagrees or cannot run.
     """
 
     source: Annotated[
@@ -60,17 +60,19 @@ class CheckRequest:
         float | None, typer.Option(min=0, help="Largest relative error (default: by dtype).", show_default=False)
     ] = None
     packed: Annotated[
-        bool, typer.Option("--force-packing", help="Pack documents into rows without a proof that it is harmless.")
+        bool, typer.Option("--force-packing", help="Pack documents into rows even if that is not proved safe.")
     ] = False
-    padded: Annotated[bool, typer.Option("--force-padding", help="Pad rows although the model would see it.")] = False
+    padded: Annotated[bool, typer.Option("--force-padding", help="Pad rows even if the model sees the padding.")] = (
+        False
+    )
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and data.")] = 0
     debug: Debug = False
 
     def __post_init__(self) -> None:
         if not self.strategies and not self.source.is_file:
-            raise typer.BadParameter("say which strategies to check, such as -s dp2,tp2+sp", param_hint="--strategy")
+            raise typer.BadParameter("name the strategies to check, such as -s dp2,tp2+sp", param_hint="--strategy")
         if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise typer.BadParameter("a largest error is a number from 0 on", param_hint="--tolerance")
+            raise typer.BadParameter("it must be a finite number >= 0", param_hint="--tolerance")
 
     @property
     def strategy_texts(self) -> list[str]:
@@ -82,13 +84,13 @@ class CheckRequest:
 class DumpRequest:
     """Print or save the graph of a model at one stage, or its pipeline's schedule. Weights are never allocated."""
 
-    source: Annotated[GraphSource, Offered(says={"storage": "Dtype in which ranks keep the parameters, if another."})]
+    source: Annotated[GraphSource, Offered(says={"storage": "Dtype in which parameters are stored, if different."})]
     strategies: OneStrategy = ()
     stage: Annotated[
         str | None,
         typer.Option(
             metavar="[logical|annotated|exec|N]",
-            help="Default: exec with a strategy, logical without. N: this pipeline stage alone.",
+            help="Default: exec with a strategy, logical without. N: only this pipeline stage.",
             show_default=False,
         ),
     ] = None
@@ -104,7 +106,7 @@ class DumpRequest:
         str | None, typer.Option(metavar="GLOB", help="Only nodes of these modules, such as 'layers.0.*'.")
     ] = None
     rank: Annotated[
-        int | None, typer.Option(min=0, help="As this rank runs it: its process groups, pieces and bytes.")
+        int | None, typer.Option(min=0, help="As this rank runs it: its process groups, shards and bytes.")
     ] = None
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Print the pipeline's schedule instead of its graphs.")
@@ -112,29 +114,34 @@ class DumpRequest:
     micro_batches: MicroBatches = None
     format: Annotated[
         Literal["text", "json", "dot", "graph"] | None,
-        typer.Option(help="Form of the output; graph, a file to load again, if FILE ends in .fxpar."),
+        typer.Option(help="Output format; for a FILE that ends in .fxpar: graph, to load again."),
     ] = None
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")] = "-"
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Short for --format json --output FILE.", show_default=False)
     ] = None
-    fold: Annotated[bool, typer.Option("--fold/--full", help="Print equal layers once, or all of them.")] = True
+    fold: Annotated[bool, typer.Option("--fold/--full", help="Print identical layers once, or all layers.")] = True
     brief: Annotated[bool, typer.Option("--brief", help="Parameters and collectives only, no nodes.")] = False
+    cluster: Cluster = None
+    tflops: Tflops = None
 
     def __post_init__(self) -> None:
         named = self.strategy is not None or self.source.is_file  # a graph file may hold what a strategy made
         if self.stage is not None and self.level is None and self.pipeline_stage is None:
             known = ", ".join(map(repr, _STAGES))
-            why = f"{self.stage!r} is not one of {known}, and no number of a stage"
+            why = f"{self.stage!r} is not one of {known}, nor the number of a pipeline stage"
             raise typer.BadParameter(why, param_hint="--stage")
         if self.stage not in (None, "logical") and not named:
             raise typer.BadParameter(f"stage {self.stage} needs a strategy", param_hint="--strategy")
         if self.schedule and (self.stage is not None or not named):
-            raise typer.BadParameter("it needs a strategy, and takes no stage", param_hint="--schedule")
+            raise typer.BadParameter("it needs a strategy, and takes no --stage", param_hint="--schedule")
         if self.micro_batches is not None and not self.schedule:
-            raise typer.BadParameter("it is for --schedule", param_hint="--micro-batches")
+            raise typer.BadParameter("it only works together with --schedule", param_hint="--micro-batches")
         if self.after is not None and (self.strategy is None or (self.stage is not None and self.level is not None)):
-            raise typer.BadParameter("it needs a strategy, and no stage but that of a pipeline", param_hint="--after")
+            raise typer.BadParameter("it needs a strategy, and a --stage can only be a number", param_hint="--after")
+        for option, value in (("--cluster", self.cluster), ("--tflops", self.tflops)):
+            if value is not None and (not named or self.level in ("logical", "annotated")):
+                raise typer.BadParameter("times are those of a lowered graph; name a strategy", param_hint=option)
 
     @property
     def strategy(self) -> str | None:
@@ -187,7 +194,7 @@ class DiffRequest:
         typer.Option(
             metavar="PASS",
             autocompletion=complete_passes,
-            help="From before this pass; without --after: what it does.",
+            help="Compare from before this pass; alone: what the pass changes.",
             show_default=False,
         ),
     ] = None
@@ -196,7 +203,7 @@ class DiffRequest:
         typer.Option(
             metavar="PASS",
             autocompletion=complete_passes,
-            help="To after this pass; without --before: what it does.",
+            help="Compare to after this pass; alone: what the pass changes.",
             show_default=False,
         ),
     ] = None
@@ -204,15 +211,15 @@ class DiffRequest:
         str | None, typer.Option(metavar="GLOB", help="Only these modules, such as 'layers.0'.", show_default=False)
     ] = None
     text: Annotated[bool, typer.Option("--text", "--nodes", help="Show the nodes that differ.")] = False
-    brief: Annotated[bool, typer.Option("--brief", help="The tables alone, without where nodes differ.")] = False
+    brief: Annotated[bool, typer.Option("--brief", help="Only the tables, not where nodes differ.")] = False
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the graphs differ.")] = False
     json: Json = None
 
     def __post_init__(self) -> None:
         if self.text and self.brief:
-            raise typer.BadParameter("it is the opposite of --text", param_hint="--brief")
+            raise typer.BadParameter("it contradicts --text", param_hint="--brief")
         if self.passes is not None and (self.before is not None or self.after is not None):
-            raise typer.BadParameter("it goes without --before and --after", param_hint="--passes")
+            raise typer.BadParameter("it cannot be combined with --before or --after", param_hint="--passes")
 
     @property
     def strategy_texts(self) -> list[str]:
@@ -222,7 +229,7 @@ class DiffRequest:
 
 @dataclass(frozen=True)
 class ExplainRequest:
-    """Say why a value lies as it does: the alternatives, what each would cost, and who asked for which reshard."""
+    """Explain why a tensor is sharded the way it is: the alternatives, their cost, and which op needs which reshard."""
 
     source: Annotated[GraphSource, Offered()]
     subject: Annotated[
@@ -230,15 +237,15 @@ class ExplainRequest:
         typer.Argument(
             metavar="[NODE|FQN]",
             help="A parameter or module (globs too), a node such as mm_3, a collective such as all_reduce_2. "
-            "Without: the strategy as a whole.",
+            "If left out: the strategy as a whole.",
             show_default=False,
         ),
     ] = None
     strategies: OneStrategy = ()
     stage: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="This pipeline stage alone.", show_default=False)
+        int | None, typer.Option(min=0, metavar="N", help="Only this pipeline stage.", show_default=False)
     ] = None
-    passes: Annotated[bool, typer.Option("--passes", help="Also say what passes add for a parameter.")] = False
+    passes: Annotated[bool, typer.Option("--passes", help="Also show what passes add for a parameter.")] = False
     top: Annotated[int, typer.Option(min=1, help="Modules to list in the summary.")] = 12
     json: Json = None
 
@@ -265,17 +272,18 @@ class VizRequest:
     strategies: Strategies = ()
     format: Annotated[
         Literal["html", "json", "model-explorer"],
-        typer.Option(help="A page, its data, or graphs for Model Explorer with overlays beside them."),
+        typer.Option(help="A page, its data, or graphs and overlays for Model Explorer."),
     ] = "html"
     cluster: Cluster = None
+    tflops: Tflops = None
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=2**30, help="Tokens of a replica's micro-batch.", show_default=False)
+        int | None, typer.Option(min=1, max=2**30, help="Tokens per micro-batch of one replica.", show_default=False)
     ] = None
     micro_batches: MicroBatches = None
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write the predicted step for Perfetto.", show_default=False)
     ] = None
-    open: Annotated[bool, typer.Option("--open", help="Open the page, or Model Explorer, when it is written.")] = False
+    open: Annotated[bool, typer.Option("--open", help="Open the page, or Model Explorer, once it is written.")] = False
 
     @property
     def strategy_texts(self) -> list[str]:
@@ -285,35 +293,37 @@ class VizRequest:
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """Predict what a strategy takes on the fullest rank, and in each pipeline stage. Nothing runs or is allocated."""
+    """Predict the memory of a strategy on the fullest rank and in each pipeline stage. Nothing is run or allocated."""
 
     source: Annotated[
         GraphSource,
         Offered(
-            "options overrides world cache", says={"dtype": "Dtype of the parameters in the graph; masters are fp32."}
+            "options overrides world cache",
+            says={"dtype": "Dtype of the parameters in the graph; masters are fp32."},
         ),
     ]
     strategies: Strategies = ()
     tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=2**30, help="Tokens of one replica's micro-batch.", show_default=False),
+        typer.Option(metavar="N", min=1, max=2**30, help="Tokens per micro-batch of one replica.", show_default=False),
     ] = None
     longest: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Tokens of its longest document, if it has several.", show_default=False),
     ] = None
     micro_batches: MicroBatches = None
     cluster: Cluster = None
     capacity: Annotated[
         str | None,
-        typer.Option(metavar="80GB", help="What a device holds, to say whether it fits.", show_default=False),
+        typer.Option(metavar="80GB", help="Memory of a device, to say whether it fits.", show_default=False),
     ] = None
     json: Json = None
 
     def __post_init__(self) -> None:
         if not self.strategies:
-            raise typer.BadParameter("say which strategy, such as -s dp2.tp4+sp+remat", param_hint="--strategy")
+            raise typer.BadParameter("name a strategy, such as -s dp2.tp4+sp+remat", param_hint="--strategy")
         if self.capacity is not None and not CAPACITY.fullmatch(self.capacity):
-            raise typer.BadParameter(f"{self.capacity!r} is no size such as 80GB", param_hint="--capacity")
+            raise typer.BadParameter(f"{self.capacity!r} is not a size such as 80GB", param_hint="--capacity")
         if self.tokens is not None and self.longest is not None and self.longest > self.tokens:
             why = f"a document of {self.longest} tokens is longer than its row of {self.tokens}"
             raise typer.BadParameter(why, param_hint="--longest")
@@ -326,70 +336,3 @@ class MemoryRequest:
     def device_bytes(self) -> int | None:
         """What a device holds, as `--capacity` says it."""
         return capacity_bytes(self.capacity)
-
-
-@dataclass(frozen=True)
-class SwitchRequest:
-    """Plan the switch of a model's weights between two strategies. Weights are never allocated."""
-
-    source: Annotated[
-        GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of the weights on the wire."}),
-    ]
-    before: Annotated[
-        str,
-        typer.Option(
-            "--from", metavar="S1", autocompletion=complete_strategies, help="Strategy before, such as pp2.tp16."
-        ),
-    ]
-    after: Annotated[
-        str,
-        typer.Option("--to", metavar="S2", autocompletion=complete_strategies, help="Strategy after, such as dp8.tp4."),
-    ]
-    cluster: Cluster = None
-    planner: Annotated[
-        str,
-        typer.Option(
-            metavar="P", help="first_come, round_robin, hotspa, relay, auto (the fastest of them), or an installed one."
-        ),
-    ] = "auto"
-    json: Json = None
-
-    @property
-    def strategy_texts(self) -> list[str]:
-        """Before and after."""
-        return [self.before, self.after]
-
-
-@dataclass(frozen=True)
-class OrderRequest:
-    """Find the order in which the graphs of a mini-batch switch cheapest. Weights are never allocated."""
-
-    source: Annotated[
-        GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of weights and gradients on the wire."}),
-    ]
-    strategies: Strategies = ()
-    cluster: Cluster = None
-    first: Annotated[str | None, typer.Option(metavar="S", help="Fix the first graph (the home layout).")] = None
-    planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay"
-    gradients: Annotated[
-        Literal["chain", "home", "none"],
-        typer.Option(help="Gradients go from graph to graph, straight home (as in training), or are not counted."),
-    ] = "home"
-    by: Annotated[Literal["bytes", "seconds"], typer.Option(help="Least bytes between nodes, or least seconds.")] = (
-        "bytes"
-    )
-    keep_gb: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Memory per device (1e9 B) for copies of earlier graphs as sources.")
-    ] = 0.0
-    json: Json = None
-
-    def __post_init__(self) -> None:
-        if not self.strategies:
-            raise typer.BadParameter("say which strategies to order, such as -s dp4,tp4", param_hint="--strategy")
-
-    @property
-    def strategy_texts(self) -> list[str]:
-        """Those that the words name, one by one."""
-        return split_strategies(self.strategies)

@@ -15,8 +15,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from fxpar.ir.columns import columns
+from fxpar.ir.columns import columns, folded, human_bytes
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -59,7 +60,8 @@ def working(text: str = "") -> Iterator[Work]:
 
 
 def reporting(command: F) -> F:
-    """Turn an error of a command into one message on stderr and exit status 1; `debug` shows the traceback.
+    """Turn an error of a command into one message on stderr and exit status 1; `debug` shows the traceback. Ctrl-C ends
+    a command with status 130.
 
     An error that is not fxpar's own (a bug of fxpar, or of the user's model) is named with its class.
     """
@@ -72,6 +74,9 @@ def reporting(command: F) -> F:
             return result
         except typer.Exit:
             raise
+        except KeyboardInterrupt:
+            stderr_console().print("interrupted", style="red")
+            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # `fxpar dump ... | head` has seen enough; what is still buffered goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
@@ -107,6 +112,32 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
     return "\n".join(line[2:] for line in columns([header, *rows], right))
 
 
+def table_lines(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), width: int | None = None
+) -> list[str]:
+    """The same as lines. Where they are longer than `width`, each row is its first cell, and below it the others, each
+    behind its title.
+    """
+    lines = plain_table(header, rows, right).splitlines()
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    found = []
+    for first, *cells in rows:
+        found.append(first)
+        for title, cell in zip(header[1:], cells, strict=True):
+            found += folded(f"{title} {cell}".strip(), width, "  ", "    ") if cell else []
+    return found
+
+
+def print_table(
+    console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
+) -> None:
+    """`table_lines` as wide as the terminal, or without a limit where there is none."""
+    width = console.width if console.is_terminal else None
+    for line in table_lines(header, rows, right, width):
+        console.print(line, markup=False, soft_wrap=True)
+
+
 def human_seconds(seconds: float) -> str:
     """`3.2 ms` for 0.0032, `41 µs` for 0.000041."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -115,10 +146,18 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def human_bytes(count: float) -> str:
-    """`1.5 MB` for 1 500 000; powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+__all__ = [
+    "INTERRUPTED",
+    "Work",
+    "click_error",
+    "describe",
+    "human_bytes",
+    "human_seconds",
+    "plain_table",
+    "print_table",
+    "reporting",
+    "stderr_console",
+    "stdout_console",
+    "table_lines",
+    "working",
+]

@@ -39,7 +39,7 @@ def run_diff(request: DiffRequest) -> bool:
 def _passes(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:
     """A graph after two passes."""
     if len(strategies) != 1 or request.other is not None:
-        raise SidesError("passes are compared in the lowering of one model", "Name one MODEL and one strategy")
+        raise SidesError("passes are compared within the lowering of one model", "Give one MODEL and one strategy")
     from fxpar.cli.after_pass import after_passes, steps_of
 
     steps = steps_of(request.passes, request.before, request.after)
@@ -50,10 +50,10 @@ def _graphs(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:
     """Of two strategies, two models (or files), or both."""
     source = request.source
     if len(strategies) > 2:
-        raise SidesError(f"{len(strategies)} strategies are named", "Name two")
+        raise SidesError(f"{len(strategies)} strategies are given", "Give two")
     if request.other is None and len(strategies) < 2:
         raise SidesError(
-            "there is one side only", "Name a second strategy with -s, a second graph file, or a pass with --after"
+            "there is only one side", "Give a second strategy with -s, a second graph file, or a pass with --after"
         )
     sources = [source, replace(source, model=request.other or source.model)]
     graphs: Sequence[AnyGraph]

@@ -14,17 +14,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.console import human_bytes
 from fxpar.graph_diff.compare import DiffRow, GraphCounts, GraphDiff, total
 from fxpar.graph_diff.digest import Digest
 from fxpar.graph_diff.lines import SectionDiff
 from fxpar.graph_diff.modules import ModulePlace, ranges
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.sent import ONCE, Sent
 
 SUMS = ("per micro-batch", "per mini-batch")
 CONTEXT = 2  # unchanged lines around a change
 STYLES = {"-": "red", "+": "green", " ": ""}
-RESHARD_NOTE = "a reshard gets its bytes from reshard_to_collectives"
+RESHARD_NOTE = "bytes of a reshard are known after reshard_to_collectives"
 Cell = str | tuple[str, str]  # a pair is "old -> new"
 
 
@@ -92,7 +92,7 @@ def report(diff: GraphDiff, width: int | None, *, nodes: bool = True, text: bool
     yield from sides(diff).lines(width)
     if not diff.differs:
         same = _schedule(diff.old) == _schedule(diff.new)
-        yield from (Styled(""), Styled("no differences" if same else "no differences but the schedule"))
+        yield from (Styled(""), Styled("no differences" if same else "no differences except the schedule"))
         return
     yield from _params(diff, width)
     yield from _collectives(diff, width)
@@ -122,24 +122,24 @@ def sides(diff: GraphDiff) -> Table:
             rows.append(((f"{name} padded to",), (f"n x {left}", f"n x {right}", "")))
     rows += [
         (("ops",), (str(old.op_count), str(new.op_count), _signed(new.op_count - old.op_count))),
-        (("weights, a rank",), _bytes_of(old.weight_bytes, new.weight_bytes)),
+        (("weights per rank",), _bytes_of(old.weight_bytes, new.weight_bytes)),
         *_sent_rows(old.sent, new.sent),
     ]
     return Table(("",), ("-", "+", "change"), rows)
 
 
 def _sent_rows(old: Sent, new: Sent) -> Iterator[tuple[tuple[str, ...], tuple[Cell, ...]]]:
-    yield ("sent per micro-batch, a rank",), _bytes_of(old.micro_batch_bytes, new.micro_batch_bytes)
+    yield ("sent per micro-batch and rank",), _bytes_of(old.micro_batch_bytes, new.micro_batch_bytes)
     if old.tokens and new.tokens:
         yield ("  per token",), _bytes_of(old.per_token_bytes, new.per_token_bytes)
-    yield ("sent once per mini-batch, a rank",), _bytes_of(old.mini_batch_bytes, new.mini_batch_bytes)
+    yield ("sent once per mini-batch and rank",), _bytes_of(old.mini_batch_bytes, new.mini_batch_bytes)
 
 
 def _params(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
     if not diff.params:
         return
     count = sum(change.count for change in diff.params)
-    yield from (Styled(""), Styled(f"parameters that lie otherwise ({count} of {len(diff.old.params)}):", "bold"))
+    yield from (Styled(""), Styled(f"parameters sharded differently ({count} of {len(diff.old.params)}):", "bold"))
     names = _aligned([(c.name, f"x{c.count}") for c in diff.params], right=False)
     for name, change in zip(names, diff.params, strict=True):
         line = f"  {name}  {change.old} -> {change.new}"
@@ -214,7 +214,7 @@ def section_text(section: SectionDiff) -> Iterator[Styled]:
         if shown:
             yield from (Styled(f"{mark}{text}", STYLES[mark]) for mark, text in lines)
         else:
-            yield Styled(f" ... {len(lines)} equal", "dim")
+            yield Styled(f" ... {len(lines)} unchanged", "dim")
 
 
 def _sent(row: DiffRow[Any], *, bare: bool = False) -> tuple[Cell, ...]:

@@ -1,4 +1,4 @@
-"""`fxpar explain`: why a value lies as it does under a strategy, and what the alternatives would cost."""
+"""`fxpar explain`: why a tensor is sharded the way it is, and what the alternatives would cost."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fxpar.explain.document import (
     collective_document,
     heading,
     moves_document,
+    noted,
     passes_document,
     stored_document,
     subject_document,
@@ -40,7 +41,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.passes.pack_documents import packed_if_proved
 
 _COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all)_\d+")
-NO_LOGICAL = "the file holds no logical graph, so there is nothing to search again: no alternatives, no prices"
+NO_LOGICAL = "the file holds no logical graph, so alternatives and prices cannot be computed"
 
 
 def run_explain(request: ExplainRequest) -> None:
@@ -152,11 +153,12 @@ def _answers(request: ExplainRequest, text: str, graphs: _Graphs) -> tuple[list[
         answers.append(subject_document(each, subject))
         if request.passes:
             answers[-1]["passes"] = _passes(graphs, _params_of(each, subject))
-    return answers, heading(graphs.name, graphs.strategy, known[0].graph.dims)
+    head = heading(graphs.name, graphs.strategy, known[0].graph.dims)
+    return answers, head | noted(note for each in known for note in each.graph.notes)
 
 
 def _heading_of(graphs: _Graphs) -> Document:
-    return heading(graphs.name, graphs.strategy, graphs.program.dims)
+    return heading(graphs.name, graphs.strategy, graphs.program.dims) | noted(graphs.program.notes)
 
 
 def _words(graphs: _Graphs, known: Sequence[Placed]) -> Iterator[str]:

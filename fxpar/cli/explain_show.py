@@ -6,23 +6,22 @@ is cut off.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.console import human_bytes
 from fxpar.cli.diff_show import Styled, Table
 from fxpar.explain.document import Document
+from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.sent import Sent
 
 MOST_NODES = 4  # names of nodes in a row before the rest is counted
-EVERYWHERE = "the root, or several modules"
+EVERYWHERE = "root, or several modules"
 PRICE_LINE = (
-    "price: bytes on the wire of one rank for all nodes that decide together, against the best there is, everything "
-    "else free to follow; alone: everything else as it is. As the search counts: {tokens} tokens, {bytes_per_float} "
-    "bytes per float, {bytes_per_collective} bytes more per collective"
+    "price: extra bytes that one rank sends, over the best choice, if all nodes that are decided together take the "
+    "option and the rest of the graph may adapt; alone: if nothing else changes. Assumes {tokens} tokens, "
+    "{bytes_per_float} bytes per float and {bytes_per_collective} extra bytes per collective"
 )
 
 
@@ -46,6 +45,7 @@ def report(document: Document, width: int | None = None, *, top: int = 12) -> It
         yield Styled("")
         yield from _ANSWERS[answer["kind"]](answer, width)
         yield from _passes(answer, width)
+    yield from _notes(document, width, apart=True)
     if any(value["axes"] for answer in document["answers"] for value in answer.get("values", [])):
         yield Styled("")
         yield from _said(PRICE_LINE.format(**document["prices"]), width, 0, "dim")
@@ -57,8 +57,7 @@ def _said(text: str, width: int | None, indent: int, style: str = "") -> Iterato
     if width is None:
         yield Styled(pad + text, style)
         return
-    more = pad + "  "
-    for line in textwrap.wrap(text, max(width, 20), initial_indent=pad, subsequent_indent=more, break_on_hyphens=False):
+    for line in folded(text, width, pad, pad + "  "):
         yield Styled(line, style)
 
 
@@ -74,6 +73,12 @@ def _table(headers: Sequence[str], words: int, rows: Sequence[Sequence[str]], wi
     wide = cut(words).lines(None)
     fits = width is None or max(len(line.text) for line in wide) <= width
     yield from wide if fits else cut(1).lines(width)
+
+
+def _notes(document: Document, width: int | None, *, apart: bool = False) -> Iterator[Styled]:
+    yield from [Styled("")] * (apart and bool(document["notes"]))
+    for note in document["notes"]:
+        yield from _said(f"note: {note}", width, 0, "yellow")
 
 
 # ------------------------------------------------------------------------------------------------------------- summary
@@ -96,12 +101,11 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     yield from _module_table(document["modules"], top, width)
     yield Styled("")
     if not document["overrides"]:
-        yield from _said("decided by the user: the axes and flags; no overrides. By the search: the rest", width, 0)
+        yield from _said("you chose the axes and flags (no overrides); the search chose the rest", width, 0)
     for override in document["overrides"]:
         text = f"override {override['glob']}={override['placement']}: {override['params']} parameters"
         yield from _said(text, width, 0)
-    for note in document["notes"]:
-        yield from _said(f"note: {note}", width, 0, "yellow")
+    yield from _notes(document, width)
 
 
 def _param_table(document: Document, width: int | None) -> Iterator[Styled]:
@@ -147,16 +151,16 @@ def _value(value: Document, stage: int | None, width: int | None) -> Iterator[St
     facts = [value["kind"], f"stage {stage}" if stage is not None else "", _where(value)]
     yield from _said(", ".join(filter(None, facts)), width, 2)
     if value["decided"]["by"] == "override":
-        yield from _said("decided by override {glob}={placement}".format(**value["decided"]), width, 2)
+        yield from _said("set by override {glob}={placement}".format(**value["decided"]), width, 2)
     for axis in value["axes"]:
         yield from _axis(axis, width)
     if value["undecided_axes"]:
-        yield from _said(f"no choice on {', '.join(value['undecided_axes'])}", width, 2)
+        yield from _said(f"nothing to decide on {', '.join(value['undecided_axes'])}", width, 2)
     for key, title in (
-        ("wanted_otherwise", "others want it otherwise:"),
-        ("wants_otherwise", "it wants its operands otherwise:"),
-        ("summed_later", "it leaves partial sums, which are taken behind it:"),
-        ("because_of_it", "moves because of it:"),
+        ("wanted_otherwise", "resharded for its users:"),
+        ("wants_otherwise", "operands resharded for it:"),
+        ("summed_later", "it leaves partial sums, which are reduced later:"),
+        ("because_of_it", "communication it causes:"),
     ):
         if value.get(key):
             yield Styled(f"  {title}", "bold")
@@ -165,10 +169,12 @@ def _value(value: Document, stage: int | None, width: int | None) -> Iterator[St
 
 
 def _axis(axis: Document, width: int | None) -> Iterator[Styled]:
-    together = f", {len(axis['together'])} nodes together" if len(axis["together"]) > 1 else ""
+    together = f", decided for {len(axis['together'])} nodes together" if len(axis["together"]) > 1 else ""
     yield from _said(f"{axis['axis']}{axis['degree']}: {axis['chosen']}{together}", width, 2, "bold")
     if axis["renames"]:
-        yield from _said("it only renames what its operand is: a price is that of having it so as well", width, 4)
+        yield from _said(
+            "a view is sharded like its operand; a price is that of also having the result this way", width, 4
+        )
     rows = []
     for each in axis["alternatives"]:
         price, alone = each["price"], each["alone"]
@@ -177,7 +183,7 @@ def _axis(axis: Document, width: int | None) -> Iterator[Styled]:
         moved = _signed(price["moved_bytes"]) if price and not each["chosen"] else ""
         work = _signed(price["penalty_bytes"]) if price and not each["chosen"] else ""
         rows.append((f"  {each['option']}", each["rule"], chosen, moved, work, apart))
-    yield from _table(("  option", "by", "price", "moved", "not cut", "alone"), 2, rows, width)
+    yield from _table(("  option", "offered by", "price", "moved", "unsharded", "alone"), 2, rows, width)
     for refused in axis["refused"]:
         yield from _said(f"not {refused['option']}: {refused['reason']}", width, 4)
 
@@ -193,11 +199,11 @@ def _move(move: Document, width: int | None) -> Iterator[Styled]:
     yield from _said(f"%{move['value']} : {move['have']} -> {move['wanted']}{times}", width, 4)
     yield from _said(f"by {steps}{size}", width, 6)
     if "cut_from" in move:
-        yield from _said(f"cut from {move['cut_from']}, which is there for others", width, 6)
+        yield from _said(f"cut from {move['cut_from']}, which other users need anyway", width, 6)
     if "terms" in move:
         more = f" and {len(move['terms']) - MOST_NODES} more" if len(move["terms"]) > MOST_NODES else ""
         yield from _said(f"partial sums of {_users(move['terms'][:MOST_NODES])}{more}", width, 6)
-    yield from _said(f"wanted by {_users(move['users'])}", width, 6)
+    yield from _said(f"needed by {_users(move['users'])}", width, 6)
     if move["behind"]:
         yield from _said(f"for {_users(move['behind'])}", width, 6)
 
@@ -228,9 +234,11 @@ def _module(answer: Document, width: int | None) -> Iterator[Styled]:
             by = row["decided"]
             text = f"override {by['glob']}={by['placement']}" if by["by"] == "override" else by["by"]
             rows.append((row["name"], f"x{row['count']}", row["lies"], text))
-        yield from _table(("parameter", "", "lies", "decided by"), 3, rows, width)
+        yield from _table(("parameter", "", "sharded as", "decided by"), 3, rows, width)
     size = sum(move["wire_bytes"] * move["count"] for move in answer["moves"])
-    yield Styled(f"  moves because of it, {human_bytes(size)}:" if answer["moves"] else "  nothing moves", "bold")
+    yield Styled(
+        f"  communication it causes, {human_bytes(size)}:" if answer["moves"] else "  no communication", "bold"
+    )
     for move in answer["moves"]:
         yield from _move(move, width)
 
@@ -241,7 +249,7 @@ def _collective(answer: Document, width: int | None) -> Iterator[Styled]:
     head = f"{answer['name']}: {answer['collective']} on {answer['axis']} in the {answer['part']}{stage}"
     yield from _said(head, width, 0, "bold")
     fused = f" in {answer['fused']} tensors" if answer["fused"] > 1 else ""
-    yield from _said(f"a rank puts in {answer['sent']}{fused}, sends {human_bytes(answer['wire_bytes'])}", width, 2)
+    yield from _said(f"input per rank {answer['sent']}{fused}, sends {human_bytes(answer['wire_bytes'])}", width, 2)
     yield from _said(f"moves {answer['what']}{f': {where}' if (where := _where(answer)) else ''}", width, 2)
     if answer["params"]:
         verb = "reads" if answer["what"] == "activations" else "of"
@@ -259,14 +267,14 @@ def _stored(answer: Document, width: int | None) -> Iterator[Styled]:
 
 def _passes(answer: Document, width: int | None) -> Iterator[Styled]:
     for each in answer.get("passes", []):
-        yield from _said(f"what passes do for {each['name']}:", width, 2, "bold")
+        yield from _said(f"what passes add for {each['name']}:", width, 2, "bold")
         if "stored" in each:
             text = f"stored as {each['stored']}, {human_bytes(each['local_bytes'])} on a rank"
             yield from _said(text, width, 4)
         for row in each["added"]:
             yield from _said(f"{' and '.join(row['pass'])}: {row['node']}, {row['what']}", width, 4)
         if not each["added"]:
-            yield from _said("none adds anything for it", width, 4)
+            yield from _said("no pass adds anything for it", width, 4)
 
 
 _ANSWERS = {

@@ -45,6 +45,16 @@ _CLUSTER_HELP = (
     "eight to a node."
 )
 Cluster = Annotated[str | None, typer.Option(metavar="FILE", help=_CLUSTER_HELP, show_default=False)]
+Tflops = Annotated[
+    float | None,
+    typer.Option(
+        min=1e-6,
+        max=1e6,
+        metavar="N",
+        help="What a device sustains of products and attention (1e12 operations per second); wins over the cluster's.",
+        show_default=False,
+    ),
+]
 MicroBatches = Annotated[
     int | None,
     typer.Option(
@@ -61,7 +71,7 @@ Strategies = Annotated[
         *_NAMES,
         metavar="S,...",
         autocompletion=complete_strategies,
-        help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1; repeatable. None for the file of a lowered graph.",
+        help="Strategies, such as dp2,tp2+sp,dp2.pp2+zb_h1; repeatable. Not for a file that holds a lowered graph.",
         show_default=False,
     ),
 ]
@@ -90,7 +100,7 @@ def one_strategy(given: Sequence[str]) -> str | None:
     """The strategy of a command that takes one. Raises typer.BadParameter for several."""
     found = split_strategies(given)
     if len(found) > 1:
-        why = f"it takes one strategy here, and there are {len(found)}: {', '.join(found)}"
+        why = f"this command takes one strategy, and there are {len(found)}: {', '.join(found)}"
         raise typer.BadParameter(why, param_hint="--strategy")
     return found[0] if found else None
 
@@ -116,18 +126,18 @@ class GraphSource:
         typer.Option(
             "--override",
             metavar="GLOB=PLACE",
-            help="Place parameters by FQN, such as '*.o_proj.weight=R@tp'; repeatable.",
+            help="Set the placement of parameters by FQN, such as '*.o_proj.weight=R@tp'; repeatable.",
         ),
     ] = ()
-    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks that the strategy must multiply to.")] = None
+    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks that every strategy must have.")] = None
     precision: Annotated[
-        str | None, typer.Option(help="What the graph computes in, such as bf16.", show_default=False)
+        str | None, typer.Option(help="Precision of the computation, such as bf16.", show_default=False)
     ] = None
     storage: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Dtype in which parameters are stored.", show_default=False)
     ] = None
-    cache: Annotated[bool, typer.Option("--no-cache", help="Capture and lower again, whatever the cache holds.")] = (
-        field(default=True, metadata={"negated": True})
+    cache: Annotated[bool, typer.Option("--no-cache", help="Capture and lower again, ignoring the cache.")] = field(
+        default=True, metadata={"negated": True}
     )
 
     @property

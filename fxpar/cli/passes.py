@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import textwrap
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from fxpar.cli.console import plain_table, stdout_console
 from fxpar.cli.request import check_output, to_json, write_output
 from fxpar.cli.run_commands import PassesRequest
 from fxpar.errors import FxparError
+from fxpar.ir.columns import folded
 from fxpar.ir.pass_names import BUILTIN, LADDER, PASSES
-
-_WIDE = 110  # columns that the list needs to be a table
 
 
 def run_passes(request: PassesRequest) -> None:
@@ -50,12 +48,13 @@ def run_passes(request: PassesRequest) -> None:
         return
     rows = [(str(i), n, first_line(n)) for i, n in enumerate(ladder)]
     rows += [("", n, first_line(n)) for n in others]
-    if console.is_terminal and console.width < _WIDE:
+    table = plain_table(("step", "pass", "what it does"), rows, (0,))
+    if console.is_terminal and max(map(len, table.splitlines())) > console.width:
         for step, title, line in rows:
             console.print(f"{step:>2}  {title}", markup=False, style="bold")
-            console.print(textwrap.indent(textwrap.fill(line, console.width - 4), "    "), markup=False)
+            console.print("\n".join(folded(line, console.width, "    ", "    ")), markup=False, soft_wrap=True)
         return
-    console.print(plain_table(("step", "pass", "what it does"), rows, (0,)), markup=False, soft_wrap=True)
+    console.print(table, markup=False, soft_wrap=True)
 
 
 def _entry(name: str, ladder: list[str], *, loaded: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fxpar.cli.console import plain_table, stdout_console
-from fxpar.cli.request import check_replaced, replace_output, to_json
+from fxpar.cli.console import Work, print_table, stdout_console, working
+from fxpar.cli.request import check_replaced, replace_output, to_json, write_output
 from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ProfileError
@@ -42,7 +43,9 @@ def run_profile(request: ProfileRequest) -> None:
     elif request.ranks > 1:
         check_ranks(request.ranks)
         logs = Path(tempfile.mkdtemp(prefix="fxpar-profile-"))  # stays if a rank fails: its error names the log
-        run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs)
+        with working(f"measuring with {request.ranks} ranks"):
+            said = run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs, quiet=True)
+        write_output("-", said)
         shutil.rmtree(logs, ignore_errors=True)
     else:
         _measure(request, choose_device(request.device, 0, 1), 0, 1, 1)
@@ -76,7 +79,7 @@ def _as_rank(request: ProfileRequest) -> None:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % local_world:
         raise ProfileError(
-            f"needs equal nodes, and {world} ranks are no multiple of {local_world}", "Start as many on each node"
+            f"needs equal nodes, and {world} ranks are not a multiple of {local_world}", "Start as many on each node"
         )
     device = choose_device(request.device, local_rank, local_world)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -88,17 +91,17 @@ def _as_rank(request: ProfileRequest) -> None:
 
 def _measure(request: ProfileRequest, device: torch.device, rank: int, world: int, nodes: int) -> None:
     torch.set_num_threads(request.threads)
-    console = stdout_console()
-    series = device_series(device) + (link_series(device, nodes) if world > 1 else [])
-    with console.status("") as status:
-        points = measured(series, device, request.seconds, status.update if rank == 0 else lambda text: None)
+    with working("measuring") if rank == 0 else nullcontext(Work("")) as work:
+        series = device_series(device) + (link_series(device, nodes) if world > 1 else [])
+        points = measured(series, device, request.seconds, lambda text: work.update(f"measuring {text}"))
     if rank:
         return
     cluster = described(points, device, nodes, world)
     replace_output(request.output, to_json(file_content(cluster, points, device, request.threads)))
     if request.output != "-":
+        console = stdout_console()
         console.print(f"{request.output}: {world} x {device_name(device)}", markup=False)
-        console.print(plain_table(("", "sustained", ""), shown(cluster, points)), markup=False)
+        print_table(console, ("", "sustained", ""), shown(cluster, points))
 
 
 def shown(cluster: ClusterSpec, points: Sequence[Point]) -> list[tuple[str, str, str]]:

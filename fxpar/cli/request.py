@@ -46,7 +46,8 @@ def parse_overrides(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         pattern, equals, placement = item.rpartition("=")
         if not equals or not pattern:
-            raise OverrideError(item, "is no assignment.", " Write GLOB=PLACE, such as '*.o_proj.weight=S(1)@tp'.")
+            example = f"{item or '*.o_proj.weight'}=R@tp"
+            raise OverrideError(item, "is not an assignment.", f" Write GLOB=PLACE, such as {example!r}.")
         found[pattern] = placement
     return found
 

@@ -21,25 +21,31 @@ class TrainRequest:
     config: Annotated[
         str | None, typer.Argument(metavar="CONFIG.toml", help="What to train; see docs/train.md.", show_default=False)
     ] = None
-    demo: Annotated[bool, typer.Option("--demo", help="A small Llama on the source of Python's library.")] = False
+    demo: Annotated[bool, typer.Option("--demo", help="A small Llama, on Python's own source code.")] = False
     assignments: Annotated[
         tuple[str, ...],
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the file; repeatable."),
     ] = ()
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.", show_default=False)] = None
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks, as a check.", show_default=False)] = None
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of ranks, as a check.", show_default=False),
+    ] = None
     plan: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Strategies of a plan that `fxpar plan` wrote.", show_default=False),
     ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the latest checkpoint.")] = False
     compare: Annotated[
         str | None,
-        typer.Option(metavar="static|S", help="Train again under one strategy (static: the longest's), and compare."),
+        typer.Option(
+            metavar="static|S",
+            help="Train again under one strategy and compare; static: the one of the longest.",
+        ),
     ] = None
     json: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Write the run's summary as JSON; - is stdout.", show_default=False),
+        typer.Option(metavar="FILE", help="Write a summary of the run as JSON; - is stdout.", show_default=False),
     ] = None
     debug: Debug = False
 
@@ -48,19 +54,19 @@ class TrainRequest:
 class ProfileRequest:
     """Measure devices, memory and links of this machine, and describe them in a cluster file.
 
-    Starts its own local ranks, or is one of torchrun's. Nothing else should run meanwhile.
+    Starts its own local ranks, or is one of torchrun's. Nothing else should be running at the same time.
     """
 
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE.json", help="The cluster file to write; - is stdout.")
     ] = "cluster.json"
-    ranks: Annotated[int, typer.Option(min=1, help="Local ranks that measure together, and the links between.")] = 1
-    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="About as long for each measurement.")] = 0.2
-    threads: Annotated[int, typer.Option(min=1, max=4096, help="Threads of a rank on a CPU, as run.threads.")] = 1
+    ranks: Annotated[int, typer.Option(min=1, help="Local ranks to measure with, and their links.")] = 1
+    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="Approximate time per measurement.")] = 0.2
+    threads: Annotated[int, typer.Option(min=1, max=4096, help="CPU threads per rank, like run.threads.")] = 1
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: GPUs if there are enough.")
+        Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: GPUs if there is one per rank.")
     ] = "auto"
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,10 @@ class ExportRequest:
     """Write the weights of a checkpoint as safetensors, for transformers and others. One process, without the model."""
 
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of a run: its latest one.")
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or the folder of a run (its latest checkpoint).")
     ]
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write; it must be empty, or not exist.")]
-    dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bf16; by default as trained.")] = None
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to write; it must be empty or not exist.")]
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the weights, such as bf16; by default as trained.")] = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class PassesRequest:
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Show the whole description of this pass.", show_default=False, autocompletion=complete_passes
+            help="Show the full description of this pass.", show_default=False, autocompletion=complete_passes
         ),
     ] = None
     on: Annotated[
@@ -99,7 +105,7 @@ class PassesRequest:
 
     def __post_init__(self) -> None:
         if self.on is not None and self.name is None:
-            raise typer.BadParameter("name the pass that is to run", param_hint="--on")
+            raise typer.BadParameter("name the pass to run", param_hint="--on")
         for word, given in (("--output", self.output), ("--set", self.options), ("--text", self.text)):
             if given and self.on is None:
-                raise typer.BadParameter("it is for a pass that runs; name a graph file with --on", param_hint=word)
+                raise typer.BadParameter("it only works when a pass runs; name a graph file with --on", param_hint=word)

@@ -111,9 +111,9 @@ def _value(name: str, key: str, text: str, hint: Any) -> Any:
             return typed(key, text, kind())
         return _tuples(json.loads(text))
     except ModelOptionError as error:
-        raise PassOptionError(name, key, f"{text!r} is no {choices[0].__name__}") from error
+        raise PassOptionError(name, key, f"{text!r} is not a {choices[0].__name__}") from error
     except ValueError as error:
-        raise PassOptionError(name, key, f'{text!r} is no JSON; write for example [["T", 4096]]') from error
+        raise PassOptionError(name, key, f'{text!r} is not valid JSON; write for example [["T", 4096]]') from error
 
 
 def _tuples(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fxpar.cli.console import stderr_console, stdout_console
+from fxpar.cli.console import INTERRUPTED, stderr_console, stdout_console
 from fxpar.cli.request import check_output, write_output
 from fxpar.cli.run_commands import TrainRequest
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
@@ -23,8 +23,6 @@ from fxpar.train.config import TrainConfig, parse_config, read_config
 
 if TYPE_CHECKING:
     from fxpar.train.rank import Job
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def run_train(request: TrainRequest) -> None:
@@ -140,7 +138,7 @@ def _locally(job: Job, request: TrainRequest) -> bool:
     try:
         outcome = launch(job, lambda text: console.print(text, markup=False))
     except KeyboardInterrupt:
-        console.print(f"ended at once; whole checkpoints, if any, are in {job.config.checkpoints}", markup=False)
+        console.print(f"interrupted; finished checkpoints, if any, are in {job.config.checkpoints}", markup=False)
         return True
     except LaunchError as error:
         raise LaunchError(error.rank, error.how, error.log, how_to_go_on(request, job.config)) from None

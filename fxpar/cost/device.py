@@ -114,7 +114,7 @@ def _check_dtypes(table: Mapping[str, Any], source: str) -> None:
     for name in table:
         if name not in FLOATS:
             hint = nearest(name, FLOATS) or f"; there are {', '.join(FLOATS)}"
-            raise ClusterError(source, f"device.tflops has {name!r}, which is no dtype{hint}")
+            raise ClusterError(source, f"device.tflops has {name!r}, which is not a dtype{hint}")
     check_numbers(table, source, "device.tflops.")
 
 

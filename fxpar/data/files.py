@@ -60,7 +60,7 @@ def list_files(root: Path, globs: Sequence[str] = (), *, without: Collection[str
 def require_regular(path: Path) -> Path:
     """The path itself. Raises OSError if it is a pipe or a device: reading one may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return path
 
 

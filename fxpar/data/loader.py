@@ -123,7 +123,7 @@ class MiniBatchLoader:
             form, epoch, position = (_integer(state[key]) for key in ("format", "epoch", "position"))
             saved = dict(state["fingerprint"])
         except (KeyError, TypeError, ValueError) as error:
-            raise LoaderStateError(f"it is no state of a loader ({error!r})") from error
+            raise LoaderStateError(f"it is not a state of a loader ({error!r})") from error
         if form != _FORMAT:
             raise LoaderStateError(f"its format is {form}, this version reads {_FORMAT}")
         now = self._fingerprint
@@ -176,5 +176,5 @@ class MiniBatchLoader:
 
 def _integer(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value

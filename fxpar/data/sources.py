@@ -93,11 +93,11 @@ def _checked(kind: str, option: str, value: Any) -> Any:
     if option == "glob":
         globs = [value] if isinstance(value, str) else value
         if not isinstance(globs, (list, tuple)) or not globs or not all(isinstance(g, str) and g for g in globs):
-            raise CorpusOptionError(kind, option, known, f"{value!r} is no pattern and no list of patterns")
+            raise CorpusOptionError(kind, option, known, f"{value!r} is neither a pattern nor a list of patterns")
         return tuple(globs)
     wanted = _OPTION_TYPES[option]
     if not isinstance(value, wanted):
-        raise CorpusOptionError(kind, option, known, f"{value!r} is no {wanted.__name__}")
+        raise CorpusOptionError(kind, option, known, f"{value!r} is not a {wanted.__name__}")
     if option == "unit" and value not in _UNITS:
         raise CorpusOptionError(kind, option, known, f"{value!r} is none of {', '.join(_UNITS)}")
     return value

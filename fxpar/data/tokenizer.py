@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
 END_TOKEN = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the bytes and the end token
 _FORMAT = 1
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 
 
 class Tokenizer:
@@ -82,6 +93,21 @@ def load_tokenizer(path: str | Path, *, end_token: str | None = None) -> Tokeniz
     return Tokenizer(backend, str(path), end_id)
 
 
+def copy_tokenizer(path: str | Path, folder: Path, end_token: str | None = None) -> None:
+    """Put a tokenizer file into `folder`, with what transformers writes beside one, so that transformers reads it.
+    Where no configuration is beside it, one with `end_token` is written. Raises OSError.
+    """
+    file = Path(path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, folder / "tokenizer.json")
+    for name in _BESIDE:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, folder / name)
+    if not (folder / _BESIDE[0]).is_file():
+        known = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end_token} if end_token else {})
+        (folder / _BESIDE[0]).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
 def train_tokenizer(
     corpus: Corpus, vocab_size: int, *, cache_dir: str | Path | None = None, sample_bytes: int = 64 * 2**20
 ) -> Tokenizer:
@@ -114,7 +140,7 @@ def _read(file: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise TokenizerError(str(file), f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(str(file), f"is no tokenizer file of the `tokenizers` library: {error}") from error
+        raise TokenizerError(str(file), f"is not a tokenizer file of the `tokenizers` library: {error}") from error
     if not backend.get_vocab_size():
         raise TokenizerError(str(file), "has an empty vocabulary")
     return backend

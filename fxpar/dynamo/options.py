@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from fxpar.errors import BackendOptionError, nearest
+from fxpar.errors import BackendOptionError, a_type, nearest
 from fxpar.ir.strategy import Strategy
 from fxpar.runtime.runner import Backend
 
@@ -36,7 +36,7 @@ class BackendOptions:
         limits, strategies = _limits(given)
         seed, compile = given.get("seed", 0), given.get("compile", "eager")
         if not isinstance(seed, int):
-            raise BackendOptionError("seed", f"it is a {type(seed).__name__}, not an integer")
+            raise BackendOptionError("seed", f"it is {a_type(seed)}, not an integer")
         if compile not in _BACKENDS:
             raise BackendOptionError("compile", f"it is {compile!r}, not one of {', '.join(_BACKENDS)}")
         return cls(strategies, limits, seed, cast(Backend, compile))
@@ -64,7 +64,7 @@ def _limits(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[Strategy, 
         raise BackendOptionError("strategies", f"it is {several!r}, not a mapping from tokens to strategies")
     for limit in several:
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise BackendOptionError("strategies", f"{limit!r} is no number of tokens")
+            raise BackendOptionError("strategies", f"{limit!r} is not a number of tokens")
     limits = tuple(sorted(several))
     return limits, tuple(_strategy("strategies", several[limit], overrides) for limit in limits)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class FxparError(Exception):
@@ -28,9 +29,23 @@ def warn(message: str) -> None:
     warnings.warn(message, FxparWarning, stacklevel=level)
 
 
+@contextmanager
+def muted_warnings() -> Iterator[None]:
+    """No FxparWarning comes out of the block: another rank, or an earlier call, has said it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxparWarning)
+        yield
+
+
 def one_line(text: object, most: int | None = 40) -> str:
     """What a file or its reader says, in a message: without what a terminal would take for orders."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[:most])
+
+
+def a_type(value: object) -> str:
+    """`an ndarray`, `a dict`: the type of a value, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' or name == 'ndarray' else 'a'} {name}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

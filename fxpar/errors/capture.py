@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fxpar.errors.base import FxparError, one_line
+from fxpar.errors.base import FxparError, a_type, one_line
 
 
 # --------------------------------------------------------------------------------------------------------- capture
@@ -24,7 +24,7 @@ class BatchError(CaptureError):
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
             f"cannot use {key}: {why}. A batch is a dict of dense tensors (or a tuple or list of them); "
-            "what is not a tensor belongs into the loss function"
+            "anything that is not a tensor belongs in the loss function"
         )
 
 
@@ -34,7 +34,7 @@ class ForwardArgumentsError(CaptureError):
     def __init__(self, why: str, parameters: str, keys: Iterable[str]) -> None:
         super().__init__(
             f"{why}. The parameters of forward are {parameters or 'none'}; the keys of the batch are "
-            f"{', '.join(map(repr, keys))}. Name the keys of the batch as the parameters, or write a loss function "
+            f"{', '.join(map(repr, keys))}. Name the keys of the batch after the parameters, or write a loss function "
             "that calls the model with what its forward takes"
         )
 
@@ -62,8 +62,8 @@ class MetricError(CaptureError):
 
     def __init__(self, name: object, why: str) -> None:
         super().__init__(
-            f"metric {name!r} of the loss function {why}. A metric is one number that is summed over the mini-batch, "
-            "such as (logits.argmax(-1) == labels).sum(), or a pair (sum, count) of which the quotient is reported: "
+            f"metric {name!r} of the loss function {why}. A metric is a number that is summed over the mini-batch, "
+            "such as (logits.argmax(-1) == labels).sum(), or a pair (sum, count) whose quotient is reported: "
             "return loss, {'accuracy': (correct, counted)}"
         )
 
@@ -84,8 +84,8 @@ class ModelOutputError(FxparError):
     def __init__(self, function: str, outputs: object) -> None:
         keys = f" with the keys {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
         super().__init__(
-            f"{function}: the model returns no logits but a {type(outputs).__name__}{keys}. It may return logits, a "
-            "tuple that begins with them, or an object or mapping with `logits`; for all else write a loss function"
+            f"{function}: the model returns {a_type(outputs)}{keys} without logits. It may return logits, a "
+            "tuple that begins with them, or an object or mapping with `logits`; else write a loss function"
         )
 
 
@@ -103,7 +103,7 @@ class MeanLossError(CaptureError):
         super().__init__(
             f"the loss is a mean, or has a factor that depends on the batch: {what}{_at(None, line)}. Return the sum "
             "over the valid tokens, for example F.cross_entropy(logits, labels, reduction='sum'); its gradient is then "
-            "scaled by 1/(valid tokens of the whole mini-batch), whatever the micro-batches are. Weights of your own "
+            "scaled by 1/(valid tokens of the whole mini-batch), whatever the micro-batches are. Your own weights "
             "can be a key of the batch"
         )
 
@@ -125,7 +125,7 @@ class FixedLengthError(SpecializedShapeError):
     def __init__(self, what: str, dim: str, instead: str, line: str | None) -> None:
         CaptureError.__init__(
             self,
-            f"{what} is a fixed number to Python, but {in_words(dim)} should be free{_at(None, line)}: {instead}. "
+            f"{what} is a fixed number in Python, but {in_words(dim)} should be free{_at(None, line)}: {instead}. "
             "Or fix the dim: fxpar.capture(..., dynamic=None)",
         )
 
@@ -193,8 +193,8 @@ class PositionsError(FxparError):
     def __init__(self, key: str, row: int, token: int, values: tuple[int, int]) -> None:
         super().__init__(
             f"{key} of row {row} go from {values[0]} to {values[1]} at token {token}: transformers would begin another "
-            "document there, and fxpar begins one only where positions are 0. Let positions count up by 1, from 0 in "
-            "every document, or say with an attention_mask which tokens see each other"
+            "document there, and fxpar begins one only where positions are 0. Let positions count up by 1 from 0 in "
+            "every document, or pass an attention_mask that says which tokens see each other"
         )
 
 
@@ -267,7 +267,7 @@ class WeightsMismatchError(FxparError):
 
     def __init__(self, folder: object, problems: str, options: Sequence[str]) -> None:
         ways = " or ".join(f"{option}=[globs]" for option in options)
-        allow = f". If that is meant, allow it: {ways}" if ways else ""
+        allow = f". If that is intended, allow it: {ways}" if ways else ""
         super().__init__(f"weights in {str(folder)!r} are of another model; {problems}{allow}. Nothing was loaded")
 
 

@@ -63,7 +63,7 @@ class OpExistsError(FxparError):
     """An op is registered that has a sharding rule, or is registered already."""
 
     def __init__(self, op: str, known: str) -> None:
-        super().__init__(f"op {op} {known}. Pass replace=True to put something else in its place.")
+        super().__init__(f"op {op} {known}. Pass replace=True to replace it.")
 
 
 class OpContractError(FxparError):
@@ -78,7 +78,7 @@ class NotAnOpError(FxparError):
 
     def __init__(self, given: object) -> None:
         super().__init__(
-            f"{given!r} is no overload of an op. Write the whole name, such as torch.ops.mine.gate.default."
+            f"{given!r} is not an overload of an op. Write the full name, such as torch.ops.mine.gate.default."
         )
 
 
@@ -111,7 +111,7 @@ class NoModuleError(FxparError):
     """A glob over FQNs that matches no module and no parameter."""
 
     def __init__(self, glob: str, hint: str) -> None:
-        super().__init__(f"no module or parameter matches {glob!r}{hint or '. Globs run over FQNs.'}")
+        super().__init__(f"no module or parameter matches {glob!r}{hint or '. Globs are matched against FQNs.'}")
 
 
 class DumpOptionError(FxparError):
@@ -172,7 +172,7 @@ class PassContractError(FxparError):
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
-            f"{name!r} does not behave as a pass: {why}. A pass of the lowering has a `name` and a `tier`, and is "
+            f"{name!r} does not behave like a pass: {why}. A pass of the lowering has a `name` and a `tier`, and is "
             "called with an AnnotatedGraph; one of graph_trainer is an object with `run(gm)`, or a callable `(gm)`, "
             "that returns the GraphModule, or True if it changed it and else False."
         )
@@ -286,7 +286,7 @@ class DimNameError(FxparError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = list(known)
         super().__init__(
-            f"{name!r} is no dynamic dim of this model{nearest(name, names) or '.'} "
+            f"{name!r} is not a dynamic dim of this model{nearest(name, names) or '.'} "
             + (f"They are {', '.join(names)}" if names else "It has none: its sizes are those of the example batch")
         )
 
@@ -357,7 +357,7 @@ class StageIndexError(FxparError):
     """A pipeline stage is asked for that the strategy does not have."""
 
     def __init__(self, stage: int, strategy: str, stages: int) -> None:
-        have = f"stages 0 to {stages - 1}" if stages > 1 else "none; name a strategy with a pp axis, such as pp2"
+        have = f"stages 0 to {stages - 1}" if stages > 1 else "none; use a strategy with a pp axis, such as pp2"
         super().__init__(f"there is no pipeline stage {stage}: '{strategy}' has {have}")
 
 
@@ -366,6 +366,6 @@ class NoScheduleError(FxparError):
 
     def __init__(self, strategy: str) -> None:
         super().__init__(
-            f"strategy '{strategy}' has no schedule, as it has no pipeline stages. Name one with a pp axis, such as "
+            f"strategy '{strategy}' has no schedule because it has no pipeline stages. Use one with a pp axis, such as "
             "pp2 or pp2+zb_h1"
         )

@@ -18,12 +18,12 @@ class UnknownModelError(FxparError):
         """With a hint: a folder of this name, or the nearest name."""
         if spec and Path(spec).expanduser().is_dir():
             written = spec if "/" in spec or spec.startswith((".", "~")) else f"./{spec}"
-            return cls(spec, examples, f"; the folder of this name is written hf:{written}.")
+            return cls(spec, examples, f"; to use the folder of this name, write hf:{written}.")
         return cls(spec, examples, nearest(spec, [*examples, *(f"hf:{name}" for name in examples)]))
 
     def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
         super().__init__(
-            f"there is no built-in model {spec!r}{hint or '.'} Built in are {', '.join(examples)}; other models are "
+            f"there is no built-in model {spec!r}{hint or '.'} Built-in models are {', '.join(examples)}; others are "
             "written hf:TYPE, pkg.module:function or file.py:function, or with the prefix of an installed package"
         )
 
@@ -58,7 +58,7 @@ class PresetError(FxparError):
 
     def __init__(self, model_type: str, size: str, known: Iterable[str]) -> None:
         sizes = ", ".join(f"hf:{model_type}@{name}" for name in [*known, "default"])
-        super().__init__(f"there is no configuration 'hf:{model_type}@{size}'. There are {sizes}")
+        super().__init__(f"there is no configuration 'hf:{model_type}@{size}'. Known ones are {sizes}")
 
 
 class ModelOptionError(FxparError):
@@ -72,7 +72,7 @@ class ModelOptionError(FxparError):
         names = sorted(set(known))
         hint = nearest(key, names)
         if hint in ("", ".") and 0 < len(names) <= 12:
-            hint = f"; there are {', '.join(names)}"
+            hint = f"; known options are {', '.join(names)}"
         return cls(key, f"is unknown to {owner}{hint}")
 
 
@@ -127,7 +127,7 @@ class OpenStdoutError(FxparError):
     """`--open` for something that is written to stdout."""
 
     def __init__(self) -> None:
-        super().__init__("--open opens a file, and --output is stdout. Name a file with -o")
+        super().__init__("--open needs a file to open, and --output is stdout. Name a file with -o")
 
 
 class SameOutputError(FxparError):
@@ -179,8 +179,8 @@ class GivenPassesError(FxparError):
     def __init__(self, options: list[str]) -> None:
         given = ", ".join(f"{option}=" for option in options)
         super().__init__(
-            f"lower(passes=...) cannot follow {given} which it would hand to the passes that it makes itself. Give "
-            f"{given} to fxpar.lowering.ladder.default_passes, and change the list that it returns"
+            f"lower(passes=...) cannot be combined with {given} which configure the passes that lower makes itself. "
+            f"Give {given} to fxpar.lowering.ladder.default_passes, and change the list that it returns"
         )
 
 
@@ -189,7 +189,7 @@ class PassRunError(FxparError):
 
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__(
-            f"pass {name!r} cannot run on this graph ({type(error).__name__}: {error}). See what holds before it with: "
+            f"pass {name!r} cannot run on this graph ({type(error).__name__}: {error}). See what it needs with: "
             f"fxpar passes {name}"
         )
 
@@ -211,7 +211,7 @@ class SubjectStageError(FxparError):
     """A name that means something else on each pipeline stage."""
 
     def __init__(self, name: str, stages: Iterable[int]) -> None:
-        super().__init__(f"{name!r} is on stages {', '.join(map(str, stages))} alike. Add --stage N to name one")
+        super().__init__(f"{name!r} is on stages {', '.join(map(str, stages))}. Add --stage N to choose one")
 
 
 class WeightsNotFiniteError(FxparError):

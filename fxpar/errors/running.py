@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fxpar.errors.base import FxparError
+from fxpar.errors.base import FxparError, a_type
 
 
 # --------------------------------------------------------------------------------------------------------- running
@@ -43,7 +43,7 @@ class MemoryBudgetError(FxparError):
 
     def __init__(self, needed: str, budget: str, table: str) -> None:
         super().__init__(
-            f"weights, gradients, messages and activations need {needed} per rank at least, but the budget is "
+            f"weights, gradients, messages and activations need at least {needed} per rank, but the budget is "
             f"{budget}. Raise memory_budget_bytes, lower token_budget, use fewer strategies, or some with more tp or "
             f"cp, with zero3 or +remat.\n{table}"
         )
@@ -72,8 +72,8 @@ class GradientHookError(FxparError):
     def __init__(self, fqn: str) -> None:
         super().__init__(
             f"the parameter {fqn} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), "
-            "which would never run: gradients go into .grad beside autograd. Remove the hook, and do its work on .grad "
-            "after train_step or backward"
+            "which would never run: gradients go into .grad without autograd. Remove the hook and do its work on "
+            ".grad after train_step or backward"
         )
 
 
@@ -103,8 +103,8 @@ class ValueMismatchError(FxparError):
 
     def __init__(self, kind: str, fqn: str, ranks: str) -> None:
         super().__init__(
-            f"the {kind} {fqn!r} on rank {ranks} differs from rank 0's. Every rank must hand over the same model: draw "
-            "its values from the same seed, or load the same checkpoint, before fxpar.parallelize"
+            f"the {kind} {fqn!r} on rank {ranks} differs from rank 0's. Every rank must pass the same model: "
+            "initialize it from the same seed, or load the same checkpoint, before fxpar.parallelize"
         )
 
 
@@ -114,7 +114,7 @@ class NanLossError(FxparError):
     def __init__(self, loss: float, step: int, group: str) -> None:
         super().__init__(
             f"the loss of step {step} is {loss} (first seen in group {group}). Gradients were not kept. Lower the "
-            "learning rate, clip gradients, look at the data; or leave such mini-batches out: nan='skip' "
+            "learning rate, clip gradients, look at the data; or skip such mini-batches: nan='skip' "
             "(`fxpar train`: run.nan)"
         )
 
@@ -154,9 +154,9 @@ class StrategyWorldsError(FxparError):
     """Strategies of one mini-batch do not all take all ranks."""
 
     def __init__(self, worlds: Mapping[int, tuple[str, int]], world: int) -> None:
-        sizes = ", ".join(f"{text!r} (up to {limit} tokens) takes {size}" for limit, (text, size) in worlds.items())
+        sizes = ", ".join(f"{text!r} (up to {limit} tokens) uses {size}" for limit, (text, size) in worlds.items())
         super().__init__(
-            f"each strategy must take all {world} ranks, but {sizes}. Change degrees so that each product is {world}"
+            f"each strategy must use all {world} ranks, but {sizes}. Change degrees so that each product is {world}"
         )
 
 
@@ -221,7 +221,7 @@ class MiniBatchError(FxparError):
         elif isinstance(given, Mapping):
             hint = "; one sequence alone is [sequence], and its tensors are [T], without a dim of the batch"
         super().__init__(
-            f"the mini-batch is a {type(given).__name__}. Give a list of sequences, each a tensor [T] of token ids or "
+            f"the mini-batch is {a_type(given)}. Give a list of sequences, each a tensor [T] of token ids or "
             f"a dict of tensors [T]{hint}"
         )
 
@@ -280,7 +280,7 @@ class DenominatorError(FxparError):
     def __init__(self, given: object) -> None:
         super().__init__(
             f"denominator={given!r}: the summed loss of the mini-batch is divided by it, so give a number above 0, the "
-            "same on every rank, such as the weights of all tokens added up; without it the number of valid tokens is"
+            "same on every rank, such as the sum of all token weights; by default it is the number of valid tokens"
         )
 
 
@@ -312,7 +312,7 @@ class PackingError(FxparError):
         self.why = why
         super().__init__(
             f"{model}: sequences cannot share a row, since {why}. Each sequence runs alone; if you know that it keeps "
-            "documents apart, say packed=True"
+            "documents apart, pass packed=True"
         )
 
 
@@ -382,5 +382,5 @@ class GradientNormError(FxparError):
     def __init__(self, norm: float, step: int) -> None:
         super().__init__(
             f"the norm of the gradients of step {step} is {norm}; nothing was updated. Lower optimizer.lr or look at "
-            'the data; or set run.nan = "skip" to leave such mini-batches out'
+            'the data; or set run.nan = "skip" to skip such mini-batches'
         )

@@ -35,7 +35,7 @@ class NoOwnerError(FxparError):
     def __init__(self, tensor: str, box: str, ranks: str) -> None:
         super().__init__(
             f"{tensor}{box} is needed on rank(s) {ranks} but no source layout holds it; "
-            "pass the layout that does (such as the home layout) as a further holder"
+            "pass the layout that does (such as the home layout) as another holder"
         )
 
 
@@ -83,7 +83,7 @@ class NothingToCheckError(FxparError):
 
     def __init__(self) -> None:
         super().__init__(
-            "on one device the loss and all gradients are 0, so a wrong graph would agree as well. Check with batches "
+            "on one device the loss and all gradients are 0, so even a wrong graph would agree. Check with batches "
             "on which the loss depends"
         )
 

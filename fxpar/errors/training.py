@@ -30,7 +30,7 @@ class MaxLengthError(FxparError):
 
     def __init__(self, max_length: int, limit: int) -> None:
         super().__init__(
-            f"data.max_length = {max_length}, but the longest sequence that [strategies] takes has {limit} tokens. "
+            f"data.max_length = {max_length}, but the longest sequence that [strategies] covers has {limit} tokens. "
             f"Add a strategy for {max_length} tokens, or set data.max_length = {limit}: data.overlong then says what "
             "happens to longer documents (split, truncate, error)"
         )
@@ -51,8 +51,8 @@ class CheckedRanksError(FxparError):
 
     def __init__(self, strategy: str, ranks: int, most: int) -> None:
         super().__init__(
-            f"strategy {strategy!r} has {ranks} ranks; one process plays {most} at most. Check the same axes with "
-            "smaller degrees: what a collective adds up or forgets does not depend on how many take part"
+            f"strategy {strategy!r} has {ranks} ranks; one process can simulate at most {most}. Check the same axes "
+            "with smaller degrees: an error in a collective does not depend on how many ranks take part"
         )
 
 
@@ -69,8 +69,8 @@ class RunInUseError(FxparError):
     def __init__(self, folder: str, holder: str) -> None:
         self.folder, self.holder = folder, holder
         super().__init__(
-            f"{folder} is in use by {holder}. Wait until that run has ended, end it, or set run.folder (and "
-            "checkpoint.folder) to another folder. The lock of a run that was killed does not count"
+            f"{folder} is in use by {holder}. Wait until that run ends, stop it, or set run.folder (and "
+            "checkpoint.folder) to another folder. The lock of a killed run is ignored"
         )
 
     def __reduce__(self) -> tuple[type, tuple]:
@@ -97,7 +97,7 @@ class DeviceCountError(FxparError):
     def __init__(self, ranks: int, found: int) -> None:
         super().__init__(
             f"{ranks} local ranks need {ranks} GPUs, but torch sees {found}. Use strategies of fewer ranks, start more "
-            'nodes with torchrun, or take the CPU: run.device = "cpu" in `fxpar train`, --device cpu in `fxpar profile`'
+            'nodes with torchrun, or use the CPU: run.device = "cpu" in `fxpar train`, --device cpu in `fxpar profile`'
         )
 
 
@@ -201,7 +201,7 @@ class DataCacheError(FxparError):
     """The cache of tokens or tokenizers cannot be written, or something in it is damaged."""
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"data cache {path!r} {why}. The folder of the cache can be chosen with `cache_dir`")
+        super().__init__(f"data cache {path!r} {why}. Set `cache_dir` to use another folder")
 
 
 class HeldOutError(FxparError):
@@ -281,7 +281,16 @@ class DataRanksError(FxparError):
         super().__init__(
             f"the checkpoint says where {saved_ranks} data-parallel rank(s) of torchtitan's loader were, this run "
             f"draws as {data_ranks}. Set --fxpar.data-ranks {saved_ranks} to go on from there, or "
-            "--checkpoint.exclude-from-loading dataloader to begin the data anew"
+            "--checkpoint.exclude-from-loading dataloader to start the data over"
+        )
+
+
+class DataDrawError(FxparError):
+    """The rank of this node that draws the data for all has failed."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        super().__init__(
+            f"rank {rank}, which draws the data of this node, has failed: {problem}. Its own log says where"
         )
 
 

@@ -35,6 +35,11 @@ def heading(model: str, strategy: Strategy, dims: Sequence[Dim], stages: Sequenc
     return found | ({"pipeline_stages": list(stages)} if stages else {})
 
 
+def noted(notes: Iterable[str]) -> Document:
+    """What the strategy does otherwise than one may expect, each once: stages say the same."""
+    return {"notes": [without_folders(note) for note in dict.fromkeys(notes)]}
+
+
 def decided_by(strategy: Strategy, info: Input) -> Document:
     """The override that fixes a parameter, or the search."""
     for glob, placement in strategy.overrides:
@@ -279,7 +284,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic], modul
             {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
             for glob, placement in strategy.overrides
         ],
-        "notes": [without_folders(note) for note in program.notes],
+        **noted(program.notes),
     }
 
 
@@ -336,18 +341,18 @@ def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
     """One line on what an axis is for here."""
     count = sum(p["count"] for p in params)
     cut = sum(p["count"] for p in params if axis in p["cut_by"])
-    zero = f"; ZeRO-{strategy.zero} stores {cut} of {count} parameters in pieces over it" if strategy.zero else ""
+    zero = f"; ZeRO-{strategy.zero} shards {cut} of {count} stored parameters over them" if strategy.zero else ""
     match USES[axis]:
         case "replicas":
-            return f"replicas with a micro-batch each; gradients are summed over it{zero}"
+            return f"data-parallel replicas, each with its own micro-batch; gradients are summed over them{zero}"
         case "stages":
             plan = strategy.pipeline
-            return f"cuts the model into {strategy.stages} stages, scheduled as {plan.schedule}"
+            return f"splits the model into {strategy.stages} stages, run with schedule {plan.schedule}"
         case "tokens":
-            return f"cuts the tokens of a micro-batch; attention swaps them for heads where these divide{zero}"
+            return f"shards the tokens of a micro-batch; attention is sharded by heads where they divide evenly{zero}"
         case _:
-            sp = "; +sp: tokens are cut where no weight is involved" if strategy.sp else ""
-            return f"cuts {cut} of {count} parameters and the work on them{sp}"
+            sp = "; +sp: tokens are sharded where no weight is involved" if strategy.sp else ""
+            return f"shards {cut} of {count} parameters and the work on them{sp}"
 
 
 __all__ = [
@@ -356,6 +361,7 @@ __all__ = [
     "collective_document",
     "heading",
     "moves_document",
+    "noted",
     "passes_document",
     "stored_document",
     "subject_document",

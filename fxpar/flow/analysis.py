@@ -328,7 +328,7 @@ class _Walk:
                 return flow
             if not self._is_wanted(flow, out.kind, node):
                 is_metric = out.kind == "loss" and out.fqn != "loss"
-                why = f"gives a metric {out.fqn!r} that is no sum over tokens" if is_metric else _UNWANTED[out.kind]
+                why = f"gives a metric {out.fqn!r} that is not a sum over tokens" if is_metric else _UNWANTED[out.kind]
                 return row(flow.origin or node, why)
         return None
 
@@ -342,7 +342,7 @@ class _Walk:
 
 
 _UNWANTED = {
-    "loss": "gives a loss that is no sum over tokens",
+    "loss": "gives a loss that is not a sum over tokens",
     "value": "gives a value in which padding cannot be cut off",
     "buffer": "writes what depends on the tokens into a buffer",
 }

@@ -169,11 +169,11 @@ class Decoder:
                 return _named(_FLOATS, name)
             case ["torch", str() as name]:
                 if name not in _TORCH_NAMES:
-                    raise GraphFormatError(f"torch.{name[:60]} is no dtype, layout or memory format")
+                    raise GraphFormatError(f"torch.{name[:60]} is not a dtype, layout or memory format")
                 return _TORCH_NAMES[name]
             case ["device", str() as name]:
                 if not _DEVICE.fullmatch(name):
-                    raise GraphFormatError(f"{shown(name)} is no device of a graph")
+                    raise GraphFormatError(f"{shown(name)} is not a device of a graph")
                 return torch.device(name)
             case ["s", str() as name]:
                 return dim_symbol(check_identifier(name))
@@ -191,22 +191,22 @@ class Decoder:
         for pair in pairs:
             key = self.decode(pair[0]) if isinstance(pair, list) and len(pair) == 2 else None
             if not isinstance(key, str | int | float | tuple) or key in found:
-                raise GraphFormatError(f"{shown(pair)} is no new key with a value")
+                raise GraphFormatError(f"{shown(pair)} is not a new key with a value")
             found[key] = self.decode(pair[1])
         return found
 
     def _expression(self, cls: type[sympy.Basic], args: list[Any]) -> sympy.Basic:
         for arg in args:
             if not isinstance(arg, sympy.Expr | int):
-                raise GraphFormatError(f"{shown(arg)} is no part of a size")
+                raise GraphFormatError(f"{shown(arg)} is not part of a size")
         if cls in _POWERS and not (len(args) == 2 and isinstance(args[1], int | sympy.Integer) and -1 <= args[1] <= 16):
-            raise GraphFormatError(f"{shown(args)} is no power of a size")
+            raise GraphFormatError(f"{shown(args)} is not a power of a size")
         size = 1 + sum(self._sizes.get(arg, 1) for arg in args)
         if size > _LARGEST_EXPRESSION:
             raise GraphFormatError(f"the expression of a size has more than {_LARGEST_EXPRESSION} parts")
         found = cls(*args)
         if not isinstance(found, sympy.Expr):
-            raise GraphFormatError(f"{shown(found)} is no size")
+            raise GraphFormatError(f"{shown(found)} is not a size")
         if found.is_Integer:
             _plain(int(found))
         self._sizes[found] = size
@@ -231,7 +231,7 @@ class Decoder:
         graph, names = fx.Graph(), set()
         for record in records:
             if not isinstance(record, list) or len(record) != 6:
-                raise GraphFormatError(f"{shown(record)} is no node")
+                raise GraphFormatError(f"{shown(record)} is not a node")
             node = self._node(graph, *record)
             for name in {node.name, node.target if node.op == "placeholder" else node.name}:
                 if name in names:
@@ -249,7 +249,7 @@ class Decoder:
         args, kwargs = self.decode(arg_values), self.decode(kwarg_values)
         if op == "call_function":
             if not (isinstance(target, str) and isinstance(args, tuple) and isinstance(kwargs, dict)):
-                raise GraphFormatError(f"{shown(name)} is no call")
+                raise GraphFormatError(f"{shown(name)} is not a call")
             if target not in self._targets:
                 self._targets[target] = find_target(target)
             found = self._targets[target]
@@ -285,7 +285,7 @@ def _plain(value: Any) -> Any:
         if abs(value) > _LARGEST_INT:
             raise GraphFormatError(f"a number of {value.bit_length()} bits is too large")
     elif isinstance(value, dict) or (isinstance(value, float) and not math.isfinite(value)):
-        raise GraphFormatError(f"{shown(value)} is no value of a graph file")
+        raise GraphFormatError(f"{shown(value)} is not a value of a graph file")
     return value
 
 

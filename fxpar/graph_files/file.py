@@ -74,7 +74,7 @@ def load_origin(path: str | Path) -> Origin | None:
     if found is None:
         return None
     if not fits(found, tuple[LogicalGraph | None, tuple[dict[str, torch.Tensor], ...]]):
-        raise GraphFileError(path, "what it can be checked against is no graph with batches", _MAKE)
+        raise GraphFileError(path, "what it can be checked against is not a graph with batches", _MAKE)
     return Origin(*found)
 
 
@@ -149,7 +149,7 @@ def _tensors(kinds: Any, content: bytes) -> list[torch.Tensor]:
     for dtype_name, shape in kinds:
         dtype = _DTYPES.get(dtype_name)
         if dtype is None or len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
-            raise GraphFormatError(f"{str(dtype_name)[:60]!r} {str(shape)[:60]} is no tensor")
+            raise GraphFormatError(f"{str(dtype_name)[:60]!r} {str(shape)[:60]} is not a tensor")
         end = start + math.prod(shape) * dtype.itemsize
         if end > len(content):
             raise GraphFormatError("bytes of its tensors are missing")
@@ -165,13 +165,13 @@ def _tensors(kinds: Any, content: bytes) -> list[torch.Tensor]:
 def _decoded(path: str | Path, archive: Archive, name: str) -> Any:
     header, contents = archive
     if header.get("format") != FORMAT:
-        raise GraphFileError(path, "it is no graph of fxpar", _MAKE)
+        raise GraphFileError(path, "it is not a graph of fxpar", _MAKE)
     if header.get("version") != VERSION:
         writer, version = one_line(header.get("fxpar")), one_line(header.get("version"))
         wrote = f"fxpar {writer} wrote it in version {version} of the format"
         raise GraphFileError(path, f"{wrote}, this fxpar reads version {VERSION}", "Dump it again with this fxpar")
     if contents.keys() != set(_MEMBERS):
-        raise GraphFileError(path, "it is no graph file, or not all of it is there", _MAKE)
+        raise GraphFileError(path, "it is not a graph file, or not all of it is there", _MAKE)
     if _digest(contents) != header.get("sha256"):
         raise GraphFileError(path, "its content is not what was written", "Copy or dump it again")
     try:
@@ -202,7 +202,7 @@ def _json(content: bytes) -> Any:
         return dict(found)
 
     def constant(name: str) -> None:
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
 
     return json.loads(content, object_pairs_hook=pairs, parse_constant=constant)
 
@@ -213,7 +213,7 @@ def _read(path: str | Path) -> Archive:
         with zipfile.ZipFile(path) as archive:
             header = _json(_member(archive, _HEADER))
             if not isinstance(header, dict):
-                raise ValueError("the header is no table")
+                raise ValueError("the header is not a table")
             names = archive.namelist()
             if header.get("version") == VERSION and sorted(names) != sorted((*_MEMBERS, _HEADER)):
                 raise ValueError("its members are others")
@@ -226,7 +226,7 @@ def _read(path: str | Path) -> Archive:
     except _TooLargeError as error:
         raise GraphFileError(path, str(error), "Graphs of fxpar are smaller; ask whoever made it") from error
     except Exception as error:  # zipfile raises a dozen kinds for what is no zip archive
-        raise GraphFileError(path, "it is no graph file, or not all of it is there", _MAKE) from error
+        raise GraphFileError(path, "it is not a graph file, or not all of it is there", _MAKE) from error
 
 
 class _TooLargeError(ValueError):

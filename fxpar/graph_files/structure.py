@@ -224,7 +224,7 @@ def _check_part(part: Part, values: Mapping[str, list[Any]], mesh: Mesh) -> None
         axes = [text[1:] for text in node.args if isinstance(text, str) and text[:1] in ("@", "#")]
         for axis in (*axes, *node.meta.get("comm", ())[:1]):
             if not _has_axes(mesh, axis):
-                raise GraphFormatError(f"%{node.name} speaks of {axis!r}, which is no axis of {mesh.names}")
+                raise GraphFormatError(f"%{node.name} names {axis!r}, which is not an axis of {mesh.names}")
         if collective_kind(node) is not None and "comm" not in node.meta:
             raise GraphFormatError(f"%{node.name} is a collective that does not say on which axis it sends what")
 

@@ -123,7 +123,7 @@ _NUMBERS = (bool, int, float)
 def check_identifier(text: Any) -> str:
     """A name that may stand in generated code. Raises GraphFormatError."""
     if not isinstance(text, str) or not _IDENTIFIER.fullmatch(text):
-        raise GraphFormatError(f"{shown(text)} is no name of a value")
+        raise GraphFormatError(f"{shown(text)} is not a name of a value")
     if keyword.iskeyword(text) or hasattr(builtins, text) or text in _TAKEN:
         raise GraphFormatError(f"{text!r} cannot be the name of a value: Python or torch have it already")
     return text
@@ -132,14 +132,14 @@ def check_identifier(text: Any) -> str:
 def find_target(name: Any) -> Any:
     """The function or op of a name, as `target_name` writes it. Raises GraphFormatError."""
     if not isinstance(name, str):
-        raise GraphFormatError(f"{shown(name)} is no name of an op")
+        raise GraphFormatError(f"{shown(name)} is not a name of an op")
     if ":" in name:
         if name not in FUNCTIONS:
             raise GraphFormatError(f"function {shown(name)} is none that graphs are made of")
         return FUNCTIONS[name]
     parts = _OP.fullmatch(name)
     if parts is None:
-        raise GraphFormatError(f"{shown(name)} is no op of torch")
+        raise GraphFormatError(f"{shown(name)} is not an op of torch")
     namespace, packet, overload = parts.groups()
     found: Any = None
     if not _is_known(namespace):

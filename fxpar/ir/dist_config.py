@@ -215,7 +215,7 @@ class DistConfig:
                 cut = chunk(size, self.mesh.degree(entry.axis), entry.sections)
                 if cut is None:
                     raise PlacementError(
-                        f"{self}: dim {d} of size {size} does not divide by {entry.axis}"
+                        f"{self}: dim {d} of size {size} is not divisible by {entry.axis}"
                         f"={self.mesh.degree(entry.axis)} in sections {entry.sections}"
                     )
                 size = cut
@@ -353,7 +353,7 @@ def _dtype(name: str) -> torch.dtype:
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise PlacementError(f"torch.{name} is no dtype")
+        raise PlacementError(f"torch.{name} is not a dtype")
     return found
 
 

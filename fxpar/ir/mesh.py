@@ -107,7 +107,7 @@ class Mesh:
         axis, front, degree = split
         whole = self._degrees.get(axis, 1)
         if min(front, degree) < 1 or whole % (front * degree):
-            raise PlacementError(f"{name!r} is no sub-axis of {axis}{whole}")
+            raise PlacementError(f"{name!r} is not a sub-axis of {axis}{whole}")
         return AxisPart(axis, degree, whole // (front * degree))
 
     def overlap(self, one: str, other: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from fxpar.errors import PassContractError
+from fxpar.errors import PassContractError, a_type
 from fxpar.ir.graph_module import from_graph_module
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pass_names import BUILTIN, PASSES
@@ -61,7 +61,7 @@ def as_graph_module_pass(
             return gm
         changed = gm if result is True else result
         if not isinstance(changed, fx.GraphModule):
-            raise PassContractError(name, f"it returned a {type(changed).__name__}")
+            raise PassContractError(name, f"it returned {a_type(changed)}")
         changed.graph.lint()
         changed.recompile()
         return changed

@@ -18,7 +18,7 @@ def section_sizes(size: int, sections: tuple[int, ...]) -> tuple[int, ...]:
         return (size,)
     unit, rest = divmod(size, sum(sections))
     if rest:
-        raise PlacementError(f"a dim of size {size} is no concatenation of parts in proportion {sections}")
+        raise PlacementError(f"a dim of size {size} is not a concatenation of parts in proportion {sections}")
     return tuple(s * unit for s in sections)
 
 

@@ -126,7 +126,7 @@ class Strategy:
         Raises StrategySyntaxError, WorldSizeError, OverrideError.
         """
         if not isinstance(text, str):
-            raise StrategySyntaxError(repr(text), repr(text), "it is no text")
+            raise StrategySyntaxError(repr(text), repr(text), "it is not text")
         axis_text, *flags = text.strip().split("+")
         axes: list[tuple[str, int]] = []
         for part in axis_text.split("."):
@@ -290,7 +290,7 @@ def _parse_role(text: str, flag: str, word: str) -> tuple[str, str]:
     match = _ROLE.fullmatch(word)
     if not match:
         raise StrategySyntaxError(
-            text, flag, f"{word!r} is no axis and role; write role(tp=name), a name of letters, digits and _"
+            text, flag, f"{word!r} is not an axis and role; write role(tp=name), a name of letters, digits and _"
         )
     return match[1], match[2]
 
@@ -326,7 +326,7 @@ def _check_pipeline(text: str, strategy: Strategy) -> None:
     cuts = strategy.pipeline.cuts
     for cut in cuts:
         if not _FQN.fullmatch(cut):
-            raise StrategySyntaxError(text, flags[-1], f"{cut!r} is no module; write cut(layers.3|layers.6)")
+            raise StrategySyntaxError(text, flags[-1], f"{cut!r} is not a module; write cut(layers.3|layers.6)")
     if cuts and len(cuts) != strategy.stages - 1:
         why = f"{strategy.stages} stages have {strategy.stages - 1} cuts, not {len(cuts)}"
         raise StrategySyntaxError(text, flags[-1], why)
@@ -365,7 +365,7 @@ def _parse_bytes(text: str, flag: str, word: str) -> int:
     match = _BYTES.fullmatch(word)
     unit = next((u for u in _UNITS if match and match[2].lower() == u.lower()), None)
     if match is None or unit is None:
-        raise StrategySyntaxError(text, flag, f"{word!r} is no size; units are {', '.join(_UNITS)}, such as 200MB")
+        raise StrategySyntaxError(text, flag, f"{word!r} is not a size; units are {', '.join(_UNITS)}, such as 200MB")
     size = Fraction(match[1]) * _UNITS[unit]
     if size < 1:
         raise StrategySyntaxError(text, flag, "a budget is at least 1 byte")
@@ -376,5 +376,5 @@ def parse_override(pattern: str, placement: str) -> Placement:
     """Placement on the tp axis named by `S(0)@tp`, `S(1)`, `R@tp` ...; raises OverrideError."""
     match = _OVERRIDE.fullmatch(placement)
     if not match:
-        raise OverrideError(pattern, f"{placement!r} is no placement.", " Write 'S(0)@tp', 'S(1)@tp' or 'R@tp'.")
+        raise OverrideError(pattern, f"{placement!r} is not a placement.", " Write 'S(0)@tp', 'S(1)@tp' or 'R@tp'.")
     return R if match[1] == "R" else Shard(int(match[2]))

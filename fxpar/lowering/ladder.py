@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpar.annotate import Annotate, unplaced
-from fxpar.errors import PassContractError
+from fxpar.errors import PassContractError, a_type
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
@@ -40,8 +40,9 @@ from fxpar.passes.zero_shard import ZeroShard
 
 OnPass = Callable[[str, AnnotatedGraph], None]
 
-PLACED = ZeroShard.name
-"""The pass behind which each parameter lies as the program takes it; no later one of the ladder moves one."""
+PLACED = ReduceGradients.name
+"""The pass behind which each parameter lies as the program takes it, and each gradient as it gives it; no later one of
+the ladder moves one."""
 
 
 def default_passes(
@@ -139,7 +140,7 @@ def climb(
         verify_needs(graph, step.name)
         returned: object = step(graph)  # type: ignore[func-returns-value]
         if returned is not None:
-            why = f"it returned a {type(returned).__name__}; a pass changes the graph in place and returns nothing"
+            why = f"it returned {a_type(returned)}; a pass changes the graph in place and returns nothing"
             raise PassContractError(step.name, why)
         graph.passes.append(step.name)
         for node in graph.graph.nodes:

@@ -146,7 +146,7 @@ def _check_form(node: fx.Node, operands: list[fx.Node], after: str) -> None:
         found += list(zip(tensor_metas(node), dists_of(node), strict=True))
     for meta, config in found:
         if meta is not None and not (isinstance(config, DistConfig) and config.ndim == len(meta.shape)):
-            raise VerifyError(f"after pass {after!r}: {where(node)}: {config} is no placement of {meta}")
+            raise VerifyError(f"after pass {after!r}: {where(node)}: {config} is not a placement of {meta}")
     if node.op == "placeholder" and isinstance(made, DistConfig) and made.partial:
         raise VerifyError(f"after pass {after!r}: {where(node)} comes in whole or cut, not as terms of a sum: {made}")
 

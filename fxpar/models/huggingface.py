@@ -150,7 +150,7 @@ def default_config(model_type: str) -> Any:
         folder = f"; the folder of this name is written hf:./{model_type}" if Path(model_type).is_dir() else ""
         raise ModelTypeError(model_type, f"is unknown to transformers{folder or nearest(model_type, HEADS)}")
     if model_type not in HEADS:
-        raise ModelTypeError(model_type, "has no causal language model head, so it is no decoder")
+        raise ModelTypeError(model_type, "has no causal language model head, so it is not a decoder")
     try:
         config = _quietly(AutoConfig.for_model, model_type)
     except Exception as error:

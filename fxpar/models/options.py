@@ -22,7 +22,7 @@ def parse_assignments(items: Iterable[str]) -> dict[str, str]:
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise ModelOptionError(item, "is no assignment; write key=value, such as num_hidden_layers=4")
+            raise ModelOptionError(item, "is not an assignment; write key=value, such as num_hidden_layers=4")
         found[key.strip()] = value.strip()
     return found
 

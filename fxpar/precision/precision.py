@@ -65,7 +65,7 @@ class Precision:
             _check_dtype(field, getattr(self, field))
         for glob in self.fp32:
             if not _GLOB.fullmatch(glob):
-                raise PrecisionSyntaxError(f"fp32({glob})", glob, "this is no glob over module FQNs")
+                raise PrecisionSyntaxError(f"fp32({glob})", glob, "this is not a glob over module FQNs")
 
     @property
     def travel_dtype(self) -> torch.dtype:
@@ -148,7 +148,7 @@ def _parse_flag(text: str, flag: str) -> dict:
     if match[1] == "fp32":
         for word in words:
             if not _GLOB.fullmatch(word):
-                raise PrecisionSyntaxError(text, flag, f"{word!r} is no glob over module FQNs")
+                raise PrecisionSyntaxError(text, flag, f"{word!r} is not a glob over module FQNs")
         return {"fp32": words}
     for word in words:
         if word not in _ISLANDS:

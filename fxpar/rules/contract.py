@@ -65,7 +65,7 @@ def _check_factor(op: Any, view: OpView, factor: Factor) -> None:
             if dim is None or dim in words or (type(dim) is int and 0 <= dim < len(shape)):
                 continue
             also = f", and no word of {', '.join(words)}" if words else ""
-            raise OpContractError(str(op), f"{factor}: {dim!r} is no dim of the shape {shape}{also}")
+            raise OpContractError(str(op), f"{factor}: {dim!r} is not a dim of the shape {shape}{also}")
 
 
 def _is_placement(given: Any, rank: int) -> bool:

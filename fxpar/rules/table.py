@@ -188,7 +188,7 @@ def register_op(
         raise NotAnOpError(op)
     for name, given in {"rule": rule, "partials": partials, "flops": flops, "flow": flow}.items():
         if given is not None and not callable(given):
-            raise OpContractError(str(op), f"{name}={given!r} is no function")
+            raise OpContractError(str(op), f"{name}={given!r} is not a function")
     if partials is not None and rule is None:
         raise OpContractError(str(op), "partials= needs rule=, which says how the op may be cut at all")
     words = get_args(traits.Computes)

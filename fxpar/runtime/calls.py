@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import ParallelizeError, nearest
+from fxpar.errors import ParallelizeError, muted_warnings, nearest, warn
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import ForwardGraph
 from fxpar.ir.strategy import Strategy
@@ -61,7 +61,7 @@ class _Ready:
 @dataclass
 class PlainCalls:
     """Captures, lowers and runs forwards; `strategy` is the name of the one that calls run under, `captured` the dtypes
-    of parameters that the model is written for.
+    of parameters that the model is written for, `noted` the ops whose missing rules have been warned of.
     """
 
     strategies: Mapping[str, Strategy]
@@ -75,6 +75,7 @@ class PlainCalls:
     captured: Mapping[str, torch.dtype]
     precision: Precision
     watched: Callable[[], AbstractContextManager[object]] = nullcontext
+    noted: set[str] = field(default_factory=set)
     is_tracing: bool = False
     calls: int = 0
     _logical: dict[Hashable, ForwardGraph] = field(default_factory=dict)
@@ -157,9 +158,19 @@ class PlainCalls:
                 with self.tracing(), self.switching.store.shown_without_values(module, self.captured):
                     logical = capture_forward(module, args, kwargs, gradients=gradients)
                 self._logical[call] = with_precision(logical, self.precision)
-            program = lower_forward(self._logical[call], self.strategies[self.strategy])
+            with muted_warnings():
+                program = lower_forward(self._logical[call], self.strategies[self.strategy])
+            self._warn_of_new(program.notes)
             self._ready[self.strategy, call] = self._prepare(program, gradients)
         return self._ready[self.strategy, call]
+
+    def _warn_of_new(self, notes: Sequence[str]) -> None:
+        """Ops without a sharding rule that training does not have either: rank 0 has warned of the others."""
+        for note in notes:
+            op = note.partition(" (")[0]
+            if "sharding rule" in note and op not in self.noted and self.switching.store.rank == 0:
+                warn(note)
+            self.noted.add(op)
 
     def _prepare(self, program: PlainGraph, gradients: bool) -> _Ready:
         store, options = self.switching.store, self.switching.options

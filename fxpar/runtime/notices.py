@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
 
 from fxpar.batching import LengthGroup
 from fxpar.batching.lengths import LengthLimits
-from fxpar.errors import warn
+from fxpar.errors import muted_warnings, warn
 from fxpar.ir.graph import LogicalGraph
+
+
+@contextmanager
+def only_rank_0_warns() -> Iterator[None]:
+    """All ranks find the same, and one says it."""
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+        with muted_warnings():
+            yield
+    else:
+        yield
 
 
 def warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> None:

@@ -159,17 +159,17 @@ class ParallelizeOptions:
                 wanted = f"none of {', '.join(words)}{nearest(str(value), words)}"
                 raise ParallelizeError(f"{one.name}={value!r} is {wanted}")
             if bool in (hint, *get_args(hint)) and not isinstance(value, hint):  # else "no" would be yes
-                raise ParallelizeError(f"{one.name}={value!r} is no truth value: write True or False")
+                raise ParallelizeError(f"{one.name}={value!r} must be True or False")
             if "kinds" in one.metadata:
                 fits = isinstance(value, one.metadata["kinds"]) and not isinstance(value, bool)
                 if not fits or (
                     isinstance(value, int | float) and not ("signed" in one.metadata or 0 < value < math.inf)
                 ):
-                    raise ParallelizeError(f"{one.name}={value!r} is no {one.metadata['meant']}")
+                    raise ParallelizeError(f"{one.name}={value!r} is not a {one.metadata['meant']}")
         for glob, placement in (self.home or {}).items():
             if not isinstance(glob, str) or not isinstance(placement, str | DistConfig):
                 raise ParallelizeError(
-                    f'home={{{glob!r}: {placement!r}}} is no glob and placement, such as {{"*.norm.*": "R"}}'
+                    f'home={{{glob!r}: {placement!r}}} is not a glob and placement, such as {{"*.norm.*": "R"}}'
                 )
         planners = (*planner_names(), TURNS)
         if self.planner not in planners:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching.documents import mark_documents
-from fxpar.errors import CallMismatchError, PadError, PositionsError, SecondDerivativeError, StaleWeightsError
+from fxpar.errors import CallMismatchError, PadError, PositionsError, SecondDerivativeError, StaleWeightsError, a_type
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
 from fxpar.runtime.micro import local_batch
@@ -303,7 +303,7 @@ def call_tensors(structure: CallStructure, args: Sequence[Any], kwargs: Mapping[
     for key, leaf in zip(structure.arguments, leaves, strict=True):
         if key is not None:
             if not isinstance(leaf, Tensor):
-                raise CallMismatchError(f"{key} is a {type(leaf).__name__} instead of a tensor")
+                raise CallMismatchError(f"{key} is {a_type(leaf)} instead of a tensor")
             tensors[key] = leaf
             continue
         expected = next(constants)

@@ -62,7 +62,7 @@ class WeightsFolder:
         """
         where = Path(path).expanduser()
         if not where.is_dir():
-            raise WeightsFolderError(where, "is no folder. Nothing is downloaded: name a local one")
+            raise WeightsFolderError(where, "is not a folder. Nothing is downloaded: name a local one")
         found = cls(where, {})
         index = where / INDEX
         found.files = found._of_index(index) if index.is_file() else found._of_files(_weight_files(where))

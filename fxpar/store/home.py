@@ -90,7 +90,7 @@ def _rule(spec: ParamSpec, world: int, pattern: str, rule: str | DistConfig) -> 
         return rule
     match = _PLACEMENT.fullmatch(rule)
     if match is None:
-        raise HomeLayoutError(pattern, f"{rule!r} is no placement; write 'S(0)', 'R' or a DistConfig")
+        raise HomeLayoutError(pattern, f"{rule!r} is not a placement; write 'S(0)', 'R' or a DistConfig")
     dim = None if match[2] is None else int(match[2])
     if dim is not None and dim >= len(spec.shape):
         raise HomeLayoutError(pattern, f"{rule} names a dim that {spec.fqn} of shape {spec.shape} does not have")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
-from fxpar.ir.columns import columns
+from fxpar.ir.columns import columns, human_bytes
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.passes.share_weights import share_weights
@@ -47,22 +47,18 @@ class MemoryReport:
 
     def table(self) -> str:
         """Aligned text, one line per part."""
-        rows = [["what", "MB per rank", ""]]
-        rows.append(["home weights", _mb(self.home_bytes), "masters, cut over all ranks"])
-        rows.append(["home gradients", _mb(self.home_gradient_bytes), ""])
-        rows.append(["resident weights", _mb(self.resident_bytes), "kept for the whole mini-batch"])
-        rows.append(["arena", _mb(self.arena_bytes), "strategies that take turns"])
-        rows.append(["graph gradients", _mb(self.gradient_bytes), "of the graphs at work, at most"])
-        rows.append(["staging", _mb(self.staging_bytes), "messages, and sums of a node; at most"])
-        rows.append(["activations", _mb(self.activation_bytes), "of the largest micro-batch, predicted"])
-        rows.append(["total", _mb(self.total_bytes), f"{_mb(self.shared_bytes)} MB saved by sharing"])
+        rows = [["what", "per rank", ""]]
+        rows.append(["home weights", human_bytes(self.home_bytes), "masters, cut over all ranks"])
+        rows.append(["home gradients", human_bytes(self.home_gradient_bytes), ""])
+        rows.append(["resident weights", human_bytes(self.resident_bytes), "kept for the whole mini-batch"])
+        rows.append(["arena", human_bytes(self.arena_bytes), "strategies that take turns"])
+        rows.append(["graph gradients", human_bytes(self.gradient_bytes), "of the graphs at work, at most"])
+        rows.append(["staging", human_bytes(self.staging_bytes), "messages, and sums of a node; at most"])
+        rows.append(["activations", human_bytes(self.activation_bytes), "of the largest micro-batch, predicted"])
+        rows.append(["total", human_bytes(self.total_bytes), f"{human_bytes(self.shared_bytes)} saved by sharing"])
         for name, (size, kept) in self.strategies.items():
-            rows.append([f"  {name} alone", _mb(size), "resident" if kept else "in the arena"])
+            rows.append([f"  {name} alone", human_bytes(size), "resident" if kept else "in the arena"])
         return "\n".join(columns(rows, right=(1,)))
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:,.1f}"
 
 
 def memory_report(
@@ -123,7 +119,7 @@ def choose_resident(
     fitting = [kept for kept in _subsets(everything) if report(kept).total_bytes <= budget_bytes]
     if not fitting:
         least = min((report(kept) for kept in _subsets(everything)), key=lambda r: r.total_bytes)
-        raise MemoryBudgetError(f"{_mb(least.total_bytes)} MB", f"{_mb(budget_bytes)} MB", least.table())
+        raise MemoryBudgetError(human_bytes(least.total_bytes), human_bytes(budget_bytes), least.table())
     return min(fitting, key=lambda kept: (seconds(kept), -len(kept), kept))
 
 

@@ -67,7 +67,7 @@ def config_of(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: S
         elif placement.is_partial():
             partial.append((mesh.names[axis], getattr(placement, "reduce_op", "sum")))
         elif not placement.is_replicate():
-            raise PlacementError(f"{placement} is no placement that fxpar knows")
+            raise PlacementError(f"{placement} is not a placement that fxpar knows")
     dims = tuple(tuple(AxisShard(mesh.names[axis]) for axis in axes) for axes in order)
     config = DistConfig(mesh, dims, tuple(reversed(partial)))
     for d, axes in enumerate(order):

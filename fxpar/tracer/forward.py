@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from fxpar.errors import UnsupportedOpError
+from fxpar.errors import UnsupportedOpError, a_type
 from fxpar.ir.graph import CallStructure, ForwardGraph, Input, Output, SizeRef, TensorMeta, ValueRef, dim_symbol
 from fxpar.torch_api import tracing
 from fxpar.torch_api.tree import flatten, flatten_call, unflatten
@@ -193,7 +193,7 @@ class Forward(Traced):
             elif isinstance(leaf, (*_PLAIN, torch.SymInt)):
                 self.leaves.append(leaf)
             else:
-                what = f"a forward that returns a {type(leaf).__name__}"
+                what = f"a forward that returns {a_type(leaf)}"
                 raise UnsupportedOpError(what, "Return tensors in tuples, lists, dicts or dataclasses.")
         self.outputs = [Output("value", fqn) for fqn, _ in found.values()]
         return [tensor for _, tensor in found.values()]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.errors import MeanLossError, MetricError
+from fxpar.errors import MeanLossError, MetricError, a_type
 from fxpar.ir.graph import COUNT
 from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.context import CaptureContext
@@ -31,7 +31,7 @@ def as_results(metrics: Mapping[Any, Any], scale: Tensor, context: CaptureContex
             raise MetricError(name, "needs another name: a word that is not 'loss' and has no ':'")
         pair = isinstance(given, tuple | list)
         if pair and len(given) != 2:
-            raise MetricError(name, f"is a {type(given).__name__} of {len(given)}, not of two: (sum, count)")
+            raise MetricError(name, f"is {a_type(given)} of {len(given)}, not of two: (sum, count)")
         for key, value in zip((name, name + COUNT), given if pair else (given,), strict=False):
             _check(name, value)
             node = node_of(value)
@@ -47,7 +47,7 @@ def as_results(metrics: Mapping[Any, Any], scale: Tensor, context: CaptureContex
 
 def _check(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise MetricError(name, f"is a {type(value).__name__}, not a tensor (leave out .item())")
+        raise MetricError(name, f"is {a_type(value)}, not a tensor (leave out .item())")
     if value.dim():
         raise MetricError(name, f"has {value.dim()} dim(s), not one number. Add it up, with .sum()")
     if value.dtype.is_complex:

@@ -226,7 +226,7 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(source, f"is no TOML: {error}{_if_a_model(source)}") from error
+        raise ConfigFileError(source, f"is not valid TOML: {error}{_if_a_model(source)}") from error
     problems: list[str] = []
     for assignment in assignments:
         _assign(tables, assignment, problems)
@@ -250,7 +250,7 @@ def _tokenizer(config: TrainConfig, problems: list[str]) -> str | None:
             problems.append(f"model.{key} is for weights from a folder: set model.weights")
     for key, place in (("name", folder), ("weights", model.weights and Path(model.weights).expanduser())):
         if place and not place.is_dir():
-            problems.append(f"model.{key}: {shown(str(place))} is no folder here. Nothing is downloaded")
+            problems.append(f"model.{key}: {shown(str(place))} is not a folder here. Nothing is downloaded")
             return data.tokenizer
     start = folder or (model.weights and Path(model.weights).expanduser())
     if data.tokenizer is not None or not start:
@@ -315,7 +315,7 @@ def _sections(tables: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     known = [*SECTIONS, "strategies"]
     for name in tables:
         if name not in known:
-            problems.append(f"[{name}] is no section" + (nearest(name, known) or f"; there are {', '.join(known)}"))
+            problems.append(f"[{name}] is not a section" + (nearest(name, known) or f"; there are {', '.join(known)}"))
     found = {}
     for name, cls in SECTIONS.items():
         table = tables.get(name)
@@ -347,7 +347,7 @@ def _strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[int, 
     found = []
     for key, text in table.items():
         if not key.isdecimal() or int(key) < 1:
-            problems.append(f"strategies.{key} is no length in tokens{nearest(key, ['static'])}")
+            problems.append(f"strategies.{key} is not a length in tokens{nearest(key, ['static'])}")
         elif not isinstance(text, str):
             problems.append(f'strategies.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
         else:
@@ -378,7 +378,7 @@ def _assign(tables: dict[str, Any], assignment: str, problems: list[str]) -> Non
     for key in keys[:-1]:
         inner = table.setdefault(key, {})
         if not isinstance(inner, dict):
-            problems.append(f"--set {assignment}: {key} is no section")
+            problems.append(f"--set {assignment}: {key} is not a section")
             return
         table = inner
     if keys[0] == "strategies" and (keys[-1] == "static" or "static" in table):

@@ -24,7 +24,7 @@ from fxpar.errors import LaunchError, LauncherSignalError, RankFailedError
 from fxpar.monitor.verdict import TEXTS
 from fxpar.train.preflight import make_writable
 from fxpar.train.rank import Job, Outcome
-from fxpar.train.worker import JOB, OUTCOME, STOP
+from fxpar.train.worker import JOB, OUTCOME, STEPPING, STOP
 
 # Errors that name another rank as the cause, or a broken connection: another error, if there is one, caused them.
 _CONSEQUENCES = (
@@ -40,7 +40,8 @@ _CONSEQUENCES = (
 def launch(job: Job, say: Callable[[str], None]) -> Outcome:
     """Run the job on local ranks, one process each, until they end. No restarts.
 
-    The first Ctrl-C lets the ranks finish their step and save; a second one ends them at once (KeyboardInterrupt).
+    Ctrl-C lets the ranks finish their step and save; before the first step, and the second time, it ends them at once
+    (KeyboardInterrupt).
     Raises RankFailedError with the first error of a rank, LaunchError for one that died without, LauncherSignalError if
     this process was told to end (the ranks have been ended then).
     """
@@ -49,17 +50,18 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="fxpar-") as name:
         folder = Path(name)
         (folder / JOB).write_text(json.dumps(job.to_json()))
-        with _interrupts(folder / STOP, say):
+        with _interrupts(folder, say):
             run_ranks(job.config.world, ("-m", "fxpar.train.worker", str(folder)), logs)
         return Outcome(**json.loads((folder / OUTCOME).read_text()))
 
 
-def run_ranks(world: int, words: Sequence[str], logs: Path) -> None:
+def run_ranks(world: int, words: Sequence[str], logs: Path, *, quiet: bool = False) -> str:
     """Run `python WORDS` as `world` ranks on this machine, with the environment of torchrun; what they write to stderr,
-    and what other ranks than 0 print, goes below the folder `logs`. Raises as `launch` does.
+    and what other ranks than 0 print, goes below the folder `logs`. With `quiet` rank 0 prints nothing either: it is
+    returned. Raises as `launch` does.
     """
     # Ranks must not write over the view of rank 0.
-    redirects = {rank: Std.ALL if rank else Std.ERR for rank in range(world)}
+    redirects = {rank: Std.ALL if rank or quiet else Std.ERR for rank in range(world)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -72,7 +74,7 @@ def run_ranks(world: int, words: Sequence[str], logs: Path) -> None:
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # SIGINT is ours
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
-        shutdown_timeout=5,
+        shutdown_timeout=2,  # ranks that hang in a kernel are killed then
     )
     entry = elastic_launch(config, sys.executable)
     try:
@@ -83,6 +85,10 @@ def run_ranks(world: int, words: Sequence[str], logs: Path) -> None:
         raise describe_failure(rank, failure, logs) from None
     except SignalException as error:
         raise LauncherSignalError(signal.Signals(error.sigval).name) from None
+    if not quiet:
+        return ""
+    (printed,) = logs.glob("ranks_*/attempt_0/0/stdout.log")
+    return printed.read_text(encoding="utf-8")
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -156,16 +162,18 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts(stop_file: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """First SIGINT: make the file that ranks look for; second: KeyboardInterrupt, on which the launcher ends them."""
+def _interrupts(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """First SIGINT while ranks step: make the file that they look for. Before that, and the second time:
+    KeyboardInterrupt, on which the launcher ends them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if stop_file.exists():
+        if (folder / STOP).exists() or not (folder / STEPPING).exists():
             raise KeyboardInterrupt
-        stop_file.touch()
+        (folder / STOP).touch()
         say("stopping after this step; Ctrl-C again ends at once")
 
     before = signal.signal(signal.SIGINT, hear)

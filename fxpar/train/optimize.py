@@ -40,6 +40,19 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig, step
     return LambdaLR(optimizer, factor(config, steps))
 
 
+def changed_schedule(config: ScheduleConfig, before: int, steps: int, done: int, lr: float) -> str:
+    """What it means that a run was planned for `before` steps, has done `done`, and is now to do `steps`: one line, or
+    nothing if the learning rate stays as it was.
+    """
+    if before == steps or config.kind == "constant" or done >= steps:
+        return ""
+    old, new = lr * factor(config, before)(done), lr * factor(config, steps)(done)
+    return (
+        f"the {config.kind} schedule now ends at step {steps}, not {before}: "
+        f"step {done + 1} runs with learning rate {new:.2e} instead of {old:.2e}"
+    )
+
+
 def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """Step (from 0) -> factor of the learning rate: (step+1)/warmup while warming up, `final` at the last step."""
 

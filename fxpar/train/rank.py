@@ -38,7 +38,7 @@ from fxpar.train.records import StepRecord, Totals
 from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
-from fxpar.train.text import Prepared, describe, prepare
+from fxpar.train.text import Prepared, describe, keep_tokenizer, prepare
 from fxpar.train.view import open_view, summary_lines
 
 # Data is prepared once per machine; a large corpus takes longer than any step.
@@ -174,6 +174,10 @@ def _train(job: Job, place: ThisRank) -> Outcome:
         place.monitor.phase("load the checkpoint")
         path = session.resume()
         place.say(f"resumed from {path}, after step {session.step}")
+        if session.changed:
+            place.say(f"note: {session.changed}")
+    if place.rank == 0 and config.checkpoint.enabled:
+        keep_tokenizer(prepared, config)
     records: list[StepRecord] = []
     saved: list[Path] = []
     stopped = _run(session, place, records, saved)
@@ -184,7 +188,7 @@ def _train(job: Job, place: ThisRank) -> Outcome:
     last = str(saved[-1]) if saved else None
     if place.rank == 0 and records:
         totals = Totals.of(records)
-        for line in summary_lines(totals):
+        for line in summary_lines(totals, place.console.width if place.console.is_terminal else None):
             place.say(line)
         _write_summary(config.folder, {"run": totals.to_json()})
     comparison = None
@@ -232,6 +236,7 @@ def _run(
 ) -> bool:
     """Train to the last step; True if stopped early. `files`: with metrics and checkpoints."""
     config = session.config
+    place.stop.step_begins()
     outputs = _outputs(config, session.step, place) if files else []
     title = "train" if files else f"static {config.strategies[0][1]}"
     every = config.checkpoint.every if files and config.checkpoint.enabled else 0

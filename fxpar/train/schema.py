@@ -29,7 +29,7 @@ def from_table(cls: type[T], table: Mapping[str, Any], section: str, problems: l
     for key, value in table.items():
         if key not in known:
             hint = nearest(key, known) or f"; [{section}] has {', '.join(known)}"
-            problems.append(f"{section}.{key} is no key{hint}")
+            problems.append(f"{section}.{key} is not a known key{hint}")
             continue
         problem = fits(value, hints[key], known[key].metadata)
         if problem:

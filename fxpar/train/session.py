@@ -19,14 +19,16 @@ from fxpar.monitor import Monitor
 from fxpar.train.config import TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
 from fxpar.train.model import build_model, weights_of
-from fxpar.train.optimize import make_optimizer, make_schedule
+from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
 from fxpar.train.text import Prepared, held_out_sequences, make_loader, open_tokens
 from fxpar.train.traces import StepTraces
 
 
 @dataclass
 class TrainSession:
-    """Everything that training changes on this rank; `step` is the number of steps done."""
+    """Everything that training changes on this rank; `step` is the number of steps done, `changed` what a resumed run
+    does otherwise than the one before, in one line.
+    """
 
     config: TrainConfig
     training: Training
@@ -36,12 +38,14 @@ class TrainSession:
     setup_s: float
     held_out: list[torch.Tensor]
     step: int = 0
+    changed: str = ""
 
     def save(self, step: int) -> Path:
         """Write a checkpoint. All ranks call it. Raises what `save_checkpoint` raises."""
         self.step = step
         extra = {
             "step": step,
+            "steps": self.config.run.steps,
             "loader": self.loader.state_dict(),
             "engine": self.model.engine_state(),
             "scheduler": scheduler_state(self.training.scheduler),
@@ -81,7 +85,17 @@ class TrainSession:
             raise ResumeError(
                 str(path), f"it has done {self.step} steps, and run.steps is {self.config.run.steps}: nothing is left"
             )
+        self._take_schedule(int(extra.get("steps", self.config.run.steps)))
         return path
+
+    def _take_schedule(self, before: int) -> None:
+        """The next step's learning rate is that of this run, where it has other steps than the one `before`."""
+        config, rates = self.config, self.training.scheduler.base_lrs
+        self.changed = changed_schedule(config.schedule, before, config.run.steps, self.step, float(rates[0]))
+        if self.changed:
+            at = factor(config.schedule, config.run.steps)(self.step)
+            for group, rate in zip(self.training.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * at
 
 
 def latest(config: TrainConfig) -> Path:

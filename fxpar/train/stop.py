@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """Within its `with`: whether this rank was asked to end; a second SIGINT ends it at once.
+    """Within its `with`: whether this rank was asked to end; before the first step, and the second time, SIGINT ends it
+    at once.
 
     `file`: when it exists, that counts as being asked (local ranks are out of the terminal's reach: their launcher
-    hears Ctrl-C). Signals are handled on the main thread only.
+    hears Ctrl-C). `stepping` is made with the first step. Signals are handled on the main thread only.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
-        self._file, self._asked = file, False
+    def __init__(self, file: Path | None = None, stepping: Path | None = None) -> None:
+        self._file, self._stepping, self._asked = file, stepping, False
+        self._is_stepping = False
         self._before: Any = None
 
     def __enter__(self) -> StopRequest:
@@ -32,6 +34,12 @@ class StopRequest:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
+    def step_begins(self) -> None:
+        """From now on there is something to finish and to save."""
+        self._is_stepping = True
+        if self._stepping is not None:
+            self._stepping.touch()
+
     @property
     def asked(self) -> bool:
         if self._file is not None and self._file.exists():
@@ -39,7 +47,7 @@ class StopRequest:
         return self._asked
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self._asked and self._file is None:
+        if self._file is None and (self._asked or not self._is_stepping):
             raise KeyboardInterrupt
         self._asked = True
 

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from fxpar import data
+from fxpar.checkpoint.weights import TOKENIZER
 from fxpar.data import LengthHistogram, MiniBatchLoader, Tokens
 from fxpar.data.sources import kind_of
+from fxpar.data.tokenizer import END_TOKEN, copy_tokenizer
+from fxpar.errors import OutputError
 from fxpar.train.config import DataConfig, TrainConfig
 
 
@@ -51,6 +54,16 @@ def prepare(config: DataConfig, progress: Callable[[str], object]) -> Prepared:
     assert tokens.folder is not None
     lines = (*corpus.report.lines(), f"tokenizer of {tokenizer.vocab_size:,} tokens: {tokenizer.name}")
     return Prepared(str(Path(tokens.folder).resolve()), tokenizer.name, tokenizer.vocab_size, lines)
+
+
+def keep_tokenizer(prepared: Prepared, config: TrainConfig) -> None:
+    """Put the tokenizer beside the checkpoints, where `export_checkpoint` finds it. Raises OutputError."""
+    folder = config.checkpoints / TOKENIZER
+    end = config.data.end_token if config.data.tokenizer is not None else END_TOKEN
+    try:
+        copy_tokenizer(prepared.tokenizer, folder, end)
+    except OSError as error:
+        raise OutputError(str(folder), error) from error
 
 
 def open_corpus(config: DataConfig) -> data.Corpus:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fxpar.cli.console import plain_table
+from fxpar.cli.console import table_lines
+from fxpar.ir.columns import human_bytes
 from fxpar.train.records import GroupRecord, GroupTotal, StepRecord, Totals
 
 
@@ -51,13 +52,8 @@ def group_text(group: GroupRecord) -> str:
     """`<=256 dp4: 40 seq 5,120 tok 0.41 s, switch 3 ms 1.2 MB`."""
     text = f"<={group.limit} {group.strategy}: {group.sequences} seq {group.tokens:,} tok {group.wall_s:.2f} s"
     if group.switch_bytes:
-        text += f", switch {group.switch_s * 1e3:.0f} ms {megabytes(group.switch_bytes)}"
+        text += f", switch {group.switch_s * 1e3:.0f} ms {human_bytes(group.switch_bytes)}"
     return text
-
-
-def megabytes(count: float) -> str:
-    """Bytes in MB (1e6)."""
-    return f"{count / 1e6:,.1f} MB"
 
 
 class PlainView:
@@ -89,12 +85,13 @@ class LiveView:
     def __init__(self, console: Console, steps: int, done: int, title: str) -> None:
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
+            expand=True,
         )
         self._task = self._progress.add_task(title, total=steps, completed=done)
         self._live = Live(self._progress, console=console, refresh_per_second=4)
@@ -108,7 +105,8 @@ class LiveView:
 
     def step(self, record: StepRecord) -> None:
         self._progress.update(self._task, completed=record.step)
-        self._live.update(Group(self._progress, figures(record), group_table(record)))
+        shown = group_table(record, self._live.console.width)
+        self._live.update(Group(self._progress, figures(record), shown))
 
     def note(self, text: str) -> None:
         self._live.console.print(text, markup=False)
@@ -128,33 +126,44 @@ def figures(record: StepRecord) -> Table:
     return table
 
 
-def group_table(record: StepRecord) -> Table:
-    """One line per group of one step."""
+# Title, cell, and whether it is left out of a terminal that is too narrow for all: greatest numbers first.
+_GROUP_COLUMNS: tuple[tuple[str, Callable[[GroupRecord], str], int], ...] = (
+    ("up to", lambda g: f"{g.limit:,}", 0),
+    ("strategy", lambda g: g.strategy, 0),
+    ("sequences", lambda g: str(g.sequences), 3),
+    ("tokens", lambda g: f"{g.tokens:,}", 0),
+    ("longest", lambda g: f"{g.longest:,}", 5),
+    ("micro-batches", lambda g: str(g.micro_batches), 4),
+    ("time", lambda g: f"{g.wall_s:.2f} s", 0),
+    ("switch", lambda g: f"{g.switch_s * 1e3:.0f} ms", 1),
+    ("moved", lambda g: human_bytes(g.switch_bytes), 2),
+)
+
+
+def group_table(record: StepRecord, width: int) -> Table:
+    """One line per group of one step; as many columns as there is room for."""
+    shown = [(title, [cell(group) for group in record.groups], rank) for title, cell, rank in _GROUP_COLUMNS]
+
+    def columns() -> int:
+        return sum(max(map(len, [title, *cells])) + 2 for title, cells, _ in shown)
+
+    while columns() > width and any(rank for *_, rank in shown):
+        shown.remove(max(shown, key=lambda column: column[2]))
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("up to", "strategy", "sequences", "tokens", "longest", "micro-batches", "time", "switch", "moved"):
-        table.add_column(title, justify="left" if title == "strategy" else "right")
-    for group in record.groups:
-        table.add_row(
-            f"{group.limit:,}",
-            group.strategy,
-            str(group.sequences),
-            f"{group.tokens:,}",
-            f"{group.longest:,}",
-            str(group.micro_batches),
-            f"{group.wall_s:.2f} s",
-            f"{group.switch_s * 1e3:.0f} ms",
-            megabytes(group.switch_bytes),
-        )
+    for title, _, _ in shown:
+        table.add_column(title, justify="left" if title == "strategy" else "right", overflow="fold")
+    for row in zip(*(cells for _, cells, _ in shown), strict=True):
+        table.add_row(*row)
     return table
 
 
 _TOTAL_TITLES = ("up to", "strategy", "seqs", "tokens", "of all", "time", "of all", "switch", "moved", "reduce")
 
 
-def summary_lines(totals: Totals) -> Iterator[str]:
-    """Tokens and time by length group, shares of the time, first and last loss."""
+def summary_lines(totals: Totals, width: int | None = None) -> Iterator[str]:
+    """Tokens and time by length group, shares of the time, first and last loss; the table fits a `width`."""
     rows = [_total_row(group, totals) for group in totals.groups]
-    yield from plain_table(_TOTAL_TITLES, rows, right=[i for i in range(len(_TOTAL_TITLES)) if i != 1]).splitlines()
+    yield from table_lines(_TOTAL_TITLES, rows, [i for i in range(len(_TOTAL_TITLES)) if i != 1], width)
     yield "(switch, moved, reduce: mean of the steps in which the group ran)"
     skipped = f", {totals.skipped} skipped" if totals.skipped else ""
     yield f"steps    {totals.steps}{skipped}, {totals.wall_s:.1f} s, {totals.wall_s / totals.steps:.2f} s each"
@@ -177,7 +186,7 @@ def _total_row(group: GroupTotal, totals: Totals) -> tuple[str, ...]:
         f"{group.wall_s:.1f} s",
         percent(group.wall_s, totals.wall_s),
         f"{group.switch_s / group.steps * 1e3:.0f} ms",
-        megabytes(group.switch_bytes / group.steps),
+        human_bytes(group.switch_bytes / group.steps),
         f"{group.reduce_s / group.steps * 1e3:.0f} ms",
     )
 

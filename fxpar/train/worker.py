@@ -1,6 +1,7 @@
 """`python -m fxpar.train.worker FOLDER`: one local rank that `fxpar.train.launch` started.
 
-The folder holds `job.json`; `stop` appears in it when the rank shall end after its step; rank 0 leaves `outcome.json`.
+The folder holds `job.json`; `stepping` appears in it with the first step, `stop` when the rank is to end after its
+step; rank 0 leaves `outcome.json`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-JOB, STOP, OUTCOME = "job.json", "stop", "outcome.json"
+JOB, STEPPING, STOP, OUTCOME = "job.json", "stepping", "stop", "outcome.json"
 
 
 @record
@@ -26,7 +27,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     end_with_parent()
     job = Job.from_json(json.loads((folder / JOB).read_text()))
-    with StopRequest(folder / STOP) as stop:
+    with StopRequest(folder / STOP, folder / STEPPING) as stop:
         outcome = run_rank(job, stop)
     if os.environ["RANK"] == "0":
         (folder / OUTCOME).write_text(json.dumps(outcome.to_json()))

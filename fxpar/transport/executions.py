@@ -45,6 +45,7 @@ def choose(
         return "all_gather", found
     if execution == "all_gather":
         raise ExecutionError(
-            execution, f"step {phase.step} of the plan is no set of all-gathers with equal parts; use 'auto' or 'p2p'"
+            execution,
+            f"step {phase.step} of the plan is not a set of equal all-gathers; use 'auto' or 'p2p'",
         )
     return "p2p", []

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import PlacementError, RedistributeError, nearest
+from fxpar.errors import PlacementError, RedistributeError, a_type, nearest
 from fxpar.ir.dist_config import DistConfig
 from fxpar.switch import ParamLayout, PlacedParam, plan_switch
 from fxpar.torch_api.dtensors import config_of, counted_from_front, is_nested_by_hand, local_of, sibling
@@ -80,7 +80,7 @@ def redistribute(
 def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layout]) -> Mapping[str, Layout]:
     """A layout for every tensor; tensors and layouts are what they must be, one by one and together."""
     if not isinstance(tensors, Mapping):
-        raise RedistributeError("tensors", f"is a {type(tensors).__name__}; write a dict of DTensors by name")
+        raise RedistributeError("tensors", f"is {a_type(tensors)}; write a dict of DTensors by name")
     wanted = layouts if isinstance(layouts, Mapping) else dict.fromkeys(tensors, layouts)
     if odd := sorted(set(wanted) ^ set(tensors)):
         there, other = ("tensors", wanted) if odd[0] in tensors else ("layouts", tensors)
@@ -122,7 +122,7 @@ def _check_placements(name: str, placements: object) -> None:
 
 def _check(name: str, tensor: DTensor, what: str) -> None:
     if not isinstance(tensor, DTensor):
-        raise RedistributeError(name, f"{what} no DTensor but a {type(tensor).__name__}; see DTensor.from_local")
+        raise RedistributeError(name, f"{what} no DTensor but {a_type(tensor)}; see DTensor.from_local")
     if tensor.grad_fn is not None:
         raise RedistributeError(name, f"{what} a result of autograd, and no gradient would flow back; detach it")
     if is_nested_by_hand(tensor):

@@ -120,13 +120,13 @@ def attention(graph: LogicalGraph, strategy: str, axis: str = "tp") -> AxisChoic
 
 def test_heads_that_do_not_divide():
     why = refused(attention(llama(heads=6, kv_heads=6, dim=36).graph, "tp4"))
-    assert why["(S(1), S(1), S(1)) -> (S(1), S(1))"] == "6 (dim 1 of operand 0) does not divide by tp=4"
+    assert why["(S(1), S(1), S(1)) -> (S(1), S(1))"] == "6 (dim 1 of operand 0) is not divisible by tp=4"
 
 
 def test_key_value_heads_that_do_not_divide():
     """Eight query heads divide, two key and value heads do not: these are cut in two."""
     choice = attention(llama(heads=8, kv_heads=2, dim=64).graph, "tp4")
-    assert refused(choice)["(S(1), S(1), S(1)) -> (S(1), S(1))"] == "2 (dim 1 of operand 1) does not divide by tp=4"
+    assert refused(choice)["(S(1), S(1), S(1)) -> (S(1), S(1))"] == "2 (dim 1 of operand 1) is not divisible by tp=4"
     assert describe_option(choice.chosen) == "(S(1), S(1/2), S(1/2)) -> (S(1), S(1))"
 
 
@@ -134,15 +134,15 @@ def test_tokens_are_not_cut_without_sp():
     (search,) = found("llama", "tp2")[1]
     entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
     assert refused(axis_choice(search, entry.nodes[0]))["(S(0), R) -> S(0)"] == (
-        "it cuts tokens, which tp does under +sp only"
+        "it shards tokens, which tp does only with +sp"
     )
     batch = choice_of("llama", "tp2", "tp", "input_ids")
-    assert refused(batch)["S(1)"] == "it cuts tokens, which tp does under +sp only"
+    assert refused(batch)["S(1)"] == "it shards tokens, which tp does only with +sp"
 
 
 def test_context_parallelism_cuts_tokens_only():
     why = refused(choice_of("llama", "cp2", "cp", "head.weight"))
-    assert set(why.values()) == {"cp cuts tokens; every rank has the whole parameter"}
+    assert set(why.values()) == {"cp shards tokens; every rank has the whole parameter"}
     (search,) = found("llama", "cp2")[1]
     entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
     reason = refused(axis_choice(search, entry.nodes[0]))["(R, S(1)) -> S(1)"]
@@ -157,13 +157,13 @@ def test_an_override_leaves_no_choice():
     )
     choice = axis_choice(search, node)
     assert [describe_option(a.option) for a in choice.alternatives] == ["R"]
-    assert refused(choice) == {"S(0)": "an override says R", "S(1)": "an override says R"}
+    assert refused(choice) == {"S(0)": "an override sets R", "S(1)": "an override sets R"}
 
 
 def test_rules_are_named():
     (search,) = found("llama", "tp2+sp")[1]
     entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
     rules = {a.rule for a in axis_choice(search, entry.nodes[0]).alternatives}
-    assert rules == {"rules.matmul.mm_factors", "the option that is always legal"}
+    assert rules == {"rules.matmul.mm_factors", "always possible"}
     entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.view.default")
     assert "partial sums pass through" in {a.rule for a in axis_choice(search, entry.nodes[0]).alternatives}

@@ -84,6 +84,8 @@ def test_override_of_one_layer_is_not_another_layers():
 def test_override_typo_names_the_nearest_parameter():
     with pytest.raises(OverrideError, match=r"'head.wieght': matches no parameter; did you mean 'head.weight'\?"):
         stored(llama(), "tp2", **{"head.wieght": "R@tp"})
+    with pytest.raises(OverrideError, match=r"matches no parameter; did you mean '\*.up_proj.weight'\?"):
+        stored(llama(layers=1), "tp2", **{"*.up_prj.weight": "R@tp"})
     with pytest.raises(OverrideError, match=r"'zzz': matches no parameter. Globs run over parameter FQNs"):
         stored(llama(), "tp2", zzz="R@tp")
 
@@ -153,8 +155,25 @@ def test_groups_of_heads_are_cut_where_key_value_heads_do_not_divide():
 def test_odd_heads_make_a_note(strategy, axis):
     program = lower(gpt(dropout=0.0).graph, strategy)
     (note,) = program.notes
-    assert note.startswith("2 attention op(s) in layers.*.attention: 4 query / 4 key-value heads do not divide by ")
-    assert f"{axis}=3; attention runs whole on each {axis} rank" in note
+    assert note == (
+        f"{axis} does not shard the attention of layers.*.attention: 4 query and 4 key-value heads are not divisible "
+        f"by {axis}=3, so every {axis} rank runs all of them"
+    )
+
+
+def test_an_axis_that_shards_nothing_makes_a_note():
+    heads, params = lower(gpt(dropout=0.0).graph, "tp99").notes
+    assert "by tp=99, so every tp rank runs all of them" in heads
+    assert params == (
+        "tp shards no parameter: no parameter has a dim that 99 ranks can share, so every tp rank holds all of them "
+        "and does all the work"
+    )
+    whole = Strategy.parse("tp2", overrides={"*": "R@tp"})
+    assert lower(gpt(dropout=0.0).graph, whole).notes[-1].startswith("tp shards no parameter, so every tp rank holds")
+
+
+def test_stages_say_it_once():
+    assert len(lower(gpt(dropout=0.0).graph, "pp2.tp3").notes) == 1
 
 
 def test_heads_that_divide_make_no_note():

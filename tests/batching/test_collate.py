@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -310,6 +311,7 @@ def test_a_bare_tensor_has_no_keys():
         ({"input_ids": torch.zeros(1, 5)}, r"is a dict.*one sequence alone is \[sequence\]"),
         ((torch.arange(3) for _ in range(2)), "is a generator"),
         (None, "is a NoneType"),
+        (np.zeros((2, 5)), r"is an ndarray\. Give a list .*list\(batch\) are the rows of this one"),
     ],
 )
 def test_what_is_no_list_of_sequences(given, said):

@@ -66,7 +66,7 @@ def test_bad_limit(limit):
 
 
 def test_unequal_worlds_name_every_size():
-    with pytest.raises(StrategyWorldsError, match=r"all 4 ranks.*'dp4' .*takes 4.*'dp2.tp4' .*takes 8"):
+    with pytest.raises(StrategyWorldsError, match=r"all 4 ranks.*'dp4' .*uses 4.*'dp2.tp4' .*uses 8"):
         length_groups({8: "dp4", 16: "dp2.tp4"}, world=4)
     with pytest.raises(StrategyWorldsError, match="all 2 ranks"):
         length_groups({8: "dp4"}, world=2)

@@ -206,3 +206,20 @@ def test_sequence_without_tokens(length):
 def test_costs_for_other_groups():
     with pytest.raises(GroupCostsError, match="1 length groups but 2 costs"):
         plan_batch([5], one_group(), [LINEAR] * 2, no_switches)
+
+
+def test_a_plan_is_printed_as_a_table():
+    """One line per group that runs, and what was merged."""
+    groups = length_groups({100: "dp4", 1000: "dp2.tp2"}, world=4)
+    lengths = [10, 20, 900, 800, 30]
+    plan = plan_batch(lengths, groups, [LINEAR, SQUARE], no_switches, merge=False)
+    head, titles, *rows = str(plan).splitlines()
+    assert head.startswith("5 sequences, 1,760 tokens; predicted ")
+    assert titles.split()[:3] == ["group", "up", "to"]
+    assert [row.split()[:5] for row in rows] == [
+        ["0", "100", "dp4", "3", "60"],
+        ["1", "1,000", "dp2.tp2", "2", "1,700"],
+    ]
+    assert [row.split()[5:8] for row in rows] == [["0", "to", "1"], ["1", *rows[1].split()[6:8]]]
+    merged = plan_batch(lengths, groups, [LINEAR, LINEAR], lambda order, run_s: float(len(order)))
+    assert str(merged).splitlines()[-1] == "the sequences of group 0 run in group 1"

@@ -126,8 +126,8 @@ BAD = [
     (("llama", "-s", "dp2,tp2+zro1"), "unknown flag 'zro1'; did you mean 'zero1'"),
     (("llama", "-s", "dp2,,tp2"), "a strategy in the list is empty"),
     (("llama", "-s", "dp2,tp4", "--world", "4"), "needs 2 ranks (the product of its degrees), but the world has 4"),
-    (("llama", "-s", "tp2", "--override", "*.weight"), "override '*.weight': is no assignment"),
-    (("llama", "-s", "tp2", "--override", "*.weight=X(0)@tp"), "'X(0)@tp' is no placement"),
+    (("llama", "-s", "tp2", "--override", "*.weight"), "override '*.weight': is not an assignment"),
+    (("llama", "-s", "tp2", "--override", "*.weight=X(0)@tp"), "'X(0)@tp' is not a placement"),
     (("lama", "-s", "tp2"), "no built-in model 'lama'; did you mean 'llama'?"),
     (("llama", "-s", "tp2", "--set", "layer=3"), "option 'layer' is unknown to the built-in 'llama'"),
     (("llama", "-s", "tp2", "--set", "layers"), "write key=value"),
@@ -135,7 +135,7 @@ BAD = [
     (("llama", "-s", "tp2", "--tokens", "64,x"), "--tokens '64,x': write the lengths"),
     (("llama", "-s", "tp2", "--tokens", "64,1"), "each is at least 2"),
     (("llama", "-s", "tp2", "--tokens", "9" * 21), "no more than 2^30"),
-    (("mlp", "-s", "dp2048"), "one process plays 1024 at most"),
+    (("mlp", "-s", "dp2048"), "one process can simulate at most 1024"),
     (("no.py", "-s", "tp2"), "'no.py': it names no function. Write no.py:FUNCTION"),
     (("no.py:make", "-s", "tp2"), "there is no file 'no.py'"),
     (("no_such_module:make", "-s", "tp2"), "cannot import 'no_such_module'"),
@@ -253,7 +253,7 @@ def test_weights_that_are_no_numbers(monkeypatch, tmp_path):
 def test_a_loss_that_is_no_number(monkeypatch):
     monkeypatch.setattr(checking, "relative_error", lambda *_: float("inf"))
     status, out, _ = fxpar("check", "mlp", "-s", "dp2")
-    assert (status, "is no number (NaN or infinite)" in out) == (1, True)
+    assert (status, "is not a number (NaN or infinite)" in out) == (1, True)
 
 
 @pytest.mark.parametrize("option", ["layers=-1", "dim=0"])

@@ -106,7 +106,7 @@ def test_passes_of_a_pipeline():
 def test_reshards_have_no_bytes():
     out = fxpar("diff", "llama", "-s", "tp2", "--after", "reshard_to_collectives")[1]
     assert re.search(r"forward +reshard +\d+ -> +0\n", out)
-    assert "a reshard gets its bytes from reshard_to_collectives" in out
+    assert "bytes of a reshard are known after reshard_to_collectives" in out
 
 
 def test_one_module():
@@ -151,15 +151,19 @@ def test_colours_on_a_terminal_only():
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("mlp",), 1, "there is one side only"),
-        (("mlp", "-s", "tp2"), 1, "there is one side only"),
-        (("mlp", "-s", "tp2", "-s", "dp2", "-s", "cp2"), 1, "3 strategies are named. Name two"),
-        (("mlp", "-s", "tp2", "-s", "dp2", "--after", "casts"), 1, "Name one MODEL and one strategy"),
-        (("mlp", "--after", "casts"), 1, "Name one MODEL and one strategy"),
+        (("mlp",), 1, "there is only one side"),
+        (("mlp", "-s", "tp2"), 1, "there is only one side"),
+        (("mlp", "-s", "tp2", "-s", "dp2", "-s", "cp2"), 1, "3 strategies are given. Give two"),
+        (("mlp", "-s", "tp2", "-s", "dp2", "--after", "casts"), 1, "Give one MODEL and one strategy"),
+        (("mlp", "--after", "casts"), 1, "Give one MODEL and one strategy"),
         (("mlp", "-s", "tp2", "--before", "annotate"), 1, "there is nothing before 'annotate'"),
         (("mlp", "-s", "tp2", "--after", "cats"), 1, "did you mean 'casts'"),
-        (("mlp", "-s", "tp2", "--after", "casts", "--passes", "1", "2"), 2, "it goes without --before and --after"),
-        (("mlp", "-s", "tp2", "-s", "dp2", "--text", "--brief"), 2, "the opposite of --text"),
+        (
+            ("mlp", "-s", "tp2", "--after", "casts", "--passes", "1", "2"),
+            2,
+            "it cannot be combined with --before or --after",
+        ),
+        (("mlp", "-s", "tp2", "-s", "dp2", "--text", "--brief"), 2, "it contradicts --text"),
         (("mlp", "-s", "tp2", "-s", "dp"), 1, "an axis is a name and a degree"),
         (("mlp", "-s", "tp2", "-s", "dp2", "--fqn", "layer.0"), 1, "did you mean 'layers.0'"),
         (("mlp", "-s", "tp2", "-s", "dp2", "--json", "no/folder/x"), 1, "there is no folder"),
@@ -178,4 +182,4 @@ def test_the_schedule_is_said():
     status, out, err = fxpar("diff", "llama", "-s", "pp2", "-s", "pp2+zb_h1", "--exit-code")
     assert status == 0, err
     assert re.search(r"^  schedule +1f1b +zb_h1$", out, re.MULTILINE)
-    assert out.endswith("no differences but the schedule\n")
+    assert out.endswith("no differences except the schedule\n")

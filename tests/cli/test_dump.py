@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fxpar.cli import request, source
 from fxpar.ir.dist_config import DistConfig
@@ -178,8 +179,8 @@ def test_8b_model_needs_no_weights():
         (("llama", "-s", "tp2", "--stage", "0"), 1, "there is no pipeline stage 0: 'tp2' has none"),
         (("llama", "-s", "tp2", "--schedule"), 1, "strategy 'tp2' has no schedule"),
         (("llama", "--schedule"), 2, "it needs a strategy"),
-        (("llama", "-s", "pp2", "--schedule", "--stage", "1"), 2, "it needs a strategy, and takes no stage"),
-        (("llama", "-s", "pp2", "--micro-batches", "4"), 2, "it is for --schedule"),
+        (("llama", "-s", "pp2", "--schedule", "--stage", "1"), 2, "it needs a strategy, and takes no --stage"),
+        (("llama", "-s", "pp2", "--micro-batches", "4"), 2, "it only works together with --schedule"),
         (("llama", "-s", "pp3"), 1, "3 stages need 3 layers, there are 2"),
         (
             ("mlp", "-s", "pp2+interleaved_1f1b", "--set", "layers=4", "--schedule", "--micro-batches", "1"),
@@ -207,3 +208,14 @@ def test_bad_input(words, status, message):
     assert found == status
     assert out == ""
     assert message in err
+
+
+def test_long_lines_end_between_words_on_a_terminal(monkeypatch, capsys):
+    """In a pipe they stay as long as they are; numbers and names are the same."""
+    _, piped, _ = fxpar("dump", "mlp", "-s", "tp2")
+    assert max(map(len, piped.splitlines())) > 60
+    terminal = Console(force_terminal=True, width=60)
+    monkeypatch.setattr("fxpar.cli.dump.stdout_console", lambda: terminal)
+    _, shown, _ = fxpar("dump", "mlp", "-s", "tp2")
+    assert shown.split() == piped.split()
+    assert all(len(line) <= 60 or " " not in line.strip() for line in shown.splitlines())

@@ -14,11 +14,11 @@ from tests.cli.test_main import run
 
 WITHOUT_TORCH = """
 import sys
-from fxpar.cli import main
+from fxpar.cli import run
 for words in {words}:
     sys.argv = ["fxpar", *words.split()]
     try:
-        main()
+        run()
     except SystemExit as end:
         print(f"status {{end.code}}")
 print("torch" in sys.modules)
@@ -91,11 +91,11 @@ def test_words_without_a_model():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("check", "mlp", "-s", "dp2", "--tolerance", "inf"), "a largest error is a number from 0 on"),
+        (("check", "mlp", "-s", "dp2", "--tolerance", "inf"), "it must be a finite number >= 0"),
         (("dump", "mlp", "-s", "pp2", "--schedule", "--micro-batches", "1000000"), "4096"),
-        (("memory", "mlp"), "say which strategy"),
-        (("check", "mlp"), "say which strategies"),
-        (("order", "mlp"), "say which strategies"),
+        (("memory", "mlp"), "name a strategy"),
+        (("check", "mlp"), "name the strategies"),
+        (("order", "mlp"), "name the strategies"),
     ],
 )
 def test_usage(words, said):

@@ -89,7 +89,17 @@ def test_node(model):
     assert chosen["rule"] == "rules.matmul.mm_factors"
     assert chosen["price"] == {"bytes": 0, "moved_bytes": 0, "penalty_bytes": 0}
     assert all(a["price"]["bytes"] >= 0 for a in axis["alternatives"] if a["price"])
-    (move,) = value["summed_later"]  # it is added to the residual before
+    (move,) = value["wanted_otherwise"]  # it is summed up before it is added to the residual
+    assert [step["kind"] for step in move["steps"]] == ["all_reduce"]
+    (wants,) = answer(model, "-s", "tp2", move["users"][0]["node"])["answers"][0]["values"][0]["wants_otherwise"]
+    assert wants == move  # seen from the other side
+
+
+def test_a_term_that_is_added_to_others_before_the_sum(model):
+    """Of the gradient of what two products read."""
+    (value,) = answer(model, "-s", "tp2", "%mm_20")["answers"][0]["values"]
+    (move,) = value["summed_later"]
+    assert {term["module"].split(".")[-1] for term in move["terms"]} == {"gate_proj", "up_proj"}
     assert [step["kind"] for step in move["steps"]] == ["all_reduce"]
     (same,) = answer(model, "-s", "tp2", move["value"])["answers"][0]["values"][0]["wanted_otherwise"]
     assert same == move
@@ -118,7 +128,14 @@ def test_override(model):
     words = ("-s", "tp2", "--override", "*.down_proj.weight=R@tp", "layers.0.ffn.down_proj.weight")
     (value,) = answer(model, *words)["answers"][0]["values"]
     assert value["decided"] == {"by": "override", "glob": "*.down_proj.weight", "placement": "R@tp"}
-    assert "decided by override *.down_proj.weight=R@tp" in explain(model, *words)
+    assert "set by override *.down_proj.weight=R@tp" in explain(model, *words)
+
+
+def test_what_an_axis_does_not_shard_is_said(model):
+    """Of the strategy as a whole and of a parameter, once for all stages."""
+    for words in (("-s", "tp3"), ("-s", "tp3", "layers.0.attention"), ("-s", "pp2.tp3", "layers.*.attention")):
+        out = explain(model, *words)
+        assert out.count("note: tp does not shard the attention of layers.*.attention: 4 query and 2 ") == 1, out
 
 
 def test_passes():
@@ -147,7 +164,7 @@ def test_pipeline(model):
         (("-s", "tp2", "mm_333"), "did you mean 'mm_33'"),
         (("-s", "tp2", "layers.0.atention"), "did you mean 'layers.0.attention'"),
         (("-s", "tp2", "all_reduce_99"), "has nothing called 'all_reduce_99'; did you mean 'all_reduce_9'"),
-        (("-s", "pp2", "mm_0"), "'mm_0' is on stages 0, 1 alike. Add --stage N"),
+        (("-s", "pp2", "mm_0"), "'mm_0' is on stages 0, 1. Add --stage N"),
         (("-s", "pp2", "mm_0", "--stage", "2"), "there is no pipeline stage 2"),
         (("-s", "tp2", "mm_0", "--stage", "0"), "there is no pipeline stage 0"),
         ((), "needs a strategy"),
@@ -166,7 +183,7 @@ def test_a_lowered_graph_alone(model, tmp_path):
     program, path = lower(load_graph(model), "dp2.tp2+zero1"), tmp_path / "exec.fxpar"
     save_graph(path, program)
     out = explain(path, "head.weight")
-    assert out.count("no alternatives, no prices") == 1
+    assert out.count("alternatives and prices cannot be computed") == 1
     assert "stored as f32[131@tp@dp, 64]" in out
     assert "zero_shard and bucket_collectives" in out
     assert explain(path) == explain(model, "-s", "dp2.tp2+zero1")
@@ -182,7 +199,7 @@ def test_an_annotated_graph_alone(model, tmp_path):
     path = tmp_path / "annotated.fxpar"
     save_graph(path, annotate(load_graph(model), Strategy.parse("tp2")))
     out = explain(path, "mm_3")
-    assert out.count("no alternatives, no prices") == 1
+    assert out.count("alternatives and prices cannot be computed") == 1
     assert "by all_reduce on tp" in out
     assert fxpar("explain", path, "mm_3", "-s", "tp4")[0] == 1
 

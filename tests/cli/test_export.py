@@ -1,10 +1,14 @@
 """`fxpar export`: the latest checkpoint of a run becomes a folder of safetensors."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from fxpar.checkpoint import save_checkpoint
+from fxpar.checkpoint.weights import TOKENIZER
+from fxpar.data.tokenizer import copy_tokenizer, load_tokenizer
 from fxpar.store.folder import WeightsFolder
 from tests.cli.helpers import fxpar
 
@@ -40,3 +44,18 @@ def test_what_cannot_be_exported(run, tmp_path):
     code, _, err = fxpar("export", run, tmp_path / "out")
     assert (code, "__0_0.distcp" in err) == (1, True)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_goes_with_the_weights(run, tmp_path):
+    """As `fxpar train` leaves it beside the checkpoints: its file, what stands beside it, its end token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    source = tmp_path / "source"
+    source.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<end>": 1}, "a")).save(str(source / "mine.json"))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    copy_tokenizer(source / "mine.json", run / "checkpoints" / TOKENIZER, "<end>")
+    assert fxpar("export", run, tmp_path / "out")[0] == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert load_tokenizer(tmp_path / "out" / "tokenizer.json").vocab_size == 2
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<end>"

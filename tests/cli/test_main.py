@@ -27,8 +27,8 @@ def test_help_is_quick():
     """Without torch: neither the help nor a mistake of usage waits for it."""
     code = (
         "import sys\n"
-        "from fxpar.cli import main\n"
-        "try:\n    main()\nexcept SystemExit: pass\n"
+        "from fxpar.cli import run\n"
+        "try:\n    run()\nexcept SystemExit: pass\n"
         "print('torch' in sys.modules)\n"
     )
     for words in (["--help"], ["check", "--help"], ["dump"]):
@@ -48,6 +48,11 @@ def test_help_fits_60_columns():
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= 60
     assert len(re.findall(r"^  Examples?:\n    fxpar ", result.stdout, re.MULTILINE)) == len(COMMANDS)
+
+
+def test_help_takes_the_whole_width():
+    lines = run("check", "--help", COLUMNS="150").stdout.splitlines()
+    assert 120 < max(map(len, lines)) <= 150
 
 
 def test_help_names_each_command_in_whole_words():

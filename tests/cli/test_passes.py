@@ -151,8 +151,8 @@ def test_a_pass_that_does_not_fit(files, name, file, message):
     [
         (("--set", "bucket_mb"), 1, "write field=value"),
         (("--set", "bucket=3"), 1, "did you mean 'bucket_mb'? its options are bucket_mb, body"),
-        (("--set", "bucket_mb=x"), 1, "'x' is no float"),
-        (("--set", "body=maybe"), 1, "'maybe' is no bool"),
+        (("--set", "bucket_mb=x"), 1, "'x' is not a float"),
+        (("--set", "body=maybe"), 1, "'maybe' is not a bool"),
         (("-o", "no/folder/x"), 1, "there is no folder"),
     ],
 )
@@ -167,7 +167,7 @@ def test_bad_options(files, words, status, message):
     [
         (("casts", "-o", "x"), "name a graph file with --on"),
         (("casts", "--set", "storage=bfloat16"), "name a graph file with --on"),
-        (("--on", "x.fxpar"), "name the pass that is to run"),
+        (("--on", "x.fxpar"), "name the pass to run"),
     ],
 )
 def test_bad_words(words, message):

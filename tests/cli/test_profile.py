@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fxpar.cli import profile
 from fxpar.cost.cluster import ClusterSpec
@@ -45,6 +48,17 @@ def test_a_file_that_other_commands_read():
     assert set(cluster.device.tflops) == {"float32", "bfloat16"}
     status, out, _ = fxpar("switch", "mlp", "--from", "dp1", "--to", "tp1", "--cluster", "cluster.json")
     assert status == 0
+
+
+def test_a_terminal_sees_at_once_what_is_measured(monkeypatch):
+    """On stderr: stdout may be the file."""
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=60)
+    monkeypatch.setattr("fxpar.cli.console.stderr_console", lambda: terminal)
+    status, out, _ = fxpar("profile", *TINY, "-o", "-")
+    assert status == 0
+    assert json.loads(out)
+    assert re.search(r"measuring launch \(kernel\), 1, \d+ s", shown.getvalue())
 
 
 def test_stdout(tmp_path):
@@ -91,7 +105,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "3 ranks are no multiple of 2"), (["--ranks", "2"], "on the 3 ranks of a launcher, not on 2")],
+    [([], "3 ranks are not a multiple of 2"), (["--ranks", "2"], "on the 3 ranks of a launcher, not on 2")],
 )
 def test_ranks_of_a_launcher(words, message, monkeypatch):
     for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 2}.items():
@@ -104,9 +118,9 @@ def test_ranks_of_a_launcher(words, message, monkeypatch):
 @pytest.mark.nightly  # the page on clusters runs it too
 def test_two_ranks_of_its_own(capfd):
     """The real thing: the launcher starts them, they measure each other."""
-    status, _, err = fxpar("profile", "--seconds", "0.001", "--ranks", "2")
+    status, out, err = fxpar("profile", "--seconds", "0.001", "--ranks", "2")
     assert status == 0, err + capfd.readouterr().err
-    assert "links inside a node" in capfd.readouterr().out
+    assert "links inside a node" in out
     content = json.loads(Path("cluster.json").read_text())
     assert (content["devices_per_node"], content["measured"]["assumed"]) == (2, ["inter_gb_per_s"])
     assert {point["kind"] for point in content["measured"]["points"]} >= {"send", "all_reduce", "all_gather"}

@@ -47,7 +47,7 @@ def test_json_and_text():
         ({"tflops": 0}, "device.tflops = 0 must be > 0"),
         ({"tflops": "fast"}, "device.tflops = 'fast' must be a number"),
         ({"tflops": {}}, "device.tflops is empty"),
-        ({"tflops": {"bf16": 300}}, "device.tflops has 'bf16', which is no dtype; did you mean 'bfloat16'?"),
+        ({"tflops": {"bf16": 300}}, "device.tflops has 'bf16', which is not a dtype; did you mean 'bfloat16'?"),
         ({"tflops": {"float32": -1}}, "device.tflops.float32 = -1 must be > 0"),
         ({"memory_gb_per_s": float("nan")}, "device.memory_gb_per_s = nan must be > 0 and finite"),
         ({"launch_us": -1}, "device.launch_us = -1 must be >= 0"),

@@ -310,9 +310,9 @@ def test_unknown_things_name_the_nearest(tmp_path):
         open_corpus(tmp_path, kind="json")
     with pytest.raises(CorpusOptionError, match=r"option 'globs': there is no such option; did you mean 'glob'"):
         open_corpus(tmp_path, globs="*.py")
-    with pytest.raises(CorpusOptionError, match="3 is no pattern"):
+    with pytest.raises(CorpusOptionError, match="3 is neither a pattern"):
         open_corpus(tmp_path, glob=3)
-    with pytest.raises(CorpusOptionError, match="'yes' is no bool"):
+    with pytest.raises(CorpusOptionError, match="'yes' is not a bool"):
         open_corpus("python-stdlib", tests="yes")
 
 

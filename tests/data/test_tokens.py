@@ -136,7 +136,7 @@ def test_tokenizer_errors(tmp_path, corpus, monkeypatch):
         load_tokenizer(tmp_path / "none.json")
     for content in (b"{", b"\xff", b"{}"):
         (tmp_path / "bad.json").write_bytes(content)
-        with pytest.raises(TokenizerError, match="is no tokenizer file"):
+        with pytest.raises(TokenizerError, match="is not a tokenizer file"):
             load_tokenizer(tmp_path / "bad.json")
     with pytest.raises(TokenizerError, match="empty vocabulary"):
         load_tokenizer(write_tokenizer(tmp_path / "empty.json", vocab=()))

@@ -308,11 +308,11 @@ def test_what_makes_keys_begins_at_a_product():
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"rule": 3}, "rule=3 is no function"),
-        ({"rule": lambda view: [], "partials": "sum"}, "partials='sum' is no function"),
+        ({"rule": 3}, "rule=3 is not a function"),
+        ({"rule": lambda view: [], "partials": "sum"}, "partials='sum' is not a function"),
         ({"partials": lambda view: []}, "partials= needs rule="),
-        ({"flops": 12}, "flops=12 is no function"),
-        ({"flow": "documents"}, "flow='documents' is no function"),
+        ({"flops": 12}, "flops=12 is not a function"),
+        ({"flow": "documents"}, "flow='documents' is not a function"),
         ({"precision": "fp23"}, "precision='fp23' is none of low, fp32, .*did you mean 'fp32'"),
     ],
 )

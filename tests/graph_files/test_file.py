@@ -136,7 +136,7 @@ def test_what_has_no_form_is_refused():
     ("root", "message"),
     [
         (["?"], "tag '\\?'"),
-        (["torch", "load"], "torch.load is no dtype"),
+        (["torch", "load"], "torch.load is not a dtype"),
         (["c", "Path"], "'Path' is not known"),
         (["c", "Dim", ["size", 1]], "fields of Dim are others"),
         (["e", "exec", "1"], "'exec' is not known"),
@@ -175,18 +175,18 @@ def test_bad_files(tmp_path):
 
     says("there is no such file")
     path.write_text("not a graph")
-    says("it is no graph file")
+    says("it is not a graph file")
     save_graph(path, llama().graph)
     assert read_header(path)["kind"] == "logical"
     changed(path, header={"version": 9, "fxpar": "9.1"})
     says("fxpar 9.1 wrote it in version 9 of the format, this fxpar reads version 4. Dump it again")
     changed(path, header={"version": 2, "format": "other"})
-    says("it is no graph of fxpar")
+    says("it is not a graph of fxpar")
     save_graph(path, llama().graph)
     changed(path, body=b'{"pool": [], "root": 3}')
     says("its content is not what was written")
     path.write_bytes(path.read_bytes()[:-200])
-    says("it is no graph file, or not all of it is there")
+    says("it is not a graph file, or not all of it is there")
     path.unlink()
     path.mkdir()
     says("it cannot be read")
@@ -228,7 +228,7 @@ def test_files_that_would_fill_the_memory(tmp_path):
     # One that lies about its size: the archive is damaged.
     content = path.read_bytes()
     path.write_bytes(content.replace((2**27 + 1).to_bytes(4, "little"), (100).to_bytes(4, "little")))
-    with pytest.raises(GraphFileError, match="it is no graph file, or not all of it is there"):
+    with pytest.raises(GraphFileError, match="it is not a graph file, or not all of it is there"):
         load_graph(path)
 
 
@@ -245,21 +245,21 @@ def resigned(path, body=None, **header):
     ("body", "message"),
     [
         (b'{"pool":[],"pool":[],"root":1,"tensors":[]}', "a key is there twice"),
-        (b'{"pool":[],"root":NaN,"tensors":[]}', "NaN is no number"),
-        (b'{"pool":[],"root":1e999,"tensors":[]}', "inf is no value of a graph file"),
+        (b'{"pool":[],"root":NaN,"tensors":[]}', "NaN is not a number"),
+        (b'{"pool":[],"root":1e999,"tensors":[]}', "inf is not a value of a graph file"),
         (b'{"pool":[],"root":' + b"9" * 5000 + b',"tensors":[]}', "it cannot be understood"),
         (b'{"pool":[],"root":' + b"9" * 50 + b',"tensors":[]}', "a number of 167 bits is too large"),
         (b'{"pool":[],"root":' + b"[" * 99999 + b"]" * 99999 + b',"tensors":[]}', "RecursionError"),
         (b'{"pool":[],"root":' + b'["t",' * 800 + b"1" + b"]" * 800 + b',"tensors":[]}', "it holds no graph|Recursion"),
         (b'{"pool":[["t",1]],"root":1,"tensors":[]}', "does not belong into the pool"),
-        (b'{"pool":[],"root":{"a":1},"tensors":[]}', "is no value of a graph file"),
+        (b'{"pool":[],"root":{"a":1},"tensors":[]}', "is not a value of a graph file"),
         (b'{"pool":[],"root":1,"tensors":[["float32",[4]]]}', "bytes of its tensors are missing"),
         (b'{"pool":[],"root":1,"tensors":[["float32",[4611686018427387904,4]]]}', "bytes of its tensors are missing"),
-        (b'{"pool":[],"root":1,"tensors":[["float32",[-1]]]}', "is no tensor"),
-        (b'{"pool":[],"root":1,"tensors":[["load",[1]]]}', "is no tensor"),
+        (b'{"pool":[],"root":1,"tensors":[["float32",[-1]]]}', "is not a tensor"),
+        (b'{"pool":[],"root":1,"tensors":[["load",[1]]]}', "is not a tensor"),
         (b'{"pool":[],"root":"\\u001b]0;x\\u0007","tensors":[]}', "holds control characters"),
-        (b'{"pool":[["e","Pow",["s","T"],99]],"root":1,"tensors":[]}', "is no power of a size"),
-        (b'{"pool":[["s","T+1"]],"root":1,"tensors":[]}', "is no name of a value"),
+        (b'{"pool":[["e","Pow",["s","T"],99]],"root":1,"tensors":[]}', "is not a power of a size"),
+        (b'{"pool":[["s","T+1"]],"root":1,"tensors":[]}', "is not a name of a value"),
         (b'{"pool":[["q",1,0]],"root":1,"tensors":[]}', "the tag 'q' is not known, or not with what follows it"),
         (b"[]", "it cannot be understood"),
         (b"", "it cannot be understood"),
@@ -298,7 +298,7 @@ def test_members_that_do_not_belong_there(tmp_path):
     save_graph(path, odd("shared").graph)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("../../made", b"")
-    with pytest.raises(GraphFileError, match="it is no graph file"):
+    with pytest.raises(GraphFileError, match="it is not a graph file"):
         load_graph(path)
 
 

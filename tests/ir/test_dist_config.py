@@ -329,9 +329,9 @@ def test_joint_axes_in_another_order_than_the_mesh():
 
 def test_sections_that_do_not_divide():
     config = on_dim_0(AxisShard("tp", (1, 1)))
-    with pytest.raises(PlacementError, match=r"dim 0 of size 12 does not divide by tp=4 in sections \(1, 1\)"):
+    with pytest.raises(PlacementError, match=r"dim 0 of size 12 is not divisible by tp=4 in sections \(1, 1\)"):
         config.local_shape((12,))
-    with pytest.raises(PlacementError, match=r"size 9 is no concatenation of parts in proportion \(1, 1\)"):
+    with pytest.raises(PlacementError, match=r"size 9 is not a concatenation of parts in proportion \(1, 1\)"):
         section_sizes(9, (1, 1))
 
 
@@ -374,7 +374,7 @@ def test_sub_axes_that_overlap_are_used_twice():
 def test_a_sub_axis_of_no_axis():
     with pytest.raises(PlacementError, match=r"'ep:\(1\)1' is not an axis of mesh"):
         on_dim_0(AxisShard("ep:(1)1"))
-    with pytest.raises(PlacementError, match=r"'tp:\(1\)3' is no sub-axis of tp4"):
+    with pytest.raises(PlacementError, match=r"'tp:\(1\)3' is not a sub-axis of tp4"):
         on_dim_0(AxisShard("tp:(1)3"))
 
 

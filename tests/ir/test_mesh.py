@@ -142,7 +142,7 @@ def test_which_sub_axes_overlap():
 
 @pytest.mark.parametrize("name", ["tp:(1)3", "tp:(3)2", "tp:(2)8", "tp:(0)2", "tp:(1)0"])
 def test_a_sub_axis_divides_its_axis(name):
-    with pytest.raises(PlacementError, match="is no sub-axis of tp8"):
+    with pytest.raises(PlacementError, match="is not a sub-axis of tp8"):
         Mesh((("tp", 8),)).degree(name)
 
 

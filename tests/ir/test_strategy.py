@@ -213,7 +213,7 @@ SYNTAX = [
     ("xyz2", "'xyz2'", "Axes are dp, pp, cp, tp, ep"),
     ("tp2+", "'+'", "there is no flag behind a '+'"),
     ("dp\u0662", "'dp\u0662'", "an axis is a name and a degree"),  # a digit, but none of ASCII
-    (None, "'None'", "it is no text"),
+    (None, "'None'", "it is not text"),
     ("tp2+sq", "'sq'", "unknown flag 'sq'; did you mean 'sp'?"),
     ("tp2+zero", "'zero'", "did you mean 'zero"),
     ("tp2+zero4", "'zero4'", "did you mean 'zero"),
@@ -229,14 +229,14 @@ SYNTAX = [
     ("tp2+remat(keep_com)", "'remat(keep_com)'", "did you mean 'keep_comm'?"),
     ("tp2+remat(full|selective)", "'remat(full|selective)'", "'full' stands alone in remat(...)"),
     ("tp2+remat(*.ffn|20MB)", "'remat(*.ffn|20MB)'", "'20MB' stands alone in remat(...)"),
-    ("tp2+remat(infGB)", "'remat(infGB)'", "'infGB' is no size"),
-    ("tp2+remat(-1MB)", "'remat(-1MB)'", "'-1MB' is no size"),
+    ("tp2+remat(infGB)", "'remat(infGB)'", "'infGB' is not a size"),
+    ("tp2+remat(-1MB)", "'remat(-1MB)'", "'-1MB' is not a size"),
     ("dp99999999", "'dp99999999'", "99,999,999 ranks are more than 1,048,576"),
     ("tp2+remat(*.ffn|*.ffn)", "'remat(*.ffn|*.ffn)'", "a glob is given twice"),
     ("tp2+remat(full|keep_comm|redo_comm)", "'remat(full|keep_comm|redo_comm)'", "keep_comm or redo_comm, once"),
     ("tp2+remat(none|keep_comm)", "'remat(none|keep_comm)'", "says twice what to do"),
-    ("tp2+remat(200)", "'remat(200)'", "'200' is no size; units are B, kB, MB, GB, TB, such as 200MB"),
-    ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is no size"),
+    ("tp2+remat(200)", "'remat(200)'", "'200' is not a size; units are B, kB, MB, GB, TB, such as 200MB"),
+    ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is not a size"),
     ("tp2+remat(0MB)", "'remat(0MB)'", "a budget is at least 1 byte"),
     ("tp2+remat(a b)", "'remat(a b)'", "'a b' says nothing about recomputation"),
     ("pp2+1f1", "'1f1'", "unknown flag '1f1'; did you mean '1f1b'?"),
@@ -253,8 +253,8 @@ SYNTAX = [
     ("pp3+cut(a)", "'cut(a)'", "3 stages have 2 cuts, not 1"),
     ("pp2+cut(a|b)", "'cut(a|b)'", "2 stages have 1 cuts, not 2"),
     ("pp2+interleaved_1f1b+cut(a)", "'cut(a)'", "4 stages have 3 cuts, not 1"),
-    ("pp2+cut()", "'cut()'", "'' is no module; write cut(layers.3|layers.6)"),
-    ("pp2+cut(a.*)", "'cut(a.*)'", "'a.*' is no module"),
+    ("pp2+cut()", "'cut()'", "'' is not a module; write cut(layers.3|layers.6)"),
+    ("pp2+cut(a.*)", "'cut(a.*)'", "'a.*' is not a module"),
     ("pp2+cut(a)+cut(b)", "'pp2+cut(a)+cut(b)'", "flag 'cut' is given twice"),
     ("pp2+cut", "'cut'", "Flags are"),
 ]
@@ -306,7 +306,7 @@ WRONG_PLACEMENTS = ["", "S", "S()", "S(-1)", "S(0)@dp", "S(0)@", "Shard(0)", "P"
 
 @pytest.mark.parametrize("text", WRONG_PLACEMENTS)
 def test_override_errors(text):
-    with pytest.raises(OverrideError, match=r"override 'layers\.\*': .* is no placement\. Write 'S\(0\)@tp'"):
+    with pytest.raises(OverrideError, match=r"override 'layers\.\*': .* is not a placement\. Write 'S\(0\)@tp'"):
         Strategy.parse("tp2", overrides={"layers.*": text})
 
 

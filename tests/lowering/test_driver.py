@@ -99,7 +99,7 @@ def test_placements_of_another_pass():
     ("passes", "message"),
     [
         ([], "an empty list"),
-        (["annotate"], "'annotate' does not behave as a pass: it has no `name`"),
+        (["annotate"], "'annotate' does not behave like a pass: it has no `name`"),
         ([EverythingWhole], "'EverythingWhole' .* it is a class; make an instance"),
         ([print], "has no `name`, no `tier`"),
     ],
@@ -136,12 +136,12 @@ class Spoiled:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("dist", "few dims", r"q_proj.* is no placement of f64\[32, 32\]"),
+        ("dist", "few dims", r"q_proj.* is not a placement of f64\[32, 32\]"),
         ("dist", "a sum", r"q_proj.* not as terms of a sum"),
-        ("dist", None, r"q_proj.* None is no placement of"),
+        ("dist", None, r"q_proj.* None is not a placement of"),
         ("dist_in", None, r"needs a tuple of \d placements in `dist_in`"),
         ("dist_in", (), r"needs a tuple of \d placements in `dist_in`"),
-        ("dist_in", (None,), r"None is no placement of|needs a tuple of 2"),
+        ("dist_in", (None,), r"None is not a placement of|needs a tuple of 2"),
     ],
 )
 def test_placements_that_cannot_be(key, value, message):
@@ -166,7 +166,7 @@ def test_a_ladder_that_attaches_no_placements():
     ids=lambda option: next(iter(option)),
 )  # fmt: skip
 def test_passes_have_their_options_already(option):
-    with pytest.raises(GivenPassesError, match=rf"cannot follow {next(iter(option))}= which"):
+    with pytest.raises(GivenPassesError, match=rf"cannot be combined with {next(iter(option))}= which"):
         lower(llama().graph, "dp2", passes=default_passes(), **option)
 
 

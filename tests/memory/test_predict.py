@@ -113,7 +113,7 @@ def test_tokens_and_micro_batches():
     assert several.step_bytes == several.body.total_bytes + several.gradient_bytes
     assert several.peak_bytes == pytest.approx(small.peak_bytes, rel=0.02)  # no gradient is held twice
     assert small.body.result_bytes > 0 == several.body.result_bytes  # added to what is there, and freed
-    with pytest.raises(DimNameError, match="'tokens' is no dynamic dim of this model"):
+    with pytest.raises(DimNameError, match="'tokens' is not a dynamic dim of this model"):
         predict_memory(program, {"tokens": 64})
 
 

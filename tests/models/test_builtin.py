@@ -71,7 +71,7 @@ def test_global_random_state_is_left_alone():
 @pytest.mark.parametrize(
     ("spec", "options", "dtype", "error", "words"),
     [
-        ("lama", {}, "float32", UnknownModelError, r"did you mean 'llama'\? Built in are llama, gpt, vit, mlp;"),
+        ("lama", {}, "float32", UnknownModelError, r"did you mean 'llama'\? Built-in models are llama, gpt, vit, mlp;"),
         ("llama", {"layer": "3"}, "float32", ModelOptionError, "did you mean 'layers'"),
         ("llama", {"layers": "x"}, "float32", ModelOptionError, "must be an integer"),
         ("llama", {}, "float6", DtypeError, "Write one of float64, float32"),
@@ -83,7 +83,7 @@ def test_bad_words(spec, options, dtype, error, words):
 
 
 @pytest.mark.parametrize(
-    ("spec", "written"), [("./mine", r"hf:\./mine\. Built in"), ("mine", r"hf:\./mine\. Built in")]
+    ("spec", "written"), [("./mine", r"hf:\./mine\. Built-in models"), ("mine", r"hf:\./mine\. Built-in models")]
 )
 def test_a_folder_without_a_prefix(tmp_path, monkeypatch, spec, written):
     (tmp_path / "mine").mkdir()

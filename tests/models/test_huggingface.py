@@ -112,7 +112,7 @@ def test_no_network(monkeypatch):
         ("hf:dbrx", ModelTypeError, r"mixture of experts \(moe_num_experts=4\)"),
         ("hf:gemma3", ModelTypeError, "its decoder is 'hf:gemma3_text'"),
         ("hf:llama@9b", PresetError, "hf:llama@8b"),
-        ("hf:bloom@7b", PresetError, "There are hf:bloom@default"),
+        ("hf:bloom@7b", PresetError, "Known ones are hf:bloom@default"),
         ("hf:llama@", PresetError, "hf:llama@default"),
     ],
 )

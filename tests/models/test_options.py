@@ -67,7 +67,7 @@ def test_unknown_option_names_the_nearest():
 
 
 def test_unknown_option_lists_what_there_is():
-    with pytest.raises(ModelOptionError, match="there are layers, tied"):
+    with pytest.raises(ModelOptionError, match="known options are layers, tied"):
         with_options(Sizes(), {"qqq": "5"}, "it")
 
 

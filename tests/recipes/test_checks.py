@@ -101,7 +101,7 @@ CASES = {  # how it is set, and what the error says of the option, of why, and o
     "masks": (other_masks, "model_spec: llama3 has a get_attention_masks of its own. Use a dense model such as llama3"),
     "no decoder": (
         lambda: titan.stock_recipe("flux", "flux_debugmodel"),
-        "model_spec: flux is no decoder. Use a dense model such as llama3",
+        "model_spec: flux is not a decoder. Use a dense model such as llama3",
     ),
     "float8": (
         float8,
@@ -266,7 +266,7 @@ def test_strategies_of_another_number_of_ranks():
     with pytest.raises(StrategyWorldsError) as error:
         checked({512: "dp4", 2048: "dp2.tp2"}, world=4 * 2)
     assert "all 8 ranks" in str(error.value)
-    assert "'dp4' (up to 512 tokens) takes 4, 'dp2.tp2' (up to 2048 tokens) takes 4" in str(error.value)
+    assert "'dp4' (up to 512 tokens) uses 4, 'dp2.tp2' (up to 2048 tokens) uses 4" in str(error.value)
     with pytest.raises(StrategyWorldsError, match="all 2 ranks"):
         checked({512: "dp2", 2048: "dp2.tp2"})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -279,3 +281,38 @@ def test_calls_see_whatever_writes_to_the_weights():
     for rank in written():
         for name, have, want in rank:
             assert have == pytest.approx(want, rel=1e-11), name
+
+
+class Scans(nn.Module):
+    """`cummax` has no sharding rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head = nn.Embedding(131, 16), nn.Linear(16, 131)
+
+    def forward(self, input_ids):
+        return self.head(torch.cummax(self.embed(input_ids), -1).values)
+
+
+@WORLD.case
+def warned(rank):
+    """What is said by `parallelize`, and then by a plain call and an evaluation."""
+    said = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if not said:
+                model = fxpar.parallelize(Scans(), strategies={128: "tp2"}, monitor=False)
+            else:
+                model(torch.arange(24)[None])
+                model.evaluate(sequences(1, LENGTHS))
+        said.append([str(w.message) for w in caught if "sharding rule" in str(w.message)])
+    return said
+
+
+def test_a_missing_rule_is_said_once_by_one_rank():
+    first, second = warned()
+    assert [len(texts) for texts in first] == [1, 0]
+    assert "aten.cummax" in first[0][0]
+    assert second == [[], []]

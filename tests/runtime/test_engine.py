@@ -211,7 +211,7 @@ def budgets(rank):
     assert [m._session().engine.options.overlap for m in (both, enough, less, model)] == [True, True, False, False]
     assert less.memory == free
     with pytest.raises(MemoryBudgetError, match="home weights") as caught:
-        parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=100_000)
+        parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=1000)
     return free, model.memory, report.loss, str(caught.value)
 
 
@@ -222,6 +222,7 @@ def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
         assert tight.arena_bytes > 0 == free.arena_bytes
         assert loss_error([loss], want) <= 1e-12
         assert "tp4 alone" in message
+        assert ", but the budget is 1.0 kB. " in message
 
 
 @WORLD.case

@@ -152,7 +152,7 @@ def test_folders_that_cannot_be_read(tmp_path, damage, message):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(WeightsFolderError, match=r"is no folder\. Nothing is downloaded"):
+    with pytest.raises(WeightsFolderError, match=r"is not a folder\. Nothing is downloaded"):
         WeightsFolder.open(tmp_path / "meta-llama")
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsFolderError, match=r"has no \*\.safetensors$"):

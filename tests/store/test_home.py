@@ -59,7 +59,7 @@ def test_rules_choose_by_glob_and_the_first_wins():
     [
         ("lm_head.*", "R", "matches no parameter"),
         ("embed.weight", "S(2)", "does not have"),
-        ("embed.weight", "tp", "is no placement"),
+        ("embed.weight", "tp", "is not a placement"),
         ("embed.weight", DistConfig(Mesh((("a", 2),)), ((), ())), "2 ranks"),
         ("embed.weight", DistConfig(Mesh((("a", 4),)), ((AxisShard("a", (1, 1)),), ())), "strided"),
         (

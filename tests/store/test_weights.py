@@ -137,7 +137,7 @@ def test_a_hook_on_a_module_that_comes_late_is_a_warning():
 
 @WORLD.case
 def not_a_cluster(rank: int) -> None:
-    with pytest.raises(ParallelizeError, match=r"cluster='two.json' is no ClusterSpec.*from_file"):
+    with pytest.raises(ParallelizeError, match=r"cluster='two.json' is not a ClusterSpec.*from_file"):
         fxpar.parallelize(Tied(), strategies={16: "dp1"}, monitor=False, cluster="two.json")
 
 

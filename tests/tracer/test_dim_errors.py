@@ -47,7 +47,7 @@ def rows(x):
 )
 def test_the_length_of_a_tensor(function, what):
     """Python makes a number of it, which holds for the example alone: said with the line, and what to write."""
-    message = rf"^{what} is a fixed number to Python, but B, the rows of the batch, .*test_dim_errors\.py:\d+"
+    message = rf"^{what} is a fixed number in Python, but B, the rows of the batch, .*test_dim_errors\.py:\d+"
     with pytest.raises(errors.FixedLengthError, match=message):
         capture(With(function), sum_loss, X)
     capture(With(function), sum_loss, X, dynamic=None)

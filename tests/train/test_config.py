@@ -95,9 +95,9 @@ def test_the_demo_is_valid():
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("run.step=3", "run.step is no key; did you mean 'steps'?"),
-        ("run.zzz=3", "run.zzz is no key; [run] has steps, ranks"),
-        ("optimiser.lr=3", "[optimiser] is no section; did you mean 'optimizer'?"),
+        ("run.step=3", "run.step is not a known key; did you mean 'steps'?"),
+        ("run.zzz=3", "run.zzz is not a known key; [run] has steps, ranks"),
+        ("optimiser.lr=3", "[optimiser] is not a section; did you mean 'optimizer'?"),
         ("run.steps=many", 'run.steps = "many" must be an integer'),
         ("run.steps=true", "run.steps = true must be an integer"),
         ("run.steps=0", "run.steps = 0 must be 1 or more"),
@@ -110,14 +110,14 @@ def test_the_demo_is_valid():
         ("model.options=3", "model.options = 3 must be a table"),
         ("engine.order=[1]", "engine.order = [1] must be a list of texts"),
         ("engine.cluster=3", "engine.cluster = 3 must be a text or a table"),
-        ("engine.device_tflops=3", "engine.device_tflops is no key; [engine] has token_budget"),
+        ("engine.device_tflops=3", "engine.device_tflops is not a known key; [engine] has token_budget"),
         ("strategies.512=dq4", "strategies.512: strategy 'dq4': unknown axis 'dq'"),
-        ("strategies.many=dp4", "strategies.many is no length in tokens"),
+        ("strategies.many=dp4", "strategies.many is not a length in tokens"),
         ("strategies.512=4", "strategies.512 = 4 must be a strategy"),
         ("data.batch_sequences=3", "needs one of batch_tokens and batch_sequences"),
         ("run.steps", "--set run.steps: write section.key=value"),
         ("steps=3", "--set steps=3: write section.key=value"),
-        ("model.name.x=3", "--set model.name.x=3: name is no section"),
+        ("model.name.x=3", "--set model.name.x=3: name is not a section"),
         ("engine.token_budgets={a=1}", "engine.token_budgets.a = 1 must be a length and a number of tokens"),
     ],
 )
@@ -145,8 +145,8 @@ def test_missing_sections_and_keys():
 @pytest.mark.parametrize(
     ("word", "error", "expected"),
     [
-        ("strategies.512=dp2", errors.StrategyWorldsError, "'dp2' (up to 512 tokens) takes 2"),
-        ("run.ranks=8", errors.StrategyWorldsError, "must take all 8 ranks"),
+        ("strategies.512=dp2", errors.StrategyWorldsError, "'dp2' (up to 512 tokens) uses 2"),
+        ("run.ranks=8", errors.StrategyWorldsError, "must use all 8 ranks"),
         ("data.max_length=4096", errors.MaxLengthError, "Add a strategy for 4096 tokens"),
         ("engine.token_budget=100", errors.TokenBudgetError, "token budget 100"),
         ("engine.token_budgets={100 = 5000}", errors.UnknownBudgetError, "limit 100"),
@@ -162,7 +162,7 @@ def test_a_model_in_place_of_a_configuration(tmp_path):
         with pytest.raises(errors.ConfigFileError, match=r"No such file.*name = \.\.\. under \[model\]"):
             read_config(path)
     script.write_text("import torch\n")
-    with pytest.raises(errors.ConfigFileError, match=r"is no TOML.*name = \.\.\. under \[model\]"):
+    with pytest.raises(errors.ConfigFileError, match=r"is not valid TOML.*name = \.\.\. under \[model\]"):
         read_config(script)
 
 
@@ -171,7 +171,7 @@ def test_files(tmp_path):
     with pytest.raises(errors.ConfigFileError, match="No such file"):
         read_config(path)
     path.write_text("[model\n")
-    with pytest.raises(errors.ConfigFileError, match=r"is no TOML: [^.]*$"):
+    with pytest.raises(errors.ConfigFileError, match=r"is not valid TOML: [^.]*$"):
         read_config(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(errors.ConfigFileError):
@@ -202,8 +202,8 @@ def test_the_examples_are_valid():
 
 
 def test_weights_need_their_folder_and_their_tokenizer(tmp_path):
-    assert 'model.name: "nowhere/at/all" is no folder here' in message('model.name="hf:nowhere/at/all"')
-    assert 'model.weights: "nowhere" is no folder here' in message('model.weights="nowhere"')
+    assert 'model.name: "nowhere/at/all" is not a folder here' in message('model.name="hf:nowhere/at/all"')
+    assert 'model.weights: "nowhere" is not a folder here' in message('model.weights="nowhere"')
     for key in ("missing", "unused"):
         assert f"model.{key} is for weights from a folder" in message(f'model.{key}=["a"]')
     assert "would give its tokens other meanings" in message(f'model.weights="{tmp_path}"')

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 
 import pytest
@@ -10,7 +11,9 @@ from fxpar.cli.train import TrainRequest, how_to_go_on
 from fxpar.errors import LaunchError, RankFailedError
 from fxpar.train.config import parse_config
 from fxpar.train.demo import DEMO
-from fxpar.train.launch import describe_failure, first_failure
+from fxpar.train.launch import _interrupts, describe_failure, first_failure
+from fxpar.train.stop import StopRequest
+from fxpar.train.worker import STEPPING, STOP
 
 
 def failure(tmp_path, rank, text=None, code=1, time=100):
@@ -95,3 +98,32 @@ def test_how_to_go_on_is_the_command_with_resume(tmp_path, monkeypatch):
         "Go on from runs/demo-now/checkpoints/step-00000004 with: fxpar train --demo --set run.seed=3 --set "
         "'model.options.dim=[1, 2]' --set run.folder=runs/demo-now --steps 9 --resume"
     )
+
+
+def test_ctrl_c_waits_for_a_step_only_if_one_has_begun(tmp_path):
+    """Before the first step, and the second time, it ends at once."""
+    said = []
+    with _interrupts(tmp_path, said.append):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        (tmp_path / STEPPING).touch()
+        signal.raise_signal(signal.SIGINT)
+        assert (tmp_path / STOP).exists()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert said == ["stopping after this step; Ctrl-C again ends at once"]
+
+
+def test_a_rank_of_torchrun_does_so_too(tmp_path):
+    with StopRequest() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        stop.step_begins()
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with StopRequest(tmp_path / STOP, tmp_path / STEPPING) as stop:
+        stop.step_begins()
+        assert (tmp_path / STEPPING).exists()
+        assert not stop.asked

@@ -8,7 +8,7 @@ import torch
 from fxpar.errors import GradientNormError
 from fxpar.train.config import OptimizerConfig, ScheduleConfig
 from fxpar.train.loop import Hooks, Training, run_steps
-from fxpar.train.optimize import factor, make_optimizer, make_schedule
+from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
 from fxpar.train.records import Totals
 from tests.train.fakes import FakeModel, batches
 
@@ -122,3 +122,13 @@ def test_optimizers(name, implementation):
     before = model.weight.clone()
     optimizer.step()
     assert not torch.equal(before, model.weight)
+
+
+def test_another_number_of_steps_changes_the_schedule():
+    linear = ScheduleConfig(kind="linear", warmup=0, final=0.0)
+    said = changed_schedule(linear, 11, 21, 5, 0.1)
+    assert said == (
+        "the linear schedule now ends at step 21, not 11: step 6 runs with learning rate 7.50e-02 instead of 5.00e-02"
+    )
+    assert changed_schedule(linear, 11, 11, 5, 0.1) == ""
+    assert changed_schedule(ScheduleConfig(kind="constant"), 11, 21, 5, 0.1) == ""

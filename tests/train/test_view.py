@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from fxpar.train.records import Totals
-from fxpar.train.view import LiveView, PlainView, open_view, step_line, summary_lines
+from fxpar.train.view import LiveView, PlainView, group_table, group_text, open_view, step_line, summary_lines
 from tests.train.test_metrics import steps
 
 
@@ -28,6 +29,12 @@ def test_one_plain_line_per_step():
     assert "switch 125 ms 2.0 MB" in lines[0]
     assert lines[3] == "checkpoint [a]"
     assert "\x1b" not in out.file.getvalue()
+
+
+def test_a_small_switch_is_not_0():
+    (record,) = steps(1)
+    (group, *_) = record.groups
+    assert "960 B" in group_text(replace(group, switch_bytes=960))
 
 
 def test_line_of_a_skipped_step():
@@ -58,3 +65,19 @@ def test_summary():
     table = [line for line in text.splitlines() if " cp4 " in line]
     assert len(table) == 1
     assert "125 ms" in table[0]
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words():
+    records = steps(2)
+    for width in (60, 80, 120):
+        out = Console(width=width, force_terminal=True, color_system=None)
+        with out.capture() as caught:
+            out.print(group_table(records[-1], width))
+        lines = caught.get().splitlines()
+        assert all(len(line) <= width for line in lines)
+        assert "…" not in caught.get()
+        assert ("longest" in lines[0]) == (width > 80)
+        assert len(lines) == 1 + len(records[-1].groups)
+    table = "\n".join(summary_lines(Totals.of(records), 60)).partition("(switch")[0].splitlines()
+    assert max(map(len, table)) <= 60
+    assert "  strategy cp4" in table

@@ -80,7 +80,7 @@ def test_all_gathers():
             switch.run()
             assert_right(target, rank, small)
             seen += switch.counts.executions
-        with pytest.raises(ExecutionError, match="is no set of all-gathers"):
+        with pytest.raises(ExecutionError, match="is not a set of equal all-gathers"):
             Switch(cut, rank, [], held(layout("tp4@1"), rank), execution="all_gather")
         return seen
 

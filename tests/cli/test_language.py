@@ -1,0 +1,50 @@
+"""Help and messages are in plain English: phrases that were translated word by word do not come back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fxpar
+from fxpar.cli.app import COMMANDS, app
+
+ERRORS = Path(fxpar.__file__).parent / "errors"
+TRANSLATED = re.compile(
+    r"\bsay (why|which)\b|\blies? (as|so|otherwise)\b|as it does|(?<!there )\bis no [a-z]|\banew\b|what else would"
+    r"|belongs into|\bplays\b|of which the|as a further|if another\b",
+    re.IGNORECASE,
+)
+
+
+def strings(path: Path) -> Iterator[str]:
+    """The texts of messages in a file: every string that is not a docstring, parts of f-strings joined."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+@pytest.mark.parametrize("path", sorted(ERRORS.glob("*.py")), ids=lambda path: path.stem)
+def test_messages(path):
+    assert [text for text in strings(path) if TRANSLATED.search(text)] == []
+
+
+def test_help():
+    """All commands in one process: each start takes half a second."""
+    for words in ([], *([name] for name, *_ in COMMANDS)):
+        text = CliRunner().invoke(app, [*words, "--help"], terminal_width=120).output
+        assert (words, TRANSLATED.search(" ".join(text.split()))) == (words, None)
