@@ -8,12 +8,13 @@ from dataclasses import replace
 from fxpar.ir.strategy import Pipeline, Remat, Strategy
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
-SAVINGS = (
-    {},
-    {"remat": Remat("selective")},
-    {"zero": 3},
-    {"remat": Remat("full")},
-    {"zero": 3, "remat": Remat("full")},
+# ZeRO level, and what is recomputed.
+SAVINGS: tuple[tuple[int, Remat | None], ...] = (
+    (0, None),
+    (0, Remat("selective")),
+    (3, None),
+    (0, Remat("full")),
+    (3, Remat("full")),
 )
 
 
@@ -45,7 +46,5 @@ def without_stages(strategy: Strategy) -> Strategy:
 
 def with_savings(shape: Strategy, level: int) -> Strategy | None:
     """`shape` with what level `level` of SAVINGS adds; None where that would change nothing."""
-    saving = dict(SAVINGS[level])
-    if saving.get("zero") and not shape.data_axes:
-        return None
-    return replace(shape, **saving)
+    zero, remat = SAVINGS[level]
+    return None if zero and not shape.data_axes else replace(shape, zero=zero, remat=remat)
