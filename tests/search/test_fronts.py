@@ -87,7 +87,7 @@ def test_sync_that_is_not_felt_does_not_count():
     border_s=st.lists(st.integers(0, 3), min_size=2, max_size=2),
 )
 @example(choices=[(1, 1, 5, 0), (1, 2, 0, 0)], layers=2, hidden_s=5, border_s=[0, 0])
-@example(choices=[(1, 1, 0, 0), (1, 2, 0, 1), (0, 9, 0, 1)], layers=2, hidden_s=0, border_s=[6, 6])
+@example(choices=[(3, 2, 0, 0), (4, 2, 0, 0), (4, 0, 0, 1)], layers=3, hidden_s=0, border_s=[3, 6])
 def test_a_front_replaces_all_plans(choices, layers, hidden_s, border_s):
     """Each sequence of strategies is beaten by a point; and each point is what its own sequence takes."""
     mb, layer_s, exposed_s, layouts = (np.array(column) for column in zip(*choices, strict=True))

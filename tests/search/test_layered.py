@@ -248,6 +248,23 @@ def test_what_fits_beside_some_of_the_ends_does_not_beside_all():
     assert (found.strategies, found.ends, found.predicted_s) == (("fast",), "slow", 8.75)
 
 
+def test_a_front_that_is_cut_off_lowers_the_bound(monkeypatch):
+    """With room for one point the fastest layers are kept, whose sync costs more than it saves: 26.75 s are missed."""
+    space = one_space(
+        layers=(2,),
+        layer_s=np.array([4.25, 6.0]),
+        exposed_s=np.array([4.0, 0.0]),
+        layer_mb=np.array([[8, 2]]),
+        ends_s=np.array([[2.25]]),
+        layouts=np.array([0, 0]),
+    )
+    assert search(Spaces(space), 52 * MB).predicted_s == 26.75
+    monkeypatch.setattr(layered, "_MOST_POINTS", 1)
+    found = search(Spaces(space), 52 * MB)
+    assert found.lower_bound_s < 26.75 < found.predicted_s
+    assert found.gap > 0
+
+
 def test_nothing_fits():
     """The message says what would."""
     with pytest.raises(
