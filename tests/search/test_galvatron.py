@@ -285,6 +285,14 @@ def test_the_floor_of_a_step(data):
     assert GalvatronCost.floor_s(None, c, layers_s + more, exposed_s + longer, ends_s) >= floor_s - 1e-9
 
 
+def test_a_step_that_is_called_shorter_for_a_slower_stage(tiny):
+    """The second of four stages hides the sync of the third: the floor does not follow."""
+    sync_s, ends_s = np.array([0.0, 0, 9, 0]), np.zeros(4)
+    slow, slower = (np.array([5.0, second, 0, 0]) for second in (0, 1))
+    assert [tiny.step_s(4, one, sync_s, ends_s) for one in (slow, slower)] == [24, 23]
+    assert [tiny.floor_s(4, one, sync_s, ends_s) for one in (slow, slower)] == [20, 20]
+
+
 @settings(max_examples=examples(20))
 @given(data=st.data())
 def test_hidden_sync_makes_no_step_longer(data):
@@ -363,5 +371,18 @@ def test_too_little_memory(profiles):
         NothingFitsError, match=r"into 4\.00 GB per device\. The smallest is tp8\+sp\+remat in 64 micro-batches with"
     ) as caught:
         search(llama(profiles), 4 * GB)
+    assert "14.16 GB" in str(caught.value)
     needed = float(str(caught.value).partition(" with ")[2].partition(" GB")[0])
     assert search(llama(profiles), int((needed + 0.01) * GB)).predicted_s > 4
+
+
+def test_too_little_memory_where_some_is_set_aside(profiles):
+    """A fifth of what the smallest plan asks for is not for it."""
+    cost = llama(profiles, layers=80)
+    with pytest.raises(NothingFitsError) as caught:
+        search(cost, 21 * GB)
+    needed = float(str(caught.value).partition(" with ")[2].partition(" GB")[0])
+    assert 21 < needed < 50
+    assert search(cost, int((needed + 0.01) * GB)).predicted_s > 4
+    with pytest.raises(NothingFitsError):
+        search(cost, int((needed - 0.01) * GB))

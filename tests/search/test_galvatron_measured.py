@@ -56,3 +56,10 @@ def test_a_group_that_was_not_measured(profiles):
     network = dataclasses.replace(profiles.networks[1, 8], reduce_mb_per_ms={(8, True): 1.0})
     with pytest.raises(PlanOptionError, match="no allreduce_size_4_consec_"):
         search(llama(dataclasses.replace(profiles, networks={(1, 8): network})), 38 * GB)
+
+
+def test_of_two_clusters_that_of_fewer_nodes(profiles):
+    """Both have eight devices."""
+    networks = {(2, 4): profiles.networks[2, 8], (1, 8): profiles.networks[1, 8]}
+    measured = llama(dataclasses.replace(profiles, networks=networks)).measured
+    assert measured.network is networks[1, 8]

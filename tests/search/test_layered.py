@@ -223,6 +223,48 @@ def test_layers_of_one_layout_stand_together():
     assert found.predicted_s == 2 * 6.75
 
 
+def test_the_order_of_layers_is_that_of_the_cheaper_border():
+    """From small to fast it costs a quarter of a second, and two the other way."""
+    space = one_space(border_s=np.array([[0.0, 2.0], [0.25, 0.0]]))
+    found = search(Spaces(space), 26 * MB)
+    assert (found.strategies, found.predicted_s) == (("small", "fast", "fast"), 2 * 4.75)
+
+
+def test_what_fits_beside_some_of_the_ends_does_not_beside_all():
+    """The fast layer is as large as all room beside the larger of them."""
+    space = one_space(
+        layers=(1,),
+        layer_s=np.array([1.25, 3.25]),
+        exposed_s=np.array([3.25, 3.0]),
+        layer_mb=np.array([[11, 1]]),
+        ends=("large", "slow"),
+        ends_s=np.array([[0.0], [3.0]]),
+        ends_mb=np.array([[8], [4]]),
+        alike=((0, 0), (1, 1)),
+        layouts=np.array([0, 0]),
+    )
+    assert search(Spaces(space), 19 * MB).strategies == ("fast",)
+    found = search(Spaces(space), 18 * MB)
+    assert (found.strategies, found.ends, found.predicted_s) == (("fast",), "slow", 8.75)
+
+
+def test_a_front_that_is_cut_off_lowers_the_bound(monkeypatch):
+    """With room for one point the fastest layers are kept, whose sync costs more than it saves: 26.75 s are missed."""
+    space = one_space(
+        layers=(2,),
+        layer_s=np.array([4.25, 6.0]),
+        exposed_s=np.array([4.0, 0.0]),
+        layer_mb=np.array([[8, 2]]),
+        ends_s=np.array([[2.25]]),
+        layouts=np.array([0, 0]),
+    )
+    assert search(Spaces(space), 52 * MB).predicted_s == 26.75
+    monkeypatch.setattr(layered, "_MOST_POINTS", 1)
+    found = search(Spaces(space), 52 * MB)
+    assert found.lower_bound_s < 26.75 < found.predicted_s
+    assert found.gap > 0
+
+
 def test_nothing_fits():
     """The message says what would."""
     with pytest.raises(
