@@ -82,10 +82,18 @@ class Plan:
 def read_plan(path: str) -> Plan:
     """Read and check a file. Raises PlanFileError, which names the key."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_plan(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
         raise PlanFileError(path, f"it cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise PlanFileError(path, f"it is no TOML: {error}") from error
+
+
+def parse_plan(text: str, path: str) -> Plan:
+    """Check the text of a plan; `path` names it in errors. Raises PlanFileError."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise PlanFileError(path, f"it is no TOML: {error}") from error
     if data.pop("fxpar_plan", None) != VERSION:
         raise PlanFileError(path, f"it does not begin with fxpar_plan = {VERSION}", "Write one with `fxpar plan -o`")
