@@ -135,7 +135,7 @@ class Priced:
         """For micro-batches of so many tokens, which may be one sequence.
 
         Predicted at the `anchors` around it, and on the straight line in between: a peak is the largest of sums that
-        grow evenly with the tokens, so it lies on that line or below, but for a permille that kernels need in blocks.
+        grow evenly with the tokens, so it lies on that line or below, but for a hundredth that kernels need in blocks.
         """
         place = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
         low, high = self.anchors[place - 1], self.anchors[place]
