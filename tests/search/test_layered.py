@@ -265,6 +265,28 @@ def test_a_front_that_is_cut_off_lowers_the_bound(monkeypatch):
     assert found.gap > 0
 
 
+def test_a_plan_that_is_called_faster_for_a_slower_stage_lowers_the_bound():
+    """The slow strategy on the second of four stages would hide a second of the third's sync, and is not looked at."""
+    only = np.full((4, 4), 99)  # of four strategies each stage has room for one, and the second for two
+    only[0, 0] = only[1, 2] = only[1, 3] = only[2, 1] = only[3, 2] = 1
+    space = one_space(
+        micro_batches=4,
+        layers=(1, 1, 1, 1),
+        strategies=("first", "synced", "quick", "slow"),
+        layer_s=np.array([5.0, 0.0, 0.0, 1.0]),
+        exposed_s=np.array([0.0, 9.0, 0.0, 0.0]),
+        layer_mb=only,
+        ends_s=np.zeros((1, 4)),
+        ends_mb=np.zeros((1, 4), np.int64),
+        alike=(),
+        layouts=np.zeros(4, np.int64),
+    )
+    found = search(Spaces(space), 10 * MB)
+    assert found.strategies == ("first", "quick", "synced", "quick")
+    assert found.predicted_s == 24 == seconds(space, [0, 2, 1, 2], 0)
+    assert found.lower_bound_s == 20 < 23 == seconds(space, [0, 3, 1, 2], 0)
+
+
 def test_nothing_fits():
     """The message says what would."""
     with pytest.raises(
