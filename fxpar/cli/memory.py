@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,12 +12,13 @@ from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
-from fxpar.cli.source import read_for_store, read_rows, strategies_of
+from fxpar.cli.source import from_cache, placed_words, read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
+from fxpar.memory.prediction import prediction_of
 
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
 _LEAST = 16  # columns for text that goes on below a number
@@ -56,13 +58,20 @@ def run_memory(request: MemoryRequest) -> None:
 def _predicted(
     request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None
 ) -> tuple[MemoryPrediction, tuple[str, ...]]:
-    """The prediction, and what the lowering notes."""
-    sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
-    program = read_for_store(request.source, strategy, sizes)
+    """The prediction, and what the lowering notes: kept, as a prediction runs the graph on the meta device."""
     count = request.micro_batches or (strategy.pipeline_size if strategy.pipeline_size > 1 else 2)
-    conditions = Conditions(longest=request.longest)
-    found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
-    return found, program.notes
+
+    def build() -> tuple[dict[str, Any], tuple[str, ...]]:
+        sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
+        program = read_for_store(request.source, strategy, sizes)
+        conditions = Conditions(longest=request.longest)
+        found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
+        return asdict(found), program.notes
+
+    asked = {"tokens": request.tokens, "longest": request.longest, "micro_batches": count, "cluster": repr(cluster)}
+    what = {"kind": "memory", **asked, **placed_words(request.source, strategy)}
+    fields, notes = from_cache(request.source, what, build, strategy)
+    return prediction_of(fields), notes
 
 
 def _device_bytes(request: MemoryRequest, cluster: ClusterSpec | None) -> int | None:

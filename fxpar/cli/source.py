@@ -99,7 +99,7 @@ def read_lowered(source: GraphSource, strategy: Strategy | None) -> TrainGraph:
 
         return lower(read_rows(source), strategy, storage=storage_dtype(source))
 
-    return from_cache(source, {"kind": "exec", **_placed(source, strategy)}, build, strategy)
+    return from_cache(source, {"kind": "exec", **placed_words(source, strategy)}, build, strategy)
 
 
 def read_for_store(source: GraphSource, strategy: Strategy, sizes: Mapping[str, int] | None = None) -> TrainGraph:
@@ -113,7 +113,7 @@ def read_for_store(source: GraphSource, strategy: Strategy, sizes: Mapping[str, 
 
         return lower(read_rows(source), strategy, for_store=True, sizes=sizes)
 
-    return from_cache(source, {"kind": "for store", "sizes": sizes, **_placed(source, strategy)}, build, strategy)
+    return from_cache(source, {"kind": "for store", "sizes": sizes, **placed_words(source, strategy)}, build, strategy)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def read_layouts(source: GraphSource, strategies: Sequence[Strategy]) -> list[La
                 {fqn: tuple((g.shape, g.dist, g.dtype) for g in terms) for fqn, terms in gradients.items()},
             )
 
-        world, params, gradients = from_cache(source, {"kind": "layout", **_placed(source, strategy)}, build, strategy)
+        what = {"kind": "layout", **placed_words(source, strategy)}
+        world, params, gradients = from_cache(source, what, build, strategy)
         return Layouts(
             ParamLayout(str(strategy), world, {fqn: PlacedParam(*fields) for fqn, fields in params.items()}),
             {fqn: tuple(GradientPlacement(*fields) for fields in terms) for fqn, terms in gradients.items()},
@@ -184,7 +185,7 @@ def read_annotated(source: GraphSource, strategy: Strategy | None) -> AnnotatedG
 
         return annotate(read_rows(source), strategy)
 
-    return from_cache(source, {"kind": "annotated", **_placed(source, strategy)}, build, strategy)
+    return from_cache(source, {"kind": "annotated", **placed_words(source, strategy)}, build, strategy)
 
 
 def read_graph(source: GraphSource, stage: str | None, strategy: Strategy | None) -> SavedGraph:
@@ -344,7 +345,7 @@ def _words(source: GraphSource) -> dict[str, Any]:
     return words
 
 
-def _placed(source: GraphSource, strategy: Strategy) -> dict[str, Any]:
+def placed_words(source: GraphSource, strategy: Strategy) -> dict[str, Any]:
     """What decides how a capture is placed and lowered, as JSON."""
     return {**strategy.to_json(), "precision": source.precision, "storage": source.storage}
 

@@ -140,6 +140,13 @@ class MemoryPrediction:
         return {**asdict(self), "sizes": dict(self.sizes), "body": body, "stages": stages, **sums}
 
 
+def prediction_of(fields: Mapping[str, Any]) -> MemoryPrediction:
+    """The prediction whose fields, by `dataclasses.asdict`, these are."""
+    stages: tuple[Any, ...] = tuple({**one, "peak": Peak(**one["peak"])} for one in fields["stages"])
+    made: dict[str, Any] = {"body": Peak(**fields["body"]), "stages": tuple(StageMemory(**one) for one in stages)}
+    return MemoryPrediction(**{**fields, **made})
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """What the ranks `ranks[0]` to `ranks[1]` hold; `series` is above `level_bytes`.

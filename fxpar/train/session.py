@@ -90,8 +90,8 @@ class TrainSession:
 
     def _take_schedule(self, before: int) -> None:
         """The next step's learning rate is that of this run, where it has other steps than the one `before`."""
-        config, rates = self.config, self.training.scheduler.base_lrs
-        self.changed = changed_schedule(config.schedule, before, config.run.steps, self.step, float(rates[0]))
+        config, rates = self.config, list(map(float, self.training.scheduler.base_lrs))
+        self.changed = changed_schedule(config.schedule, before, config.run.steps, self.step, rates[0])
         if self.changed:
             at = factor(config.schedule, config.run.steps)(self.step)
             for group, rate in zip(self.training.optimizer.param_groups, rates, strict=True):

@@ -55,5 +55,5 @@ def test_tensor(dtype):
 
 @pytest.mark.parametrize("bad", [object(), {1, 2}, b"x", torch.zeros(5000)])
 def test_names_the_place(bad):
-    with pytest.raises(PlainValueError, match=r"extra\.loader\[1\] is a "):
+    with pytest.raises(PlainValueError, match=r"extra\.loader\[1\] is an? "):
         encode({"loader": [0, bad]}, "extra")

@@ -171,3 +171,15 @@ def test_old_entries_go(captures, monkeypatch, tmp_path):
         cache.write(str(i), {}, i)
     assert len(list((tmp_path / "cache" / "graphs").iterdir())) == 4
     assert cache.read("8", {}) == 8
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "pp2"])
+def test_a_prediction_of_memory_is_kept(captures, monkeypatch, strategy):
+    """The second time nothing runs on the meta device, and other tokens are another prediction."""
+    words = ("memory", "mlp", "-s", strategy)
+    first = fxpar(*words)
+    assert first[0] == 0
+    again = RuntimeError("predicted again")
+    monkeypatch.setattr("fxpar.cli.memory.predict_memory", lambda *args, **options: (_ for _ in ()).throw(again))
+    assert fxpar(*words) == first
+    assert "predicted again" in fxpar(*words, "--tokens", "32")[2]

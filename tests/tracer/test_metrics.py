@@ -52,7 +52,7 @@ def test_metrics_are_results_of_the_graph_and_need_no_scale():
         (lambda a, b: {"acc": a.argmax(-1)}, r"has 1 dim\(s\)"),
         (lambda a, b: {"acc": 0.5}, "is a float"),
         (lambda a, b: {"acc": (a.sum(),)}, "not of two"),
-        (lambda a, b: {"acc": (a.sum(), 3)}, "is a int"),
+        (lambda a, b: {"acc": (a.sum(), 3)}, "is an int"),
         (lambda a, b: {"loss": a.sum()}, "another name"),
         (lambda a, b: {3: a.sum()}, "another name"),
     ],
