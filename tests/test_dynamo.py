@@ -206,7 +206,7 @@ def test_sizes_in_the_program(related):
         same_as_eager(model, program, rows(5), rows(7))
     parallel = compiled(lambda *args: program(model, *args))
     if related:
-        with pytest.warns(FxparWarning, match="captured anew"):
+        with pytest.warns(FxparWarning, match="captured again"):
             parallel(rows(5), rows(7), 3)
     for n, factor in ((5, 3), (8, 3), (9, 4), (5, 3)):
         x, other = rows(n), rows(n + 2)

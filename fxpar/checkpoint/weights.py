@@ -171,7 +171,7 @@ def _aside(final: Path, rank: int, group: dist.ProcessGroup | None) -> Iterator[
 
     def make() -> None:
         if final.is_file() or (final.is_dir() and any(final.iterdir())):
-            raise CheckpointWriteError(final, "is there already. Name a folder that is empty or does not exist")
+            raise CheckpointWriteError(final, "already exists. Name a folder that is empty or does not exist")
         aside.mkdir(parents=True)
 
     try:

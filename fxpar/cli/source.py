@@ -206,7 +206,7 @@ def read_file(source: GraphSource) -> SavedGraph:
     """The graph of a file, as it is. Raises GraphFileError, also for options that only a model has."""
     graph = load_graph(source.model)
     given = {"--dtype": source.dtype != GraphSource.dtype, "--tokens": source.tokens, "--set": source.options}
-    _refuse(source.model, "its graph is captured already", given)
+    _refuse(source.model, "its graph is already captured", given)
     return graph
 
 
@@ -218,7 +218,7 @@ def check_placed(source: GraphSource, graph: AnnotatedGraph | TrainGraph, strate
         "--override": source.overrides,
         "--world": source.world not in (None, graph.strategy.world),
     }
-    _refuse(source.model, f"its graph is placed already, under {graph.strategy}", given)
+    _refuse(source.model, f"its graph is already placed, under {graph.strategy}", given)
     if strategy is not None and strategy != graph.strategy:
         why = f"it holds a graph under {graph.strategy}, not {strategy}"
         do = "Leave --strategy out, or dump the model without a strategy and name one here"
@@ -234,7 +234,7 @@ def check_stage(strategy: Strategy, index: int) -> None:
 def _refuse(path: str, why: str, given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value:
-            raise GraphFileError(path, f"{option} comes too late, {why}", f"Dump the model again with {option}")
+            raise GraphFileError(path, f"{option} comes too late: {why}", f"Dump the model again with {option}")
 
 
 def load_meta(source: GraphSource) -> LoadedModel:

@@ -97,7 +97,7 @@ def _groups(strategy: Strategy, axes: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass(eq=False)
 class _Compiled:
-    """What Dynamo calls in place of one graph. `fixed`: it holds for one set of sizes only, and is captured anew for
+    """What Dynamo calls in place of one graph. `fixed`: it holds for one set of sizes only, and is captured again for
     others.
     """
 
@@ -191,7 +191,7 @@ class _Compiled:
             try:
                 self.graphs[self._key(values)] = self._capture(values, batch, dims)
             except SpecializedShapeError as error:
-                warn(f"each new size of its inputs is captured anew: {error}")
+                warn(f"each new size of its inputs is captured again: {error}")
                 self.fixed = True
         key = self._key(values)
         if key not in self.graphs:

@@ -44,7 +44,7 @@ class DynamicDimError(CaptureError):
 
 
 class DeviceError(CaptureError):
-    """The model lies on several devices, or its code asks for a device that it is not on."""
+    """The model is on several devices, or its code asks for a device that it is not on."""
 
 
 class LossError(CaptureError):

@@ -171,7 +171,7 @@ def _decoded(path: str | Path, archive: Archive, name: str) -> Any:
         wrote = f"fxpar {writer} wrote it in version {version} of the format"
         raise GraphFileError(path, f"{wrote}, this fxpar reads version {VERSION}", "Dump it again with this fxpar")
     if contents.keys() != set(_MEMBERS):
-        raise GraphFileError(path, "it is not a graph file, or not all of it is there", _MAKE)
+        raise GraphFileError(path, "it is not a graph file, or it is incomplete", _MAKE)
     if _digest(contents) != header.get("sha256"):
         raise GraphFileError(path, "its content is not what was written", "Copy or dump it again")
     try:
@@ -226,7 +226,7 @@ def _read(path: str | Path) -> Archive:
     except _TooLargeError as error:
         raise GraphFileError(path, str(error), "Graphs of fxpar are smaller; ask whoever made it") from error
     except Exception as error:  # zipfile raises a dozen kinds for what is no zip archive
-        raise GraphFileError(path, "it is not a graph file, or not all of it is there", _MAKE) from error
+        raise GraphFileError(path, "it is not a graph file, or it is incomplete", _MAKE) from error
 
 
 class _TooLargeError(ValueError):

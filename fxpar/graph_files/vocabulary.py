@@ -204,7 +204,7 @@ def check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
                 raise GraphFormatError(f"op {target} lacks its operand {argument.name!r}")
         elif not _fits(given[argument.name], argument.kind, argument):
             what = f"{argument.name}={shown(given[argument.name])}"
-            raise GraphFormatError(f"op {target} cannot take {what}: it wants {argument.kind}")
+            raise GraphFormatError(f"op {target} cannot take {what}: it takes {argument.kind}")
 
 
 def _check_function(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -179,7 +179,7 @@ class DistConfig:
         found = OuterShard(cuts[0][0], self.mesh.degree(cuts[0][1].axis), P if terms else R) if cuts else R
         same = DistConfig.replicated(self.mesh, self.ndim).with_placement(axis, found)
         if list(same.partial) != terms or [e for entries in same.dims for e in entries] != [e for _, e in cuts]:
-            raise PlacementError(f"{self} lies on parts of axis {axis!r} in a way that no placement says")
+            raise PlacementError(f"{self} is placed on parts of axis {axis!r} in a way that no placement describes")
         return found
 
     def with_placement(self, axis: str, placement: Placement) -> DistConfig:

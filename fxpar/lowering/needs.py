@@ -179,12 +179,12 @@ def _undone(node: fx.Node, out: Output, graph: AnnotatedGraph, spread: dict[fx.N
     if deferred is not None:
         terms = dist.with_placement(REPLICAS, Partial()) if graph.strategy.replicas > 1 else dist
         if deferred != terms:
-            return f"is to be summed up as {deferred}, and lies as {dist}"
-        return "" if spread.get(node, True) else "is summed over dp, and is to be summed up again as deferred"
+            return f"is to be summed as {deferred}, but is placed as {dist}"
+        return "" if spread.get(node, True) else "is summed over dp already, and would be summed again as deferred"
     if dist.partial:
-        return f"is a sum that nobody has taken: {dist}"
+        return f"is a partial sum that is never reduced: {dist}"
     if out.kind in ("loss", "buffer", "value", "input_grad") and any(dist.dims):
-        return f"is to be whole on every rank of a replica, and lies as {dist}"
+        return f"must be whole on every rank of a replica, but is placed as {dist}"
     if out.kind in ("loss", "grad", "buffer") and spread.get(node) and not _is_flag(node, out):
         return "is that of one replica. Run reduce_gradients once, or sum it over dp"
     return ""

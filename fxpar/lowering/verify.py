@@ -90,7 +90,7 @@ def misfit(graph: AnnotatedGraph, nodes: Iterable[fx.Node] | None = None) -> str
         for operand, config in zip(tensor_operands(node), wanted, strict=False) if wanted else ():
             lies = operand.meta.get("dist")
             if lies is not config and lies != config and (lies is not None or not local):
-                return f"{where(node)} wants {operand.name} as {config}, it lies as {lies}"
+                return f"{where(node)} needs {operand.name} as {config}, but it is {lies}"
     return ""
 
 

@@ -162,6 +162,6 @@ def with_multiples(
 def _device(module: nn.Module) -> torch.device:
     types = {t.device.type for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"}
     if len(types) > 1:
-        raise ParallelizeError(f"the module lies on several devices: {', '.join(sorted(types))}")
+        raise ParallelizeError(f"the module is on several devices: {', '.join(sorted(types))}")
     kind = next(iter(types), "cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

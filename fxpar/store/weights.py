@@ -151,7 +151,7 @@ class WeightStore:
             for fqn, aliases in names.items():
                 whole = module.get_parameter(fqn)
                 if isinstance(whole, DTensor):
-                    raise ParallelizeError(f"{fqn} is a DTensor already; hand over a model that nobody has sharded")
+                    raise ParallelizeError(f"{fqn} is a DTensor already; pass a model that is not sharded yet")
                 if has_gradient_hook(whole):
                     raise GradientHookError(fqn)
                 self._take_home(fqn, whole)

@@ -47,7 +47,7 @@ class ParamLayout:
                 if dist.is_partial:
                     raise LayoutError(self.name, f"{fqn} is a partial sum, {dist}; reduce it before a switch")
                 if dist.mesh.last >= self.world:
-                    raise LayoutError(self.name, f"{fqn} lies on ranks up to {dist.mesh.last} of {self.world}")
+                    raise LayoutError(self.name, f"{fqn} is placed on ranks up to {dist.mesh.last} of {self.world}")
                 dist.local_shape(param.shape)  # raises PlacementError where a strided shard does not divide
 
     def with_dtype(self, dtype: torch.dtype) -> ParamLayout:

@@ -130,7 +130,7 @@ def model_device(model: nn.Module) -> torch.device:
             devices.setdefault(tensor.device.type, name)
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise DeviceError(f"the model lies on several devices: {where}. Move it to one device first")
+        raise DeviceError(f"the model is on several devices: {where}. Move it to one device first")
     return torch.device(next(iter(devices), "cpu"))
 
 

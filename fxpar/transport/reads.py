@@ -75,7 +75,7 @@ class Reader:
         if found is None:
             names = ", ".join(repr(holding.layout.name) for holding in candidates)
             raise HoldingError(
-                names, fqn, f"{text_of(piece.box)} is to be sent by rank {self.target.rank}, which was not given it"
+                names, fqn, f"{text_of(piece.box)} must be sent by rank {self.target.rank}, which does not have it"
             )
         return found
 

@@ -122,7 +122,7 @@ def _check_placements(name: str, placements: object) -> None:
 
 def _check(name: str, tensor: DTensor, what: str) -> None:
     if not isinstance(tensor, DTensor):
-        raise RedistributeError(name, f"{what} no DTensor but {a_type(tensor)}; see DTensor.from_local")
+        raise RedistributeError(name, f"{what} {a_type(tensor)}, not a DTensor; see DTensor.from_local")
     if tensor.grad_fn is not None:
         raise RedistributeError(name, f"{what} a result of autograd, and no gradient would flow back; detach it")
     if is_nested_by_hand(tensor):

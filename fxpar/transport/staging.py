@@ -63,5 +63,5 @@ def staging_on(device: torch.device, given: Staging | None) -> Staging:
     if given is None:
         return Staging(device)
     if torch.device(given.device).type != device.type:
-        raise ExecutionError("any", f"staging lies on {given.device}, the tensors on {device}")
+        raise ExecutionError("any", f"staging is on {given.device}, the tensors on {device}")
     return given

@@ -125,7 +125,7 @@ def test_one_process_writes_floats_in_the_dtype_asked_for(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
     save_weights(Small(), tmp_path / "out")
-    with pytest.raises(CheckpointWriteError, match=r"is there already\. Name a folder that is empty"):
+    with pytest.raises(CheckpointWriteError, match=r"already exists\. Name a folder that is empty"):
         save_weights(Small(), tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointWriteError, match="cannot be written: NotADirectoryError"):

@@ -37,7 +37,7 @@ def test_what_cannot_be_exported(run, tmp_path):
     code, _, err = fxpar("export", tmp_path / "nothing", tmp_path / "out")
     assert (code, "there is no complete checkpoint in this folder" in err) == (1, True)
     code, _, err = fxpar("export", run, run)
-    assert (code, "is there already" in err) == (1, True)
+    assert (code, "already exists" in err) == (1, True)
     code, _, err = fxpar("export", run, tmp_path / "out", "--dtype", "int4")
     assert (code, "dtype 'int4' is not known" in err) == (1, True)
     (run / "checkpoints" / "step-00000002" / "__0_0.distcp").write_bytes(b"")

@@ -168,7 +168,7 @@ def test_terms_of_the_loss(kind, packs, pads):
     model = Net([HARMLESS["causal"]], functools.partial(_extra, kind))
     logical = capture(model, loss_of, documents()[0])
     if not packs:
-        with pytest.raises(PackingError, match=r"gives a loss that is no sum|more than a sum"):
+        with pytest.raises(PackingError, match=r"gives a loss that is not a sum|more than a sum"):
             pack_documents(logical)
         return
     packed = pack_documents(logical)

@@ -142,7 +142,7 @@ def test_what_has_no_form_is_refused():
         (["e", "exec", "1"], "'exec' is not known"),
         (["g", ["call_function", "x", "os:system", ["t", "ls"], ["d"], []]], "'os:system' is none"),
         (["g", ["call_function", "x", "torch:load", ["t", "x"], ["d"], []]], "'torch:load' is none"),
-        (["g", ["call_function", "x", "load_library", ["t", "x"], ["d"], []]], "'load_library' is no op"),
+        (["g", ["call_function", "x", "load_library", ["t", "x"], ["d"], []]], "'load_library' is not an op"),
         (["g", ["call_function", "x", "not_there_at_all:f", ["t"], ["d"], []]], "is none that graphs"),
         (["g", ["call_function", "x", "aten.no_such_op.default", ["t"], ["d"], []]], "not available here"),
     ],
@@ -186,7 +186,7 @@ def test_bad_files(tmp_path):
     changed(path, body=b'{"pool": [], "root": 3}')
     says("its content is not what was written")
     path.write_bytes(path.read_bytes()[:-200])
-    says("it is not a graph file, or not all of it is there")
+    says("it is not a graph file, or it is incomplete")
     path.unlink()
     path.mkdir()
     says("it cannot be read")
@@ -228,7 +228,7 @@ def test_files_that_would_fill_the_memory(tmp_path):
     # One that lies about its size: the archive is damaged.
     content = path.read_bytes()
     path.write_bytes(content.replace((2**27 + 1).to_bytes(4, "little"), (100).to_bytes(4, "little")))
-    with pytest.raises(GraphFileError, match="it is not a graph file, or not all of it is there"):
+    with pytest.raises(GraphFileError, match="it is not a graph file, or it is incomplete"):
         load_graph(path)
 
 

@@ -108,7 +108,7 @@ def test_axes(program):
     node = next(node for node in nodes if any(str(a).startswith("@") for a in node.args))
     for axis in ("cp", "dp:(1)7", "cp:(1)1", "dp.cp"):
         node.args = tuple(f"@{axis}" if str(a).startswith("@") else a for a in node.args)
-        refused(program, f"speaks of '{axis}', which is not an axis of ('dp',)")
+        refused(program, f"names '{axis}', which is not an axis of ('dp',)")
 
 
 def test_a_collective_says_what_it_sends(program):

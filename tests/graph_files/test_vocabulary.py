@@ -208,7 +208,7 @@ def test_calls(target, args, kwargs):
         (aten.mm.default, (NODE,), {"self": NODE}, "takes no 'self' here"),
         (aten.add.Tensor, (NODE, NODE), {"x=1, **y": 1}, "takes no 'x=1"),
         (aten.add.Tensor, (NODE, NODE), {"alpha": "1"}, "cannot take alpha='1'"),
-        (aten.view.default, (NODE, [2, 1.5]), {}, "cannot take size=.*it wants List"),
+        (aten.view.default, (NODE, [2, 1.5]), {}, "cannot take size=.*it takes List"),
         (aten.view.default, (NODE, {"a": 1}), {}, "cannot take size="),
         (aten.gelu.default, (NODE,), {"approximate": "import os"}, "cannot take approximate="),
         (aten.full.default, ([2], 1.0), {"device": "cpu"}, "cannot take device='cpu'"),

@@ -380,5 +380,5 @@ def test_a_sub_axis_of_no_axis():
 
 def test_not_all_that_sub_axes_can_do_is_a_placement():
     for config in (on_dim_0(AxisShard("tp:(2)2")), on_dim_0(AxisShard("tp:(1)2", (1, 1)))):
-        with pytest.raises(PlacementError, match="in a way that no placement says"):
+        with pytest.raises(PlacementError, match="in a way that no placement describes"):
             config.placement("tp")

@@ -112,12 +112,12 @@ def no_shape(graph: AnnotatedGraph) -> None:
 @pytest.mark.parametrize(
     ("where", "change", "message"),
     [
-        ("insert_reshards", lambda g: drop(g, calls(g, c.reshard)[-1]), "wants .* as .*, it lies as"),
-        ("reduce_gradients", lambda g: drop(g, calls(g, c.reshard)[-1]), "wants .* as .*, it lies as"),
+        ("insert_reshards", lambda g: drop(g, calls(g, c.reshard)[-1]), "needs .* as .*, but it is"),
+        ("reduce_gradients", lambda g: drop(g, calls(g, c.reshard)[-1]), "needs .* as .*, but it is"),
         ("zero_shard", lie_whole, "cannot run on axis tp as"),
         ("reduce_gradients", lie_whole, "cannot run on axis tp as"),
-        ("reshard_to_collectives", shift, "it lies as"),
-        ("write_in_place", drop_sum("tp"), "wants .* as .*, it lies as"),
+        ("reshard_to_collectives", shift, "but it is"),
+        ("write_in_place", drop_sum("tp"), "needs .* as .*, but it is"),
         ("annotate", in_place, r"aten.add_.Tensor.* writes in place.*Use the op that returns its result"),
         ("cleanup", in_place, r"aten.add_.Tensor.* writes in place"),
         ("write_in_place", more_inputs, r"\d+ placeholders for \d+ inputs"),
@@ -216,8 +216,8 @@ def deferred_otherwise(graph: AnnotatedGraph) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (not_deferred, "the grad .* is that of one replica|the grad .* is a sum that nobody has taken"),
-        (deferred_otherwise, "the grad .* is to be summed up as .*, and lies as"),
+        (not_deferred, "the grad .* is that of one replica|the grad .* is a partial sum that is never reduced"),
+        (deferred_otherwise, "the grad .* is to be summed as .*, but is placed as"),
         (drop_sum("dp"), "the loss .* is that of one replica"),
     ],
 )
@@ -228,7 +228,10 @@ def test_results_that_are_not_summed_up(change, message):
 
 @pytest.mark.parametrize(
     ("kind", "placement", "message"),
-    [("loss", P, "a sum that nobody has taken"), ("buffer", Shard(0), "to be whole on every rank of a replica")],
+    [
+        ("loss", P, "a partial sum that is never reduced"),
+        ("buffer", Shard(0), "must be whole on every rank of a replica"),
+    ],
 )
 def test_results_that_lie_as_nobody_takes_them(kind, placement, message):
     def change(graph: AnnotatedGraph) -> None:
@@ -251,7 +254,7 @@ def test_a_sum_is_not_taken_twice():
             if out.kind == "grad":
                 graph.deferred[out.fqn] = node.meta["dist"].with_placement("dp", P)
 
-    with pytest.raises(VerifyError, match="is summed over dp, and is to be summed up again"):
+    with pytest.raises(VerifyError, match="is summed over dp already, and would be summed again"):
         lower(mlp().graph, "dp2", passes=behind("write_in_place", defer))
 
 

@@ -95,7 +95,7 @@ def test_an_operand_that_lies_otherwise():
     InsertReshards()(graph)
     node = first(graph, c.reshard)
     node.replace_all_uses_with(node.args[0])
-    with pytest.raises(VerifyError, match=r"after pass 'mine': .* wants .* as .*, it lies as"):
+    with pytest.raises(VerifyError, match=r"after pass 'mine': .* needs .* as .*, but it is"):
         verify_placements(graph, "mine", resharded=True)
 
 

@@ -43,7 +43,7 @@ def test_tensors_that_are_not_what_the_layout_says():
         ):
             Switch(plan, rank, [wrong], target)
         lost = Holding(rows, {fqn: t for fqn, t in good.tensors.items() if fqn != "w3"})
-        with pytest.raises(HoldingError, match=rf"w3 \[.* is to be sent by rank {rank}, which was not given it"):
+        with pytest.raises(HoldingError, match=rf"w3 \[.* must be sent by rank {rank}, which does not have it"):
             Switch(plan, rank, [lost], target)
         short = Holding(columns, {fqn: t for fqn, t in target.tensors.items() if fqn != "w3"})
         with pytest.raises(HoldingError, match=rf"'tp4@1': w3 is needed on rank {rank}, but was not given"):

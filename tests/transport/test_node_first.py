@@ -105,6 +105,6 @@ def test_staging_on_another_device_is_refused():
     target = ParamLayout("home", 4, {"w": PlacedParam(shape, torch.float32, (cut,))})
     plan = plan_node_first({"w": GradientPlacement(shape, dist, torch.float32)}, target, TWO_BY_TWO)
     assert plan is not None
-    with pytest.raises(ExecutionError, match="staging lies on meta"):
+    with pytest.raises(ExecutionError, match="staging is on meta"):
         NodeFirstReduction(plan, 0, Holding(target, {"w": torch.zeros(2, 4)}), staging=Staging("meta"))
     assert replace(plan, rounds=()).exchanges == ()

@@ -280,7 +280,7 @@ def test_nothing_moves_before_all_is_understood():
     expected = {
         "no layout": "'lay.1' stands in tensors only; did you mean 'lay.0'?",
         "no tensor": "'b' stands in layouts only",
-        "plain tensor": "is no DTensor but a Tensor",
+        "plain tensor": "is a Tensor, not a DTensor",
         "computed": "is a result of autograd, and no gradient would flow back; detach it",
         "into computed": "is to be written to a result of autograd",
         "other shape": "is [16], what it is to be written to [5]",
