@@ -88,7 +88,10 @@ def read_profiles(folder: str | Path, model: str | None = None) -> Profiles:
     place = Path(folder)
     if not place.is_dir():
         raise GalvatronFileError(str(folder), "there is no such folder. Name the one with Galvatron's profiles")
-    names = sorted(path.name for path in place.iterdir() if path.is_file())
+    try:
+        names = sorted(path.name for path in place.iterdir() if path.is_file())
+    except OSError as error:
+        raise GalvatronFileError(str(folder), f"it cannot be read: {error.strerror}") from error
     found = [match for match in map(_MODEL.fullmatch, names) if match and model in (None, match[2])]
     if not found:
         raise GalvatronFileError(str(folder), _missing(f"memory_profiling_bf16_{model or 'MODEL'}_all.json", names))

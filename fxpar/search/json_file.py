@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fxpar.errors import GalvatronFileError, GalvatronKeyError
+
+_MOST = 1e18  # of any unit: sums and products of such numbers are still finite
 
 
 class JsonFile:
@@ -19,8 +20,10 @@ class JsonFile:
         self.file = str(path)
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or (
+                "it is no UTF-8 text" if isinstance(error, UnicodeError) else error
+            )
             raise GalvatronFileError(self.file, f"it cannot be read: {why}") from error
         try:
             data = json.loads(text, object_pairs_hook=self._unique, parse_constant=self._constant)
@@ -55,8 +58,8 @@ class JsonFile:
                 self.refuse(f"{where}.{key}", None, "it is missing", (f"{where}.{name}" for name in table))
 
     def number(self, key: str, value: object, least: float = 0.0, above: bool = False) -> float:
-        """`value` as a finite number of at least (or `above`) `least`."""
-        good = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        """`value` as a number of at least (or `above`) `least`, and a finite one."""
+        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
         if not isinstance(value, int | float) or not good or value < least or (above and value == least):
             self.refuse(key, value, f"write a number {'above' if above else 'of at least'} {least:g}")
         return float(value)

@@ -128,6 +128,8 @@ def test_a_file_that_is_missing(tmp_path, name):
     ("text", "why"),
     [
         ("{", "it is no JSON"),
+        ('{"overlap_coe": 1' + 400 * "0" + "}", "write a number"),
+        ('{"overlap_coe": 1e400}', "write a number"),
         ("[1]", "not an object"),
         ('{"overlap_coe": NaN}', "it holds NaN"),
         ('{"overlap_coe": 1.2, "overlap_coe": 1.3}', "stands there twice"),
@@ -143,8 +145,9 @@ def test_files_that_are_no_profiles(tmp_path, text, why):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(GalvatronFileError, match="there is no such folder"):
-        read_profiles(tmp_path / "nowhere")
+    for name in ("nowhere", "no\0where"):
+        with pytest.raises(GalvatronFileError, match="there is no such folder"):
+            read_profiles(tmp_path / name)
 
 
 def test_profiles_without_sequence_parallelism_are_checked_and_left_alone(tmp_path):

@@ -127,8 +127,9 @@ def test_one_error_for_each_mistake(tmp_path, changes, devices, words):
 
 
 def test_no_plan(tmp_path):
-    with pytest.raises(GalvatronFileError, match="cannot be read"):
-        read_plan(tmp_path / "none.json")
+    for name in ("none.json", "no\0ne.json"):
+        with pytest.raises(GalvatronFileError, match="cannot be read"):
+            read_plan(tmp_path / name)
 
 
 def test_nothing_of_a_file_reaches_the_terminal(tmp_path):
