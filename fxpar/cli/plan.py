@@ -53,6 +53,8 @@ def _galvatron(request: PlanRequest) -> GalvatronRequest:
         request.memory or "",
         request.uniform,
         request.micro_batches,
+        layers=request.layers,
+        hidden=request.hidden,
         json=request.json,
     )
 

@@ -12,7 +12,7 @@ from fxpar.cli.commands import CAPACITY, capacity_bytes
 from fxpar.cli.options import Cluster, GraphSource, Json, Offered
 
 _OF_MODEL = ("cluster", "lengths", "tokens_per_step", "output")
-_OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches")
+_OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches", "layers", "hidden")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class PlanRequest:
     micro_batches: Annotated[
         int | None, typer.Option(min=1, max=4096, help="Galvatron: fix their number.", show_default=False)
     ] = None
+    layers: Annotated[
+        int, typer.Option(min=0, max=2**16, help="Galvatron: layers of the model; 0: as its name says.")
+    ] = 0
+    hidden: Annotated[int, typer.Option(min=0, max=2**24, help="Galvatron: its hidden size; 0: as its name says.")] = 0
     imported: Annotated[
         str | None,
         typer.Option("--import", metavar="FILE", help="Show a plan of Galvatron's as strategies.", show_default=False),
@@ -82,7 +86,7 @@ class PlanRequest:
             raise typer.BadParameter(f"{self.memory!r} is no size such as 80GB", param_hint="--memory")
         galvatron = self.cost == "galvatron"
         for name in _OF_MODEL if galvatron else _OF_GALVATRON:
-            if getattr(self, name) not in (None, False):
+            if getattr(self, name) not in (None, False, 0):
                 why = "it is for a model" if galvatron else "it is for --cost galvatron"
                 raise typer.BadParameter(why, param_hint=_option(name))
         if galvatron and self.source.model:
