@@ -18,18 +18,21 @@ SAVINGS: tuple[tuple[int, Remat | None], ...] = (
 )
 
 
-def shapes(world: int, most_tp: int, most_pp: int, with_cp: bool = True) -> Iterator[Strategy]:
-    """All strategies of `world` ranks with tp of at most `most_tp`, pp of at most `most_pp`, dp the rest; sp wherever
-    there is tp. Those without stages come first, and of them those that cut a model least.
+MOST_CUT = 64  # ranks that share the layers of a stage
+
+
+def shapes(world: int, most_tp: int, most_pp: int) -> Iterator[Strategy]:
+    """All strategies of `world` ranks with tp of at most `most_tp`, pp of at most `most_pp`, cp and tp of at most
+    MOST_CUT together, dp the rest; sp wherever there is tp. Those without stages come first, and of them those that cut a model least.
     """
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     found = [
         (pp * cp * tp, pp, cp, tp)
         for pp in divisors
         if pp <= most_pp
-        for cp in (divisors if with_cp else [1])
+        for cp in divisors
         for tp in divisors
-        if tp <= most_tp and world % (pp * cp * tp) == 0
+        if tp <= most_tp and cp * tp <= MOST_CUT and world % (pp * cp * tp) == 0
     ]
     for cut, pp, cp, tp in sorted(found, key=lambda one: (one[1] > 1, one)):
         degrees = (("dp", world // cut), ("pp", pp), ("cp", cp), ("tp", tp))
