@@ -23,7 +23,8 @@ MOST_CUT = 64  # ranks that share the layers of a stage
 
 def shapes(world: int, most_tp: int, most_pp: int) -> Iterator[Strategy]:
     """All strategies of `world` ranks with tp of at most `most_tp`, pp of at most `most_pp`, cp and tp of at most
-    MOST_CUT together, dp the rest; sp wherever there is tp. Those without stages come first, and of them those that cut a model least.
+    MOST_CUT together, dp the rest; sp wherever there is tp. Those without stages come first, and of them those that cut
+    a model least.
     """
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     found = [
