@@ -181,7 +181,7 @@ def test_crash_before_the_rename(tmp_path, monkeypatch):
 
 def test_what_cannot_be_stored(tmp_path):
     model, optimizer = make(1)
-    with pytest.raises(CheckpointValueError, match=r"extra\.loader\.rng is a object"):
+    with pytest.raises(CheckpointValueError, match=r"extra\.loader\.rng is an object"):
         save_checkpoint(tmp_path, 2, model, optimizer, {"loader": {"rng": object()}})
     with pytest.raises(CheckpointValueError, match="keep=0"):
         save_checkpoint(tmp_path, 2, model, optimizer, {}, keep=0)
