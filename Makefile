@@ -49,9 +49,9 @@ test: setup
 test-benchmarks: setup
 	$(PYTEST) -m "benchmarks and not titan" tests/benchmarks $(PYTEST_ARGS)
 
-# The pages of `fxpar viz` in a headless Chromium; skipped without one.
+# The pages of `fxpar viz`, and the search of the documentation, in a headless Chromium; skipped without one.
 test-browser: setup
-	$(PYTEST) -m browser tests/viz $(PYTEST_ARGS)
+	$(PYTEST) -m browser tests/viz tests/docs/test_site.py $(PYTEST_ARGS)
 
 # Every way to build, install and import the package.
 test-packaging: setup
@@ -59,7 +59,7 @@ test-packaging: setup
 
 # Every code block of README.md and docs/, the example package, and the examples.
 test-docs: setup
-	$(PYTEST) -m "not nightly" tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
+	$(PYTEST) -m "not (nightly or browser)" tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
 
 # The recipes, and torchtitan in processes of its own, stock and with fxpar: several minutes.
 test-titan: setup
@@ -91,7 +91,7 @@ gpu: $(if $(VENV),setup)
 sweep: setup
 	$(RUN) benchmarks/sweep.py --page docs/model_types.md $(SWEEP_ARGS)
 
-# The site opens from the disk: site/index.html. Nothing is loaded from elsewhere.
+# The site opens from disk: site/index.html, with its search. Nothing is loaded from elsewhere.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 

@@ -22,9 +22,10 @@ from fxpar.errors import ParallelizeError, nearest
 from fxpar.errors.base import one_line
 from fxpar.monitor import Monitor
 from fxpar.runtime.notices import only_rank_0_warns
+from fxpar.runtime.opening import open_session
 from fxpar.runtime.options import ParallelizeOptions
-from fxpar.runtime.report import StepReport
-from fxpar.runtime.session import Session, open_session
+from fxpar.runtime.report import Evaluated, StepReport
+from fxpar.runtime.session import Session
 from fxpar.store import MemoryReport
 
 _STATE = "_fxpar_session"
@@ -204,10 +205,10 @@ class ParallelModule(nn.Module):
 
     def evaluate(
         self, sequences: Sequence[Tensor | Mapping[str, Tensor]], *, denominator: float | None = None
-    ) -> float:
+    ) -> Evaluated:
         """Mean loss over the valid tokens of held-out sequences: evaluation mode, no gradients, each length group under
-        its own strategy. The same on every rank, which all pass the same sequences. `denominator` as in `train_step`;
-        metrics of the loss function are left out.
+        its own strategy. A float, the same on every rank, which all pass the same sequences; its `metrics` are those
+        that the loss function returns, as in the report of `train_step`. `denominator` as there.
         """
         return self._session().evaluate(self, sequences, denominator)
 

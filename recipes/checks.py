@@ -117,6 +117,30 @@ def check_options(config: Any) -> None:
         raise error
 
 
+# Methods of torchtitan's trainer that no step calls, and those that the mixin has in their place.
+NOT_CALLED = ("post_dataloading_process", "pp_forward_backward_step", "_forward_backward_body")
+REPLACED = ("init_distributed", "forward_backward_step")
+
+
+def check_trainer(trainer: type, mixin: type) -> None:
+    """Raises UnsupportedRecipeError for a trainer whose own part of a step would be left out without a word: a method
+    that is not called, or that stands behind the mixin, which does not call it.
+    """
+    order = trainer.__mro__
+    own = order[: order.index(titan.Trainer)]
+    for cls in own:
+        hidden = REPLACED if own.index(cls) > own.index(mixin) else ()
+        for name in (*NOT_CALLED, *hidden):
+            if cls is not mixin and name in vars(cls):
+                why = "no step calls" if name in NOT_CALLED else f"{mixin.__name__} replaces"
+                raise UnsupportedRecipeError(
+                    f"trainer ({trainer.__name__})",
+                    f"{cls.__name__} has a {name} of its own, which {why}",
+                    "Do it in forward_backward_step of a class in front of the mixin, in the model or in the loader; "
+                    "or leave fxpar.strategies unset",
+                )
+
+
 def check_recipe(config: Any, settings: Any, world: int) -> None:
     """Everything that can be said before the process group is there.
 
@@ -201,6 +225,7 @@ def validation_turns(config: Any, world: int) -> int:
 __all__ = [
     "check_options",
     "check_recipe",
+    "check_trainer",
     "data_parallel_degree",
     "refusals",
     "rows_of_step",

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
+from fxpar.recipes import torchtitan_api as titan
+
 Verdict = Literal["kept", "strategy", "unused", "refused"]
 VERDICTS: dict[Verdict, str] = {
     "kept": "means what it means in torchtitan",
@@ -43,7 +45,7 @@ SETTINGS = (
     Setting("profiler", "kept", ""),
     Setting("metrics", "kept", "`tps` counts padding, as there; fxpar logs valid tokens"),
     Setting("tokenizer", "kept", ""),
-    Setting("dataloader", "kept", "drawn alike on every rank, see Data"),
+    Setting("dataloader", "kept", "one rank of each node draws, see Data"),
     Setting("optimizer", "kept", ""),
     Setting("lr_scheduler", "kept", ""),
     Setting("checkpoint", "kept", "see Checkpoints"),
@@ -117,11 +119,14 @@ def options(config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def unheard(config: Any) -> list[str]:
-    """A line for every setting of a recipe that has no effect, and what says it instead."""
+    """A line for every setting of a recipe that has no effect, and what says it instead; those that a trainer of the
+    user's own has beside torchtitan's are its own business.
+    """
     found = []
+    theirs = {field.name for field in fields(titan.Trainer.Config)}
     for option, value, default in options(config):
         row = setting_of(option)
-        if row is None and value != default:
+        if row is None and value != default and option.partition(".")[0] in theirs:
             found.append(f"{option}={value!r} is unknown to fxpar: whether it has an effect is not known")
         if row is not None and value != default and _is_lost(row, config):
             found.append(f"{option}={value!r} has no effect{f': {row.says}' if row.says else ''}")

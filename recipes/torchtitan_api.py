@@ -148,8 +148,8 @@ def add_dataset(name: str, loader: Callable[[str], Any], text: Callable[[dict[st
 class OneDevice(ParallelDims):
     """What torchtitan sees of a world that fxpar runs: one device, whose parameters happen to be DTensors.
 
-    So data is drawn once, alike on every rank; losses and token counts are whole already; no meshes are made. `ranks`
-    is the true number of ranks, by which throughput is divided.
+    So each rank gets the whole mini-batch; losses and token counts are whole already; no meshes are made. `ranks` is
+    the true number of ranks, by which throughput is divided.
     """
 
     def __init__(self, ranks: int) -> None:

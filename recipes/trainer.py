@@ -1,7 +1,7 @@
 """torchtitan's Trainer with fxpar's engine under its forward and backward.
 
-To torchtitan the world is one device (`OneDevice`): data is drawn once, alike on every rank; a step is one batch, the
-whole mini-batch; parameters are DTensors, as FSDP2's are. Optimizer, schedules, clipping, metrics, profiler and
+To torchtitan the world is one device (`OneDevice`): the same data comes to every rank; a step is one batch, the whole
+mini-batch; parameters are DTensors, as FSDP2's are. Optimizer, schedules, clipping, metrics, profiler and
 checkpointer stay torchtitan's own. With `fxpar.strategies` unset, nothing is changed.
 """
 
@@ -11,8 +11,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ from fxpar.monitor import Monitor
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR
 from fxpar.recipes.checkpoint import FxparCheckpointManager
-from fxpar.recipes.checks import check_recipe, rows_of_step, validation_turns
-from fxpar.recipes.documents import split_rows
+from fxpar.recipes.checks import check_recipe, check_trainer, rows_of_step, validation_turns
+from fxpar.recipes.documents import Documents
 from fxpar.recipes.loader import LengthGroupedDataLoader
 from fxpar.recipes.report import group_lines, step_line
 from fxpar.recipes.settings import unheard
@@ -73,30 +73,40 @@ class FxparConfig:
     """A line per length group of each logged step."""
 
 
-class FxparTrainer(Trainer):
-    """A torchtitan trainer that switches strategy inside of the mini-batch."""
+class FxparMixin(Trainer):
+    """Makes a torchtitan trainer of yours switch strategy inside of the mini-batch: `class Mine(FxparMixin, Yours)`.
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        fxpar: FxparConfig = field(default_factory=FxparConfig)
-        """Hot switching between strategies by sequence length."""
+    The class gets a `Config` with the settings of Yours and `fxpar`; `to_fxpar(recipe, trainer=Mine, ...)` makes one.
+    With strategies `forward_backward_step` is given the documents of the whole mini-batch; without, nothing is changed.
+    """
 
-    def __init__(self, config: Config) -> None:
+    Config: ClassVar[Any]
+
+    fxpar_report: StepReport | None = None
+    """What the last step did; None before the first one, and without strategies."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "Config" not in vars(cls) or not _has_settings(cls.Config):
+            cls.Config = _with_settings(cls)
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any) -> None:
         prepare_host()
-        self.settings, self.given = config.fxpar, config
+        self.fxpar_settings, self.fxpar_given = config.fxpar, config
         # A seed checkpoint is the model's initial state on one device; nothing of a strategy shows in it.
-        self.is_hot = self.settings.strategies is not None and not config.checkpoint.create_seed_checkpoint
-        self.reports: list[StepReport] = []
+        self.is_hot = self.fxpar_settings.strategies is not None and not config.checkpoint.create_seed_checkpoint
+        self._fxpar_reports: list[StepReport] = []
         if self.is_hot:
             world = int(os.environ["WORLD_SIZE"])
+            check_trainer(type(self), FxparMixin)
             check_recipe(config, config.fxpar, world)
             for line in unheard(config):
                 logger.warning(f"[fxpar] {line}")
-            config = one_device(config, world, self._parallelize)
+            config = one_device(config, world, self._fxpar_parallelize)
         else:
             config = stock(config)
         super().__init__(config)
-        self._logged_at = time.perf_counter()
+        self._fxpar_logged_at = time.perf_counter()
 
     def init_distributed(self) -> Any:
         if not self.is_hot:
@@ -107,26 +117,26 @@ class FxparTrainer(Trainer):
             dist.broadcast(seed, src=0)
             self.config.debug.seed = int(seed)
         # torchtitan would log and save what `one_device` made of it, which nobody has written and no stock run takes.
-        replace(self.given, debug=replace(self.given.debug, seed=self.config.debug.seed)).maybe_log()
+        replace(self.fxpar_given, debug=replace(self.fxpar_given.debug, seed=self.config.debug.seed)).maybe_log()
         return titan.OneDevice(world)
 
-    def _parallelize(self, model: nn.Module, *, training: Any, compile_config: Any, **_: Any) -> nn.Module:
+    def _fxpar_parallelize(self, model: nn.Module, *, training: Any, compile_config: Any, **_: Any) -> nn.Module:
         """torchtitan's `parallelize_fn`: takes the model on the meta device, returns it with storage and values."""
-        assert self.settings.strategies is not None
-        budget, seed = self.settings.memory_budget_gib, self.config.debug.seed
+        assert self.fxpar_settings.strategies is not None
+        budget, seed = self.fxpar_settings.memory_budget_gib, self.config.debug.seed
         assert seed is not None  # `init_distributed` has seen to it
         compiled = compile_config.enable and "model" in compile_config.components
         model.__class__ = _hosted(type(model))
         made = fxpar.parallelize(
             model,
-            strategies=self.settings.strategies,
+            strategies=self.fxpar_settings.strategies,
             loss=next_token_loss,
-            token_budget=self.settings.token_budget,
-            merge=self.settings.merge,
+            token_budget=self.fxpar_settings.token_budget,
+            merge=self.fxpar_settings.merge,
             memory_budget_bytes=None if budget is None else int(budget * 2**30),
-            cluster=None if self.settings.cluster is None else ClusterSpec.from_file(self.settings.cluster),
+            cluster=None if self.fxpar_settings.cluster is None else ClusterSpec.from_file(self.fxpar_settings.cluster),
             precision=_precision(training),
-            nan=self.settings.nan,
+            nan=self.fxpar_settings.nan,
             compile="inductor" if compiled else "eager",
             # With `warn_only` the setting that torchtitan has made stays in force.
             deterministic=self.config.debug.deterministic and not self.config.debug.deterministic_warn_only,
@@ -135,13 +145,12 @@ class FxparTrainer(Trainer):
             seed=seed,
             timeout_s=float(self.config.comm.init_timeout_seconds),
         )
-        logger.info(f"[fxpar] {', '.join(f'<={n} {s}' for n, s in sorted(self.settings.strategies.items()))}")
+        logger.info(f"[fxpar] {', '.join(f'<={n} {s}' for n, s in sorted(self.fxpar_settings.strategies.items()))}")
         return made
 
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor) -> Tensor:
-        """Every document of the mini-batch, each length group under its strategy; `.grad` is filled.
-
-        Returns the loss, a mean over valid tokens of all ranks.
+        """Every document of the mini-batch (`input_dict["documents"]`), each length group under its strategy; `.grad`
+        is filled. Returns the loss, a mean over valid tokens of all ranks.
         """
         if not self.is_hot:
             return super().forward_backward_step(
@@ -149,9 +158,11 @@ class FxparTrainer(Trainer):
             )
         model = cast(ParallelModule, self.model_parts[0])
         model.load_engine_state({"steps": self.step - 1})  # a resumed run goes on with the step it is at
-        report = model.train_step(split_rows(input_dict, labels))
-        self.ntokens_seen += labels.numel()
-        self.reports.append(report)
+        documents: Documents = input_dict["documents"]  # on the CPU: a rank copies the tokens that it works on
+        report = model.train_step(documents.sequences())
+        self.ntokens_seen += documents.places
+        self.fxpar_report = report
+        self._fxpar_reports.append(report)
         return torch.tensor(report.loss, dtype=torch.float64, device=self.device)
 
     @record
@@ -164,16 +175,16 @@ class FxparTrainer(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
         if self.is_hot and self.metrics_processor.should_log(self.step):
-            self._log_groups()
+            self._fxpar_log_groups()
 
-    def _log_groups(self) -> None:
+    def _fxpar_log_groups(self) -> None:
         """Valid tokens per second (torchtitan's `tps` counts padding), and a line per group."""
         now = time.perf_counter()
-        seconds, self._logged_at = now - self._logged_at, now
-        reports, self.reports = self.reports, []
+        seconds, self._fxpar_logged_at = now - self._fxpar_logged_at, now
+        reports, self._fxpar_reports = self._fxpar_reports, []
         ranks = dist.get_world_size()
         logger.info(step_line(self.step, reports, seconds, ranks))
-        if self.settings.log_groups:
+        if self.fxpar_settings.log_groups:
             for line in group_lines(reports[-1]):
                 logger.info(line)
         valid = sum(r.valid_tokens for r in reports)
@@ -183,6 +194,28 @@ class FxparTrainer(Trainer):
             "fxpar/switch_bytes": sum(g.switch_bytes for r in reports for g in r.groups),
         }
         self.metrics_processor.logger.log(metrics, self.step)
+
+
+def _has_settings(config: type) -> bool:
+    return any(one.name == "fxpar" for one in fields(config))
+
+
+def _with_settings(trainer: type[Trainer]) -> type:
+    """A Config of the trainer's own: what it has, or inherits, and `fxpar`."""
+    base = trainer.Config
+    added = [] if _has_settings(base) else [("fxpar", FxparConfig, field(default_factory=FxparConfig))]
+    name = f"{trainer.__qualname__}.Config"
+    shown = {"__doc__": base.__doc__, "__module__": trainer.__module__, "__qualname__": name}
+    return make_dataclass("Config", added, bases=(base,), namespace=shown, kw_only=True, slots=True)
+
+
+class FxparTrainer(FxparMixin):
+    """torchtitan's own trainer with fxpar."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        fxpar: FxparConfig = field(default_factory=FxparConfig)
+        """Hot switching between strategies by sequence length."""
 
 
 def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..., nn.Module]) -> FxparTrainer.Config:
@@ -258,4 +291,4 @@ def _hosted(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"init_weights": init_weights, "forward": forward, "__module__": cls.__module__})
 
 
-__all__ = ["FxparConfig", "FxparTrainer", "next_token_loss", "one_device"]
+__all__ = ["FxparConfig", "FxparMixin", "FxparTrainer", "next_token_loss", "one_device"]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from fxpar.losses import IGNORE_INDEX
-from fxpar.recipes.documents import split_rows
+from fxpar.recipes.documents import Documents
+from fxpar.recipes.loader import SharedLoaders
 from fxpar.recipes.torchtitan_api import Validator
-
-Batch = tuple[dict[str, Tensor], Tensor]
 
 
 class FxparValidator(Validator):
@@ -44,39 +43,35 @@ class FxparValidator(Validator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         (model,) = model_parts
         config: Any = self.config
-        loaders = [
-            self.dl_config.build(
+
+        def build(rank: int) -> Any:
+            return self.dl_config.build(
                 dp_world_size=config.data_ranks,
                 dp_rank=rank,
                 tokenizer=self.tokenizer,
                 seq_len=self.seq_len,
                 local_batch_size=config.rows,
             )
-            for rank in range(config.data_ranks)
-        ]
+
         total, valid = 0.0, 0
-        for batches in steps_of(loaders, config.turns, config.steps):
-            sequences = [one for inputs, labels in batches for one in split_rows(inputs, labels)]
-            count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
+        for documents in steps_of(SharedLoaders(build, config.data_ranks), config.turns, config.steps):
+            count = documents.valid_tokens
             if count:
-                total += model.evaluate(sequences) * count  # type: ignore[operator]
+                total += model.evaluate(documents.sequences()) * count  # type: ignore[operator]
             valid += count
-            self.metrics_processor.ntokens_since_last_log += sum(labels.numel() for _, labels in batches)
+            self.metrics_processor.ntokens_since_last_log += documents.places
         self.metrics_processor.log_validation(loss=total / max(valid, 1), step=step)
 
 
-def steps_of(loaders: Iterable[Iterable[Batch]], turns: int, steps: int) -> Iterator[list[Batch]]:
-    """The batches of each step: `turns` of every loader. Ends after so many steps, with -1 when no loader has any left:
-    to the last row, also where loaders are of different length.
+def steps_of(loaders: SharedLoaders, turns: int, steps: int) -> Iterator[Documents]:
+    """The documents of each step: `turns` batches of every loader. Ends after so many steps, with -1 when no loader has
+    any left: to the last row, also where loaders are of different length.
     """
-    sources = [iter(loader) for loader in loaders]
-    step = 0
-    while step != steps:
-        batches = [batch for source in sources * turns if (batch := next(source, None)) is not None]
-        if not batches:
+    for batches in islice(loaders.steps(turns), None if steps == -1 else steps):
+        drawn = [batch for batch in batches if batch is not None]
+        if not drawn:
             return
-        yield batches
-        step += 1
+        yield Documents.joined(drawn)
 
 
 __all__ = ["FxparValidator", "steps_of"]

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.search.plan_file import parse_plan
 from fxpar.train.config import parse_config
 from tests.cli.helpers import fxpar
 from tests.docs.blocks import Block, find_blocks
@@ -147,6 +148,8 @@ class Page:
             return
         if "nodes" in tables:
             ClusterSpec.from_dict(tables)
+        elif "fxpar_plan" in tables:
+            assert parse_plan(block.text, block.where).groups
         else:
             parse_config(block.text, block.where, "docs")
 

@@ -27,9 +27,9 @@ LAYER_TABLE: dict[int, str] = {
     3: "torch_api rules ops losses data",
     4: "tracer annotate cost flow batching monitor schedule stages remat precision graph_files",
     5: "passes",
-    6: "lowering compile search",
+    6: "lowering compile",
     7: "store switch transport memory",
-    8: "runtime checkpoint viz explain profiling",
+    8: "runtime checkpoint viz explain profiling search",
     9: "api checking dynamo __init__",
     10: "recipes cli models train __main__",
 }

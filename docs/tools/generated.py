@@ -45,7 +45,7 @@ def _pass_section(number: int, name: str) -> str:
         own = ""
     lines = [f"## {number}. `{name}`", "", about, ""]
     lines += [_options(pass_, own), ""]
-    changes = "keeps every bit" if pass_.tier == "exact" else "may round differently"
+    changes = "results are bitwise equal" if pass_.tier == "exact" else "may round differently"
     lines += [f"Tier `{pass_.tier}`: {changes}. `{pass_.__module__}.{pass_.__name__}`"]
     return "\n".join(lines)
 
@@ -84,11 +84,11 @@ def errors_reference() -> str:
                 "",
                 f"## {waiting.pop(number).capitalize()}",
                 "",
-                "| error | when | what it says |",
+                "| error | when | message |",
                 "|---|---|---|",
             ]
         if not text:
-            text = ["## Base classes", "", "| error | when | what it says |", "|---|---|---|"]
+            text = ["## Base classes", "", "| error | when | message |", "|---|---|---|"]
         text.append(f"| `{node.name}` | {_cell(ast.get_docstring(node) or '')} | {_cell(_message(node))} |")
     return "\n".join(text) + "\n"
 

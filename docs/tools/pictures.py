@@ -123,7 +123,7 @@ def placements() -> str:
         ]
     parts += [arrow((212, 120), (248, 120)), arrow((452, 120), (488, 120))]
     parts += [
-        Box(740, 104, 200, 70, "all_reduce(y) @tp", ("or reduce_scatter, where", "tokens are cut next: +sp"), GREEN)
+        Box(740, 104, 200, 70, "all_reduce(y) @tp", ("or reduce_scatter, where", "tokens are split next: +sp"), GREEN)
     ]
     parts += [arrow((692, 196), (716, 196), (716, 140), (738, 140)), label(840, 92, "what the next op needs")]
     return picture(950, 225, "Placements decide which collectives are needed", parts)
@@ -132,14 +132,14 @@ def placements() -> str:
 def storage() -> str:
     """Home, layouts and views of one weight on one rank."""
     parts: list[Box | str] = [
-        Box(10, 60, 180, 76, "home", ("fp32, rows cut over", "all 4 ranks: a DTensor"), ROSE),
+        Box(10, 60, 180, 76, "home", ("fp32, rows split over", "all 4 ranks: a DTensor"), ROSE),
         label(100, 160, "what the optimizer sees"),
         Box(330, 20, 300, 150, "", (), BLUE),
         _text(345, 42, "dp4: the whole weight, bf16", 13, INK, "start", 600),
         Box(345, 100, 140, 56, "tp2", ("rows 0 to 31: a view",), GREEN),
         Box(495, 100, 120, 56, "cp4", ("the same bytes",), GREEN),
         label(480, 190, "layouts on one rank: one storage"),
-        Box(780, 20, 180, 60, "gradients, fp32", ("added up per group",), AMBER),
+        Box(780, 20, 180, 60, "gradients, fp32", ("accumulated per group",), AMBER),
         Box(780, 110, 180, 60, ".grad", ("at home, summed once",), ROSE),
         arrow((190, 85), (328, 85)),
         label(259, 76, "gather, cast"),
@@ -187,7 +187,7 @@ def switch() -> str:
         parts.append(Box(540, y, 200, 36, f"rank {rank}: rows {low} to {low + 31}", (), GREEN))
     for source, target in ((1, 0), (0, 2), (2, 3), (3, 1), (1, 2), (2, 1)):
         parts.append(arrow((212, 48 + 44 * source), (538, 48 + 44 * target)))
-    parts.append(label(375, 222, "each rank keeps what it has; only rows that it lacks travel"))
+    parts.append(label(375, 222, "each rank keeps what it has; it receives only the rows that it lacks"))
     return picture(750, 235, "A switch sends what a rank lacks", parts)
 
 

@@ -15,7 +15,7 @@ from fxpar.annotate.solve import is_weight
 from fxpar.errors import OverrideError, nearest
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
-from fxpar.ir.node_meta import input_kind, tensor_metas, tensor_of
+from fxpar.ir.node_meta import input_kind, is_backward, tensor_metas, tensor_of
 from fxpar.ir.strategy import Strategy, parse_override
 from fxpar.ops.traits import ATTENTION, is_product, is_view
 from fxpar.rules.option import Option
@@ -27,6 +27,7 @@ from fxpar.rules.table import own, passing
 WHOLE_WORK = 64
 # Under sequence parallelism an activation that every rank keeps whole costs memory.
 WHOLE_ACTIVATION = 0.5
+CARRIED_TERM = 1e-3  # breaks ties, as a term that is carried on sends nothing by itself
 
 _CUTS = (Shard, OuterShard)
 
@@ -73,6 +74,18 @@ def _work_bytes(problem: AxisProblem, entry: OpClass) -> float:
     if entry.view.target not in ATTENTION and not is_product(entry.view.target):
         return 0.0
     return float(sum(problem.sizes.nbytes(m) for m in tensor_metas(entry.nodes[0]) if m))
+
+
+def _carried_bytes(problem: AxisProblem, entry: OpClass, option: Option) -> float:
+    """Of a forward op that hands terms of a sum on: whoever needs the sum for the backward keeps it beside the term, so
+    of two placements that move as much the one that adds up first is better. A residual stream is summed that way.
+    """
+    terms_in = any(isinstance(p, Partial) for p in option.inputs)
+    if not terms_in or is_view(entry.view.target) or is_backward(entry.nodes[0]):
+        return 0.0
+    metas = tensor_metas(entry.nodes[0])
+    terms = [meta for p, meta in zip(option.outputs, metas, strict=True) if isinstance(p, Partial) and meta]
+    return CARRIED_TERM * sum(problem.sizes.nbytes(meta) for meta in terms)
 
 
 def _weight_bytes(problem: AxisProblem, entry: OpClass) -> float:
@@ -156,9 +169,9 @@ class TensorAxis(ModelAxis):
                 return 2 * WHOLE_WORK * _weight_bytes(problem, entry)  # tables are cut by rows, as a tied head needs
             whole = not _is_cut(option) and not one_head
             return WHOLE_WORK * _weight_bytes(problem, entry) if whole else 0.0
-        cost = 0.0
+        cost = _carried_bytes(problem, entry, option)
         if not _is_cut(option) and not one_head:
-            cost = WHOLE_WORK * _work_bytes(problem, entry)
+            cost += WHOLE_WORK * _work_bytes(problem, entry)
         if self.cuts_tokens and entry.weighted and not is_view(entry.view.target) and not one_head:
             for placement, kinds, meta in zip(option.outputs, entry.token, tensor_metas(entry.nodes[0]), strict=True):
                 if meta is not None and any(kinds) and placement == R:

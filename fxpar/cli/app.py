@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands, run_commands
+from fxpar.cli import commands, plan_commands, run_commands, switch_commands
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
@@ -34,6 +34,16 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         "Train a language model, switching strategies by length.",
         run_commands.TrainRequest,
         ("fxpar train --demo", "fxpar train run.toml --steps 10 --compare static"),
+    ),
+    (
+        "plan",
+        "Choose strategies for a model, a cluster and lengths.",
+        plan_commands.PlanRequest,
+        (
+            "fxpar plan llama --cluster c.json --lengths commoncrawl:4096 --tokens-per-step 65536 -o plan.toml",
+            "fxpar train run.toml --plan plan.toml",
+            "fxpar plan --cost galvatron --profiles DIR --devices 8 --batch 64 --seq-len 2048 --memory 38GB",
+        ),
     ),
     (
         "export",
@@ -95,13 +105,13 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
     (
         "switch",
         "Plan how weights move between two strategies.",
-        commands.SwitchRequest,
+        switch_commands.SwitchRequest,
         ("fxpar switch llama --from pp2 --to tp2 --cluster c.toml",),
     ),
     (
         "order",
         "Find the cheapest order in which to switch strategies.",
-        commands.OrderRequest,
+        switch_commands.OrderRequest,
         ("fxpar order llama -s dp4,dp2.tp2,tp4 --cluster c.toml",),
     ),
     (
@@ -158,7 +168,9 @@ def _options(words: Any) -> Iterator[tuple[Field[Any], Any, Any]]:
                 if found.name in said.says:
                     option = copy(option)
                     option.help = said.says[found.name]
-                yield found, Annotated[kind, option], said.dtype if found.name == "dtype" else default
+                default = said.dtype if found.name == "dtype" else default
+                default = "" if found.name == "model" and not said.required else default
+                yield found, Annotated[kind, option], default
 
 
 def _parameter(one: Field[Any], hint: Any, default: Any) -> inspect.Parameter:

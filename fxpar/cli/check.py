@@ -15,7 +15,7 @@ from fxpar.checking import CheckResult, check
 from fxpar.checking.eager import EagerComparison, compare_with_eager
 from fxpar.cli.check_file import check_file
 from fxpar.cli.commands import CheckRequest
-from fxpar.cli.console import describe, human_bytes, print_table, stderr_console, stdout_console, working
+from fxpar.cli.console import describe, print_table, stderr_console, stdout_console, working
 from fxpar.cli.request import (
     as_computed,
     capture_model,
@@ -28,6 +28,7 @@ from fxpar.cli.request import (
 )
 from fxpar.cli.source import strategies_of
 from fxpar.errors import CheckedRanksError, WeightsNotFiniteError
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy

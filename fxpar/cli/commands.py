@@ -21,14 +21,22 @@ from fxpar.cli.options import (
     Offered,
     OneStrategy,
     Strategies,
+    Tflops,
     complete_passes,
-    complete_strategies,
     one_strategy,
     split_strategies,
 )
 
-CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?(gib|gb)", re.IGNORECASE)
+CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([mg]i?b)", re.IGNORECASE)
+_CAPACITY_UNITS = {"mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
 _STAGES = ("logical", "annotated", "exec")
+
+
+def capacity_bytes(text: str | None) -> int | None:
+    """Bytes of "80GB": GB are 1e9, GiB 2**30. None if it says no size."""
+    if text is None or (found := CAPACITY.fullmatch(text)) is None:
+        return None
+    return round(float(found[1]) * _CAPACITY_UNITS[found[2].lower()])
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,8 @@ class DumpRequest:
     ] = None
     fold: Annotated[bool, typer.Option("--fold/--full", help="Print identical layers once, or all layers.")] = True
     brief: Annotated[bool, typer.Option("--brief", help="Parameters and collectives only, no nodes.")] = False
+    cluster: Cluster = None
+    tflops: Tflops = None
 
     def __post_init__(self) -> None:
         named = self.strategy is not None or self.source.is_file  # a graph file may hold what a strategy made
@@ -129,6 +139,9 @@ class DumpRequest:
             raise typer.BadParameter("it only works together with --schedule", param_hint="--micro-batches")
         if self.after is not None and (self.strategy is None or (self.stage is not None and self.level is not None)):
             raise typer.BadParameter("it needs a strategy, and a --stage can only be a number", param_hint="--after")
+        for option, value in (("--cluster", self.cluster), ("--tflops", self.tflops)):
+            if value is not None and (not named or self.level in ("logical", "annotated")):
+                raise typer.BadParameter("times are those of a lowered graph; name a strategy", param_hint=option)
 
     @property
     def strategy(self) -> str | None:
@@ -262,6 +275,7 @@ class VizRequest:
         typer.Option(help="A page, its data, or graphs and overlays for Model Explorer."),
     ] = "html"
     cluster: Cluster = None
+    tflops: Tflops = None
     tokens: Annotated[
         int | None, typer.Option(min=1, max=2**30, help="Tokens per micro-batch of one replica.", show_default=False)
     ] = None
@@ -320,73 +334,5 @@ class MemoryRequest:
 
     @property
     def device_bytes(self) -> int | None:
-        """What a device holds, as `--capacity` says it: GB are 1e9 bytes, GiB 2**30."""
-        if self.capacity is None or (found := CAPACITY.fullmatch(self.capacity)) is None:
-            return None
-        return round(float(found[1]) * {"gb": 10**9, "gib": 2**30}[found[2].lower()])
-
-
-@dataclass(frozen=True)
-class SwitchRequest:
-    """Plan how a model's weights move between two strategies. Weights are never allocated."""
-
-    source: Annotated[
-        GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of the weights on the wire."}),
-    ]
-    before: Annotated[
-        str,
-        typer.Option(
-            "--from", metavar="S1", autocompletion=complete_strategies, help="Strategy before, such as pp2.tp16."
-        ),
-    ]
-    after: Annotated[
-        str,
-        typer.Option("--to", metavar="S2", autocompletion=complete_strategies, help="Strategy after, such as dp8.tp4."),
-    ]
-    cluster: Cluster = None
-    planner: Annotated[
-        str,
-        typer.Option(
-            metavar="P", help="first_come, round_robin, hotspa, relay, auto (the fastest of them), or an installed one."
-        ),
-    ] = "auto"
-    json: Json = None
-
-    @property
-    def strategy_texts(self) -> list[str]:
-        """Before and after."""
-        return [self.before, self.after]
-
-
-@dataclass(frozen=True)
-class OrderRequest:
-    """Find the cheapest order in which to run the strategies of a mini-batch. Weights are never allocated."""
-
-    source: Annotated[
-        GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of weights and gradients on the wire."}),
-    ]
-    strategies: Strategies = ()
-    cluster: Cluster = None
-    first: Annotated[str | None, typer.Option(metavar="S", help="Fix the first graph (the home layout).")] = None
-    planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "relay"
-    gradients: Annotated[
-        Literal["chain", "home", "none"],
-        typer.Option(help="Gradients go from graph to graph, straight home (as in training), or are not counted."),
-    ] = "home"
-    by: Annotated[Literal["bytes", "seconds"], typer.Option(help="Minimize bytes between nodes, or seconds.")] = "bytes"
-    keep_gb: Annotated[
-        float,
-        typer.Option(min=0, max=1e9, help="Memory per device (1e9 B) for copies of earlier graphs as sources."),
-    ] = 0.0
-    json: Json = None
-
-    def __post_init__(self) -> None:
-        if not self.strategies:
-            raise typer.BadParameter("name the strategies to order, such as -s dp4,tp4", param_hint="--strategy")
-
-    @property
-    def strategy_texts(self) -> list[str]:
-        """Those that the words name, one by one."""
-        return split_strategies(self.strategies)
+        """What a device holds, as `--capacity` says it."""
+        return capacity_bytes(self.capacity)

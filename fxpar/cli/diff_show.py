@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.console import human_bytes
 from fxpar.graph_diff.compare import DiffRow, GraphCounts, GraphDiff, total
 from fxpar.graph_diff.digest import Digest
 from fxpar.graph_diff.lines import SectionDiff
 from fxpar.graph_diff.modules import ModulePlace, ranges
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.sent import ONCE, Sent
 
 SUMS = ("per micro-batch", "per mini-batch")

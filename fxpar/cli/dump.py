@@ -11,8 +11,16 @@ from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
 from fxpar.cli.request import check_graph_output, check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import check_stage, read_graph, read_origin, read_rows, storage_dtype, strategies_of
-from fxpar.cost.cluster import usual_cluster
+from fxpar.cli.source import (
+    check_stage,
+    read_for_store,
+    read_graph,
+    read_origin,
+    read_rows,
+    storage_dtype,
+    strategies_of,
+)
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.cost.figures import StepTime, step_time
 from fxpar.errors import (
     DumpOptionError,
@@ -30,7 +38,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, format_graph, matches, parts, without_folders
 from fxpar.ir.sent import sent
 from fxpar.ir.strategy import Strategy
-from fxpar.schedule import Action, Costs, Timeline, chart, simulate
+from fxpar.schedule import Timeline, chart
 
 
 def run_dump(request: DumpRequest) -> None:
@@ -78,6 +86,8 @@ def _folded(text: str) -> str:
 
 
 def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
+    if request.schedule and strategy is not None and not request.source.is_file:
+        return read_for_store(request.source, strategy)  # what a run has, as in `fxpar viz`
     if request.after is None:
         return read_graph(request.source, request.level, strategy)
     if strategy is None:
@@ -94,7 +104,7 @@ def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun
     """What goes into the file, or to stdout."""
     if request.fqn is not None:
         _check_glob(graph, request.fqn)
-    timeline = planned(graph, request.micro_batches) if request.schedule and isinstance(graph, PipelineGraph) else None
+    timeline = planned(request, graph) if request.schedule and isinstance(graph, PipelineGraph) else None
     stage = request.pipeline_stage
     if request.form == "dot":
         return graph_dot(graph, stage=stage, fqn=request.fqn)
@@ -104,23 +114,35 @@ def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun
         else:
             document = graph_document(graph, request.level or _level(graph), stage, request.fqn)
         document |= {"as_rank": view.to_json()} if view else {}
-        document |= {"time": found[0].to_json()} if (found := predicted_time(graph)) else {}
+        document |= {"time": found[0].to_json()} if (found := predicted_time(request, graph)) else {}
         document.setdefault("timings", {})["total_cpu_s"] = time.process_time() - begun
         return to_json(document)
     if timeline is not None and isinstance(graph, PipelineGraph):
-        return schedule_text(graph, timeline)
-    text = format_graph(graph, fold=request.fold, nodes=not request.brief, stage=_stages(stage, view), fqn=request.fqn)
-    if timed := predicted_time(graph):
-        text += f"\ntime of a rank, predicted for {timed[1]}:\n  {timed[0].line()}\n"
+        return schedule_text(request, graph, timeline)
+    timed = predicted_time(request, graph)
+    head = (f"time of a rank, predicted for {timed[1]}:", f"  {timed[0].line()}") if timed else ()
+    shown = _stages(stage, view)
+    text = format_graph(graph, fold=request.fold, nodes=not request.brief, stage=shown, fqn=request.fqn, head=head)
     return "\n".join([*view.lines(), "", text]) if view else text
 
 
-def predicted_time(graph: AnyGraph) -> tuple[StepTime, str] | None:
-    """What a lowered graph takes on usual GPUs, eight to a node, and these in words; None without token ids."""
+def predicted_time(request: DumpRequest, graph: AnyGraph) -> tuple[StepTime, str] | None:
+    """What a lowered graph takes on the cluster of the request, and its devices in words; None without token ids.
+
+    Raises ClusterError.
+    """
     if not isinstance(graph, Program) or not sent(graph).tokens:
         return None
-    cluster = usual_cluster(graph.strategy.world)
-    return step_time(graph, cluster, sent(graph).tokens), f"usual GPUs ({cluster.sustained})"
+    cluster, words = devices_of(request, graph.strategy.world)
+    return step_time(graph, cluster, sent(graph).tokens), words
+
+
+def devices_of(request: DumpRequest, world: int) -> tuple[ClusterSpec, str]:
+    """The cluster that times are predicted for, by default usual GPUs, eight to a node; and its devices in words."""
+    given = usual_cluster(world) if request.cluster is None else ClusterSpec.from_file(request.cluster)
+    cluster = given.sustaining(request.tflops)
+    known = request.tflops is not None or (request.cluster is not None and given.device is not None)
+    return cluster, f"{'devices' if known else 'usual GPUs'} ({cluster.sustained})"
 
 
 def _stages(stage: int | None, view: RankView | None) -> int | None:
@@ -134,26 +156,24 @@ def _level(graph: AnyGraph) -> str:
     return "logical" if isinstance(graph, LogicalGraph) else "annotated"
 
 
-def planned(graph: PipelineGraph, micro_batches: int | None) -> Timeline:
-    """The schedule run on paper, by default with one micro-batch per pipeline rank. Each stage takes as long as its
-    forward has FLOPs, all of a rank's together 1 ms on average, and twice of it for the backward. Raises
-    MicroBatchCountError.
+def planned(request: DumpRequest, graph: PipelineGraph) -> Timeline:
+    """The schedule run on paper, by default with one micro-batch per pipeline rank; parts of stages and messages take
+    what `fxpar viz` predicts of them. Raises MicroBatchCountError, ClusterError.
     """
     from fxpar.memory import schedule_of
+    from fxpar.viz import Viewed
+    from fxpar.viz.inside import Inside
 
-    mean = sum(graph.flops) / graph.strategy.pipeline_size or 1.0
-
-    def forward_ms(action: Action) -> float:
-        return graph.flops[action.stage] / mean
-
-    plan = schedule_of(graph, micro_batches or graph.strategy.pipeline_size)
-    return simulate(plan, Costs(forward_ms=forward_ms, backward_ms=lambda action: 2 * forward_ms(action)))
+    cluster, _ = devices_of(request, graph.strategy.world)
+    cluster.require(graph.strategy.world)
+    plan = schedule_of(graph, request.micro_batches or graph.strategy.pipeline_size)
+    return Inside(graph, cluster).timeline(plan, Viewed(str(graph.strategy), graph).lengths)
 
 
-def schedule_text(graph: PipelineGraph, timeline: Timeline) -> str:
-    """The chart under a line that says what a millisecond stands for."""
-    head = f"{graph.name} under {graph.strategy}; 1 ms stands for the forward of a rank's average share of the model"
-    return f"{head}\n{chart(timeline)}\n"
+def schedule_text(request: DumpRequest, graph: PipelineGraph, timeline: Timeline) -> str:
+    """The chart under a line that says what its times are for."""
+    _, devices = devices_of(request, graph.strategy.world)
+    return f"{graph.name} under {graph.strategy}; predicted for {devices}\n{chart(timeline)}\n"
 
 
 def _check_words(request: DumpRequest) -> None:

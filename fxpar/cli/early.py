@@ -25,6 +25,8 @@ def check_early(request: Any) -> None:
     parse_tokens(source.tokens)
     for path in (getattr(request, name, None) for name in ("json", "output", "trace")):
         check_output(path)
+    if not source.model:  # a command that can do without one
+        return
     if source.model.endswith(".py"):
         raise ModelFunctionError(
             source.model, f"it names no function. Write {source.model}:{_function_in(source.model)}"

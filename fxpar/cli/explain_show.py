@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.console import human_bytes
 from fxpar.cli.diff_show import Styled, Table
 from fxpar.explain.document import Document
-from fxpar.ir.columns import folded
+from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.sent import Sent
 
 MOST_NODES = 4  # names of nodes in a row before the rest is counted

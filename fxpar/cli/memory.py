@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from fxpar.cli.commands import MemoryRequest
-from fxpar.cli.console import human_bytes, plain_table, print_table, stdout_console, working
+from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import from_cache, placed_words, read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.columns import folded
+from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
@@ -101,13 +101,14 @@ def _show_table(
             str(strategy.world),
             human_bytes(one.state_bytes),
             human_bytes(one.body.saved_bytes),
+            human_bytes(one.per_token_bytes) if one.tokens else "",
             human_bytes(one.peak_bytes),
             "" if device is None else _verdict(one, device),
         )
         for strategy, one in zip(strategies, found, strict=True)
     ]
-    titles = ("strategy", "ranks", "stays", "saved", "peak", "")
-    print_table(console, titles, rows, right=(1, 2, 3, 4))
+    titles = ("strategy", "ranks", "stays", "saved", "per token", "peak", "")
+    print_table(console, titles, rows, right=(1, 2, 3, 4, 5))
 
 
 def _verdict(found: MemoryPrediction, device: int) -> str:

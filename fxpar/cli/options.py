@@ -45,6 +45,16 @@ _CLUSTER_HELP = (
     "eight to a node."
 )
 Cluster = Annotated[str | None, typer.Option(metavar="FILE", help=_CLUSTER_HELP, show_default=False)]
+Tflops = Annotated[
+    float | None,
+    typer.Option(
+        min=1e-6,
+        max=1e6,
+        metavar="N",
+        help="What a device sustains of products and attention (1e12 operations per second); wins over the cluster's.",
+        show_default=False,
+    ),
+]
 MicroBatches = Annotated[
     int | None,
     typer.Option(
@@ -138,9 +148,10 @@ class GraphSource:
 @dataclass(frozen=True)
 class Offered:
     """Beside a GraphSource in the words of a command: options that it offers besides MODEL and `--dtype`, default of
-    the latter, and texts of options that mean something more to it.
+    the latter, whether MODEL must be there, and texts of options that mean something more to it.
     """
 
     options: str = "tokens options overrides world precision storage cache"
     dtype: str = "float32"
+    required: bool = True  # MODEL
     says: Mapping[str, str] = field(default_factory=dict)

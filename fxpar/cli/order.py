@@ -1,18 +1,29 @@
-"""`fxpar order`: which graph runs first, the order of the others, and what is kept, from shapes only."""
+"""`fxpar order`: which strategy runs first, the order of the others, and what is kept, from shapes only."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from fxpar.cli.commands import OrderRequest
-from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console
+from fxpar.cli.console import human_seconds, print_table, stdout_console
 from fxpar.cli.request import check_output, write_json
+from fxpar.cli.source import Layouts
 from fxpar.cli.switch import layouts_of, same_world
+from fxpar.cli.switch_commands import OrderRequest
 from fxpar.errors import PlannerError
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.strategy import Strategy
-from fxpar.switch.order import EXHAUSTIVE, OrderPlan, OrderSearch
+from fxpar.store import home_layout, wire_layout
+from fxpar.store.home import ParamSpec
+from fxpar.switch.order import EXHAUSTIVE, OrderPlan, OrderSearch, Training
 from fxpar.switch.planners import planner_names
+
+_FLOWS = {
+    "home": "weights from the optimizer's layout, gradients back to it, as in training",
+    "chain": "HotSPa's flow, gradients from one strategy to the next",
+    "none": "HotSPa's flow, without gradients",
+}
 
 
 def run_order(request: OrderRequest) -> None:
@@ -22,45 +33,74 @@ def run_order(request: OrderRequest) -> None:
     strategies, cluster = same_world(request.source, request.strategy_texts, request.cluster)
     first = None if request.first is None else str(Strategy.parse(request.first))
     check_output(request.json)
-    layouts = layouts_of(request.source, strategies)
+    found = layouts_of(request.source, strategies)
     begun = time.process_time()
-    keep_bytes = int(request.keep_gb * 1e9)
-    search = OrderSearch(layouts, cluster, request.planner, request.gradients, keep_bytes, request.by)
-    names = [layout.name for layout in layouts]
+    training = training_of(found) if request.gradients == "home" else None
+    kept_bytes = None if request.keep_gb is None else int(request.keep_gb * 1e9)
+    search = OrderSearch(
+        [each.params for each in found],
+        cluster,
+        request.planner,
+        request.gradients,
+        kept_bytes if training else kept_bytes or 0,
+        request.by,
+        training,
+    )
+    names = [each.params.name for each in found]
     given = search.evaluate(names)
     same_first = search.best(names[0])
     best = search.best(first)
     document = {
-        **best.to_json(),
+        **_figures(best, request.tokens),
         "planner": request.planner,
         "gradients": request.gradients,
         "by": request.by,
         "search": "exhaustive" if len(names) <= EXHAUSTIVE else "local",
         "search_cpu_s": time.process_time() - begun,
-        "as_given": given.to_json(),
-        "same_first": same_first.to_json(),
+        "as_given": _figures(given, request.tokens),
+        "same_first": _figures(same_first, request.tokens),
     }
     if write_json(request.json, document):
-        _show(request.source.model, {"as given": given, "best, same first": same_first, "best": best}, document)
+        _show(request, {"as given": given, "best, same first": same_first, "best": best}, document)
 
 
-def _show(model: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:
+def training_of(found: Sequence[Layouts]) -> Training:
+    """What a run with these strategies has beside them; the first says which parameters there are."""
+    first = found[0].params
+    specs = [ParamSpec(fqn, param.shape, param.dtype) for fqn, param in first.params.items()]
+    masters = home_layout(specs, first.world)
+    gradients = {each.params.name: each.gradients for each in found}
+    return Training(masters, wire_layout(masters, specs), gradients)
+
+
+def _figures(plan: OrderPlan, tokens: int | None) -> dict[str, Any]:
+    """The plan as JSON; with the tokens of a mini-batch also what it costs for each of them."""
+    if tokens is None:
+        return plan.to_json()
+    sizes = (plan.inter_node_bytes + plan.intra_node_bytes) / tokens
+    return {**plan.to_json(), "tokens": tokens, "per_token_bytes": sizes, "per_token_s": plan.predicted_s / tokens}
+
+
+def _show(request: OrderRequest, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:
     console = stdout_console()
-    console.print(f"{model}: order of graphs; gradients: {document['gradients']}")
-    rows = [
-        (
-            name,
-            human_bytes(plan.inter_node_bytes),
-            human_bytes(plan.intra_node_bytes),
-            human_seconds(plan.predicted_s),
-            " > ".join(plan.order) + (f"  (kept: {', '.join(plan.kept)})" if plan.kept else ""),
-        )
-        for name, plan in plans.items()
-    ]
-    print_table(console, ("", "between nodes", "inside nodes", "predicted", "order"), rows, right=(1, 2, 3))
+    console.print(f"{request.source.model}, a mini-batch: {_FLOWS[request.gradients]}", markup=False)
+    rows = []
+    for name, plan in plans.items():
+        cells = [name, human_bytes(plan.inter_node_bytes), human_bytes(plan.intra_node_bytes)]
+        cells.append(human_seconds(plan.predicted_s))
+        if request.tokens is not None:
+            each = _figures(plan, request.tokens)
+            cells.append(f"{human_bytes(each['per_token_bytes'])}, {human_seconds(each['per_token_s'])}")
+        kept = f"  (kept: {', '.join(plan.kept)})" if plan.kept and request.keep_gb is not None else ""
+        rows.append((*cells, " > ".join(plan.order) + kept))
+    per_token = () if request.tokens is None else (f"per token of {request.tokens:,}",)
+    titles = ("", "between nodes", "inside nodes", "predicted", *per_token, "order")
+    print_table(console, titles, rows, right=tuple(range(1, len(titles) - 1)))
     for hop in plans["best"].hops:
+        helped = f", with {', '.join(hop.holders)}" if hop.holders and request.gradients != "home" else ""
         console.print(
             f"{hop.kind:9} {hop.source} > {hop.target}: {human_bytes(hop.inter_node_bytes)} between nodes, "
-            f"{human_seconds(hop.predicted_s)}" + (f", with {', '.join(hop.holders)}" if hop.holders else "")
+            f"{human_bytes(hop.intra_node_bytes)} inside, {human_seconds(hop.predicted_s)}{helped}",
+            markup=False,
         )
     console.print(f"{document['search']} search, {document['search_cpu_s']:.2f} CPU s")

@@ -10,8 +10,8 @@ from typing import Any
 import sympy
 from torch import Tensor, fx
 
-from fxpar.cli.console import human_bytes
 from fxpar.errors import GraphFileError
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
 from fxpar.remat import run_on_meta, tensors_of

@@ -31,6 +31,10 @@ class TrainRequest:
         int | None,
         typer.Option(min=1, help="Number of ranks, as a check.", show_default=False),
     ] = None
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Strategies of a plan that `fxpar plan` wrote.", show_default=False),
+    ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the latest checkpoint.")] = False
     compare: Annotated[
         str | None,

@@ -7,15 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxpar.cli.cache import CaptureCache, model_files, recorded
-from fxpar.cli.console import human_bytes
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_precision, parse_strategies
 from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError
 from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache 
 
     from fxpar.models import LoadedModel
     from fxpar.switch import ParamLayout
+    from fxpar.switch.reduction import GradientPlacement
 
 T = TypeVar("T")
 
@@ -114,24 +116,42 @@ def read_for_store(source: GraphSource, strategy: Strategy, sizes: Mapping[str, 
     return from_cache(source, {"kind": "for store", "sizes": sizes, **placed_words(source, strategy)}, build, strategy)
 
 
-def read_layouts(source: GraphSource, strategies: Sequence[Strategy]) -> list[ParamLayout]:
-    """How the programs of `read_for_store` take their parameters. Nothing is lowered further than that.
+@dataclass(frozen=True)
+class Layouts:
+    """How a program takes its parameters, and how its gradients leave it."""
+
+    params: ParamLayout
+    gradients: Mapping[str, tuple[GradientPlacement, ...]]
+
+
+def read_layouts(source: GraphSource, strategies: Sequence[Strategy]) -> list[Layouts]:
+    """Those of the programs of `read_for_store`. Nothing is lowered further than that.
 
     Raises as `read_for_store` does.
     """
     from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
+    from fxpar.switch.reduction import GradientPlacement, gradient_placements
 
     rows = functools.cache(lambda: read_rows(source))  # one capture for all that the cache lacks
 
-    def read(strategy: Strategy) -> ParamLayout:
+    def read(strategy: Strategy) -> Layouts:
         def build() -> tuple[Any, ...]:
             from fxpar.lowering import outline
 
-            layout = layout_of(outline(rows(), strategy))
-            return layout.world, {fqn: (p.shape, p.dtype, p.copies) for fqn, p in layout.params.items()}
+            found = outline(rows(), strategy)
+            layout, gradients = layout_of(found), gradient_placements(found)
+            return (
+                layout.world,
+                {fqn: (p.shape, p.dtype, p.copies) for fqn, p in layout.params.items()},
+                {fqn: tuple((g.shape, g.dist, g.dtype) for g in terms) for fqn, terms in gradients.items()},
+            )
 
-        world, params = from_cache(source, {"kind": "layout", **placed_words(source, strategy)}, build, strategy)
-        return ParamLayout(str(strategy), world, {fqn: PlacedParam(*fields) for fqn, fields in params.items()})
+        what = {"kind": "layout", **placed_words(source, strategy)}
+        world, params, gradients = from_cache(source, what, build, strategy)
+        return Layouts(
+            ParamLayout(str(strategy), world, {fqn: PlacedParam(*fields) for fqn, fields in params.items()}),
+            {fqn: tuple(GradientPlacement(*fields) for fields in terms) for fqn, terms in gradients.items()},
+        )
 
     return [read(strategy) for strategy in strategies]
 

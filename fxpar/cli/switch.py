@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpar.cli.commands import SwitchRequest
-from fxpar.cli.console import human_bytes, human_seconds, stdout_console, working
+from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
-from fxpar.cli.source import read_layouts, strategies_of
+from fxpar.cli.source import Layouts, read_layouts, strategies_of
+from fxpar.cli.switch_commands import SwitchRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlannerError
-from fxpar.ir.columns import folded
+from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.strategy import Strategy
 from fxpar.precision.precision import parse_dtype
 from fxpar.switch.api import plan_switch
-from fxpar.switch.layout import ParamLayout
 from fxpar.switch.plan import SwitchPlan, node_links
 from fxpar.switch.planners import planner_names
 
@@ -29,8 +28,8 @@ def run_switch(request: SwitchRequest) -> None:
         raise PlannerError(request.planner, planner_names())
     strategies, cluster = same_world(request.source, request.strategy_texts, request.cluster)
     check_output(request.json)
-    layouts = layouts_of(request.source, strategies)
-    plan = plan_switch(layouts[0], layouts[1], cluster, request.planner)
+    before, after = (found.params for found in layouts_of(request.source, strategies))
+    plan = plan_switch(before, after, cluster, request.planner)
     plan.verify()
     if write_json(request.json, plan.to_json()):
         _show(request.source.model, plan)
@@ -51,8 +50,8 @@ def same_world(source: GraphSource, texts: Sequence[str], path: str | None) -> t
     return strategies, cluster
 
 
-def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[ParamLayout]:
-    """The layout of a model under each strategy, in the dtype of the source. Weights are never allocated.
+def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[Layouts]:
+    """The layouts of a model under each strategy, weights in the dtype of the source. None of them is allocated.
 
     Raises DtypeError, and as `read_for_store` does.
     """
@@ -60,7 +59,8 @@ def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[Para
     source = replace(source, dtype=GraphSource.dtype if source.is_file else str(wire).removeprefix("torch."))
     with working() as status, collected_warnings([]):
         status.update(f"placing the parameters of {source.model}")
-        return [layout.with_dtype(wire) for layout in read_layouts(source, strategies)]
+        found = read_layouts(source, strategies)
+    return [replace(each, params=each.params.with_dtype(wire)) for each in found]
 
 
 def _show(model: str, plan: SwitchPlan) -> None:

@@ -18,6 +18,7 @@ from fxpar.cli.request import check_output, write_output
 from fxpar.cli.run_commands import TrainRequest
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
 from fxpar.ir.strategy import Strategy
+from fxpar.search.plan_file import read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
 
 if TYPE_CHECKING:
@@ -55,18 +56,25 @@ def _stdout_on_stderr() -> Iterator[None]:
 
 
 def configured(request: TrainRequest) -> TrainConfig:
-    """The configuration that the words ask for. Raises NoConfigError and what `read_config` raises."""
+    """The configuration that the words ask for. Raises NoConfigError, PlanFileError and what `read_config` raises."""
     if (request.config is None) != request.demo:
         raise NoConfigError
-    words = list(request.assignments)
+    plan = None if request.plan is None else read_plan(request.plan)
+    words = [*request.assignments, *(plan.assignments() if plan else ())]
     if request.steps is not None:
         words.append(f"run.steps={request.steps}")
     if request.ranks is not None:
         words.append(f"run.ranks={request.ranks}")
     if request.resume:
         words.append("checkpoint.resume=true")
-    if request.config is not None:
-        return read_config(request.config, words)
+    config = read_config(request.config, words) if request.config is not None else _demo(words)
+    if plan is not None and request.plan is not None:
+        options = [f"{key}={value}" for key, value in config.model.options.items()]
+        plan.check(request.plan, config.model.name, options, config.run.ranks)
+    return config
+
+
+def _demo(words: list[str]) -> TrainConfig:
     from fxpar.train.demo import DEMO
 
     config = parse_config(DEMO, "--demo", "demo", words)
@@ -102,8 +110,8 @@ def how_to_go_on(request: TrainRequest, config: TrainConfig) -> str:
     if request.demo:
         assignments.append(f"run.folder={config.folder}")  # the name of its folder is of the time of its start
     words += [word for text in assignments for word in ("--set", text)]
-    for name, number in (("--steps", request.steps), ("--ranks", request.ranks)):
-        words += [] if number is None else [name, str(number)]
+    for name, value in (("--steps", request.steps), ("--ranks", request.ranks), ("--plan", request.plan)):
+        words += [] if value is None else [name, str(value)]
     return f"Go on from {checkpoint} with: {shlex.join([*words, '--resume'])}"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fxpar.cli.commands import VizRequest
-from fxpar.cli.console import human_bytes, stdout_console, working
+from fxpar.cli.console import stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import read_for_store, read_lowered, read_rows, strategies_of
@@ -17,6 +18,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import token_dim
 from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
 from fxpar.graph_files import load_graph
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
@@ -81,9 +83,8 @@ def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str]
             cluster.require(graph.strategy.world)
         sizes = _sizes(graph, request.tokens)
         text = str(graph.strategy)
-        views.append(
-            Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
-        )
+        view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
+        views.append(replace(view, tflops=request.tflops))
     return views
 
 

@@ -56,6 +56,10 @@ class ClusterSpec:
         """With usual figures of this kind of device (a `torch.device.type`), unless it has figures of its own."""
         return self if self.device else replace(self, device=_usual(kind).device)
 
+    def sustaining(self, tflops: float | None) -> ClusterSpec:
+        """With devices of so many TFLOP/s in each dtype; as it is for None. Raises ClusterError for 0."""
+        return self if tflops is None else replace(self, device=replace(self.sustained, tflops=tflops))
+
     def node_of(self, rank: int) -> int:
         """Node of `rank`."""
         return rank // self.devices_per_node

@@ -14,6 +14,7 @@ from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.schedule import KINDS
 from fxpar.schedule.mini_batch import FORWARD
 
@@ -98,17 +99,29 @@ def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:
 
     Raises ClusterError for a cluster with fewer devices than ranks.
     """
+    slowest = max(rank_costs(program, cluster).values(), key=lambda one: one.at(NOMINAL_TOKENS))
+    return of_strategy(slowest, program.strategy)
+
+
+def of_strategy(seconds: Polynomial, strategy: Strategy) -> GroupCost:
+    """With the numbers of a polynomial, and the stages of a strategy."""
+    plan = strategy.pipeline
+    return GroupCost.of(seconds, strategy.pipeline_size, plan.virtual, plan.schedule)
+
+
+def rank_costs(program: TrainGraph, cluster: ClusterSpec) -> dict[Mesh, Polynomial]:
+    """Seconds of a micro-batch on the ranks of each mesh of `program`: of a pipeline one per position, with all of its
+    stages and what these hand on. Raises ClusterError for a cluster with fewer devices than ranks.
+    """
     cluster.require(program.strategy.world)
     if not isinstance(program, PipelineGraph):
-        return GroupCost.of(_total(program, cluster))
+        return {program.mesh: _total(program, cluster)}
     totals: dict[Mesh, Polynomial] = {}
     for stage in program.stages:
         sent = (handed_on_s(program, stage.index, kind, cluster) for kind in ("sent", "sent_grad"))
         mine = sum(sent, _total(stage, cluster))
         totals[stage.mesh] = totals.get(stage.mesh, Polynomial()) + mine
-    slowest = max(totals.values(), key=lambda one: one.at(NOMINAL_TOKENS))
-    plan = program.strategy.pipeline
-    return GroupCost.of(slowest, program.strategy.pipeline_size, plan.virtual, plan.schedule)
+    return totals
 
 
 def _total(program: Program, cluster: ClusterSpec) -> Polynomial:

@@ -11,6 +11,7 @@ from fxpar.errors.base import *
 from fxpar.errors.capture import *
 from fxpar.errors.compiling import *
 from fxpar.errors.looking import *
+from fxpar.errors.planning import *
 from fxpar.errors.running import *
 from fxpar.errors.switching import *
 from fxpar.errors.training import *

@@ -285,6 +285,15 @@ class DataRanksError(FxparError):
         )
 
 
+class DataDrawError(FxparError):
+    """The rank of this node that draws the data for all has failed."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        super().__init__(
+            f"rank {rank}, which draws the data of this node, has failed: {problem}. Its own log says where"
+        )
+
+
 class CheckpointModelError(FxparError):
     """A checkpoint of another model, or of another loader."""
 

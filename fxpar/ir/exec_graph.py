@@ -257,8 +257,8 @@ class ExecGraph(Program):
 
 @dataclass(kw_only=True)
 class Outline(Program):
-    """How a program lies that was lowered only as far as its inputs are placed: it has no parts, and nothing is known
-    of its results. With pipeline stages `stages` has one each, and the inputs are those of the whole model.
+    """How a program lies that was lowered only as far as its inputs and gradients are placed: it has no parts. With
+    pipeline stages `stages` has one each, and inputs and outputs are those of the whole model.
     """
 
     stages: tuple[Outline, ...] = ()

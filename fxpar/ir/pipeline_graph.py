@@ -40,11 +40,12 @@ class StageProgram(Program):
 
     @functools.cached_property
     def loss(self) -> Part:
-        """What the epilogue does for the loss, on the stage that gives it."""
+        """What the epilogue does for the loss and metrics, on the stage that gives them; in the order of `given`."""
         graph, copied = fx.Graph(), {}
         graph.graph_copy(self.epilogue.graph, copied)
         kinds = [out.kind for out in self.outputs if out.kind in ("loss", "grad", "buffer")]
-        graph.output((copied[self.epilogue.results[kinds.index("loss")]],))
+        ends = [node for node, kind in zip(self.epilogue.results, kinds, strict=True) if kind == "loss"]
+        graph.output(tuple(copied[node] for node in ends))
         graph.eliminate_dead_code()
         sources = []
         for node, source in zip(graph.find_nodes(op="placeholder"), self.epilogue.sources, strict=True):

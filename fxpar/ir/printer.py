@@ -39,13 +39,19 @@ _END = 2**62  # slices to the end are written with a huge number
 
 
 def format_graph(
-    graph: AnyGraph, *, fold: bool = True, nodes: bool = True, stage: int | None = None, fqn: str | None = None
+    graph: AnyGraph,
+    *,
+    fold: bool = True,
+    nodes: bool = True,
+    stage: int | None = None,
+    fqn: str | None = None,
+    head: Sequence[str] = (),
 ) -> str:
-    """The whole text: header, parameters, nodes, collectives; without `nodes` those that communicate only. Of a
-    pipeline what the stages are and send, then each stage, or `stage` alone. With `fqn` parameters and nodes of the
-    modules that match this glob. Ends with a newline.
+    """The whole text: header (and the lines of `head`), parameters, nodes, collectives; without `nodes` those that
+    communicate only. Of a pipeline what the stages are and send, then each stage, or `stage` alone. With `fqn`
+    parameters and nodes of the modules that match this glob. Ends with a newline.
     """
-    sections = [header(graph)]
+    sections = [[*header(graph), *head]]
     shown: list[AnyGraph] = [graph]
     if isinstance(graph, PipelineGraph):
         sections.append(stage_list(graph))

@@ -109,12 +109,12 @@ def graphs_after(
 
 
 def outline(logical: LogicalGraph, strategy: Strategy | str) -> Outline:
-    """How the parameters lie that `lower(logical, strategy, for_store=True)` takes, in a fraction of its time: the
-    ladder is climbed as far as they are placed. Raises as `lower` does.
+    """How the parameters lie that `lower(logical, strategy, for_store=True)` takes, and the gradients that it gives, in
+    a fraction of its time: the ladder is climbed as far as they are placed. Raises as `lower` does.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     graphs = graphs_after(logical, strategy, PLACED, for_store=True)
-    parts = tuple(Outline(**common_fields(graph) | {"stored_outputs": ()}) for graph in graphs)
+    parts = tuple(Outline(**common_fields(graph)) for graph in graphs)
     if strategy.pipeline_size == 1:
         return parts[0]
     return Outline(**fields_of_stages(logical, strategy, parts))

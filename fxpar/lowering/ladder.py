@@ -40,8 +40,9 @@ from fxpar.passes.zero_shard import ZeroShard
 
 OnPass = Callable[[str, AnnotatedGraph], None]
 
-PLACED = ZeroShard.name
-"""The pass behind which each parameter lies as the program takes it; no later one of the ladder moves one."""
+PLACED = ReduceGradients.name
+"""The pass behind which each parameter lies as the program takes it, and each gradient as it gives it; no later one of
+the ladder moves one."""
 
 
 def default_passes(

@@ -9,6 +9,7 @@ import sympy
 
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.sent import tokens_of
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory, StageMemory
 from fxpar.memory.state import home_bytes
 from fxpar.memory.walk import RankPeak, rank_peak
@@ -53,6 +54,7 @@ def pipeline_over_time(
             body=peak.whole,
             schedule=str(plan),
             sums_bytes=sums_bytes,
+            tokens=tokens_of(program.inputs, dims),
         )
         lines = [_stage_memory(program, stage, in_flight[stage.index], peak, dims) for stage in mine]
         stages += [replace(line, rank_peak_bytes=here.peak_bytes) for line in lines]

@@ -9,6 +9,7 @@ import sympy
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.sent import tokens_of
 from fxpar.memory.liveness import ONE_THREAD, body_series
 from fxpar.memory.parts import accumulating
 from fxpar.memory.pipeline import pipeline_over_time
@@ -85,6 +86,7 @@ def memory_over_time(
         staging_bytes=min(staging_bytes, 2 * layout.max_bytes()) if program.strategy.world > 1 else 0,
         body=series.peak,
         sums_bytes=sums,
+        tokens=tokens_of(program.inputs, dims),
     )
     return MemoryOverTime(found, (RankMemory((0, program.strategy.world - 1), found, series),))
 

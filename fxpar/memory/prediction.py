@@ -46,7 +46,8 @@ class MemoryPrediction:
     way home; `body`: the peak of one micro-batch above all that.
 
     With pipeline stages (`schedule` says in which order they run) `body` is the peak over all micro-batches of the
-    schedule, accumulators included, and `stages` has a line for each.
+    schedule, accumulators included, and `stages` has a line for each. `tokens` of a replica's micro-batch, by its token
+    ids; 0 without any.
     """
 
     strategy: str
@@ -62,6 +63,15 @@ class MemoryPrediction:
     schedule: str | None = None
     stages: tuple[StageMemory, ...] = ()
     sums_bytes: int = 0
+    tokens: int = 0
+
+    @property
+    def per_token_bytes(self) -> float:
+        """What a micro-batch keeps for its backward, per token; of stages the one that keeps most. 0.0 without token
+        ids.
+        """
+        saved = max((stage.saved_bytes for stage in self.stages), default=self.body.saved_bytes)
+        return saved / self.tokens if self.tokens else 0.0
 
     @property
     def state_bytes(self) -> int:
@@ -94,6 +104,7 @@ class MemoryPrediction:
             backward, with_ = body.backward_bytes + body.result_bytes, "at the peak, new gradients included"
             if self.micro_batches == 1:
                 of = "after the micro-batch"
+        kept_per_token = "saved by a micro-batch" + (" of the stage that saves most" if staged else "")
         rows = [
             ("master weights", self.master_bytes, "cut over all ranks"),
             ("optimizer", self.optimizer_bytes, "AdamW, two fp32 moments"),
@@ -103,6 +114,11 @@ class MemoryPrediction:
             ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node})"),
             ("saved", body.kept_bytes, "of these activations, kept for the backward"),
             ("most saved", body.saved_bytes, "for the backward, at another moment, when less is held in all"),
+            (
+                "per token",
+                round(self.per_token_bytes),
+                kept_per_token,
+            ),
             ("backward", backward, with_),
             ("workspace", body.workspace_bytes, "of the kernel at the peak"),
             ("messages", body.message_bytes, "between stages, at the peak, and batches under way"),
@@ -112,12 +128,14 @@ class MemoryPrediction:
         ]
         elsewhere = body.saved_bytes > 1.01 * body.kept_bytes
         left_out = {"messages": not staged, "sums": not self.sums_bytes, "most saved": not elsewhere}
+        left_out["per token"] = not self.tokens
         return [row for row in rows if not left_out.get(row[0])]
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, sums included."""
         body = {**asdict(self.body), "total_bytes": self.body.total_bytes}
-        sums = {name: getattr(self, name) for name in ("state_bytes", "step_bytes", "switch_bytes", "peak_bytes")}
+        names = ("state_bytes", "step_bytes", "switch_bytes", "peak_bytes", "per_token_bytes")
+        sums = {name: getattr(self, name) for name in names}
         stages = [stage.to_json() for stage in self.stages]
         return {**asdict(self), "sizes": dict(self.sizes), "body": body, "stages": stages, **sums}
 

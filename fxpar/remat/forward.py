@@ -13,9 +13,10 @@ from torch import fx
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.node_meta import is_backward, is_size, phase_of, reader_of
+from fxpar.ir.node_meta import fqn_of, is_backward, is_size, phase_of, reader_of
 from fxpar.ops.traits import is_random
 
+_ADDING = ("all_reduce", "reduce_scatter")
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -26,23 +27,32 @@ class ForwardValues:
     `nodes`: tensor-valued calls of the forward's body, in order. `needed`: those that the backward reads. `fixed`:
     those that must not run twice: in-place, random in another way each time, or a parameter that ZeRO-3 gathers once
     for forward and backward. `gathered`: part of a gather for the forward -> its equal of a gather for the backward.
+    `sums`: what makes sums over ranks of partial ones.
     """
 
     nodes: tuple[fx.Node, ...]
     needed: frozenset[fx.Node]
     fixed: frozenset[fx.Node]
     gathered: dict[fx.Node, fx.Node]
+    sums: frozenset[fx.Node] = frozenset()
+
+    def place_of(self, node: fx.Node) -> str:
+        """The module that a node is recomputed with. What moves a value goes with its reader, for a gathered value is
+        larger than its pieces; but a sum with who makes its terms, as it is no larger than one of them: the block that
+        reads it keeps the sum.
+        """
+        return fqn_of(node) if node in self.sums else reader_of(node)
 
     def blocks(self) -> dict[fx.Node, str]:
         """The repeated block (`layers.3`) of each node in one."""
-        return {node: block for node in self.nodes if (block := block_of(reader_of(node)))}
+        return {node: block for node in self.nodes if (block := block_of(self.place_of(node)))}
 
     def modules(self, globs: Collection[str]) -> tuple[dict[fx.Node, str], list[str]]:
         """The outermost module that a glob matches, of each node inside one; and the globs that match no module."""
         chosen: dict[str, str | None] = {}
         unused = set(globs)
         for node in self.nodes:
-            fqn = reader_of(node)
+            fqn = self.place_of(node)
             if fqn not in chosen:
                 chosen[fqn] = None
                 for module in prefixes(fqn):
@@ -50,12 +60,12 @@ class ForwardValues:
                     unused -= hits
                     if hits and chosen[fqn] is None:
                         chosen[fqn] = module
-        found = {n: m for n in self.nodes if (m := chosen[reader_of(n)]) is not None}
+        found = {n: m for n in self.nodes if (m := chosen[self.place_of(n)]) is not None}
         return found, [g for g in globs if g in unused]
 
     def module_names(self) -> list[str]:
         """FQNs of all modules that compute something."""
-        return sorted({p for node in self.nodes for p in prefixes(reader_of(node))})
+        return sorted({p for node in self.nodes for p in prefixes(self.place_of(node))})
 
     def leaves_region(self, node: fx.Node, region: dict[fx.Node, str]) -> bool:
         """Whether the forward reads the node outside of its region, or the graph returns it."""
@@ -78,12 +88,31 @@ def forward_values(graph: AnnotatedGraph) -> ForwardValues:
     forward = [n for n in body if not is_backward(n)]
     needed = {n for n in forward if any(is_backward(u) for u in n.users)}
     twins, held = _gathers(graph, body)
-    return ForwardValues(tuple(forward), frozenset(needed), frozenset(_fixed(body, forward)) | held, twins)
+    fixed = frozenset(_fixed(body, forward)) | held
+    return ForwardValues(tuple(forward), frozenset(needed), fixed, twins, _sums(forward))
 
 
 def is_communication(node: fx.Node) -> bool:
     """A collective, or the wait for one."""
     return node.target is _WAIT or collective_kind(node) is not None
+
+
+def _sums(forward: list[fx.Node]) -> frozenset[fx.Node]:
+    """Collectives that add up, and what a pass has put in front of and behind them for the same reader."""
+    inside, found = set(forward), set()
+    todo = [node for node in forward if collective_kind(node) in _ADDING]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            near = (*node.all_input_nodes, *node.users)
+            todo += [n for n in near if n in inside and "reader" in n.meta and _moved(n) == _moved(node)]
+    return frozenset(found)
+
+
+def _moved(node: fx.Node) -> tuple[str, str]:
+    """From which module to which."""
+    return fqn_of(node), reader_of(node)
 
 
 def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:

@@ -21,13 +21,13 @@ from fxpar.ir.graph import ForwardGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
-from fxpar.runtime.gradients import gradient_placements
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.runner import Backend
 from fxpar.runtime.switching import Switching
 from fxpar.switch import ParamLayout, layout_of, plan_large_switch
 from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.reduction import gradient_placements
 from fxpar.torch_api.tree import flatten, unflatten
 from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, RunTime, plan_batch
+from fxpar.batching.borders import Borders, by_strategy
 from fxpar.batching.collate import (
     check_denominator,
     check_keys,
@@ -43,7 +44,7 @@ from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
-from fxpar.runtime.mini_batch import Borders, GroupWork, MiniBatch
+from fxpar.runtime.mini_batch import GroupWork, MiniBatch
 from fxpar.runtime.report import StepReport, metrics_of
 from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
 from fxpar.runtime.switching import Switching
@@ -131,7 +132,9 @@ class Engine:
 
     def border_seconds(self, groups: Sequence[int], runs: Sequence[RunTime]) -> float:
         """Predicted seconds that switches and reductions add to a mini-batch whose groups take so long."""
-        return self._borders.exposed_s(self._order_of_strategies(groups), self._by_strategy(groups, runs))
+        return self._borders.exposed_s(
+            self._order_of_strategies(groups), by_strategy([self.names[g] for g in groups], runs)
+        )
 
     def _in_order(self, groups: Sequence[GroupPlan]) -> list[GroupPlan]:
         """The groups in the order of running, those of one strategy together."""
@@ -139,15 +142,8 @@ class Engine:
         order = self._order_of_strategies(numbers)
         if self.options.order is None:
             runs = [RunTime(group.predicted_s, group.slots) for group in groups]
-            order = self._borders.fastest(order, self._by_strategy(numbers, runs))
+            order = self._borders.fastest(order, by_strategy([self.names[g] for g in numbers], runs))
         return sorted(groups, key=lambda g: (order.index(self.names[g.group]), g.group))
-
-    def _by_strategy(self, groups: Sequence[int], runs: Sequence[RunTime]) -> dict[str, RunTime]:
-        found: dict[str, RunTime] = {}
-        for group, run in zip(groups, runs, strict=True):
-            before = found.get(self.names[group], RunTime(0.0, 0))
-            found[self.names[group]] = RunTime(before.seconds + run.seconds, before.micro_batches + run.micro_batches)
-        return found
 
     def _order_of_strategies(self, groups: Sequence[int]) -> tuple[str, ...]:
         wanted = {self.names[g] for g in groups}

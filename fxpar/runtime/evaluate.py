@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import collate
 from fxpar.errors import EvaluateLossError, muted_warnings
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import COUNT, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
@@ -24,7 +24,10 @@ from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.pipeline import BoundPipeline
+from fxpar.runtime.report import Evaluated, metrics_of
 from fxpar.switch import layout_of
+
+_ALWAYS = "Let it return the same metrics for every batch"
 
 
 @dataclass
@@ -47,62 +50,81 @@ class Evaluation:
         module: nn.Module,
         sequences: Sequence[Tensor | Mapping[str, Tensor]],
         denominator: float | None = None,
-    ) -> float:
-        """Mean loss over the valid tokens of `sequences` (their sum over `denominator`, if there is one), in evaluation
-        mode and without gradients; same on all ranks.
+    ) -> Evaluated:
+        """Mean loss over the valid tokens of `sequences` (their sum over `denominator`, if there is one), with metrics,
+        in evaluation mode and without gradients; same on all ranks.
 
         All ranks pass the same sequences. Raises as `train_step` does.
         """
         engine = self.engine
         plan, count, sequences = engine.agreed_plan(sequences, self.keys, denominator)
-        total = torch.zeros((), dtype=torch.float64, device=engine.device)
+        names = self._names()
+        total = torch.zeros(len(names), dtype=torch.float64, device=engine.device)
         modes = {part: part.training for part in module.modules()}  # parts may be in another one than the whole
         module.eval()
         try:
             for group in plan.groups:
                 name = engine.names[group.group]
                 if isinstance(engine.bound[name], BoundPipeline):
-                    total += self._through_stages(module, name, sequences, group)
+                    sums = self._through_stages(module, name, sequences, group)
                 else:
                     with self.calls.using(name), torch.no_grad():
-                        total += self._share(module, name, sequences, group)
+                        sums = self._share(module, name, sequences, group)
+                total += torch.tensor([sums[each] for each in names], dtype=torch.float64, device=engine.device)
         finally:
             for part, training in modes.items():
                 part.training = training
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=engine.world_group)
-        return float(total) / (denominator or count)
+        found = dict(zip(names, total.tolist(), strict=True))
+        return Evaluated(found.pop("loss") / (denominator or count), metrics_of([found]))
 
-    def _share(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
-        """This rank's part of the sum; the ranks of a replica find the same sum and share it out."""
+    def _names(self) -> list[str]:
+        """The loss and the metrics of the step that is trained, which a pipeline gives and all ranks add up."""
+        program = self.engine.bound[self.engine.names[0]].program
+        return [out.fqn for out in program.outputs if out.kind == "loss"]
+
+    def _share(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> dict[str, float]:
+        """This rank's part of the sums; the ranks of a replica find the same ones and share them out."""
         program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
         mine = group.replicas[replica_of(program, rank)]
-        found = 0.0
+        found = dict.fromkeys(self._names(), 0.0)
+        part = program.strategy.replicas / program.strategy.world
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
-            value = self._loss(module, collate(sequences, micro, self.keys))
-            found += value if turn < len(mine) else 0.0
-        return found * program.strategy.replicas / program.strategy.world
+            sums = self._sums(module, collate(sequences, micro, self.keys))
+            for each in found if turn < len(mine) else ():
+                found[each] += sums[each]
+        return {each: value * part for each, value in found.items()}
 
-    def _loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> float:
-        """The sum of the losses of a batch, by the user's function."""
+    def _sums(self, module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        """The sum of the losses of a batch and of its metrics, by the user's function."""
         if self.averaged:
             raise EvaluateLossError(
                 "returns a mean over tokens, which cannot be added up over sequences",
                 "Let it return the sum over the valid tokens, for example F.cross_entropy(..., reduction='sum'): "
                 "train_step does the same with it",
             )
-        value, _ = with_metrics(self.loss(module, batch))
-        if isinstance(value, DTensor):
+        value, metrics = with_metrics(self.loss(module, batch))
+        found = {"loss": value}
+        for name, given in metrics.items():
+            pair = given if isinstance(given, tuple | list) else (given,)
+            found |= dict(zip((name, name + COUNT), pair, strict=False))
+        if any(isinstance(one, DTensor) for one in found.values()):
             raise EvaluateLossError(
                 "uses parameters of the model itself, of which every rank has a part",
                 "Compute that part in the forward, and let the loss function take it from there",
             )
-        return float(value)
+        if found.keys() != set(self._names()):
+            trained, here = (", ".join(sorted(set(names) - {"loss"})) or "none" for names in (self._names(), found))
+            raise EvaluateLossError(f"returns other metrics ({here}) than when it was captured ({trained})", _ALWAYS)
+        return {name: float(one) for name, one in found.items()}
 
-    def _through_stages(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> float:
-        """An equal share of the sum on every rank."""
+    def _through_stages(
+        self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan
+    ) -> dict[str, float]:
+        """An equal share of the sums on every rank."""
         if name not in self._bound:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
@@ -114,7 +136,7 @@ class Evaluation:
         runs += [MicroRun(spare, 0.0, idle=True)] * idle
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
-        return float(bound.run_forward(runs)) / program.strategy.world
+        return {each: float(value) / program.strategy.world for each, value in bound.run_forward(runs).items()}
 
     def _bind(self, module: nn.Module, name: str) -> BoundPipeline:
         """The model in evaluation mode, with the weights where training has them."""

@@ -8,7 +8,6 @@ chain   (the paper's way) terms are reduced within the replicas of their graph; 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -24,23 +23,10 @@ from fxpar.runtime.switching import TransportOptions
 from fxpar.store import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
-from fxpar.switch.reduction import AnyReductionPlan, GradientPlacement, plan_large_reduction
+from fxpar.switch.reduction import AnyReductionPlan, gradient_placements, plan_large_reduction
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 
 Mode = Literal["home", "chain"]
-
-
-def gradient_placements(program: Program) -> dict[str, tuple[GradientPlacement, ...]]:
-    """How each gradient leaves the graph, partial axes included: once per pipeline stage that gives a term of it, but
-    only once per rank, which adds up what its stages give.
-    """
-    found: dict[str, dict[GradientPlacement, None]] = defaultdict(dict)
-    for part in program.placed:
-        for out, stored in zip(part.outputs, part.stored_outputs, strict=True):
-            if out.kind == "grad":
-                shape = tuple(int(s) for s in stored.meta.shape)
-                found[out.fqn][GradientPlacement(shape, stored.dist, stored.meta.dtype)] = None
-    return {out.fqn: tuple(found[out.fqn]) for out in program.outputs if out.kind == "grad"}
 
 
 @dataclass

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fxpar.batching import GroupPlan, LengthGroup, RunTime
+from fxpar.batching import GroupPlan, LengthGroup
+from fxpar.batching.borders import schedule_of
 from fxpar.runtime.arrivals import Arrivals, Handed
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
@@ -20,17 +20,8 @@ from fxpar.runtime.report import GroupReport
 from fxpar.runtime.spans import NO_SPANS, Recorder, Spans
 from fxpar.runtime.streams import carry_out
 from fxpar.runtime.switching import Switching
-from fxpar.schedule.mini_batch import (
-    Flow,
-    GroupAction,
-    MiniBatchSchedule,
-    Pace,
-    blocking,
-    overlapped,
-    simulate_mini_batch,
-)
+from fxpar.schedule.mini_batch import GroupAction
 
-EXHAUSTIVE = 4  # strategies; 24 orders, simulated in every mini-batch
 Phase = Callable[[str], AbstractContextManager[object]]
 
 
@@ -66,7 +57,7 @@ class MiniBatch:
 
     def run(self, overlap: bool) -> list[GroupReport]:
         """All groups; `overlap`: switches and reductions run beside the groups, in a thread of their own."""
-        plan = schedule_of([one.name for one in self.groups], self.switching.schedule.resident, overlap)
+        plan = schedule_of([one.name for one in self.groups], self.switching.resident, overlap)
         self._arrivals = {action.group: Arrivals() for action in plan.fed_by if action.kind == "run"}
         self._grads = {number: Handed() for number in range(len(self.groups))}
         spent = carry_out(plan, self._do, self._shown)
@@ -154,50 +145,6 @@ class MiniBatch:
             predicted_reduce_s=self.gradients.predicted_s(one.name),
             lengths=length_counts(one.lengths),
         )
-
-
-def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) -> MiniBatchSchedule:
-    """The actions of groups that run under these strategies, in this order."""
-    if not overlap:
-        return blocking(len(names))
-    # Only what is resident stays where it is: a switch among such layouts writes nothing that one before it holds.
-    stays = [name in resident for name in names]
-    return overlapped([not all(stays[: number + 1]) for number in range(len(stays))])
-
-
-@dataclass
-class Borders:
-    """What switches and reductions add to a mini-batch, as predicted; the same on all ranks. Under `flowing` strategies
-    weights come, and gradients leave, one by one.
-    """
-
-    switching: Switching
-    gradients: Gradients
-    overlap: bool
-    flowing: Mapping[str, Pace] = field(default_factory=dict)
-    _known: dict[tuple[str, ...], Mapping[GroupAction, float]] = field(default_factory=dict)
-
-    def exposed_s(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> float:
-        """Seconds beyond the runs, if the strategies run in this `order`; `runs` are all groups of each."""
-        named = [(GroupAction("run", number), name) for number, name in enumerate(order)]
-        seconds = {**self._transfers(order), **{run: runs[name].seconds for run, name in named}}
-        flows = {run: Flow.of_run(*runs[name], self.flowing[name]) for run, name in named if name in self.flowing}
-        plan = schedule_of(order, self.switching.schedule.resident, self.overlap)
-        return round(simulate_mini_batch(plan, seconds, flows).exposed_s, 9)
-
-    def fastest(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> tuple[str, ...]:
-        """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies."""
-        if not self.overlap or len(order) > EXHAUSTIVE:
-            return order
-        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, runs))  # the first is `order`
-
-    def _transfers(self, order: tuple[str, ...]) -> Mapping[GroupAction, float]:
-        if order not in self._known:
-            took = self._known[order] = {}
-            for number, name in enumerate(order):
-                took[GroupAction("switch", number)] = self.switching.predicted_s(name, order[:number])
-                took[GroupAction("reduce", number)] = self.gradients.predicted_s(name)
-        return self._known[order]
 
 
 def length_counts(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:

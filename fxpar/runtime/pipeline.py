@@ -192,8 +192,11 @@ class BoundPipeline:
         loss = shared["loss"].pop("loss")
         return {"loss": loss, "metrics": shared["loss"], "grads": grads, "buffers": shared["buffer"]}
 
-    def run_forward(self, micro_batches: Sequence[MicroRun]) -> Tensor:
-        """Forwards alone, after `prepare`: the loss of all micro-batches of all replicas. Buffers stay as they are."""
+    def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
+        """Forwards alone, after `prepare`: the "loss" and metrics of all micro-batches of all replicas, by name.
+
+        Buffers stay as they are.
+        """
         group = _Group(micro_batches, left=dict.fromkeys(range(len(micro_batches)), len(self.stages)), keep=False)
         if micro_batches:
             plan = forward_only(self.program, len(micro_batches))
@@ -201,9 +204,10 @@ class BoundPipeline:
         else:
             for stage in self.stages.values():
                 stage.skip()
-        losses = [loss for stage in self.stages.values() if (loss := stage.finish_loss()) is not None]
+        mine = {name: value for stage in self.stages.values() for name, value in stage.finish_forward().items()}
         last = self.program.stages[-1]
-        return self._broadcast(losses[0] if losses else None, last.given("loss")["loss"], self._rank_of(last))
+        source = self._rank_of(last)
+        return {name: self._broadcast(mine.get(name), stored, source) for name, stored in last.given("loss").items()}
 
     def _rank_of(self, stage: StageProgram) -> int:
         """The rank of a stage that has this one's place."""

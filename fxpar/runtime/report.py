@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from fxpar.ir.graph import COUNT
 from fxpar.runtime.spans import StepTrace
@@ -73,6 +73,17 @@ class StepReport:
         """Everything but the trace."""
         found = asdict(replace(self, trace=None))
         del found["trace"]
+        return found
+
+
+class Evaluated(float):
+    """What `evaluate` returns: the mean loss, a float; `metrics` as in `StepReport`."""
+
+    metrics: Mapping[str, float]
+
+    def __new__(cls, loss: float, metrics: Mapping[str, float] | None = None) -> Self:
+        found = super().__new__(cls, loss)
+        found.metrics = dict(metrics or {})
         return found
 
 

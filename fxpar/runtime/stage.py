@@ -99,16 +99,16 @@ class BoundStage(TrainRunner[StageProgram]):
         self.sums["forward"] = [None] * len(self.sent) + [self.nothing(results[i]) for i in self._ends]
         self.sums["backward"] = self._late([self.nothing(node) for node in self.program.weight_part.results])
 
-    def finish_loss(self) -> Tensor | None:
-        """End a group of forwards: the loss, on the stage that has it."""
+    def finish_forward(self) -> dict[str, Tensor]:
+        """End a group of forwards: the loss and metrics by name, on the stage that has them."""
         sums, self.sums = self.sums, {}
         if not sums or not self.program.given("loss"):
-            return None
+            return {}
         # Some gradients may be reduced together with the loss; they are of no interest here.
         late = self._late(self.program.weight_part.results)
         backward = {i: self.nothing(node) for i, node in self.read("loss", "backward", late).items()}
-        (loss,) = self.call("loss", self.gather("loss", {**sums, "backward": backward}))
-        return loss
+        found = self.call("loss", self.gather("loss", {**sums, "backward": backward}))
+        return dict(zip(self.program.given("loss"), found, strict=True))
 
     def _late(self, results: Any) -> list[Any]:
         """What the epilogue reads of the backward, at its places: behind the gradients that are sent."""

@@ -49,6 +49,11 @@ class Switching:
     def world(self) -> int:
         return self.store.home.world
 
+    @property
+    def resident(self) -> Collection[str]:
+        """Strategies whose layouts stay in memory."""
+        return self.schedule.resident
+
     def to(
         self, name: str, visited: Sequence[str], arrived: Callable[[Collection[str]], object] = lambda _: None
     ) -> int:

@@ -31,7 +31,7 @@ def chart(timeline: Timeline, *, columns: int = 160) -> str:
         lines.append(f"{f'rank {rank}':<{label}}  {''.join(cells).rstrip()}")
     peak = ", ".join(map(str, timeline.peak_saved_on_rank))
     lines.append(
-        f"{timeline.schedule}: {timeline.makespan_ms:g} ms, bubble {timeline.bubble_fraction:.1%}, "
+        f"{timeline.schedule}: {timeline.makespan_ms:.4g} ms, bubble {timeline.bubble_fraction:.1%}, "
         f"most saved micro-batches by rank: {peak}"
     )
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ import torch
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ReductionError, SwitchPlanError, nearest
 from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Program
 from fxpar.switch.boxes import Grid, Holders, places, refine
 from fxpar.switch.by_turns import LISTED, TURNS, ByTurns, Leg
 from fxpar.switch.layout import ParamLayout, PlacedParam
@@ -46,6 +48,19 @@ class GradientPlacement:
 
 
 Placements = Mapping[str, GradientPlacement | Sequence[GradientPlacement]]
+
+
+def gradient_placements(program: Program) -> dict[str, tuple[GradientPlacement, ...]]:
+    """How each gradient leaves the graph, partial axes included: once per pipeline stage that gives a term of it, but
+    only once per rank, which adds up what its stages give.
+    """
+    found: dict[str, dict[GradientPlacement, None]] = defaultdict(dict)
+    for part in program.placed:
+        for out, stored in zip(part.outputs, part.stored_outputs, strict=True):
+            if out.kind == "grad":
+                shape = tuple(int(s) for s in stored.meta.shape)
+                found[out.fqn][GradientPlacement(shape, stored.dist, stored.meta.dtype)] = None
+    return {out.fqn: tuple(found[out.fqn]) for out in program.outputs if out.kind == "grad"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,15 +24,18 @@ def members_suffice() -> bool:
     return default.bound_device_id is None and not hasattr(default, "new_group")
 
 
-def group_of_members(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def group_of_members(
+    ranks: Sequence[int], name: str, timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
     """A process group of `ranks`, ascending, which these alone make, each with the same `name`. Members that make
-    several groups make them in one order. Only if `members_suffice()`.
+    several groups make them in one order. Only if `members_suffice()`. Without `backend` that of the default group.
 
     torch's own way, `new_group(use_local_synchronization=True)`, names a group by its ranks and by how many groups the
     process has made (torch 2.13): members that have made different numbers wait for each other for ever.
     """
     world: Any = getattr(c10d, "_world")  # noqa: B009 - not in the stubs
-    backend, store = world.pg_map[dist.group.WORLD]
+    default, store = world.pg_map[dist.group.WORLD]
+    backend = backend or default
     made: Any = c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(dist.get_rank()),

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from fxpar import __version__
+from fxpar.batching.borders import schedule_of
 from fxpar.errors import FxparError, OutputError
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.runtime.engine import Engine
 from fxpar.runtime.micro import replica_of
-from fxpar.runtime.mini_batch import schedule_of
 from fxpar.runtime.session import Session
 from fxpar.runtime.spans import GroupRun
 from fxpar.train.metrics import METRICS
@@ -99,7 +99,7 @@ def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSp
         planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s))
         visited.append(name)
     programs = [insides[one.group.strategy].program for one in planned]
-    order = schedule_of(visited, engine.switching.schedule.resident, engine.options.overlap)
+    order = schedule_of(visited, engine.switching.resident, engine.options.overlap)
     predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster), order, engine.flowing())
     replicas = [[replica_of(program, rank) for program in programs] for rank in range(len(ranks))]
     measured = measured_step(predicted.groups, [one.spans for one in ranks], replicas)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fxpar.cli.console import table_lines
+from fxpar.ir.columns import human_bytes
 from fxpar.train.records import GroupRecord, GroupTotal, StepRecord, Totals
 
 
@@ -51,13 +52,8 @@ def group_text(group: GroupRecord) -> str:
     """`<=256 dp4: 40 seq 5,120 tok 0.41 s, switch 3 ms 1.2 MB`."""
     text = f"<={group.limit} {group.strategy}: {group.sequences} seq {group.tokens:,} tok {group.wall_s:.2f} s"
     if group.switch_bytes:
-        text += f", switch {group.switch_s * 1e3:.0f} ms {megabytes(group.switch_bytes)}"
+        text += f", switch {group.switch_s * 1e3:.0f} ms {human_bytes(group.switch_bytes)}"
     return text
-
-
-def megabytes(count: float) -> str:
-    """Bytes in MB (1e6)."""
-    return f"{count / 1e6:,.1f} MB"
 
 
 class PlainView:
@@ -140,7 +136,7 @@ _GROUP_COLUMNS: tuple[tuple[str, Callable[[GroupRecord], str], int], ...] = (
     ("micro-batches", lambda g: str(g.micro_batches), 4),
     ("time", lambda g: f"{g.wall_s:.2f} s", 0),
     ("switch", lambda g: f"{g.switch_s * 1e3:.0f} ms", 1),
-    ("moved", lambda g: megabytes(g.switch_bytes), 2),
+    ("moved", lambda g: human_bytes(g.switch_bytes), 2),
 )
 
 
@@ -190,7 +186,7 @@ def _total_row(group: GroupTotal, totals: Totals) -> tuple[str, ...]:
         f"{group.wall_s:.1f} s",
         percent(group.wall_s, totals.wall_s),
         f"{group.switch_s / group.steps * 1e3:.0f} ms",
-        megabytes(group.switch_bytes / group.steps),
+        human_bytes(group.switch_bytes / group.steps),
         f"{group.reduce_s / group.steps * 1e3:.0f} ms",
     )
 

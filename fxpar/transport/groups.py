@@ -22,12 +22,15 @@ class ProcessGroups:
 
     All ranks of `within` (None: the default process group) ask for the same meshes and axes in the same order, and make
     their ProcessGroups in the same order. `timeout_s` bounds every wait in them; None leaves torch's default (30
-    minutes with gloo).
+    minutes with gloo). `backend`: "gloo" for messages that stay on the CPU, by default that of the default group.
     """
 
-    def __init__(self, timeout_s: float | None = None, within: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, timeout_s: float | None = None, within: dist.ProcessGroup | None = None, backend: str | None = None
+    ) -> None:
         parent: Any = within if within is not None else dist.group.WORLD
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
+        self._backend = backend
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._ranks = tuple(dist.get_process_group_ranks(parent))
         number = _MADE[parent] = _MADE.get(parent, 0) + 1
@@ -77,8 +80,8 @@ class ProcessGroups:
             if dist.get_rank() not in ranks:
                 return None
             members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-            return group_of_members(ranks, f"{self._name} {members} {purpose}", self._timeout)
-        group = dist.new_group(list(ranks), timeout=self._timeout)
+            return group_of_members(ranks, f"{self._name} {members} {purpose}", self._timeout, self._backend)
+        group = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
         return group if dist.get_rank() in ranks else None
 
 

@@ -20,7 +20,9 @@ def chrome_trace(
     """{"traceEvents": [...]}, sorted by time: complete events with pid = rank (the first one of a lane), tid = track.
 
     Several timelines (by title) all begin at 0; the processes of the second one come after those of the first.
-    `insides` (by strategy) puts modules and collectives under predicted micro-batches.
+    `insides` (by strategy) puts modules under predicted micro-batches, modules of theirs, kernels and collectives under
+    these: an event lies in the time of the one that it is a part of. `args` have `bytes`: of kernels what they read and
+    write, of collectives what a rank sends, of switches and reductions what all ranks send; modules have both sums.
     """
     named = {"": timelines} if isinstance(timelines, StepTimeline) else timelines
     events: list[Event] = []
@@ -53,10 +55,14 @@ def _timeline_events(timeline: StepTimeline, title: str, first: int, insides: Ma
         pid = first + timeline.lanes[span.lane].ranks[0]
         lengths = lengths_of(timeline, span)
         name = span_name(span)
-        yield _complete(name, span.kind, pid, RUNS, span.start_ms, span.end_ms, sum(lengths))
+        event = _complete(name, span.kind, pid, RUNS, span.start_ms, span.end_ms, sum(lengths))
+        if span.kind in ("switch", "reduce"):
+            group = timeline.groups[span.group]
+            event["args"]["bytes"] = group.switch_bytes if span.kind == "switch" else group.reduce_bytes
+        yield event
         strategy = timeline.groups[span.group].strategy if span.group >= 0 else ""
         if INSIDE in tracks and strategy in insides and lengths:
-            inside = list(_inside_events(insides[strategy], span, lengths, pid))
+            inside = _inside_events(insides[strategy], span, lengths, pid)
             if len(inside) <= left:
                 left -= len(inside)
                 yield from inside
@@ -78,17 +84,40 @@ def lengths_of(timeline: StepTimeline, span: StepSpan) -> Lengths:
     return mine[span.micro_batch] if span.micro_batch < len(mine) else ()
 
 
-def _inside_events(inside: Inside, span: StepSpan, lengths: Lengths, pid: int) -> Iterator[Event]:
+def _inside_events(inside: Inside, span: StepSpan, lengths: Lengths, pid: int) -> list[Event]:
+    """Modules, kernels and collectives of a span, one after another; each module before what is inside of it."""
     part = ACTION_PARTS.get(span.kind, "body")
+    events: list[Event] = []
+    around: list[tuple[tuple[str, bool], Event]] = []  # modules that the row is in, the outermost first
     now = span.start_ms
     for row in inside.parts[max(span.stage, 0), part].rows:
-        ms = row.ms.at(lengths)
-        label = row.module or "(model)"
-        name = label if row.kind == "compute" else f"{row.kind}@{row.axis} {label}"
-        event = _complete(name, row.kind, pid, INSIDE, now, now + ms, None)
-        event["args"] = {"bytes": round(row.nbytes.at(lengths)), "calls": row.calls, "backward": row.backward}
-        yield event
-        now += ms
+        end, nbytes = now + row.ms.at(lengths), round(row.nbytes.at(lengths))
+        path = [(module, row.backward) for module in modules_of(row.module)]
+        kept = next((i for i, one in enumerate(path) if i >= len(around) or around[i][0] != one), len(path))
+        del around[kept:]
+        for module, backward in path[kept:]:
+            event = _complete(module, "module", pid, INSIDE, now, now, None)
+            event["args"] = {"bytes": 0, "sent_bytes": 0, "backward": backward}
+            around.append(((module, backward), event))
+            events.append(event)
+        for _, event in around:
+            event["dur"] = round(max(0.0, round(end * 1e3, 3) - event["ts"]), 3)
+            event["args"]["bytes" if row.kind == "compute" else "sent_bytes"] += nbytes
+        name = row.kind if row.kind == "compute" else f"{row.kind}@{row.axis}"
+        event = _complete(name, row.kind, pid, INSIDE, now, end, None)
+        event["args"] = {"bytes": nbytes, "calls": row.calls, "backward": row.backward}
+        events.append(event)
+        now = end
+    return events
+
+
+def modules_of(fqn: str) -> list[str]:
+    """["layers.3", "layers.3.attention"] for "layers.3.attention": the modules from the outside in, a list of layers
+    left out; "(model)" for the model itself.
+    """
+    names = fqn.split(".") if fqn else []
+    every = [".".join(names[: i + 1]) for i in range(len(names))]
+    return [one for i, one in enumerate(every) if i + 1 == len(names) or not names[i + 1].isdecimal()] or ["(model)"]
 
 
 def _complete(

@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ir.sent import sent
+from fxpar.ir.sent import sent, sent_by_axis
 from fxpar.viz.viewed import Viewed
 
 FORMAT, VERSION = "fxpar view", 1
@@ -34,6 +34,10 @@ def view_document(
         "strategies": [view.strategy for view in views],
         "about": {view.strategy: about(view) for view in views},
         "sent": {view.strategy: sent(view.graph, view.whole_sizes()).to_json() for view in views},
+        "sent_by_axis": {
+            view.strategy: {axis: each.to_json() for axis, each in sent_by_axis(view.graph, view.whole_sizes()).items()}
+            for view in views
+        },
         "notes": list(notes),
         "sections": {name: sections[name] for name in TABS if sections.get(name) is not None},
     }

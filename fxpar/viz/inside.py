@@ -17,6 +17,7 @@ from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.exec_graph import Part, Program
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TrainGraph
 from fxpar.runtime.pipeline import plan_pipeline
+from fxpar.schedule import Action, Costs, Schedule, Timeline, Transfer, simulate
 
 MOST_ROWS = 3000  # of a strategy; beyond that whole layers are one row
 ACTION_PARTS = {"F": "forward", "B": "backward", "I": "input_part", "W": "weight_part"}
@@ -139,6 +140,17 @@ class Inside:
             kind = "sent" if what == "activation" else "sent_grad"
             self.sends[stage, what] = Term.of([handed_on_s(self.program, stage, kind, self.cluster)], 1e3)
         return self.sends[stage, what].at(lengths)
+
+    def timeline(self, plan: Schedule, lengths: Sequence[int]) -> Timeline:
+        """A schedule of the program's stages on paper, all micro-batches with sequences of these lengths."""
+
+        def ms(action: Action) -> float:
+            return self.ms(action.stage, ACTION_PARTS[action.part], lengths)
+
+        def transfer_ms(transfer: Transfer) -> float:
+            return self.send_ms(transfer.stage, transfer.what, lengths)
+
+        return simulate(plan, Costs(ms, ms, ms, ms, transfer_ms))
 
     def _parts(self, program: Program) -> Mapping[str, Part]:
         """The graphs that run: the backward of a stage whole, or in halves where the schedule has it so."""

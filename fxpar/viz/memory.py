@@ -12,8 +12,8 @@ from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name
 from fxpar.memory import KINDS, Moment, RankMemory, memory_over_time, schedule_of
-from fxpar.schedule import Action, Costs, Schedule, Transfer, simulate
-from fxpar.viz.inside import ACTION_PARTS, Inside
+from fxpar.schedule import Schedule
+from fxpar.viz.inside import Inside
 from fxpar.viz.step import Lengths
 from fxpar.viz.timeline import inside_of
 from fxpar.viz.viewed import Viewed
@@ -220,13 +220,7 @@ Clock = NodeClock | ScheduleClock
 
 
 def _schedule_clocks(plan: Schedule, inside: Inside, lengths: Lengths) -> list[ScheduleClock]:
-    def ms(action: Action) -> float:
-        return inside.ms(action.stage, ACTION_PARTS[action.part], lengths)
-
-    def transfer_ms(transfer: Transfer) -> float:
-        return inside.send_ms(transfer.stage, transfer.what, lengths)
-
-    timeline = simulate(plan, Costs(ms, ms, ms, ms, transfer_ms))
+    timeline = inside.timeline(plan, lengths)
     return [
         ScheduleClock({str(span.action): (span.start_ms, span.end_ms) for span in spans}, timeline.makespan_ms)
         for spans in timeline.spans

@@ -120,6 +120,23 @@ class StepTimeline:
         found["run"] = sum((end - start) * share[lane] for lane, (start, end) in runs.items())
         return found
 
+    def bubble(self, group: int) -> float | None:
+        """The share of a pipeline's time, from its first action to its last, in which ranks have none; None of a group
+        without pipeline stages.
+        """
+        mine = [span for span in self.spans if span.group == group and span.kind in ACTION_PARTS]
+        if not mine:
+            return None
+        ranks = [len(lane.ranks) for lane in self.lanes]
+        whole = max(span.end_ms for span in mine) - min(span.start_ms for span in mine)
+        busy = sum((span.end_ms - span.start_ms) * ranks[span.lane] for span in mine)
+        return 1 - busy / (whole * sum(ranks)) if whole > 0 else 0.0
+
+    def tokens_per_s(self, group: int) -> float:
+        """Of all replicas, from the begin of a group to its end, switch and reduction included; 0.0 for no time."""
+        begin, end = self.group_window(group)
+        return 1e3 * self.groups[group].tokens / (end - begin) if end > begin else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Spans as rows [lane, kind, group, start, ms, micro-batch, stage]."""
         return {
@@ -132,7 +149,11 @@ class StepTimeline:
                 for s in self.spans
             ],
             "groups": [
-                {"window": [*map(_rounded, self.group_window(i))], **_rounded_all(self.group_ms(i))}
+                {
+                    "window": [*map(_rounded, self.group_window(i))],
+                    **_rounded_all({**self.group_ms(i), "tokens_per_s": self.tokens_per_s(i)}),
+                    "bubble": self.bubble(i),
+                }
                 for i in range(len(self.groups))
             ],
             "optimizer": _rounded(max((s.end_ms - s.start_ms for s in self.spans if s.kind == "optimizer"), default=0)),

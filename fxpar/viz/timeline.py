@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory.state import home_bytes
-from fxpar.runtime.gradients import gradient_placements
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.reduction import gradient_placements
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
 from fxpar.viz.viewed import Viewed
 
 MOST_LANES = 32
+MOST_RUNS = 256  # micro-batches of a replica that are added to make tokens equal
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,12 @@ def program_of(view: Viewed) -> TrainGraph:
 
 
 def shown_steps(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> list[ShownStep]:
-    """One step with a group per strategy; strategies on different numbers of ranks get a step each."""
+    """One step with a group per strategy; strategies on different numbers of ranks get a step each. All groups have
+    the same number of tokens, as far as micro-batches can be added to make it so (`equal_runs`).
+    """
     worlds = {view.graph.strategy.world for view in views}
-    together = [list(views)] if len(worlds) == 1 else [[view] for view in views]
+    alike = [replace(view, micro_batches=runs) for view, runs in zip(views, equal_runs(views), strict=True)]
+    together = [alike] if len(worlds) == 1 else [[view] for view in alike]
     return [ShownStep(_title(some), predicted_step(some, insides)) for some in together]
 
 
@@ -106,6 +110,14 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
     return predict_step(planned, world, optimizer_ms(next(iter(programs.values())), cluster))
 
 
+def equal_runs(views: Sequence[Viewed]) -> list[int]:
+    """Micro-batches of each replica of a view, so that all views have at least the tokens of the largest."""
+    each = [sum(view.lengths) * view.graph.strategy.replicas for view in views]
+    most = max(tokens * view.runs for tokens, view in zip(each, views, strict=True))
+    wanted = (-(-most // tokens) if tokens else view.runs for tokens, view in zip(each, views, strict=True))
+    return [max(view.runs, min(runs, MOST_RUNS)) for view, runs in zip(views, wanted, strict=True)]
+
+
 def optimizer_ms(program: TrainGraph, cluster: ClusterSpec) -> float:
     """AdamW on the fullest rank: masters and moments are read and written, gradients are read."""
     masters, moments, gradients = home_bytes(program)
@@ -125,7 +137,10 @@ def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[st
         "Nothing overlaps inside of a micro-batch: kernels and collectives add up, as in the planner of mini-batches.",
         "The optimizer is AdamW, limited by memory."
         + (
-            "" if is_run else " A step runs every strategy once, in the order given; weights come from the home layout."
+            ""
+            if is_run
+            else " A step runs every strategy once, in the order given, each with micro-batches for the same number of "
+            "tokens; weights come from the home layout."
         ),
     ]
 

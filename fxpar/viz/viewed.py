@@ -21,7 +21,8 @@ class Viewed:
 
     `graph`: lowered by itself (casts and gathers in the prologue, reductions in the epilogue). `stored`: lowered for a
     weight store, as a run has it and memory is predicted from. `sizes`: dynamic dims of a micro-batch by name, those of
-    the example where missing. `cluster` is None where the user named none.
+    the example where missing. `cluster` and `tflops` (of a device, instead of the cluster's) are None where the user
+    named none.
     """
 
     strategy: str
@@ -31,11 +32,12 @@ class Viewed:
     cluster: ClusterSpec | None = None
     sizes: Mapping[str, int] | None = None
     micro_batches: int | None = None
+    tflops: float | None = None
 
     @property
     def links(self) -> ClusterSpec:
         """The cluster that times are predicted for: nodes of eight usual GPUs where the user named none."""
-        return self.cluster or usual_cluster(self.graph.strategy.world)
+        return (self.cluster or usual_cluster(self.graph.strategy.world)).sustaining(self.tflops)
 
     @property
     def stages(self) -> tuple[Program, ...]:

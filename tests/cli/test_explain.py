@@ -89,7 +89,17 @@ def test_node(model):
     assert chosen["rule"] == "rules.matmul.mm_factors"
     assert chosen["price"] == {"bytes": 0, "moved_bytes": 0, "penalty_bytes": 0}
     assert all(a["price"]["bytes"] >= 0 for a in axis["alternatives"] if a["price"])
-    (move,) = value["summed_later"]  # it is added to the residual before
+    (move,) = value["wanted_otherwise"]  # it is summed up before it is added to the residual
+    assert [step["kind"] for step in move["steps"]] == ["all_reduce"]
+    (wants,) = answer(model, "-s", "tp2", move["users"][0]["node"])["answers"][0]["values"][0]["wants_otherwise"]
+    assert wants == move  # seen from the other side
+
+
+def test_a_term_that_is_added_to_others_before_the_sum(model):
+    """Of the gradient of what two products read."""
+    (value,) = answer(model, "-s", "tp2", "%mm_20")["answers"][0]["values"]
+    (move,) = value["summed_later"]
+    assert {term["module"].split(".")[-1] for term in move["terms"]} == {"gate_proj", "up_proj"}
     assert [step["kind"] for step in move["steps"]] == ["all_reduce"]
     (same,) = answer(model, "-s", "tp2", move["value"])["answers"][0]["values"][0]["wanted_otherwise"]
     assert same == move

@@ -79,7 +79,53 @@ def test_a_dump_says_what_is_sent_and_how_long_it_takes():
         r"time of a rank, predicted for usual GPUs \(.*TFLOP/s.*\n  .* ms per micro-batch \(.* µs per", out
     )
     assert found["time"]["per_token_s"] == pytest.approx(found["time"]["micro_batch_s"] / 61)
+    assert out.index("time of a rank") < out.index("parameters:")  # in the head
     assert "time" not in read("dump", "mlp", "-s", "tp2")
+
+
+def test_times_are_those_of_the_devices_that_are_named(tmp_path):
+    """`--tflops` wins over the cluster's; dump and viz say in their heads what they assume."""
+    cluster = tmp_path / "cluster.toml"
+    links = "nodes = 1\ndevices_per_node = 4\nintra_gb_per_s = 200\ninter_gb_per_s = 25\nlatency_us = 20\n"
+    cluster.write_text(f"{links}[device]\ntflops = 0.5\nmemory_gb_per_s = 2000\nlaunch_us = 4\n")
+    page, times = tmp_path / "page.json", []
+    for given, tflops in (((), 300), (("--cluster", cluster), 0.5), (("--cluster", cluster, "--tflops", "0.25"), 0.25)):
+        times.append(read("dump", "llama", "-s", "tp4+sp", *given)["time"]["micro_batch_s"])
+        head = fxpar("dump", "llama", "-s", "tp4+sp", "--brief", *given)[1].partition("parameters:")[0]
+        words = f"{tflops:g} TFLOP/s and 2000 GB/s of memory, 4 µs per kernel"
+        assert f"predicted for {'devices' if given else 'usual GPUs'} ({words}):" in head
+        status, _, err = fxpar("viz", "llama", "-s", "tp4+sp", "--format", "json", "-o", page, *given)
+        assert status == 0, err
+        found = json.loads(page.read_text())
+        assert ["device", words] in found["about"]["tp4+sp"]
+        assert found["sections"]["timeline"]["assumed"][0] == f"Devices of {words}."
+    assert times[0] < times[1] < times[2]
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.01)  # products take as long again
+    status, _, err = fxpar("dump", "llama", "--tflops", "100")
+    assert (status, "name a strategy" in " ".join(err.split())) == (2, True)
+
+
+def test_a_schedule_is_the_same_in_dump_and_viz(tmp_path):
+    """Its bubble and its length, with as many micro-batches."""
+    path = tmp_path / "page.json"
+    words = ("--tflops", "0.5")
+    for strategy in ("pp2.tp2+zb_h1", "dp2.pp2"):
+        status, _, err = fxpar(
+            "viz", "llama", "-s", strategy, "--format", "json", "-o", path, "--micro-batches", "4", *words
+        )
+        assert status == 0, err
+        sections = json.loads(path.read_text())["sections"]
+        (timeline,) = sections["timeline"]["steps"][0]["timelines"]
+        found = read("dump", "llama", "-s", strategy, "--schedule", "--micro-batches", "4", *words)
+        assert found["bubble_fraction"] == pytest.approx(timeline["groups"][0]["bubble"], rel=1e-6)
+        ends = [rank["end_ms"] for rank in sections["memory"]["by_strategy"][strategy]["ranks"]]
+        assert ends == pytest.approx([found["makespan_ms"]] * 2)
+        actions = [span for span in timeline["spans"] if span[1] in "FBIW"]
+        assert found["makespan_ms"] == pytest.approx(max(s[3] + s[4] for s in actions) - min(s[3] for s in actions))
+        assert (
+            f"bubble {found['bubble_fraction']:.1%}"
+            in fxpar("dump", "llama", "-s", strategy, "--schedule", "--micro-batches", "4", *words)[1]
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- choose.md
@@ -130,6 +176,8 @@ def test_a_switch_into_a_view_moves_nothing(tmp_path, monkeypatch):
     assert (plan["inter_node_bytes"], plan["intra_node_bytes"]) == (0, 0)
     found = read(*order)
     assert found["gradients"] == "home"  # as in training
-    assert {hop["target"] for hop in found["hops"] if hop["kind"] == "gradients"} == {found["order"][0]}
-    assert found["order"][0] == "dp4"
-    assert all(hop["intra_node_bytes"] == 0 for hop in found["hops"] if hop["source"] == "dp4")
+    assert {hop["target"] for hop in found["hops"] if hop["kind"] == "gradients"} == {"home"}
+    first, *others = (hop for hop in found["hops"] if hop["kind"] == "weights")
+    assert (first["target"], first["source"]) == ("dp4", "home")
+    assert first["intra_node_bytes"] > 0
+    assert [hop["intra_node_bytes"] for hop in others] == [0, 0]

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from fxpar.cli.memory import show
+from fxpar.ir.columns import human_bytes
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
 from tests.captured import llama
@@ -30,6 +31,7 @@ def test_table():
         "activations",
         "saved",
         "most saved",
+        "per token",
         "backward",
         "workspace",
         "staging",
@@ -89,7 +91,7 @@ def test_strategies_and_what_a_device_holds():
     assert status == 0, err
     lines = out.splitlines()
     assert lines[0].endswith("a device has 20.0 MB:")
-    assert [(line.split()[0], " ".join(line.split()[8:])) for line in lines[2:]] == [
+    assert [(line.split()[0], " ".join(line.split()[10:])) for line in lines[2:]] == [
         ("dp4", "does not fit"),
         ("tp4+sp", "fits"),
     ]
@@ -99,6 +101,20 @@ def test_strategies_and_what_a_device_holds():
     status, _, err = fxpar(*words, "80")
     assert status == 2
     assert "80GB" in err
+
+
+def test_what_is_saved_per_token():
+    """Of one micro-batch, whatever the schedule keeps at once; the same in the table of several strategies."""
+    words = ("memory", "llama", "--tokens", "512")
+    whole, staged = (json.loads(fxpar(*words, "-s", s, "--json", "-")[1]) for s in ("tp2", "pp2"))
+    assert whole["tokens"] == staged["tokens"] == 512
+    assert whole["per_token_bytes"] == whole["body"]["saved_bytes"] / 512
+    assert staged["per_token_bytes"] == max(stage["saved_bytes"] for stage in staged["stages"]) / 512
+    out = fxpar(*words, "-s", "tp2,pp2")[1]
+    assert [line.split()[6:8] for line in out.splitlines()[2:]] == [
+        human_bytes(found["per_token_bytes"]).split() for found in (whole, staged)
+    ]
+    assert "per token" not in fxpar("memory", "mlp", "-s", "tp2")[1]  # it has no token ids
 
 
 def test_budget_is_meant_at_the_tokens():

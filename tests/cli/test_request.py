@@ -7,9 +7,10 @@ import warnings
 
 import pytest
 
-from fxpar.cli.console import human_bytes, plain_table
+from fxpar.cli.console import plain_table
 from fxpar.cli.request import collected_warnings, parse_overrides, parse_tokens, to_json
 from fxpar.errors import FxparWarning
+from fxpar.ir.columns import human_bytes
 
 
 def test_tokens():

@@ -56,16 +56,39 @@ def test_planners_and_dtype(cluster, planner):
 def test_order(cluster, tmp_path):
     out_file = tmp_path / "order.json"
     words = ("order", "mlp", "--strategies", "pp2.tp4,dp8,tp4.dp2", "--cluster", cluster, "--json", out_file)
-    status, out, err = fxpar(*words)
+    status, out, err = fxpar(*words, "--by", "bytes", "--gradients", "chain")
     assert status == 0, out + err
     assert "best, same first" in out
     data = json.loads(out_file.read_text())
     assert sorted(data["order"]) == ["dp8", "pp2.tp4", "tp4.dp2"]
     assert data["inter_node_bytes"] <= data["same_first"]["inter_node_bytes"] <= data["as_given"]["inter_node_bytes"]
     assert data["same_first"]["order"][0] == "pp2.tp4"
+    assert len(data["hops"]) == 4
     status, out, err = fxpar(*words, "--first", "dp8", "--gradients", "home", "--by", "seconds", "--keep-gb", "1")
     assert status == 0, out + err
     assert json.loads(out_file.read_text())["order"][0] == "dp8"
+
+
+def test_order_counts_from_the_layout_of_the_optimizer(cluster):
+    words = ("order", "llama", "-s", "dp8,tp4.dp2", "--cluster", cluster, "--tokens", "1000")
+    found = json.loads(fxpar(*words, "--json", "-")[1])
+    hops = [(hop["kind"], hop["source"], hop["target"]) for hop in found["hops"]]
+    assert hops == [
+        *(("weights", "home", name) for name in found["order"]),
+        *(("gradients", name, "home") for name in found["order"]),
+    ]
+    switch = json.loads(fxpar("switch", "llama", "--from", "dp8", "--to", "tp4.dp2", "--json", "-")[1])
+    assert (switch["inter_node_bytes"], switch["intra_node_bytes"]) == (0, 0)
+    whole = next(hop for hop in found["hops"] if hop["target"] == "dp8")
+    assert whole["inter_node_bytes"] > 0  # masters are cut over all ranks
+    assert found["per_token_bytes"] == (found["inter_node_bytes"] + found["intra_node_bytes"]) / 1000
+    assert found["per_token_s"] == pytest.approx(found["predicted_s"] / 1000)
+    out = fxpar(*words)[1]
+    assert out.startswith(
+        "llama, a mini-batch: weights from the optimizer's layout, gradients back to it, as in training\n"
+    )
+    assert "per token of 1,000" in out
+    assert "per token" not in fxpar(*words[:-2])[1]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,11 @@ class Way:
 WAYS = (
     Way(r"^train\b", "parsed", "starts a process per rank, seconds each; tests/cli/test_train.py trains"),
     Way(r"^check .*-s?\S* \S*(,\S+){7}", "parsed", "many strategies: a figure of the benchmarks"),
+    Way(
+        r"^plan .*(PROFILES|galvatron_config)",
+        "parsed",
+        "files of Galvatron's; tests/cli/test_plan_galvatron.py has some",
+    ),
     Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
     Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "once", "a published size takes 20 CPU s", "llama --set layers=4"),
     Way(r"hf:\w+@\w+", "once", "a published size takes 20 CPU s", "llama"),

@@ -79,6 +79,15 @@ def test_stages():
     assert found.stages[0].rank_peak_bytes > found.stages[2].rank_peak_bytes
 
 
+def test_the_first_stage_keeps_its_embedding_summed_up():
+    """So it saves what a later stage of one layer saves, [T/2, D], and the ids that it has looked up."""
+    program = staged("pp4.tp2+sp+remat")
+    (dim,) = program.dims
+    first, second = predict_memory(program, {dim.name: 1024}).stages[:2]
+    ids = 2 * 1024 * 8  # two rows of int64
+    assert second.saved_bytes <= first.saved_bytes <= second.saved_bytes + 2 * ids
+
+
 def test_more_micro_batches():
     """1F1B keeps as many as there are ranks behind, GPipe all of them."""
     program, deep = staged("pp2"), staged("pp2+gpipe")

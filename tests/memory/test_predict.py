@@ -14,9 +14,9 @@ from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.memory import Conditions, body_series, predict_memory, program_peak
 from fxpar.passes.pack_documents import pack_documents
-from fxpar.runtime.gradients import gradient_placements
 from fxpar.store import home_layout, param_specs
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
+from fxpar.switch.reduction import gradient_placements
 from tests.captured import llama
 from tests.memory.measured import allocated_bytes, body_bytes, model
 from tests.repeat import thinned

@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpar.checking import assign, run_world
 from fxpar.errors import RematBudgetError, RematGlobError
+from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import ExecGraph, collective_kind
 from fxpar.lowering import lower, lower_forward
 from fxpar.lowering.verify import verify
@@ -90,6 +91,16 @@ def test_what_leaves_a_block_is_not_computed_again():
     )
     assert names["layers.0.attention.o_proj"] == names["layers.1.ffn.gate_proj"] == 1
     assert names["layers.0.ffn.down_proj"] == names["layers.1.ffn.down_proj"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["tp2+sp+remat", "tp2+remat", "tp2+sp+remat(layers.0)", "tp2+sp+remat(selective)"])
+def test_a_block_keeps_the_sum_that_it_reads_and_no_term_of_it(strategy):
+    """Under sp the term of an embedding is tp times as large."""
+    program = lower(llama(layers=2).graph, strategy)
+    nodes = [n for n in program.body.graph.nodes if n.op == "call_function"]
+    kept = {o for n in nodes if n.meta.get("backward") for o in n.all_input_nodes if not o.meta.get("backward")}
+    assert not [n for n in kept if isinstance(n.meta.get("dist"), DistConfig) and n.meta["dist"].partial]
+    assert not [n for n in again(program) if collective_kind(n) and n.meta["fqn"] == "embedding"]
 
 
 def test_selective_runs_no_product_twice():

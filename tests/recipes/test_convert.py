@@ -154,7 +154,7 @@ def test_the_saved_configuration_is_the_users(monkeypatch, tmp_path):
     given = to_fxpar(recipe(), strategies={2048: "dp2"})
     given.dump_folder, given.debug.save_config_file = str(tmp_path), "saved/config.json"
     trainer = object.__new__(FxparTrainer)
-    trainer.is_hot, trainer.given = True, given
+    trainer.is_hot, trainer.fxpar_given = True, given
     trainer.config = one_device(given, 2, lambda model, **_: model)
     trainer.config.debug.seed = 7
     monkeypatch.setattr(titan.dist_utils, "init_distributed", lambda *_, **__: 2)

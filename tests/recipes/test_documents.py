@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpar.losses import IGNORE_INDEX
-from fxpar.recipes.documents import split_rows
+from fxpar.recipes.documents import Documents, split_rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def packed(batch: list[list[Segment]]) -> tuple[dict[str, Tensor], Tensor]:
 @given(st.lists(rows, min_size=1, max_size=3))
 def test_every_document_with_a_label_comes_once_and_in_order(batch):
     inputs, labels = packed(batch)
-    found = split_rows(inputs, labels)
+    found = split_rows(inputs, labels).sequences()
     documents = [s for row in batch for s in row]
     kept = [s for s in documents if any(s.is_valid)]
     assert [len(d["input_ids"]) for d in found] == [len(s.is_valid) for s in kept]
@@ -68,7 +69,7 @@ def test_every_document_with_a_label_comes_once_and_in_order(batch):
 def test_without_positions_a_row_is_a_document():
     tokens = torch.arange(8).reshape(2, 4)
     labels = torch.tensor([[1, 2, 3, 4], [IGNORE_INDEX] * 4])
-    (document,) = split_rows({"input": tokens}, labels)
+    (document,) = split_rows({"input": tokens}, labels).sequences()
     assert document["input_ids"].tolist() == [0, 1, 2, 3]
     assert document["labels"].tolist() == [1, 2, 3, 4]
 
@@ -76,18 +77,33 @@ def test_without_positions_a_row_is_a_document():
 def test_a_row_that_begins_inside_of_a_document():
     inputs = {"input": torch.arange(6)[None], "positions": torch.tensor([[7, 8, 9, 0, 1, 0]])}
     labels = torch.tensor([[1, 2, 3, IGNORE_INDEX, IGNORE_INDEX, 6]])
-    assert [d["input_ids"].tolist() for d in split_rows(inputs, labels)] == [[0, 1, 2], [5]]
+    assert [d["input_ids"].tolist() for d in split_rows(inputs, labels).sequences()] == [[0, 1, 2], [5]]
 
 
 def test_prompt_tokens_stay_with_their_answer():
     """A chat document: its prompt has no labels, but the answer is read after it."""
     inputs = {"input": torch.arange(5)[None], "positions": torch.tensor([[0, 1, 2, 3, 0]])}
     labels = torch.tensor([[IGNORE_INDEX, IGNORE_INDEX, 30, 40, IGNORE_INDEX]])
-    (document,) = split_rows(inputs, labels)
+    (document,) = split_rows(inputs, labels).sequences()
     assert document["input_ids"].tolist() == [0, 1, 2, 3]
     assert document["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 30, 40]
 
 
 def test_no_label_no_document():
     inputs = {"input": torch.zeros(2, 3, dtype=torch.long), "positions": torch.arange(3).expand(2, 3)}
-    assert split_rows(inputs, torch.full((2, 3), IGNORE_INDEX)) == []
+    found = split_rows(inputs, torch.full((2, 3), IGNORE_INDEX))
+    assert found.sequences() == []
+    assert (found.valid_tokens, found.places) == (0, 6)
+
+
+@given(st.lists(rows, min_size=1, max_size=3), st.lists(rows, min_size=1, max_size=3))
+def test_documents_are_joined_and_sent(one, other):
+    parts = [split_rows(*packed(batch)) for batch in (one, other)]
+    found = pickle.loads(pickle.dumps(Documents.joined(parts)))
+    expected = [document for part in parts for document in part.sequences()]
+    assert len(found.sequences()) == len(expected)
+    for document, wanted in zip(found.sequences(), expected, strict=True):
+        assert all(torch.equal(document[key], wanted[key]) for key in ("input_ids", "labels"))
+        assert document["input_ids"].dtype == torch.int64
+    assert found.valid_tokens == sum(part.valid_tokens for part in parts)
+    assert found.places == sum(part.places for part in parts)

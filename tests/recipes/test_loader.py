@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -18,11 +19,13 @@ from torchtitan.hf_datasets.text_datasets import (
     InterleavedHuggingFaceTextDataLoader,
 )
 
-from fxpar.errors import DataRanksError, UnsupportedRecipeError
+from fxpar.errors import DataDrawError, DataRanksError, UnsupportedRecipeError
+from fxpar.losses import IGNORE_INDEX
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.debug import CHAT
-from fxpar.recipes.documents import split_rows
+from fxpar.recipes.documents import Documents, split_rows
 from fxpar.recipes.loader import LengthGroupedDataLoader
+from fxpar.runtime.forked import run_forked
 
 SEQ_LEN = 24
 ROWS = 2  # of one batch of the recipe's loader
@@ -88,12 +91,12 @@ def seq_len_of(inner: Any) -> int:
     return 70 if isinstance(inner, ChatDataLoader.Config) else SEQ_LEN  # longer chats than a row are dropped
 
 
-def ours(inner: Any, data_ranks: int, turns: int) -> LengthGroupedDataLoader:
+def ours(inner: Any, data_ranks: int, turns: int, tokenizer: Any = None) -> LengthGroupedDataLoader:
     config = LengthGroupedDataLoader.Config(inner=inner, rows=ROWS, data_ranks=data_ranks)
     return config.build(
         dp_world_size=1,
         dp_rank=0,
-        tokenizer=Bytes(),
+        tokenizer=tokenizer or Bytes(),
         seq_len=seq_len_of(inner),
         local_batch_size=ROWS * data_ranks * turns,
     )
@@ -128,12 +131,18 @@ def merged_state(loaders: list[Any]) -> dict[str, Any]:
     return {key: value for loader in loaders for key, value in loader.state_dict().items()}
 
 
-def assert_same(found: list[Batch], expected: list[Batch]) -> None:
+def assert_same(found: list[tuple[dict[str, Documents], Tensor]], expected: list[Batch]) -> None:
+    """The documents of the rows, and what torchtitan counts in labels."""
     assert len(found) == len(expected)
-    for (inputs, labels), (expected_inputs, expected_labels) in zip(found, expected, strict=True):
-        assert inputs.keys() == expected_inputs.keys()
-        assert all(torch.equal(inputs[key], expected_inputs[key]) for key in inputs)
-        assert torch.equal(labels, expected_labels)
+    for (inputs, counted), (expected_inputs, labels) in zip(found, expected, strict=True):
+        documents = split_rows(expected_inputs, labels)
+        assert as_lists(inputs["documents"]) == as_lists(documents)
+        assert (counted.numel(), int((counted != IGNORE_INDEX).sum())) == (labels.numel(), documents.valid_tokens)
+
+
+def as_lists(documents: Documents) -> list[tuple[list[int], list[int]]]:
+    """(ids, labels) of each."""
+    return [(one["input_ids"].tolist(), one["labels"].tolist()) for one in documents.sequences()]
 
 
 SETTINGS = pytest.mark.parametrize(("data_ranks", "turns"), [(1, 1), (1, 3), (2, 1), (2, 2)])
@@ -148,7 +157,7 @@ def test_rows_and_state_are_those_of_torchtitans_ranks(inner, data_ranks, turns)
     for _ in range(8):  # more than once through the data
         (found,) = islice(mine_steps, 1)
         (expected,) = islice(their_steps, 1)
-        assert found[1].shape == (ROWS * data_ranks * turns, seq_len_of(inner))
+        assert found[1].shape == (ROWS * data_ranks * turns * seq_len_of(inner),)
         assert_same([found], [expected])
         assert mine.state_dict() == merged_state(theirs)
     assert mine.state_dict().keys() == {"world_size", *(f"dp_rank_{rank}" for rank in range(data_ranks))}
@@ -163,7 +172,7 @@ def test_resume(inner, data_ranks, turns):
     list(islice(steps, 3))
     list(islice(their_steps, 3))
     state, their_state = first.state_dict(), merged_state(theirs)
-    rest = list(islice(steps, 4))
+    rest = list(islice(their_steps, 4))
 
     second, third, fourth = ours(inner, data_ranks, turns), ours(inner, data_ranks, turns), stock(inner, data_ranks)
     second.load_state_dict(state)
@@ -173,7 +182,7 @@ def test_resume(inner, data_ranks, turns):
     assert_same(list(islice(iter(third), 4)), rest)
     for loader in fourth:
         loader.load_state_dict(state)
-    assert_same(list(islice(stock_steps(fourth, turns), 4)), rest)
+    assert_same(list(islice(steps, 4)), list(islice(stock_steps(fourth, turns), 4)))
 
 
 @pytest.mark.parametrize(("saved", "now"), [(2, 1), (1, 2)])
@@ -219,19 +228,19 @@ def test_finite_data_ends(kind, tmp_path, monkeypatch):
 @pytest.mark.parametrize("inner", ["text"], indirect=True)
 def test_documents_are_found_in_the_rows(inner):
     """The text as the engine sees it: each byte is predicted once."""
-    (batch, labels) = next(iter(ours(inner, 1, 6)))
-    documents = split_rows(batch, labels)
+    (batch, counted) = next(iter(ours(inner, 1, 6)))
+    documents = batch["documents"].sequences()
     assert all(int(d["input_ids"][0]) == 256 or len(d["input_ids"]) <= SEQ_LEN for d in documents)
     tokens = torch.cat([d["labels"] for d in documents])
     expected = [t for text in texts(COUNT, 0)["text"] for t in (*text.encode(), 256)]
     assert tokens.tolist() == expected[: len(tokens)]
-    assert len(tokens) == labels.numel()
+    assert len(tokens) == counted.numel()
 
 
 @pytest.mark.parametrize("inner", ["chat"], indirect=True)
 def test_chats_keep_their_prompts_and_lose_their_padding(inner):
-    (batch, labels) = next(iter(ours(inner, 1, 2)))
-    documents = split_rows(batch, labels)
+    (batch, counted) = next(iter(ours(inner, 1, 2)))
+    documents = batch["documents"].sequences()
     for document in documents:
         text = Bytes().decode(document["input_ids"].tolist())
         assert text.startswith("user: ?")
@@ -239,4 +248,94 @@ def test_chats_keep_their_prompts_and_lose_their_padding(inner):
         assert Bytes().decode(answers).strip("!") == ""
         assert answers[-1] == 256
     assert len(documents) > 4  # several in a row
-    assert sum(len(d["input_ids"]) for d in documents) < labels.numel()
+    assert sum(len(d["input_ids"]) for d in documents) < counted.numel()
+
+
+# ----------------------------------------------------------------------------------------------------- ranks of a node
+class Counting(Bytes):
+    """Knows how many texts it has encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = 0
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        self.texts += 1
+        return super().encode(text, add_bos, add_eos)
+
+
+def drawn_on_ranks(inner: Any, data_ranks: int, nodes: list[str]) -> list[dict[str, Any]]:
+    """Three steps, a state, and three more by a second loader that goes on from it: of each rank, on these nodes."""
+
+    def work(rank: int) -> dict[str, Any]:
+        os.environ["GROUP_RANK"] = nodes[rank]
+        tokenizer = Counting()
+        first, second = (ours(inner, data_ranks, 2, tokenizer) for _ in range(2))
+        items = list(islice(iter(first), 3))
+        texts, state = tokenizer.texts, first.state_dict()
+        second.load_state_dict(state)
+        items += islice(iter(second), 3)
+        return {"texts": texts, "state": state, "built": len(first.loaders.mine), "items": items}
+
+    return run_forked(len(nodes), work)
+
+
+@pytest.mark.parametrize(
+    ("data_ranks", "nodes", "built"),
+    [(1, "aa", [1, 0]), (2, "aa", [1, 1]), (3, "aa", [2, 1]), (1, "aabb", [1, 0, 1, 0]), (1, "ab", [1, 1])],
+)
+@pytest.mark.parametrize("inner", ["text"], indirect=True)
+def test_one_rank_of_a_node_draws_for_all(inner, data_ranks, nodes, built):
+    theirs = stock(inner, data_ranks)
+    steps = stock_steps(theirs, 2)
+    expected = list(islice(steps, 3))
+    state = merged_state(theirs)
+    expected += islice(steps, 3)
+    found = drawn_on_ranks(inner, data_ranks, list(nodes))
+    assert [one["built"] for one in found] == built
+    for one in found:
+        assert_same(one["items"], expected)
+        assert one["state"] == state
+        assert (one["texts"] > 0) == (one["built"] > 0)
+
+
+@pytest.mark.parametrize("inner", ["text"], indirect=True)
+def test_tokens_are_not_copied_to_the_device(inner):
+    """torchtitan copies the tensors of a batch: a byte per place, not three numbers of 8 bytes."""
+    (inputs, counted) = next(iter(ours(inner, 1, 1)))
+    copied = [value for value in (*inputs.values(), counted) if isinstance(value, Tensor)]
+    assert sum(value.nbytes for value in copied) == ROWS * SEQ_LEN
+
+
+class Broken(Bytes):
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        raise RuntimeError("this text has no tokens")
+
+
+@pytest.mark.parametrize("inner", ["text"], indirect=True)
+def test_a_loader_that_fails_fails_on_all_ranks(inner):
+    """The first rank with its own error, the other one says which rank it was."""
+
+    def work(rank: int) -> str:
+        with pytest.raises((RuntimeError, DataDrawError), match="this text has no tokens") as error:
+            next(iter(ours(inner, 1, 1, Broken())))
+        return f"{error.typename}: {error.value}"
+
+    first, second = run_forked(2, work)
+    assert first == "RuntimeError: this text has no tokens"
+    assert second == (
+        "DataDrawError: rank 0, which draws the data of this node, has failed: RuntimeError: this text has no tokens. "
+        "Its own log says where"
+    )
+
+
+@pytest.mark.parametrize("inner", ["text"], indirect=True)
+def test_a_loader_that_cannot_be_built_fails_on_all_ranks(inner):
+    inner.dataset = "none_such"
+
+    def work(rank: int) -> str:
+        with pytest.raises((ValueError, DataDrawError), match="none_such is not supported") as error:
+            ours(inner, 1, 1)
+        return error.typename
+
+    assert run_forked(2, work) == ["ValueError", "DataDrawError"]

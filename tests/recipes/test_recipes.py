@@ -187,7 +187,7 @@ def test_a_cluster_file_is_read(monkeypatch, tmp_path):
     trainer = FxparTrainer.__new__(FxparTrainer)
     trainer.config = parsed("debug_hot_switch")
     trainer.config.debug.seed = 0
-    trainer.settings = replace(trainer.config.fxpar, cluster=str(tmp_path / "c.json"))
+    trainer.fxpar_settings = replace(trainer.config.fxpar, cluster=str(tmp_path / "c.json"))
     monkeypatch.setattr("fxpar.recipes.trainer.fxpar.parallelize", lambda model, **given: given)
     words = {"training": trainer.config.training, "compile_config": trainer.config.compile}
-    assert trainer._parallelize(torch.nn.Linear(1, 1), **words)["cluster"] == usual_cluster(2, 1)
+    assert trainer._fxpar_parallelize(torch.nn.Linear(1, 1), **words)["cluster"] == usual_cluster(2, 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchtitan.components.validate import Validator
 
+from fxpar.recipes.loader import SharedLoaders
 from fxpar.recipes.validator import FxparValidator, steps_of
 from tests.recipes.test_loader import ROWS, SEQ_LEN, Bytes, configured, stock
 
@@ -56,10 +57,19 @@ def test_rows_of_torchtitans_ranks(data_ranks, turns, steps, tmp_path, monkeypat
 
 
 def test_steps_end_with_the_longest_loader():
-    batches = [[f"{name}{i}" for i in range(count)] for name, count in (("a", 3), ("b", 1))]
-    assert list(steps_of(batches, 1, -1)) == [["a0", "b0"], ["a1"], ["a2"]]
-    assert list(steps_of(batches, 2, -1)) == [["a0", "b0", "a1"], ["a2"]]
-    assert list(steps_of(batches, 1, 2)) == [["a0", "b0"], ["a1"]]
+    def batch(number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        row = torch.tensor([[number]])
+        return {"input": row}, row
+
+    batches = [[batch(0), batch(1), batch(2)], [batch(10)]]
+
+    def taken(turns: int, steps: int) -> list[list[int]]:
+        loaders = SharedLoaders(lambda number: batches[number], 2)
+        return [documents.input_ids.tolist() for documents in steps_of(loaders, turns, steps)]
+
+    assert taken(1, -1) == [[0, 10], [1], [2]]
+    assert taken(2, -1) == [[0, 10, 1], [2]]
+    assert taken(1, 2) == [[0, 10], [1]]
 
 
 def test_another_validator_is_kept():

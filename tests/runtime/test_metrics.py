@@ -190,6 +190,7 @@ def test_calls_with_one_denominator_add_up_to_one_mini_batch(stepped, truth, nam
         assert sum(part.loss for part in parts) == pytest.approx(loss, rel=1e-10)
         assert sum(part.metrics["tokens"] for part in parts) == metrics["tokens"]
         assert evaluated == pytest.approx(loss, rel=1e-10)
+        assert evaluated.metrics == pytest.approx(metrics, rel=1e-10)
         close(accumulated, grads)
 
 
@@ -206,6 +207,25 @@ def other_denominators(rank):
 
 def test_a_denominator_is_a_number_above_0_the_same_on_every_rank():
     assert other_denominators() == [0, 0]
+
+
+def moody(model, batch):
+    """Leaves its metric out without gradients."""
+    logits = model(batch["input_ids"])
+    loss = losses.cross_entropy_sum(logits, batch["labels"])
+    return (loss, {"tokens": (batch["labels"] != -100).sum()}) if torch.is_grad_enabled() else loss
+
+
+@WORLD.case
+def other_metrics(rank):
+    model = fxpar.parallelize(make(), strategies={128: "dp2"}, loss=moody, example=example(), monitor=False)
+    with pytest.raises(errors.EvaluateLossError, match=r"other metrics \(none\) than when it was captured \(tokens\)"):
+        model.evaluate(sequences())
+    return True
+
+
+def test_a_metric_that_evaluate_misses_is_named():
+    assert all(other_metrics())
 
 
 def test_metrics_of_no_count_are_no_number():

@@ -12,8 +12,9 @@ from fxpar import losses
 from fxpar.batching import length_groups
 from fxpar.errors import BatchError, FxparError, ParallelizeError, PlannerError
 from fxpar.runtime.calls import PlainCalls
+from fxpar.runtime.decided import _alone, with_multiples
 from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
-from fxpar.runtime.session import Session, _alone, with_multiples
+from fxpar.runtime.session import Session
 
 TWO = {64: "dp2", 512: "tp2"}
 BAD = [

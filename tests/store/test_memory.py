@@ -14,9 +14,10 @@ def test_strategies_that_take_turns_save_a_copy():
     assert "1.0 MB saved by sharing" in report(1_000_000).table()
 
 
-def test_small_sizes_are_not_zero():
-    table = report(1_500).table()
-    assert "1.5 kB" in table
+def test_no_size_is_0_that_is_none():
+    table = MemoryReport(4_400, 0, 0, 1_200_000, 0, 0, {"dp2": (960, False)}).table()
+    for size in ("4.4 kB", "1.2 MB", "960 B", "0 B"):
+        assert size in table
     assert "0.0" not in table
 
 

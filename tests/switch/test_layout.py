@@ -1,4 +1,4 @@
-"""Layouts: what an outline says is what the lowered program takes."""
+"""Layouts: what an outline says is what the lowered program takes and gives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
 from fxpar.switch import ParamLayout, layout_of
+from fxpar.switch.reduction import gradient_placements
 from tests.captured import Captured, llama
 from tests.repeat import thinned
 
@@ -39,6 +40,7 @@ def test_as_the_lowered_program_takes_them(layers, text):
     found = layout_of(outline(graph, text))
     assert found == expected
     assert list(found.params) == list(expected.params)
+    assert gradient_placements(outline(graph, text)) == gradient_placements(lower(graph, text, for_store=True))
     if text in WHOLE:
         assert list(found.params) == [info.fqn for info in graph.params()]
 

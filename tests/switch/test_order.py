@@ -6,8 +6,14 @@ import pytest
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError
+from fxpar.lowering import lower
+from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
+from fxpar.switch import layout_of
 from fxpar.switch import order as order_module
-from fxpar.switch.order import OrderSearch
+from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.order import OrderSearch, Training
+from fxpar.switch.reduction import gradient_placements
+from tests.captured import llama
 from tests.repeat import thinned
 from tests.switch.large import layouts_32b
 from tests.switch.moving import simple_layout
@@ -66,6 +72,35 @@ def test_every_hop_is_accounted_for():
     assert [(hop.source, hop.target) for hop in home.hops[2:]] == [("S2", "S1"), ("S4", "S1")]
     assert len(search("C1", "25/200", "hotspa", gradients="none").evaluate(("S1", "S2", "S4")).hops) == 2
     assert plan.inter_node_bytes == sum(hop["inter_node_bytes"] for hop in plan.to_json()["hops"])
+
+
+def test_training_costs_what_the_engine_plans():
+    """From and to the layout of the optimizer, past what ran before; the order is the engine's."""
+    cluster = ClusterSpec(2, 2, 100, 5, 10)
+    programs = {name: lower(llama(layers=2).graph, name, for_store=True) for name in ("tp4", "pp2.dp2", "dp2.tp2+sp")}
+    layouts = {name: layout_of(program) for name, program in programs.items()}
+    specs = param_specs(programs["tp4"])
+    masters = home_layout(specs, 4)
+    weights = wire_layout(masters, specs)
+    terms = {name: gradient_placements(program) for name, program in programs.items()}
+    training = Training(masters, weights, terms)
+    found = OrderSearch(
+        list(layouts.values()), cluster, "auto", keep_bytes=None, by="seconds", training=training
+    ).best()
+    schedule = SwitchSchedule(layouts, weights, tuple(layouts), cluster)
+    assert found.order == schedule.order(list(layouts))
+    plans = [*schedule.hops(found.order), *(cheapest_reduction(terms[n], masters, cluster, n) for n in found.order)]
+    assert [(hop.kind, hop.source, hop.target) for hop in found.hops] == [
+        *(("weights", "home", name) for name in found.order),
+        *(("gradients", name, "home") for name in found.order),
+    ]
+    for hop, plan in zip(found.hops, plans, strict=True):
+        assert hop.inter_node_bytes == plan.inter_node_bytes
+        assert hop.intra_node_bytes == plan.intra_node_bytes
+        assert hop.predicted_s == pytest.approx(plan.predicted_s)
+    alone = OrderSearch(list(layouts.values()), cluster, "auto", training=training).evaluate(found.order)
+    assert alone.kept == ()
+    assert alone.intra_node_bytes + alone.inter_node_bytes > found.intra_node_bytes + found.inter_node_bytes
 
 
 TWO_NODES = ClusterSpec(2, 2, 100, 1, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -16,8 +18,10 @@ from torchtitan.hf_datasets.text_datasets import ChatDataLoader, HuggingFaceText
 from torchtitan.trainer import Trainer
 
 from fxpar.recipes import debug
+from fxpar.recipes.convert import to_fxpar
 from fxpar.recipes.debug import debug_recipe
 from fxpar.recipes.stock import stock
+from tests.docs.blocks import find_blocks
 from tests.repeat import thinned
 
 from .runs import SWITCHING, recipe, train
@@ -101,6 +105,41 @@ def test_chat(tmp_path):
     two = train(2, make({64: "dp2", 512: "tp2+sp"}), tmp_path / "two")
     assert max(abs(one.losses[step] - two.losses[step]) for step in one.losses) < 1e-5
     assert max(abs(one.norms[step] - two.norms[step]) for step in one.norms) < 1e-5
+
+
+def test_the_trainer_of_the_docs(tmp_path, monkeypatch):
+    """The class of docs/torchtitan.md ends once the loss is low enough, under strategies as under torchtitan alone."""
+    page = Path(__file__).parents[2] / "docs" / "torchtitan.md"
+    (block,) = (b for b in find_blocks(page, page.name) if b.title == "my_trainer.py")
+    (tmp_path / block.title).write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    page_module = importlib.import_module("my_trainer")
+
+    def make(strategies):
+        def made():
+            config = to_fxpar(recipe("llama3", None), trainer=page_module.EarlyTrainer, strategies=strategies)
+            config.target_loss = 8.1
+            return config
+
+        return made
+
+    one = train(1, make(None), tmp_path / "one")
+    two = train(2, make(SWITCHING), tmp_path / "two", inspect=watch_report)
+    assert list(one.losses) == [1, 2, 3] == list(two.losses)  # of ten
+    assert max(abs(one.losses[step] - two.losses[step]) for step in one.losses) < 1e-5
+    eight = page_module.llama3_8b_early()
+    assert (type(eight), eight.target_loss) == (page_module.EarlyTrainer.Config, 2.5)
+
+
+def watch_report(trainer):
+    """Each step leaves what it did."""
+    step = trainer.train_step
+
+    def watched(data_iterator):
+        step(data_iterator)
+        assert trainer.fxpar_report.step == trainer.step
+
+    trainer.train_step = watched
 
 
 # ------------------------------------------------------------------------------------------------------- command line

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from fxpar.train.records import Totals
-from fxpar.train.view import LiveView, PlainView, group_table, open_view, step_line, summary_lines
+from fxpar.train.view import LiveView, PlainView, group_table, group_text, open_view, step_line, summary_lines
 from tests.train.test_metrics import steps
 
 
@@ -28,6 +29,12 @@ def test_one_plain_line_per_step():
     assert "switch 125 ms 2.0 MB" in lines[0]
     assert lines[3] == "checkpoint [a]"
     assert "\x1b" not in out.file.getvalue()
+
+
+def test_a_small_switch_is_not_0():
+    (record,) = steps(1)
+    (group, *_) = record.groups
+    assert "960 B" in group_text(replace(group, switch_bytes=960))
 
 
 def test_line_of_a_skipped_step():

@@ -70,6 +70,22 @@ def test_ranks_that_are_threads():
     run_threads(4, check_of_four, timeout_s=60)
 
 
+def beside_another_backend(rank: int, file: str) -> tuple[str, float]:
+    """A group for messages of the CPU where the default one has a backend that moves nothing here."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=2, store=dist.FileStore(file, 2))
+    group = ProcessGroups(backend="gloo").of((0, 1))
+    found = dist.get_backend(group), total(group)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(f"{file}-end", 2))
+    return found
+
+
+def test_a_backend_of_its_own(tmp_path):
+    file = str(tmp_path / "store")
+    assert run_forked(2, lambda rank: beside_another_backend(rank, file), timeout_s=60) == [("gloo", 1.0)] * 2
+
+
 @pytest.fixture
 def one_of_thousands():
     dist.init_process_group("fake", rank=70, world_size=4096, store=dist.HashStore())
@@ -90,7 +106,7 @@ def test_where_groups_are_split_off_the_default_one_all_ranks_make_all(monkeypat
     """As NCCL wants it."""
     monkeypatch.setattr(groups, "members_suffice", lambda: False)
     made, new_group = [], dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: (made.append(ranks), new_group(ranks, timeout))[1])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: (made.append(ranks), new_group(ranks, **given))[1])
     names = ProcessGroups(timeout_s=5).names(Mesh((("dp", 64), ("tp", 2))), ("tp",))
     assert made == [[first, first + 1] for first in range(0, 128, 2)]
     assert list(names) == ["tp"]

@@ -95,7 +95,7 @@ def test_a_node_tells_all_and_leads_on(browser, graph_page):
     search = browser.find_element("id", "graph-search")
     search.send_keys("layers.1.ffn.down_proj.mm\n")
     side = browser.find_element("id", "graph-side")
-    assert browser.find_element("id", "graph-found").text == "1 of 1"
+    assert browser.find_element("id", "graph-found").text == "1 of 3"  # the others are in the backward
     for word in (
         "module",
         "layers.1.ffn.down_proj",
@@ -114,6 +114,21 @@ def test_a_node_tells_all_and_leads_on(browser, graph_page):
     assert browser.find_element("css selector", ".box.selected").get_attribute("data-node") != name
 
 
+def test_what_is_sent_and_how_a_value_lies_is_said_for_each_axis(browser, graph_page):
+    open_page(browser, graph_page, hash="#graph/dp2.tp2%2Bsp")
+    facts = browser.find_elements("css selector", "#about [data-sent-over]")
+    assert [fact.get_attribute("data-sent-over") for fact in facts] == ["dp", "dp.tp", "tp"]
+    assert facts[0].text.endswith(" once")
+    assert "once" not in facts[2].text
+    assert [axis.text for axis in facts[1].find_elements("css selector", ".axis")] == ["dp", "tp"]
+    chips = browser.find_elements("css selector", "[data-key='m:layers.0'] > .head .chip")
+    assert chips
+    assert all(chip.find_element("css selector", ".axis").text == "tp" for chip in chips)
+    browser.find_element("id", "graph-search").send_keys("layers.1.ffn.down_proj.mm\n")
+    lies = browser.find_elements("css selector", "#graph-side [data-lies-on]")
+    assert [(one.get_attribute("data-lies-on"), one.text) for one in lies] == [("dp", "dp R"), ("tp", "tp P")]
+
+
 def test_search_by_op_goes_from_hit_to_hit(browser, graph_page):
     open_page(browser, graph_page)
     search = browser.find_element("id", "graph-search")
@@ -129,6 +144,24 @@ def test_search_by_op_goes_from_hit_to_hit(browser, graph_page):
     search.clear()
     search.send_keys("no such thing")
     assert browser.find_element("id", "graph-found").text == "0 found"
+
+
+def test_search_looks_into_all_parts_and_stages(browser, graph_page):
+    """Those of the part that is shown come first; a hit elsewhere leads there."""
+    open_page(browser, graph_page, hash="#graph/pp2.tp2")
+    search = browser.find_element("id", "graph-search")
+    search.send_keys("layers.1.ffn.down_proj")
+    hits = browser.find_elements("css selector", "#graph-hits li")
+    places = [hit.find_element("css selector", "[data-hit-part]").get_attribute("data-hit-part") for hit in hits]
+    assert places == ["stage1.forward", "stage1.backward"]
+    search.send_keys("\n\n")
+    assert browser.find_element("id", "graph-found").text == "2 of 2"
+    pressed = browser.find_elements("css selector", "#graph-parts [aria-pressed='true']")
+    assert [button.text for button in pressed] == ["Stage 1", "Backward"]
+    assert browser.find_element("css selector", ".box.selected").get_attribute("data-fqn") == "layers.1.ffn.down_proj"
+    browser.find_element("css selector", "[data-part='stage1.forward']").click()
+    assert "from stage 0" in browser.find_element("id", "graph-frame").text
+    assert console_errors(browser) == []
 
 
 def test_parts_stages_and_strategies_switch_in_place(browser, graph_page):

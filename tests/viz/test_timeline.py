@@ -182,7 +182,7 @@ def test_section_of_views():
     section = timeline_section(views())
     (step,) = section["steps"]
     assert [group["strategy"] for group in step["groups"]] == ["dp2.tp2+sp", "pp2.dp2", "dp4+zero2"]
-    assert step["groups"][0]["replicas"] == [[[256, 256 * 256, 1]] * 3] * 2  # its two rows are fixed in the graph
+    assert step["groups"][0]["replicas"] == [[[256, 256 * 256, 1]] * 6] * 2  # its two rows are fixed in the graph
     (timeline,) = step["timelines"]
     assert timeline["source"] == "predicted"
     assert timeline["groups"][0]["switch"] > 0 < timeline["groups"][0]["reduce"]
@@ -192,6 +192,19 @@ def test_section_of_views():
     assert "TFLOP/s" in section["assumed"][0]
     assert json.loads(json.dumps(section, allow_nan=False)) == section
     assert timeline_section([]) is None
+
+
+def test_strategies_are_compared_at_equal_tokens():
+    """Micro-batches are added to those that have fewer replicas, or ranks."""
+    section = timeline_section(views("dp4", "dp2.tp2+sp", "pp2.tp2", micro_batches=2))
+    (step,) = section["steps"]
+    assert [group["tokens"] for group in step["groups"]] == [4 * 2 * 256] * 3
+    assert [len(group["replicas"][0]) for group in step["groups"]] == [2, 4, 8]
+    for group, times in zip(step["groups"], step["timelines"][0]["groups"], strict=True):
+        begin, end = times["window"]
+        assert times["tokens_per_s"] == pytest.approx(1e3 * group["tokens"] / (end - begin))
+    apart = timeline_section(views("dp4", "tp2", micro_batches=1))["steps"]
+    assert [group["tokens"] for step in apart for group in step["groups"]] == [1024, 1024]
 
 
 def test_strategies_on_other_numbers_of_ranks_get_steps_of_their_own():

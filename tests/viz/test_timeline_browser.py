@@ -42,7 +42,9 @@ def test_timeline(browser, page):
     predicted, measured = (browser.execute_script(BARS.format(name)) for name in ("predicted", "measured"))
     assert predicted == measured > 50
     assert "Inside micro-batch 0 under dp2.tp2+sp" in panel.text
-    assert "2.00×" in panel.find_element("css selector", "[data-groups]").text
+    groups = panel.find_element("css selector", "[data-groups]").text
+    assert "2.00×" in groups
+    assert "tokens/s, measured" in groups
     kinds = panel.find_element("css selector", "[data-kinds]").text
     assert "all gather over tp" in kinds
     assert "matrix products" in kinds

@@ -82,6 +82,11 @@ window.fxpar = (() => {
       el("b", {}, code(kind)), text ? el("span", {}, text) : null);
   }
 
+  // An axis of the mesh in its colour; of axes joined by "." one for each.
+  function axes(text) {
+    return text.split(".").map((name) => el("span", { class: "axis own", "data-axis": name.split(":")[0] }, name));
+  }
+
   // A placed type such as "bf16[T@cp, 64@tp] P(dp)": axes in their colours, partial ones hatched.
   function placed(text) {
     const node = el("span", { class: "placed" });
@@ -225,9 +230,17 @@ window.fxpar = (() => {
   const theme = () => document.documentElement.dataset.theme;
 
   function showAbout() {
-    const rows = data.about?.[strategy] ?? [];
+    const rows = [...(data.about?.[strategy] ?? [])];
+    const over = Object.entries(data.sent_by_axis?.[strategy] ?? {});
+    if (over.length) rows.push(["over", over.map(([axis, sent]) => sentOver(axis, sent))]);
     document.getElementById("about").replaceChildren(
-      ...rows.flatMap(([label, value]) => [el("dt", {}, label), el("dd", {}, value)]));
+      ...rows.flatMap(([label, value]) => [el("dt", {}, label), el("dd", {}, ...[value].flat())]));
+  }
+
+  // What a rank sends over an axis: per micro-batch, and once per mini-batch.
+  function sentOver(axis, sent) {
+    const parts = [sent.micro_batch_bytes ? bytes(sent.micro_batch_bytes) : "", sent.mini_batch_bytes ? `${bytes(sent.mini_batch_bytes)} once` : ""];
+    return el("span", { class: "fact", "data-sent-over": axis }, axes(axis), ` ${parts.filter(Boolean).join(" + ") || "0 B"}`);
   }
 
   // Left and right arrows move between the buttons of a row.
@@ -285,7 +298,7 @@ window.fxpar = (() => {
     document.documentElement.dataset.ready = "true";
   }
 
-  return { data, register, start, open, el, pressable, table, tip, hideTip, chip, placed, plot,
+  return { data, register, start, open, el, pressable, table, tip, hideTip, chip, axes, placed, plot,
     bytes, flops, ms, count, colour, axisColour, code, words, theme,
     strategy: () => strategy, choose, onStrategy: (listener) => listeners.push(listener) };
 })();

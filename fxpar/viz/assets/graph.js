@@ -1,7 +1,7 @@
 "use strict";
 // The graph tab: boxes that unfold in place, edges between them, a search and a side panel.
 (() => {
-  const { el, pressable, bytes, ms, flops, count, chip, placed, tip, graph } = fxpar;
+  const { el, pressable, bytes, ms, flops, count, chip, axes, placed, tip, graph } = fxpar;
   const STACK = 6; // so many repeated blocks are unfolded at first
   const MOST_HITS = 60;
 
@@ -104,7 +104,7 @@
 
   function nodeHead(node) {
     const title = el("span", { class: "line" }, el("b", { class: "mono" }, node.op),
-      node.wire ? chip(node.wire.kind, bytes(node.wire.bytes)) : null);
+      node.wire ? chip(node.wire.kind, [axes(node.wire.axis), ` ${bytes(node.wire.bytes)}`]) : null);
     return [title, node.type === "none" ? null : placed(node.type)];
   }
 
@@ -119,16 +119,12 @@
     return [title, isOpen(box) ? chips : [paramLine(box), chips]];
   }
 
-  // One chip per kind: calls and bytes of all of them.
+  // One chip per kind and axis: calls and bytes of all of them.
   function wireChips(box) {
-    const kinds = new Map();
-    for (const [kind, , calls, sent] of box.sums.wires) {
-      const sum = kinds.get(kind) ?? [0, 0];
-      kinds.set(kind, [sum[0] + calls, sum[1] + sent]);
-    }
-    if (!kinds.size) return null;
-    return el("span", { class: "line" }, [...kinds].map(([kind, [calls, sent]]) =>
-      chip(kind, calls > 1 ? `${calls} × ${bytes(sent / calls)}` : bytes(sent))));
+    const { wires } = box.sums;
+    if (!wires.length) return null;
+    return el("span", { class: "line" }, wires.map(([kind, axis, calls, sent]) =>
+      chip(kind, [axes(axis), calls > 1 ? ` ${calls} × ${bytes(sent / calls)}` : ` ${bytes(sent)}`])));
   }
 
   function paramLine(box) {
@@ -278,9 +274,11 @@
   function showPart(part) {
     [kept.direction, kept.stage] = [direction(part), part.stage ?? 0];
     shown.part = part;
-    for (const button of document.querySelectorAll("#graph-parts button")) {
-      button.setAttribute("aria-pressed", String(button.dataset.part === part.id || button.dataset.stage === String(part.stage)));
-    }
+    const chosen = document.activeElement?.closest?.("#graph-parts") ? document.activeElement.dataset : {};
+    const row = partRow(shown.strategy, part); // each stage has parts of its own
+    document.getElementById("graph-parts").replaceWith(row);
+    const same = (button) => button.dataset.part === chosen.part && button.dataset.stage === chosen.stage;
+    if (chosen.part || chosen.stage) ([...row.querySelectorAll("button")].find(same) ?? row.querySelector("button"))?.focus();
     drawPart();
   }
 
@@ -292,9 +290,7 @@
       "aria-pressed": String(one === part), title: one.about, onclick: () => showPart(one) }, one.title));
     const pick = (stage) => () => {
       kept.stage = stage;
-      const target = choosePart(strategy);
-      showPart(target);
-      document.getElementById("graph-parts").replaceWith(partRow(strategy, target));
+      showPart(choosePart(strategy));
     };
     return el("div", { class: "row", id: "graph-parts" },
       stages.length > 1 ? el("div", { class: "pills", role: "group", "aria-label": "Pipeline stage" }, stages.map((stage) =>
@@ -314,10 +310,11 @@
       at = i;
       hits.hidden = true;
       note.textContent = `${i + 1} of ${found.length}`;
-      go(shown.part, found[i].box ?? found[i].node);
+      const { part, box, node } = found[i];
+      go(part, box ?? node);
     };
     const look = () => {
-      found = input.value.trim() ? graph.search(shown.part, input.value.trim()) : [];
+      found = input.value.trim() ? everywhere(input.value.trim()) : [];
       at = -1;
       note.textContent = input.value.trim() ? `${found.length} found` : "";
       hits.replaceChildren(...found.slice(0, MOST_HITS).map((hit, i) =>
@@ -337,9 +334,16 @@
     return box;
   }
 
-  function hitText({ box, node }) {
-    if (box) return [el("b", {}, box.fqn), el("span", { class: "soft" }, ` ${count(box.sums.nodes)} nodes`)];
-    return [el("b", { class: "mono" }, `%${node.name}`), el("span", { class: "soft" }, ` ${node.fqn}`)];
+  // What matches in the part that is shown, then in all others.
+  function everywhere(text) {
+    const others = shown.strategy.parts.filter((part) => part !== shown.part);
+    return [shown.part, ...others].flatMap((part) => graph.search(part, text).map((hit) => ({ part, ...hit })));
+  }
+
+  function hitText({ part, box, node }) {
+    const where = part === shown.part ? null : el("span", { class: "soft", "data-hit-part": part.id }, ` · ${part.place}`);
+    if (box) return [el("b", {}, box.fqn), el("span", { class: "soft" }, ` ${count(box.sums.nodes)} nodes`), where].filter(Boolean);
+    return [el("b", { class: "mono" }, `%${node.name}`), el("span", { class: "soft" }, ` ${node.fqn}`), where].filter(Boolean);
   }
 
   function zoomRow() {

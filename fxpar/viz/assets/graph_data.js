@@ -71,6 +71,11 @@ fxpar.graph = (() => {
       return this.strategy.graph(this.encoded.graph);
     }
 
+    // Where it is, in words.
+    get place() {
+      return this.stage === null ? this.title : `${this.title} of stage ${this.stage}`;
+    }
+
     get root() {
       this.rootBox ??= this.module(0, null, "");
       return this.rootBox;

@@ -1,7 +1,7 @@
 "use strict";
 // The side panel of the graph tab: what is known of the selected box, of an edge, or of the whole part.
 (() => {
-  const { el, bytes, flops, ms, count, chip, placed, table } = fxpar;
+  const { el, bytes, flops, ms, count, chip, axes, placed, table } = fxpar;
 
   // panel(part, box, go): `go(part, node or box)` leads to another place.
   function panel(part, box, go) {
@@ -26,9 +26,8 @@
 
   function whole(part) {
     const { sums } = part.root;
-    const where = part.stage === null ? part.title : `${part.title} of stage ${part.stage}`;
     return [
-      heading(part.about, where),
+      heading(part.about, part.place),
       facts([["nodes", count(sums.nodes)], ["FLOPs", sums.flops ? `${flops(sums.flops)} per rank` : ""],
         ["predicted", time(sums)]]),
       traffic(sums),
@@ -54,13 +53,17 @@
 
   function traffic(sums) {
     if (!sums.wires.length) return section("Communication", el("p", { class: "soft" }, "None."));
-    const rows = sums.wires.map(([kind, axis, calls, sent, spent]) => [chip(kind), axisText(axis), count(calls), bytes(sent), ms(spent)]);
+    const rows = sums.wires.map(([kind, axis, calls, sent, spent]) => [chip(kind), axes(axis), count(calls), bytes(sent), ms(spent)]);
     return section("Communication", table([{ title: "kind" }, { title: "axis" }, { title: "calls", right: true },
       { title: "sent", right: true }, { title: "predicted", right: true }], rows));
   }
 
-  function axisText(axis) {
-    return el("span", { class: "mono" }, axis.split(".").map((name, i) => [i ? "." : "", el("span", { class: "axis", "data-axis": name }, name)]));
+  // `dp R, tp S(1)`: how a value lies on each axis, a chip for each.
+  function lies(text) {
+    return text.split(/, (?=\w+ )/).map((one) => {
+      const [axis, ...how] = one.split(" ");
+      return el("span", { class: "fact mono", "data-lies-on": axis }, axes(axis), ` ${how.join(" ")}`);
+    });
   }
 
   // Parameters of layers that lie alike share a line.
@@ -86,11 +89,11 @@
     return [
       ["module", node.fqn || "the model itself"],
       ["type", placed(node.type)],
-      ["on each axis", node.axes ? el("span", { class: "mono" }, node.axes) : ""],
+      ["on each axis", node.axes ? lies(node.axes) : ""],
       ["local", node.local ? el("span", { class: "mono" }, node.local) : ""],
       ["bytes per rank", node.bytes ? bytes(node.bytes) : ""],
       ["FLOPs", node.flops ? flops(node.flops) : ""],
-      ["sends", wire ? [chip(wire.kind, bytes(wire.bytes)), " over ", axisText(wire.axis)] : ""],
+      ["sends", wire ? [chip(wire.kind, bytes(wire.bytes)), " over ", axes(wire.axis)] : ""],
       ["tensors", wire && wire.fused > 1 ? `${wire.fused} in one call` : ""],
       ["predicted", node.ms ? ms(node.ms) : ""],
       ["source", node.source ? el("span", { class: "mono" }, node.source) : ""],

@@ -156,6 +156,13 @@
       for (const one of shown) columns.push({ title: shown.length > 1 ? `${part}, ${one.source}` : part, right: true });
       if (measured) columns.push({ title: "ratio", right: true });
     }
+    const more = [["tokens/s", (times) => count(Math.round(times.tokens_per_s))]];
+    if (shown.some((one) => one.groups.some((times) => times.bubble !== null))) {
+      more.push(["bubble", (times) => (times.bubble === null ? "" : `${(100 * times.bubble).toFixed(1)}%`)]);
+    }
+    for (const [title] of more) {
+      for (const one of shown) columns.push({ title: shown.length > 1 ? `${title}, ${one.source}` : title, right: true });
+    }
     const ratio = (a, b) => (b > 0 ? `${(a / b).toFixed(2)}×` : "–");
     const cells = (times) => [...times.map((value) => ms(value)), ...(measured ? [ratio(times[1], times[0])] : [])];
     const rows = step.groups.map((group, i) => [
@@ -163,15 +170,16 @@
       String(Math.max(...group.replicas.map((replica) => replica.length))),
       count(group.tokens),
       ...["switch", "run", "reduce"].flatMap((part) => cells(shown.map((one) => one.groups[i][part]))),
+      ...more.flatMap(([, text]) => shown.map((one) => text(one.groups[i]))),
     ]);
     const optimizer = shown.map((one) => one.optimizer);
     if (optimizer.some((value) => value > 0)) {
       const before = measured ? 3 : 1;
-      rows.push(["optimizer", "", "", ...Array(before).fill(""), ...cells(optimizer), ...Array(before).fill("")]);
+      rows.push(["optimizer", "", "", ...Array(before).fill(""), ...cells(optimizer), ...Array(before + more.length * shown.length).fill("")]);
     }
     const note = measured
       ? "Ratio: measured over predicted. Times are means over the ranks; a run includes waiting for others."
-      : "Times are means over the ranks; bytes and tokens are those of all ranks.";
+      : "Times are means over the ranks; bytes and tokens are those of all ranks. Tokens/s count a group's switch and reduction.";
     return el("div", { class: "card", style: "margin-top:12px;overflow-x:auto" }, el("h2", {}, "Groups"),
       table(columns, rows, { "data-groups": "", style: "white-space:nowrap" }), el("p", { class: "soft", style: "margin:8px 0 0" }, note));
   }

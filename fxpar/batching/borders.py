@@ -1,0 +1,93 @@
+"""What switches and reductions add to a mini-batch, as predicted: the engine plans with it, and so does a search."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fxpar.batching.planner import RunTime
+from fxpar.schedule.mini_batch import (
+    Flow,
+    GroupAction,
+    MiniBatchSchedule,
+    Pace,
+    blocking,
+    overlapped,
+    simulate_mini_batch,
+)
+
+EXHAUSTIVE = 4  # strategies; 24 orders, simulated in every mini-batch
+
+
+class PredictsSwitches(Protocol):
+    """Switches of a mini-batch; `resident` strategies stay in memory."""
+
+    @property
+    def resident(self) -> Collection[str]: ...
+
+    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
+        """Seconds of the switch to `name` after those that have run."""
+        ...
+
+
+class PredictsReductions(Protocol):
+    """Gradients on their way home."""
+
+    def predicted_s(self, name: str) -> float:
+        """Seconds after a group under `name`."""
+        ...
+
+
+def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) -> MiniBatchSchedule:
+    """The actions of groups that run under these strategies, in this order."""
+    if not overlap:
+        return blocking(len(names))
+    # Only what is resident stays where it is: a switch among such layouts writes nothing that one before it holds.
+    stays = [name in resident for name in names]
+    return overlapped([not all(stays[: number + 1]) for number in range(len(stays))])
+
+
+@dataclass
+class Borders:
+    """What switches and reductions add to a mini-batch, as predicted; the same on all ranks. Under `flowing` strategies
+    weights come, and gradients leave, one by one.
+    """
+
+    switching: PredictsSwitches
+    gradients: PredictsReductions
+    overlap: bool
+    flowing: Mapping[str, Pace] = field(default_factory=dict)
+    _known: dict[tuple[str, ...], Mapping[GroupAction, float]] = field(default_factory=dict)
+
+    def exposed_s(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> float:
+        """Seconds beyond the runs, if the strategies run in this `order`; `runs` are all groups of each."""
+        named = [(GroupAction("run", number), name) for number, name in enumerate(order)]
+        seconds = {**self._transfers(order), **{run: runs[name].seconds for run, name in named}}
+        flows = {run: Flow.of_run(*runs[name], self.flowing[name]) for run, name in named if name in self.flowing}
+        plan = schedule_of(order, self.switching.resident, self.overlap)
+        return round(simulate_mini_batch(plan, seconds, flows).exposed_s, 9)
+
+    def fastest(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> tuple[str, ...]:
+        """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies."""
+        if not self.overlap or len(order) > EXHAUSTIVE:
+            return order
+        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, runs))  # the first is `order`
+
+    def _transfers(self, order: tuple[str, ...]) -> Mapping[GroupAction, float]:
+        if order not in self._known:
+            took = self._known[order] = {}
+            for number, name in enumerate(order):
+                took[GroupAction("switch", number)] = self.switching.predicted_s(name, order[:number])
+                took[GroupAction("reduce", number)] = self.gradients.predicted_s(name)
+        return self._known[order]
+
+
+def by_strategy(names: Sequence[str], runs: Sequence[RunTime]) -> dict[str, RunTime]:
+    """The runs of all groups of each strategy together; `names[g]` is that of group g."""
+    found: dict[str, RunTime] = {}
+    for name, run in zip(names, runs, strict=True):
+        before = found.get(name, RunTime(0.0, 0))
+        found[name] = RunTime(before.seconds + run.seconds, before.micro_batches + run.micro_batches)
+    return found

@@ -1,0 +1,111 @@
+"""The words of `fxpar plan`; as `fxpar.cli.commands` has those of others.
+
+Annotations are read as values, so they are not postponed here.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from fxpar.cli.commands import CAPACITY, capacity_bytes
+from fxpar.cli.options import Cluster, GraphSource, Json, Offered
+
+_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "output")
+_OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Choose the strategies that train a model fastest on a cluster, for sequences of given lengths.
+
+    Nothing runs and no weight is allocated: strategies are lowered and priced. The plan is a file for `fxpar train`.
+    With `--cost galvatron` there is no model but Galvatron's profile of one, and each layer gets its strategy.
+    """
+
+    source: Annotated[GraphSource, Offered("options world precision cache", required=False)]
+    cluster: Cluster = None
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME:N",
+            help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N.",
+            show_default=False,
+        ),
+    ] = None
+    tokens_per_step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=2**40, help="Tokens of a mini-batch.", show_default=False)
+    ] = None
+    max_strategies: Annotated[int, typer.Option(metavar="K", min=1, max=6, help="Strategies at most.")] = 3
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="80GB", help="What a device holds; default: as the cluster says.", show_default=False),
+    ] = None
+    best: Annotated[int, typer.Option(min=1, max=16, help="Different plans to show, best first.")] = 3
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Switches and reductions run beside groups, as on ranks of CPUs.")
+    ] = False
+    samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
+    cost: Annotated[
+        Literal["fxpar", "galvatron"], typer.Option(help="Whose cost model: fxpar's, or Galvatron's on its profiles.")
+    ] = "fxpar"
+    profiles: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Galvatron: its profiles of a model.", show_default=False)
+    ] = None
+    devices: Annotated[
+        int | None, typer.Option(min=1, max=2**16, help="Galvatron: number of devices.", show_default=False)
+    ] = None
+    batch: Annotated[
+        int | None, typer.Option(min=1, max=2**20, help="Galvatron: sequences of a step.", show_default=False)
+    ] = None
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, max=2**24, help="Galvatron: tokens of a sequence.", show_default=False)
+    ] = None
+    uniform: Annotated[bool, typer.Option("--uniform", help="Galvatron: one strategy for all layers.")] = False
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Galvatron: fix their number.", show_default=False)
+    ] = None
+    imported: Annotated[
+        str | None,
+        typer.Option("--import", metavar="FILE", help="Show a plan of Galvatron's as strategies.", show_default=False),
+    ] = None
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write the plan.", show_default=False)
+    ] = None
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.imported is not None:
+            return
+        if self.memory is not None and not CAPACITY.fullmatch(self.memory):
+            raise typer.BadParameter(f"{self.memory!r} is no size such as 80GB", param_hint="--memory")
+        galvatron = self.cost == "galvatron"
+        for name in _OF_MODEL if galvatron else _OF_GALVATRON:
+            if getattr(self, name) not in (None, False):
+                why = "it is for a model" if galvatron else "it is for --cost galvatron"
+                raise typer.BadParameter(why, param_hint=_option(name))
+        if galvatron and self.source.model:
+            raise typer.BadParameter("the profile is the model of --cost galvatron", param_hint="MODEL")
+        if not galvatron and not self.source.model:
+            raise typer.BadParameter("say which model, such as hf:llama@8b", param_hint="MODEL")
+        needed = ("profiles", "devices", "batch", "seq_len", "memory") if galvatron else ("lengths", "tokens_per_step")
+        for name in needed:
+            if getattr(self, name) is None:
+                raise typer.BadParameter("it is missing", param_hint=_option(name))
+        if not galvatron and self.cluster is None and self.source.world is None:
+            raise typer.BadParameter("say which cluster, or --world for usual GPUs", param_hint="--cluster")
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """None: they are what is looked for."""
+        return []
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a device holds, as `--memory` says it."""
+        return capacity_bytes(self.memory)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,74 @@
+"""Errors of planning: lengths, profiles, plan files, what is asked of a plan, and models that fit nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxpar.errors.base import FxparError, nearest, one_line
+
+
+class GalvatronFileError(FxparError):
+    """A file of Galvatron's that cannot be read, is no JSON object, or is missing from its folder."""
+
+    def __init__(self, file: str, why: str) -> None:
+        super().__init__(f"{one_line(file, None)!r}: {why}")
+
+
+class GalvatronKeyError(FxparError):
+    """A key of one of Galvatron's files that is not known there, is missing, or has a value that cannot be.
+
+    `value` is what stands there, as Python would print it; `known` are keys that may stand there.
+    """
+
+    def __init__(self, file: str, key: str, value: object, why: str, known: Iterable[str] = ()) -> None:
+        shown = one_line(repr(value), 60)
+        super().__init__(f"{one_line(file, None)!r}, key {one_line(key, 80)!r} = {shown}: {why}{nearest(key, known)}")
+
+
+class PlanOptionError(FxparError):
+    """A number or word that the plan shall be made for, and with which none can be."""
+
+    def __init__(self, option: str, value: object, why: str) -> None:
+        super().__init__(f"{option} = {one_line(value)}: {why}")
+
+
+class NothingFitsError(FxparError):
+    """No strategy fits into the memory of a device. `least` is what the smallest needs, as text."""
+
+    def __init__(self, memory: str, least: str, plan: str) -> None:
+        super().__init__(
+            f"no strategy fits into {memory} per device. The smallest is {plan} with {least}: give each device so much "
+            "memory, or plan for more devices, a smaller batch or shorter sequences"
+        )
+
+
+class LengthsError(FxparError):
+    """Lengths of sequences that a plan cannot be made for."""
+
+    def __init__(self, source: str, why: str, do: str) -> None:
+        super().__init__(f"lengths {source!r}: {why}. {do}")
+
+
+class PlanFileError(FxparError):
+    """A plan file that cannot be read, or is not for this model or number of ranks."""
+
+    def __init__(self, path: str, why: str, do: str = "") -> None:
+        super().__init__(f"plan {path!r}: {why}" + (f". {do}" if do else ""))
+
+
+class SequenceFitsNowhereError(FxparError):
+    """No strategy holds the longest sequence in the memory that there is; `nearest` is the one that lacks least."""
+
+    def __init__(self, longest: int, memory_bytes: int, nearest: str, needs_bytes: int) -> None:
+        super().__init__(
+            f"no strategy holds a sequence of {longest:,} tokens in {memory_bytes / 1e9:.3g} GB per device. {nearest} "
+            f"needs least, {needs_bytes / 1e9:.3g} GB. Plan for more devices, say --memory {needs_bytes / 1e9:.3g}GB "
+            "for larger ones, or leave out longer sequences"
+        )
+
+
+class NoCandidateError(FxparError):
+    """The model cannot be lowered under any strategy of the search."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        super().__init__("the model runs under none of the strategies: " + "; ".join(reasons))

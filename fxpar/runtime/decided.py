@@ -1,0 +1,167 @@
+"""What a session is, before anything is allocated: groups, programs, device, cluster; checked to belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxpar.batching import LengthGroup, length_groups
+from fxpar.batching.ids import IdLimit, id_limits
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ParallelizeError, warn
+from fxpar.flow import with_packing
+from fxpar.ir.graph import TOKEN_NUMBERS, TensorMeta
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.passes.pack_documents import DOCUMENTS
+from fxpar.runtime.notices import warn_of_carried, warn_of_limits
+from fxpar.runtime.options import (
+    CompiledModel,
+    LossFunction,
+    ParallelizeOptions,
+    as_precision,
+    cluster_here,
+    compile_strategies,
+    strategy_names,
+)
+from fxpar.store import check_order
+from fxpar.store.folder import Given
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What is known before anything is allocated: the same on all ranks."""
+
+    compiled: CompiledModel
+    groups: tuple[LengthGroup, ...]
+    names: list[str]  # of the strategies, by group
+    device: torch.device
+    cluster: ClusterSpec
+    order: tuple[str, ...] | None
+    packed: bool
+    given: Given | None
+
+    @property
+    def programs(self) -> list[TrainGraph]:
+        """By group."""
+        return [self.compiled.programs[name] for name in self.names]
+
+    @cached_property
+    def id_limits(self) -> Mapping[str, IdLimit]:
+        return id_limits(self.compiled.logical)
+
+    @property
+    def keys(self) -> dict[str, TensorMeta]:
+        """What a batch has for the captured graph."""
+        infos = self.compiled.logical.inputs
+        return {info.fqn: info.meta for info in infos if info.kind == "batch" and info.fqn != TOKEN_NUMBERS}
+
+    @property
+    def read_keys(self) -> dict[str, TensorMeta]:
+        """Those of `keys` that the graph reads."""
+        logical = self.compiled.logical
+        read = {info.fqn for node, info in zip(logical.placeholders, logical.inputs, strict=True) if node.users}
+        return {key: meta for key, meta in self.keys.items() if key in read}
+
+
+def decide(
+    module: nn.Module,
+    strategies: Mapping[int, Strategy | str],
+    loss: LossFunction,
+    example: Mapping[str, Tensor] | None,
+    options: ParallelizeOptions,
+) -> Decided:
+    """Capture and lower, or take what was given, and check what belongs together."""
+    world = dist.get_world_size()
+    groups = length_groups(strategies, world=world, token_budget=options.token_budget)
+    names = strategy_names([group.strategy for group in groups])
+    device = _device(module)
+    cluster = cluster_here(options.cluster, world, device)
+    given = None if options.weights is None else Given.to(module, options.weights)
+    compiled = options.compiled or compile_strategies(
+        module, strategies, loss, example, options.token_budget, options.precision, options.packed, options.passes
+    )
+    _check_compiled(compiled, names, options)
+    programs = compiled.programs
+    order = None if options.order is None else check_order(options.order, list(programs))
+    lowered = [programs[name] for name in names]
+    groups = with_multiples(groups, lowered, options.length_multiple, compiled.unpacked)
+    packed = compiled.packing is not None and options.packed is not False
+    return Decided(compiled, groups, names, device, cluster, order, packed, given)
+
+
+def _check_compiled(compiled: CompiledModel, names: Sequence[str], options: ParallelizeOptions) -> None:
+    """Raise ParallelizeError for what was compiled for something else."""
+    programs = compiled.programs
+    if options.precision is not None and as_precision(options.precision) != compiled.precision:
+        raise ParallelizeError(f"compiled is for precision {compiled.precision}, not {options.precision}")
+    if set(programs) != set(names):
+        raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
+    if options.compiled is not None and options.passes is not None:
+        raise ParallelizeError("compiled is lowered already; give passes to fxpar.compile_strategies")
+    if compiled.packing is not None:
+        _check_packed(programs)
+
+
+def tell(decided: Decided, options: ParallelizeOptions) -> None:
+    """Warn of what a user may not expect."""
+    compiled = decided.compiled
+    if not decided.packed and options.packed is None:
+        warn(f"{compiled.logical.name}: {_alone(compiled)}")
+    warn_of_limits(decided.groups, compiled.lengths.narrowed(decided.id_limits.get("position_ids")))
+    warn_of_carried(compiled.logical)
+
+
+def _alone(compiled: CompiledModel) -> str:
+    """What follows from rows that hold one sequence each, or none."""
+    if any(info.fqn == "input_ids" for info in compiled.logical.inputs if info.kind == "batch"):
+        return f"each sequence runs alone, since {compiled.unpacked}"
+    return "its batch has no 'input_ids', so train_step and evaluate take nothing; train it by plain calls, model(x)"
+
+
+def _check_packed(programs: Mapping[str, TrainGraph]) -> None:
+    """Raise ParallelizeError for a program that was lowered from the graph of one sequence, though rows hold several:
+    it would let them see each other.
+    """
+    for name, program in programs.items():
+        if DOCUMENTS not in {info.fqn for info in program.inputs}:
+            raise ParallelizeError(
+                f"rows hold several sequences, but the program of {name!r} knows nothing of documents: it was lowered "
+                "from the graph of one sequence. Name the passes that you want: fxpar.compile_strategies(passes=...)"
+            )
+
+
+def with_multiples(
+    groups: Sequence[LengthGroup], programs: Sequence[TrainGraph], promised: int, unpacked: str = ""
+) -> tuple[LengthGroup, ...]:
+    """The groups, told what their lengths must be multiples of: where a program cuts tokens and would see padding.
+
+    Raises ParallelizeError if some length would have no strategy, unless all lengths are `promised` to be multiples.
+    The error also says why rows are `unpacked`.
+    """
+    found = [
+        replace(group, multiple=program.divisors.get("T", 1) if program.padding_hazard else 1)
+        for group, program in zip(groups, programs, strict=True)
+    ]
+    for g, (group, program) in enumerate(zip(found, programs, strict=True)):
+        if all(promised % later.multiple for later in found[g:]):
+            why = with_packing(program.padding_hazard or "", unpacked)
+            raise ParallelizeError(
+                f"sequences whose length is not a multiple of {group.multiple} cannot run under {group.strategy}: {why}"
+                f". Add a strategy that does not cut tokens (without cp and sp) for up to {found[-1].limit} tokens, or "
+                f"promise lengths that divide: length_multiple={group.multiple}"
+            )
+    return tuple(found)
+
+
+def _device(module: nn.Module) -> torch.device:
+    types = {t.device.type for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"}
+    if len(types) > 1:
+        raise ParallelizeError(f"the module is on several devices: {', '.join(sorted(types))}")
+    kind = next(iter(types), "cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,93 @@
+"""What groups of a mini-batch take at least, as if sequences could be shared out without rest: arrays over lengths.
+
+`edges` are the limits that groups may have. A group takes the sequences of an interval (edges[i-1], edges[j]], first
+index 0 for those from the shortest on; arrays [..., i, j] are over the intervals, inf where j < i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fxpar.cost.group import GroupCost
+from fxpar.ir.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Sequences of mini-batches by interval: tokens, squares of lengths, the longest; each [mini-batches, i, j]."""
+
+    edges: tuple[int, ...]
+    batches: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def _prefix(self) -> np.ndarray:
+        """[3, mini-batches, edges + 1]: tokens, squares, and the longest of the sequences up to each edge."""
+        found = np.zeros((3, len(self.batches), len(self.edges) + 1))
+        for number, batch in enumerate(self.batches):
+            lengths = np.sort(np.array(batch, dtype=np.float64))
+            ends = np.searchsorted(lengths, self.edges, side="right")
+            found[0, number, 1:] = np.concatenate([[0.0], lengths.cumsum()])[ends]
+            found[1, number, 1:] = np.concatenate([[0.0], (lengths**2).cumsum()])[ends]
+            found[2, number, 1:] = np.concatenate([[0.0], lengths])[ends]
+        return found
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return self._differences(self._prefix[0])
+
+    @cached_property
+    def squares(self) -> np.ndarray:
+        return self._differences(self._prefix[1])
+
+    @cached_property
+    def longest(self) -> np.ndarray:
+        """0 where there is no sequence."""
+        upto = np.broadcast_to(self._prefix[2][:, None, 1:], self.tokens.shape)
+        return np.where(self.tokens > 0, upto, 0.0)
+
+    def _differences(self, prefix: np.ndarray) -> np.ndarray:
+        return np.maximum(prefix[:, None, 1:] - prefix[:, :-1, None], 0.0)
+
+    @cached_property
+    def inside(self) -> np.ndarray:
+        """[i, j]: whether it is an interval at all."""
+        count = np.arange(len(self.edges))
+        return count[:, None] <= count[None, :]
+
+
+def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
+    """[mini-batches, i, j] seconds that no sharing out of an interval's sequences over the replicas can undercut.
+
+    `budgets[j]` are the most tokens of a micro-batch of a group with limit `edges[j]`; None: it cannot have that limit,
+    and takes forever. As in `fxpar.batching.balance.lower_bound`: the mean over replicas, and the longest sequence
+    alone, each with the least that fills the pipeline.
+    """
+    limits = np.array([1.0 if one is None else float(one) for one in budgets])
+    runs = np.ceil(found.tokens / limits)
+    work = cost.per_token_s * found.tokens + cost.per_square_s * found.squares + cost.fixed_s * runs
+    fill = (cost.stages - 1) / cost.virtual if cost.schedule != "zb_h1" else (cost.stages - 1) / 3
+    alone = cost.fixed_s + cost.per_token_s * found.longest + cost.per_square_s * found.longest**2
+    mean = work / strategy.replicas + fill * cost.fixed_s
+    least = np.where(found.tokens > 0, np.maximum(mean, alone * (1 + fill)), 0.0)
+    possible = found.inside & np.array([one is not None for one in budgets])[None, :]
+    return np.where(possible[None], least, np.inf)
+
+
+def least_mini_batch(per_interval: np.ndarray, most: int) -> float:
+    """Mean over mini-batches of the least sum of at most `most` intervals that hold all lengths.
+
+    `per_interval` [mini-batches, i, j] is the least of all strategies. Each mini-batch may have its own best intervals,
+    so no set of strategies has a smaller mean.
+    """
+    batches, count, _ = per_interval.shape
+    best = np.full((batches, count + 1), np.inf)
+    best[:, 0] = 0.0
+    for _ in range(most):
+        # [mini-batches, j]: one interval more, over all of its beginnings
+        more = (best[:, :-1, None] + per_interval).min(axis=1)
+        best[:, 1:] = np.minimum(best[:, 1:], more)
+    return float(best[:, -1].mean())

@@ -1,0 +1,302 @@
+"""`find_plan`: from a model, a cluster and lengths to the sets of strategies that take least time, and the bound.
+
+shapes       every degree of dp, pp, cp, tp of the world; each lowered once
+savings      what saves memory (remat, ZeRO-3) is lowered for the lengths that a shape does not hold without, unless
+             some other shape is faster there than this one could be even with all memory in the world
+sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
+             with their switches and reductions, until no other set can be faster
+bound        each mini-batch cut at its own best limits, without borders and rests: no set can take less
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import FxparError, NoCandidateError, SequenceFitsNowhereError
+from fxpar.ir.strategy import Strategy
+from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
+from fxpar.search.lengths import length_edges
+from fxpar.search.price import Candidate, Depth, Lower, Priced, candidate
+from fxpar.search.pricing import Outlines, PricedSet, SetPricer
+from fxpar.search.sets import RankedSet, ranked_sets
+from fxpar.search.space import SAVINGS, with_savings, without_stages
+from fxpar.search.staged import StagedGuess
+
+PLANNED = 48  # sets that are planned at most
+DIFFERENT = 0.01  # of the tokens: what a second set has to run otherwise to be another one
+Said = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is for: `shapes` to try, mini-batches to price with, the longest sequence, bytes of a device."""
+
+    shapes: tuple[Strategy, ...]
+    cluster: ClusterSpec
+    batches: tuple[tuple[int, ...], ...]
+    longest: int
+    memory_bytes: int | None
+    max_strategies: int
+    depth: Depth
+    packed: bool = True
+    overlap: bool = False
+    keep: int = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best sets, best first; the best single strategy; the bound in seconds that no set can undercut; what was
+    looked at. `refused` are strategies that the model cannot be lowered to, with the reason.
+    """
+
+    plans: tuple[PricedSet, ...]
+    best_static: PricedSet
+    lower_bound_s: float
+    evaluated: int
+    pruned: int
+    planned_sets: int
+    refused: dict[str, str]
+    search_cpu_s: float
+
+    @property
+    def speedup(self) -> float:
+        """Of the best set over the best single strategy."""
+        return self.best_static.predicted_s / self.plans[0].predicted_s
+
+    @property
+    def gap(self) -> float:
+        """By which share of its time the best set may be longer than the best there is."""
+        return 1.0 - self.lower_bound_s / self.plans[0].predicted_s
+
+
+def find_plan(problem: Problem, lower: Lower, outlines: Outlines, said: Said = lambda _: None) -> Found:
+    """Search. `said` is told what is being done.
+
+    Raises NoCandidateError, SequenceFitsNowhereError.
+    """
+    begun = time.process_time()
+    search = _Search(problem, lower, outlines, said)
+    search.lower_all()
+    return search.found(begun)
+
+
+@dataclass
+class _Search:
+    problem: Problem
+    lower: Lower
+    outlines: Outlines
+    said: Said
+    candidates: list[Priced] = field(default_factory=list)
+    budgets: list[list[int | None]] = field(default_factory=list)
+    seconds: list[np.ndarray] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    pruned: int = 0
+    lowered: dict[str, Candidate | None] = field(default_factory=dict)  # of those that were guessed at
+    priced: dict[tuple[tuple[int, int], ...], PricedSet | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.intervals = Intervals(length_edges(problem.longest), problem.batches)
+        most = max(map(sum, problem.batches))
+        self.anchors = (min(256, problem.longest), max(most, 2 * problem.longest))
+        self.pricer = SetPricer(
+            problem.cluster,
+            problem.depth,
+            self.outlines,
+            problem.batches,
+            problem.memory_bytes,
+            problem.packed,
+            problem.overlap,
+        )
+
+    # ------------------------------------------------------------------------------------------------ candidates
+    def lower_all(self) -> None:
+        """The shapes, then what saves memory, level by level."""
+        left = [(shape, 0) for shape in self.problem.shapes]
+        while left:
+            tried = [(shape, level, self._add(shape, level)) for shape, level in left]
+            left = [(shape, level + 1) for shape, level, more in tried if more and level + 1 < len(SAVINGS)]
+            left = [one for one in left if self._may_help(*one)]
+        if not self.candidates:
+            raise NoCandidateError(f"{name}: {why}" for name, why in self.refused.items())
+
+    def _add(self, shape: Strategy, level: int) -> bool:
+        """Lower a strategy, if it is one; whether a shape may need more savings."""
+        strategy = with_savings(shape, level)
+        if strategy is None:
+            return True
+        one = self._guessed(strategy) or self._lowered(strategy)
+        if one is None:
+            return False
+        budgets = self.pricer.budgets(one, self.intervals.edges)
+        self.candidates.append(one)
+        self.budgets.append(budgets)
+        self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
+        return None in budgets
+
+    def _lowered(self, strategy: Strategy) -> Candidate | None:
+        """None, and the reason among the refused, if the model cannot run under it."""
+        self.said(f"lowering {strategy}")
+        try:
+            one = candidate(self.lower, strategy, self.problem.cluster, self.problem.depth, self.anchors)
+        except FxparError as error:
+            self.refused[str(strategy)] = str(error)
+            return None
+        if one.multiple > 1:
+            self.refused[one.name] = f"it takes only lengths that are multiples of {one.multiple}"
+            return None
+        return one
+
+    def _guessed(self, strategy: Strategy) -> StagedGuess | None:
+        """For a pipeline, from the same strategy without stages, if that was priced from two samples."""
+        if strategy.pipeline_size == 1:
+            return None
+        flat = without_stages(strategy)
+        known = next((one for one in self.candidates if one.strategy == flat), None)
+        if not isinstance(known, Candidate) or len(known.samples) == 1:
+            return None
+        return StagedGuess(strategy, self.problem.cluster, self.anchors, known)
+
+    def _may_help(self, shape: Strategy, level: int) -> bool:
+        """Whether a shape that saves memory could be fastest for some lengths that it did not hold before: at best it
+        is as fast as without saving.
+        """
+        mine = [
+            (one, budgets)
+            for one, budgets in zip(self.candidates, self.budgets, strict=True)
+            if one.strategy.axes == shape.axes
+        ]
+        if not mine:
+            return False
+        fastest = np.stack(self.seconds).min(axis=0).mean(axis=0)
+        one = mine[0][0]
+        held = [any(b[j] is not None for _, b in mine) for j in range(len(self.intervals.edges))]
+        free: list[int | None] = [None if there else 2**30 for there in held]
+        at_best = least_seconds(one.cost, one.strategy, free, self.intervals).mean(axis=0)
+        helps = bool((at_best < fastest).any())
+        self.pruned += not helps
+        return helps
+
+    # ------------------------------------------------------------------------------------------------------ sets
+    def found(self, begun: float) -> Found:
+        """Raises SequenceFitsNowhereError."""
+        everything = np.stack(self.seconds).min(axis=0)
+        bound = least_mini_batch(everything, self.problem.max_strategies)
+        if not np.isfinite(bound):
+            raise self._nothing_fits()
+        optimizer_s = self._optimizer_s()
+        self.pricer.optimizer_s = optimizer_s
+        static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
+        sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
+        plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
+        plans, static = self._settled(plans[: self.problem.keep]), self._settled([static])[0]
+        return Found(
+            plans=tuple(plans),
+            best_static=static,
+            lower_bound_s=min(bound + optimizer_s, plans[0].predicted_s),
+            evaluated=len(self.candidates),
+            pruned=self.pruned,
+            planned_sets=sum(one is not None for one in self.priced.values()),
+            refused=self.refused,
+            search_cpu_s=time.process_time() - begun,
+        )
+
+    def _best(self, ranked: Iterable[RankedSet], keep: int) -> list[PricedSet]:
+        """Planned on the sample mini-batches, best first, until no other one can be among the best `keep`."""
+        found: list[PricedSet] = []
+        tried = 0
+        for one in ranked:
+            worst = sorted(p.predicted_s for p in found)[keep - 1] if len(found) >= keep else np.inf
+            if one.least_s + self.pricer.optimizer_s >= worst:
+                continue
+            if tried == PLANNED:
+                break
+            tried += 1
+            self.said(f"planning set {tried}")
+            priced = self._price(one)
+            if priced is not None:
+                found.append(priced)
+        if not found:
+            raise self._nothing_fits()
+        return sorted(found, key=_seconds)
+
+    def _price(self, one: RankedSet) -> PricedSet | None:
+        if one.groups not in self.priced:
+            edges = self.intervals.edges
+            chosen = [(edges[edge], self.candidates[s]) for edge, s in one.groups]
+            self.priced[one.groups] = self.pricer.price(chosen)
+        return self.priced[one.groups]
+
+    def _settled(self, plans: Sequence[PricedSet]) -> list[PricedSet]:
+        """With the tokens of micro-batches as predicted for just these. Raises SequenceFitsNowhereError."""
+        edges, found = self.intervals.edges, []
+        for plan in plans:
+            groups = next(groups for groups, priced in self.priced.items() if priced is plan)
+            chosen = [(edges[edge], self._settled_one(self.candidates[s])) for edge, s in groups]
+            known = [(limit, one) for limit, one in chosen if one is not None]
+            found.append(self.pricer.price(known, settle=True) if len(known) == len(chosen) else None)
+        kept = [one for one in found if one is not None]
+        if not kept:
+            raise self._nothing_fits()
+        return sorted(kept, key=_seconds)
+
+    def _settled_one(self, one: Priced) -> Priced | None:
+        """Lowered itself, where it was guessed at."""
+        if not isinstance(one, StagedGuess):
+            return one
+        if one.name not in self.lowered:
+            self.lowered[one.name] = self._lowered(one.strategy)
+        return self.lowered[one.name]
+
+    def _guessed_borders(self) -> list[float]:
+        """What a strategy's weights and gradients take at least on the slowest link of a rank: a guess that orders sets
+        before they are planned.
+        """
+        cluster, found = self.problem.cluster, []
+        per_s = cluster.bytes_per_s(between=cluster.nodes > 1)
+        for one in self.candidates:
+            found.append(2 * one.stays.weight_bytes / float(per_s) if one.strategy.world > 1 else 0.0)
+        return found
+
+    def _different(self, plans: Sequence[PricedSet]) -> list[PricedSet]:
+        """Without sets that run nearly all tokens as a better one does."""
+        kept: list[PricedSet] = []
+        for plan in plans:
+            if all(_moved(plan, other) > DIFFERENT * self.pricer.mean_tokens for other in kept):
+                kept.append(plan)
+        return kept
+
+    def _optimizer_s(self) -> float:
+        """AdamW on a rank's share, in fp32: 16 bytes of each parameter are read, and 12 are written."""
+        moved = self.candidates[0].stays.optimizer_bytes / 8 * (16 + 12)  # two moments take 8 bytes
+        return moved / float(self.problem.cluster.sustained.bytes_per_s)
+
+    def _nothing_fits(self) -> SequenceFitsNowhereError:
+        longest = self.problem.longest
+        one = min(self.candidates, key=lambda c: c.memory(longest).peak_bytes)
+        return SequenceFitsNowhereError(
+            longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
+        )
+
+
+def _seconds(plan: PricedSet) -> float:
+    return plan.predicted_s
+
+
+def _moved(plan: PricedSet, other: PricedSet) -> float:
+    """Tokens of a mean mini-batch that the two sets run under different strategies."""
+    mine, theirs = _tokens(plan), _tokens(other)
+    names = mine.keys() | theirs.keys()
+    return sum(abs(mine.get(name, 0.0) - theirs.get(name, 0.0)) for name in names) / 2
+
+
+def _tokens(plan: PricedSet) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for group in plan.groups:
+        found[group.strategy] = found.get(group.strategy, 0.0) + group.tokens
+    return found

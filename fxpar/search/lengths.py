@@ -1,0 +1,128 @@
+"""Lengths of sequences that a plan is made for: a file, a named distribution, and the mini-batches drawn from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fxpar.errors import LengthsError, nearest
+
+DRAWN = 100_000  # of a named distribution
+SAMPLES = 8  # mini-batches that a set of strategies is priced with
+MOST = 2**30
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Lengths whose logarithm is normal: the median in tokens, and the standard deviation of the logarithm."""
+
+    median: float
+    sigma: float
+
+    def draw(self, count: int, longest: int, rng: np.random.Generator) -> np.ndarray:
+        """[count] of them, at least 1; those above `longest` are cut to it, as a loader that truncates does."""
+        found = np.exp(rng.normal(np.log(self.median), self.sigma, count))
+        return np.clip(found.round(), 1, longest).astype(np.int64)
+
+
+# Fitted by eye to what is published of them: RefinedWeb has about 620 tokens per document, and 97 % of them below 8K
+# where 32K is the limit (HotSPa, SOSP 2024); files of code have a far longer tail; Wikipedia's articles have a median
+# of 347 tokens and a mean of 1014 (the lengths that FlexSP's code ships).
+NAMED = {
+    "commoncrawl": LogNormal(300.0, 1.2),
+    "github": LogNormal(700.0, 1.7),
+    "wikipedia": LogNormal(347.0, 1.46),
+}
+
+
+def read_lengths(text: str, seed: int = 0) -> np.ndarray:
+    """Lengths [N] in tokens that `text` names: `commoncrawl:32768` (a distribution of NAMED, cut at so many tokens), or
+    a file: .txt with a length per line, .json with a list, .npy, or .npz with an array `lengths`.
+
+    Raises LengthsError for a file that cannot be read, is empty, or has anything but whole numbers from 1 on.
+    """
+    name, colon, longest = text.partition(":")
+    if name in NAMED and not Path(text).exists():
+        if not (colon and longest.isascii() and longest.isdigit() and 1 <= int(longest) <= MOST):
+            raise LengthsError(text, "says no longest sequence", f"Write {name}:32768, in tokens")
+        return NAMED[name].draw(DRAWN, int(longest), np.random.default_rng(seed))
+    if not Path(text).is_file():
+        hint = nearest(name, NAMED)
+        known = ", ".join(f"{one}:LONGEST" for one in NAMED)
+        raise LengthsError(text, f"is no file{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), or {known}")
+    return _checked(text, _values(text))
+
+
+def _values(path: str) -> object:
+    try:
+        if path.endswith((".npy", ".npz")):
+            found = np.load(path, allow_pickle=False)
+            if isinstance(found, np.ndarray):
+                return found
+            if "lengths" not in found:
+                why = f"has no array 'lengths', but {', '.join(found) or 'nothing'}"
+                raise LengthsError(path, why, "Save it with np.savez(file, lengths=lengths)")
+            return found["lengths"]
+        content = Path(path).read_text(encoding="utf-8")
+        return json.loads(content) if path.endswith(".json") else content.split()
+    except (OSError, ValueError) as error:
+        raise LengthsError(path, f"cannot be read: {error}", "Write a length in tokens per line") from error
+
+
+def _checked(path: str, values: object) -> np.ndarray:
+    do = "Lengths are whole numbers of tokens, from 1 on"
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise LengthsError(path, f"has an array of {values.dtype} with {values.ndim} dims", do)
+        found = values.astype(np.int64)
+    elif isinstance(values, list):
+        found = np.array([_whole(path, number, value) for number, value in enumerate(values, 1)], np.int64)
+    else:
+        raise LengthsError(path, f"holds a {type(values).__name__}, not a list of lengths", do)
+    if not len(found):
+        raise LengthsError(path, "has no lengths", do)
+    for wrong in np.flatnonzero((found < 1) | (found > MOST))[:1]:
+        raise LengthsError(path, f"has {found[wrong]} as length {wrong + 1}", do)
+    return found
+
+
+def _whole(path: str, number: int, value: object) -> int:
+    try:
+        if isinstance(value, bool | float):
+            raise TypeError
+        return int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        why = f"has {value!r} as length {number}"
+        raise LengthsError(path, why, "Lengths are whole numbers of tokens, from 1 on") from None
+
+
+def mini_batches(lengths: np.ndarray, tokens: int, count: int = SAMPLES, seed: int = 0) -> tuple[tuple[int, ...], ...]:
+    """`count` mini-batches in a row, as a loader cuts them from sequences in random order: as many as fit into
+    `tokens`, at least one. What does not fit any more comes first in the next one: no length is drawn less often.
+    """
+    rng = np.random.default_rng(seed)
+    found: list[tuple[int, ...]] = []
+    following = int(rng.choice(lengths))
+    for _ in range(count):
+        chosen = [following]
+        total = following
+        while True:
+            following = int(rng.choice(lengths))
+            if total + following > tokens:
+                break
+            chosen.append(following)
+            total += following
+        found.append(tuple(chosen))
+    return tuple(found)
+
+
+def length_edges(longest: int, least: int = 32) -> tuple[int, ...]:
+    """Limits that groups may have: powers of two and the half-way points between, up to the longest sequence."""
+    edges, at = [], least
+    while at < longest:
+        edges += [at] if 3 * at // 2 >= longest else [at, 3 * at // 2]
+        at *= 2
+    return (*edges, longest)

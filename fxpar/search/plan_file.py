@@ -1,0 +1,161 @@
+"""A plan as a file: which strategy runs which lengths, in TOML that a person reads and edits."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from fxpar.errors import FxparError, PlanFileError, nearest
+from fxpar.ir.strategy import Strategy
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """Sequences of up to `limit` tokens run under `strategy`, in micro-batches of at most `token_budget` tokens of a
+    replica. `seconds` are predicted, of a mean mini-batch.
+    """
+
+    limit: int
+    strategy: str
+    token_budget: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A set of strategies for `model` (with `options` as `--set` has them) on `world` ranks. `memory_budget_bytes` is
+    for a rank, without the optimizer's states, as `fxpar.parallelize` takes it; 0 is none.
+    """
+
+    model: str
+    world: int
+    tokens_per_step: int
+    groups: tuple[PlanGroup, ...]
+    options: tuple[str, ...] = ()
+    memory_budget_bytes: int = 0
+    predicted_s: float = 0.0
+    lower_bound_s: float = 0.0
+
+    @property
+    def strategies(self) -> dict[int, str]:
+        """As `fxpar.parallelize` takes them: strategy by the longest sequence in tokens."""
+        return {group.limit: group.strategy for group in self.groups}
+
+    @property
+    def token_budgets(self) -> dict[int, int]:
+        """Most tokens of a micro-batch, by limit."""
+        return {group.limit: group.token_budget for group in self.groups}
+
+    def assignments(self) -> list[str]:
+        """As `fxpar train --set` takes them."""
+        strategies = ", ".join(f'{group.limit} = "{group.strategy}"' for group in self.groups)
+        budgets = ", ".join(f"{group.limit} = {group.token_budget}" for group in self.groups)
+        found = [f"strategies={{{strategies}}}", f"engine.token_budgets={{{budgets}}}"]
+        if self.memory_budget_bytes:
+            found.append(f"engine.memory_budget_bytes={self.memory_budget_bytes}")
+        return found
+
+    def check(self, path: str, model: str, options: Sequence[str], world: int | None) -> None:
+        """Raise PlanFileError if it is for another model or another number of ranks (None: any). A run may leave out
+        options that the plan names, such as a vocabulary that its tokenizer says.
+        """
+        if model != self.model or not set(options) <= set(self.options):
+            mine, theirs = " ".join([self.model, *self.options]), " ".join([model, *options])
+            raise PlanFileError(path, f"it is for the model {mine}, not {theirs}", "Make one with `fxpar plan`")
+        if world not in (None, self.world):
+            raise PlanFileError(path, f"it is for {self.world} ranks, not {world}", "Make one with `fxpar plan`")
+
+    def to_toml(self, remarks: Sequence[str] = ()) -> str:
+        """The file, `remarks` as comments on top."""
+        lines = [*(f"# {one}" for one in remarks), f"fxpar_plan = {VERSION}"]
+        lines += [f"{name} = {_toml(getattr(self, name))}" for name in _fields(Plan) if name != "groups"]
+        for group in self.groups:
+            lines += ["", "[[groups]]", *(f"{name} = {_toml(getattr(group, name))}" for name in _fields(PlanGroup))]
+        return "\n".join(lines) + "\n"
+
+
+def read_plan(path: str) -> Plan:
+    """Read and check a file. Raises PlanFileError, which names the key."""
+    try:
+        return parse_plan(Path(path).read_text(encoding="utf-8"), path)
+    except OSError as error:
+        raise PlanFileError(path, f"it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PlanFileError(path, f"it is no TOML: {error}") from error
+
+
+def parse_plan(text: str, path: str) -> Plan:
+    """Check the text of a plan; `path` names it in errors. Raises PlanFileError."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanFileError(path, f"it is no TOML: {error}") from error
+    if data.pop("fxpar_plan", None) != VERSION:
+        raise PlanFileError(path, f"it does not begin with fxpar_plan = {VERSION}", "Write one with `fxpar plan -o`")
+    groups = data.pop("groups", None)
+    if not isinstance(groups, list) or not groups or not all(isinstance(one, dict) for one in groups):
+        raise PlanFileError(path, "it has no [[groups]]", "Each has limit, strategy and token_budget")
+    found = tuple(PlanGroup(**_values(path, PlanGroup, one, f"groups {n}: ")) for n, one in enumerate(groups, 1))
+    plan = Plan(groups=found, **_values(path, Plan, data, "", given=("groups",)))
+    _check_groups(path, plan)
+    return plan
+
+
+def _check_groups(path: str, plan: Plan) -> None:
+    limits = [group.limit for group in plan.groups]
+    if limits != sorted(set(limits)) or limits[0] < 1:
+        raise PlanFileError(path, f"limits are {', '.join(map(str, limits))}", "They ascend, from 1 on")
+    for group in plan.groups:
+        try:
+            Strategy.parse(group.strategy, world=plan.world)
+        except FxparError as error:
+            raise PlanFileError(path, f"group {group.limit}: {error}") from error
+        if group.token_budget < group.limit:
+            why = f"group {group.limit}: token_budget = {group.token_budget} holds no sequence of {group.limit} tokens"
+            raise PlanFileError(path, why)
+
+
+def _fields(cls: type) -> list[str]:
+    return [one.name for one in fields(cls)]
+
+
+def _values(path: str, cls: type, table: Mapping[str, Any], where: str, given: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of `cls` in a table, in their types. Raises PlanFileError."""
+    hints = get_type_hints(cls)
+    known = {one.name: one for one in fields(cls) if one.name not in given}
+    for key in table:
+        if key not in known:
+            hint = nearest(key, known) or f"; there are {', '.join(known)}"
+            raise PlanFileError(path, f"{where}key {key!r} is unknown{hint}")
+    for name, one in known.items():
+        if one.default is MISSING and name not in table:
+            raise PlanFileError(path, f"{where}{name} is missing")
+    return {key: _typed(path, f"{where}{key}", value, hints[key]) for key, value in table.items()}
+
+
+def _typed(path: str, key: str, value: Any, hint: Any) -> Any:
+    """A value as the annotation wants it: int, float, str or tuple[str, ...]."""
+    words = {int: "a whole number from 0 on", float: "a number from 0 on", str: "a text"}
+    if hint in (int, float):
+        fits = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool) and value >= 0
+        fits = fits and value < float("inf")
+    elif hint is str:
+        fits = isinstance(value, str)
+    else:
+        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if not fits:
+        raise PlanFileError(path, f"{key} = {value!r} must be {words.get(hint, 'a list of texts')}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float):
+        return f"{value:.6g}" if any(c in f"{value:.6g}" for c in ".e") else f"{value:.1f}"
+    return str(value) if isinstance(value, int) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,275 @@
+"""What a strategy takes, in time and memory, from its lowered program; layers that repeat are priced by their number.
+
+A model of many layers is not lowered whole. Two small ones are, of `few` and of `more` layers: all that is counted (
+seconds, bytes) grows by the same amount with each layer, so what the whole model takes follows from the two. Stages of
+a pipeline get one and two layers each, and the whole model's layers go where they make the slowest stage least slow.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, of_strategy, rank_costs
+from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.memory import predict_memory
+from fxpar.store.home import home_layout
+from fxpar.store.weights import param_specs
+from fxpar.switch.layout import ParamLayout
+from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.reduction import gradient_placements
+
+Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
+STAGING_BYTES = 64 << 20
+_NUMBER = re.compile(r"\d+(?!.*\d)")
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A model of `layers` that repeat with a period (2 where two kinds of layers take turns); `whole`: it is always
+    lowered with all of them.
+    """
+
+    layers: int
+    period: int = 1
+    whole: bool = False
+
+    def samples(self, stages: int) -> tuple[int, ...]:
+        """The numbers of layers that stand for the whole model under a strategy with so many stages."""
+        # The first and the last layer of a model may differ from those between; each stage has a first one.
+        few, more = (2, 3) if stages == 1 else (stages, 2 * stages)
+        few, more = few * self.period, more * self.period
+        return (self.layers,) if self.whole or more >= self.layers else (few, more)
+
+    def beyond(self, samples: Sequence[int]) -> Fraction:
+        """By how many steps from the first sample to the second the model is larger than the first."""
+        return Fraction(self.layers - samples[0], samples[1] - samples[0]) if len(samples) == 2 else Fraction(0)
+
+
+def extrapolated(values: Sequence[float], steps: float) -> float:
+    """`values[0]` plus so many times what the second value is larger by."""
+    return values[0] + (values[-1] - values[0]) * float(steps)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank, counted as the engine counts its budget: what all strategies share (masters, gradients
+    at home, the optimizer's states, which the budget leaves out), the weights of this graph, what a step needs beside
+    (accumulators of gradients are a part of it), and messages of switches and reductions.
+    """
+
+    home_bytes: int
+    optimizer_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    gradient_bytes: int
+    staging_bytes: int
+
+    @property
+    def beside_bytes(self) -> int:
+        """What there is beside home, optimizer and weights."""
+        return self.step_bytes + self.staging_bytes
+
+    @property
+    def stays_bytes(self) -> int:
+        """Home and optimizer."""
+        return self.home_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.stays_bytes + self.weight_bytes + self.beside_bytes
+
+
+@dataclass
+class Priced:
+    """A strategy whose memory is known at the numbers of tokens in `anchors`, ascending."""
+
+    strategy: Strategy
+    cluster: ClusterSpec
+    anchors: tuple[int, ...]
+    _memory: dict[int, Memory] = field(default_factory=dict, init=False)
+
+    @property
+    def name(self) -> str:
+        return str(self.strategy)
+
+    @property
+    def multiple(self) -> int:
+        """What the lengths of its sequences must be multiples of: tokens are cut, and the model would see padding."""
+        raise NotImplementedError
+
+    @property
+    def cost(self) -> GroupCost:
+        """Of one micro-batch of a replica."""
+        raise NotImplementedError
+
+    @property
+    def reduce_s(self) -> float:
+        """Seconds in which the gradients of a group go home."""
+        raise NotImplementedError
+
+    def predicted(self, tokens: int) -> Memory:
+        """For micro-batches of just so many tokens."""
+        raise NotImplementedError
+
+    def at(self, tokens: int) -> Memory:
+        """`predicted`, once for each number of tokens."""
+        if tokens not in self._memory:
+            self._memory[tokens] = self.predicted(tokens)
+        return self._memory[tokens]
+
+    @property
+    def stays(self) -> Memory:
+        """What does not depend on tokens: home, optimizer and weights are those of any number."""
+        return self.at(self.anchors[-1])
+
+    def memory(self, tokens: int) -> Memory:
+        """For micro-batches of so many tokens, which may be one sequence.
+
+        Predicted at the `anchors` around it, and on the straight line in between: a peak is the largest of sums that
+        grow evenly with the tokens, so it lies on that line or below, but for a hundredth that kernels need in blocks.
+        """
+        place = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
+        low, high = self.anchors[place - 1], self.anchors[place]
+        share = Fraction(tokens - low, high - low)
+        pairs = zip(astuple(self.at(low)), astuple(self.at(high)), strict=True)
+        return Memory(*(math.ceil(one + (other - one) * share) for one, other in pairs))
+
+    def most_tokens(self, least: int, room_bytes: int, most: int) -> int | None:
+        """The most tokens of a micro-batch that takes at most `room_bytes` beside masters and weights: `least` or more,
+        at most `most`; None if `least` need more.
+        """
+        most = max(least, most)
+        fits_all = most <= self.anchors[-1] and self.at(self.anchors[-1]).beside_bytes <= room_bytes
+        if fits_all or self.memory(most).beside_bytes <= room_bytes:
+            return most
+        if self.memory(least).beside_bytes > room_bytes:
+            return None
+        low, high = least, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.memory(middle).beside_bytes <= room_bytes else (low, middle)
+        return low
+
+    def settled_tokens(self, least: int, room_bytes: int, tokens: int) -> int | None:
+        """`tokens`, or as many fewer as a prediction for just these asks for; None if `least` need more."""
+        while self.at(tokens).beside_bytes > room_bytes:
+            if tokens == least:
+                return None
+            tokens = max(least, tokens * 99 // 100)
+        return tokens
+
+
+@dataclass
+class Candidate(Priced):
+    """A strategy and its programs, one for each number of layers in `samples`."""
+
+    samples: tuple[int, ...]
+    steps: Fraction
+    programs: tuple[TrainGraph, ...]
+    _of_samples: dict[int, list[Memory]] = field(default_factory=dict, init=False)
+
+    @property
+    def multiple(self) -> int:
+        program = self.programs[0]
+        return program.divisors.get("T", 1) if program.padding_hazard else 1
+
+    @cached_property
+    def cost(self) -> GroupCost:
+        return of_strategy(self._slowest(), self.strategy)
+
+    def _slowest(self) -> Polynomial:
+        """Of the slowest ranks."""
+        found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
+        if len(found) == 1:
+            return max(found[0], key=lambda one: one.at(NOMINAL_TOKENS))
+        positions = [(few, more + few * -1) for few, more in zip(*found, strict=True)]
+        return slowest_position(positions, self.steps * len(positions))
+
+    def per_step(self) -> tuple[Polynomial, Polynomial]:
+        """Without stages: seconds of the first sample, and of what the second has more."""
+        few, more = (next(iter(rank_costs(program, self.cluster).values())) for program in self.programs)
+        return few, more + few * -1
+
+    def of_first(self, tokens: int) -> Memory:
+        """Of the first sample."""
+        if tokens not in self._of_samples:
+            self._of_samples[tokens] = [self._of_program(program, tokens) for program in self.programs]
+        return self._of_samples[tokens][0]
+
+    def predicted(self, tokens: int) -> Memory:
+        self.of_first(tokens)
+        found = self._of_samples[tokens]
+        steps = math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps
+        columns = zip(*map(astuple, found), strict=True)
+        return Memory(*(round(extrapolated(column, float(steps))) for column in columns))
+
+    def _of_program(self, program: TrainGraph, tokens: int) -> Memory:
+        sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
+        stages = isinstance(program, PipelineGraph)
+        found = predict_memory(program, sizes, micro_batches=None if stages else 2, cluster=self.cluster)
+        return Memory(
+            home_bytes=found.master_bytes + found.home_gradient_bytes,
+            optimizer_bytes=found.optimizer_bytes,
+            weight_bytes=found.weight_bytes,
+            step_bytes=found.step_bytes,
+            gradient_bytes=found.gradient_bytes,
+            staging_bytes=found.staging_bytes + found.sums_bytes,
+        )
+
+    @cached_property
+    def reduce_s(self) -> float:
+        """Seconds in which the gradients of a group go home."""
+        return max(extrapolated([self._reduced_s(program) for program in self.programs], float(self.steps)), 0.0)
+
+    def _reduced_s(self, program: TrainGraph) -> float:
+        if self.strategy.world == 1:
+            return 0.0
+        home = home_layout(param_specs(program), self.strategy.world)
+        terms = gradient_placements(program)
+        target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in terms})
+        return cheapest_reduction(terms, target, self.cluster, self.name, STAGING_BYTES, "auto", False).predicted_s
+
+
+def slowest_position(positions: Sequence[tuple[Polynomial, Polynomial]], steps: Fraction) -> Polynomial:
+    """Seconds of the slowest position of a pipeline; each has some, and so many more for each step that it takes over.
+
+    Every step goes to the position that is then the least slow one: no other choice has a faster slowest position.
+    """
+    taken = [Fraction(0)] * len(positions)
+    seconds = [[float(one.at(NOMINAL_TOKENS)) for one in pair] for pair in positions]
+    while steps > 0:
+        here = min(range(len(positions)), key=lambda i: sum(seconds[i]))
+        share = min(steps, Fraction(1))
+        taken[here] += share
+        seconds[here][0] += seconds[here][1] * float(share)
+        steps -= share
+    at = max(range(len(positions)), key=lambda i: seconds[i][0])
+    return positions[at][0] + positions[at][1] * taken[at]
+
+
+def candidate(
+    lower: Lower, strategy: Strategy, cluster: ClusterSpec, depth: Depth, anchors: tuple[int, ...]
+) -> Candidate:
+    """Lower a strategy of a model. Raises what `fxpar.lower` raises."""
+    samples = depth.samples(strategy.stages)
+    programs = [lower(strategy, samples[0])]
+    if len(samples) == 2:
+        programs.append(lower(_twice(strategy, programs[0]), samples[1]))
+    return Candidate(strategy, cluster, anchors, samples, depth.beyond(samples), tuple(programs))
+
+
+def _twice(strategy: Strategy, program: TrainGraph) -> Strategy:
+    """For twice as many layers, with twice as many in each stage."""
+    if not isinstance(program, PipelineGraph):
+        return strategy
+    cuts = tuple(_NUMBER.sub(lambda found: str(2 * int(found[0])), cut) for cut in program.cuts)
+    return replace(strategy, pipeline=replace(strategy.pipeline, cuts=cuts))

@@ -1,0 +1,216 @@
+"""A set of strategies on sample mini-batches: planned as the engine plans them, borders included."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fxpar.batching import LengthGroup, RunTime, plan_batch
+from fxpar.batching.borders import Borders, by_strategy
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.exec_graph import Outline
+from fxpar.ir.strategy import Strategy
+from fxpar.search.price import Depth, Priced, extrapolated
+from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
+from fxpar.switch import layout_of
+
+Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
+
+
+@dataclass(frozen=True)
+class PricedGroup:
+    """A length group of a set; `seconds` are those of its runs in a mean mini-batch, `tokens` its share of all."""
+
+    limit: int
+    strategy: str
+    token_budget: int
+    seconds: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class PricedSet:
+    """Seconds of a mean mini-batch; `switch_s` and `reduce_s` are what those take, `exposed_s` what of both the step
+    waits for. `memory_bytes` by strategy: the peak of a rank while it runs.
+    """
+
+    groups: tuple[PricedGroup, ...]
+    predicted_s: float
+    exposed_s: float
+    switch_s: float
+    reduce_s: float
+    optimizer_s: float
+    memory_bytes: Mapping[str, int]
+    optimizer_bytes: int  # of them
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """By ascending limit, each once."""
+        return tuple(dict.fromkeys(group.strategy for group in self.groups))
+
+
+@dataclass
+class SetSwitches:
+    """Switches among the strategies of a set, home included; as `fxpar.batching.borders` asks for them."""
+
+    schedules: Sequence[SwitchSchedule]
+    steps: float
+    resident: Collection[str]
+    _orders: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
+
+    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
+        if (name in visited and name in self.resident) or (visited and visited[-1] == name):
+            return 0.0
+        return max(0.0, extrapolated([one.plan(name, visited).predicted_s for one in self.schedules], self.steps))
+
+    def order(self, names: Collection[str]) -> tuple[str, ...]:
+        """The order of these strategies with the fastest switches."""
+        key = frozenset(names)
+        if key not in self._orders:
+            known = [name for name in self.schedules[0].layouts if name in key]
+            self._orders[key] = min(itertools.permutations(known), key=self._total_s)
+        return self._orders[key]
+
+    def _total_s(self, order: Sequence[str]) -> float:
+        return sum(self.predicted_s(name, order[:number]) for number, name in enumerate(order))
+
+
+@dataclass(frozen=True)
+class SetReductions:
+    """Gradients on their way home, by strategy."""
+
+    seconds: Mapping[str, float]
+
+    def predicted_s(self, name: str) -> float:
+        return self.seconds[name]
+
+
+@dataclass
+class SetPricer:
+    """Prices sets on `batches`; a device holds `memory_bytes` (None: nobody counts)."""
+
+    cluster: ClusterSpec
+    depth: Depth
+    outlines: Outlines
+    batches: tuple[tuple[int, ...], ...]
+    memory_bytes: int | None
+    packed: bool = True
+    overlap: bool = False
+    optimizer_s: float = 0.0
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        return sum(map(sum, self.batches)) / len(self.batches)
+
+    def groups(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> tuple[LengthGroup, ...] | None:
+        """Length groups of (limit, candidate), ascending, each with the tokens that there is memory for beside the
+        weights of the largest; None if one of them cannot hold a sequence of its limit. `settle`: memory is predicted
+        for just these tokens.
+        """
+        found = []
+        for limit, one in chosen:
+            budget = self._budget(limit, one, max(other.stays.weight_bytes for _, other in chosen), settle)
+            if budget is None:
+                return None
+            found.append(LengthGroup(limit, one.strategy, budget, one.multiple))
+        return tuple(found)
+
+    def _budget(self, limit: int, one: Priced, arena_bytes: int, settle: bool = False) -> int | None:
+        most = max(limit, -(-round(self.mean_tokens) // one.strategy.replicas))
+        if not self.packed:
+            most = limit
+        if self.memory_bytes is None:
+            return most
+        room = self.memory_bytes - one.stays.stays_bytes - arena_bytes
+        tokens = one.most_tokens(limit, room, most)
+        return one.settled_tokens(limit, room, tokens) if settle and tokens is not None else tokens
+
+    def budgets(self, one: Priced, edges: Sequence[int]) -> list[int | None]:
+        """Tokens of a micro-batch of a candidate alone, by limit: what it could have at best in a set."""
+        found: list[int | None] = []
+        for edge in edges:
+            # What does not hold a shorter sequence holds no longer one.
+            held = not found or found[-1] is not None
+            found.append(self._budget(edge, one, one.stays.weight_bytes) if held else None)
+        return found
+
+    def price(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> PricedSet | None:
+        """None if it does not fit; `settle` as for `groups`. Raises what planning a mini-batch raises."""
+        groups = self.groups(chosen, settle)
+        if groups is None:
+            return None
+        unique = {one.name: one for _, one in chosen}
+        kept = self._resident(unique, groups)
+        switching = self._switches(unique, kept)
+        reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
+        borders = Borders(switching, reductions, self.overlap)
+        names = [one.name for _, one in chosen]
+
+        def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
+            together = by_strategy([names[g] for g in running], runs)
+            order = switching.order(list(together))
+            return borders.exposed_s(borders.fastest(order, together), together)
+
+        costs = [one.cost for _, one in chosen]
+        plans = [plan_batch(batch, groups, costs, border_s, packed=self.packed) for batch in self.batches]
+        count = len(plans)
+        seconds, tokens = [0.0] * len(groups), [0.0] * len(groups)
+        switch_s = reduce_s = 0.0
+        for plan in plans:
+            for group in plan.groups:
+                seconds[group.group] += group.predicted_s / count
+                tokens[group.group] += sum(m.tokens for m in group.micro_batches()) / count
+            order = switching.order({names[g] for g in plan.order})
+            switch_s += sum(switching.predicted_s(name, order[:i]) for i, name in enumerate(order)) / count
+            reduce_s += sum(reductions.predicted_s(name) for name in order) / count
+        total = sum(plan.predicted_s for plan in plans) / count
+        return PricedSet(
+            groups=tuple(
+                PricedGroup(g.limit, str(g.strategy), g.token_budget, seconds[i], tokens[i])
+                for i, g in enumerate(groups)
+            ),
+            predicted_s=total + self.optimizer_s,
+            exposed_s=sum(plan.switch_s for plan in plans) / count,
+            switch_s=switch_s,
+            reduce_s=reduce_s,
+            optimizer_s=self.optimizer_s,
+            memory_bytes=self._memory(chosen, groups, kept),
+            optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
+        )
+
+    def _resident(self, unique: Mapping[str, Priced], groups: Sequence[LengthGroup]) -> tuple[str, ...]:
+        """All strategies if their weights fit side by side, else none: they take turns in an arena."""
+        weights = sum(one.stays.weight_bytes for one in unique.values())
+        if self.memory_bytes is None or len(unique) == 1:
+            return tuple(unique)
+        beside = max(
+            one.stays_bytes + one.beside_bytes
+            for one in (unique[str(g.strategy)].memory(g.token_budget) for g in groups)
+        )
+        return tuple(unique) if weights + beside <= self.memory_bytes else ()
+
+    def _memory(
+        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], kept: Collection[str]
+    ) -> dict[str, int]:
+        weights = {one.name: one.stays.weight_bytes for _, one in chosen}
+        held = sum(weights.values()) if kept else max(weights.values())
+        found: dict[str, int] = {}
+        for group, (_, one) in zip(groups, chosen, strict=True):
+            memory = one.memory(group.token_budget)
+            found[one.name] = max(found.get(one.name, 0), memory.stays_bytes + held + memory.beside_bytes)
+        return found
+
+    def _switches(self, unique: Mapping[str, Priced], kept: Collection[str]) -> SetSwitches:
+        """Of a model with as many layers as the most stages, and twice as many."""
+        samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
+        schedules = []
+        for layers in samples:
+            outlines = {name: self.outlines(one.strategy, layers) for name, one in unique.items()}
+            specs = param_specs(next(iter(outlines.values())))
+            world = next(iter(unique.values())).strategy.world
+            wire = wire_layout(home_layout(specs, world), specs)
+            layouts = {name: layout_of(outline, name) for name, outline in outlines.items()}
+            schedules.append(SwitchSchedule(layouts, wire, kept, self.cluster))
+        return SetSwitches(schedules, float(self.depth.beyond(samples)), kept)

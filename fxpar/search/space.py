@@ -1,0 +1,50 @@
+"""The strategies that a search tries: all degrees of data, pipeline, context and tensor parallelism of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fxpar.ir.strategy import Pipeline, Remat, Strategy
+
+# What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
+# ZeRO level, and what is recomputed.
+SAVINGS: tuple[tuple[int, Remat | None], ...] = (
+    (0, None),
+    (0, Remat("selective")),
+    (3, None),
+    (0, Remat("full")),
+    (3, Remat("full")),
+)
+
+
+def shapes(world: int, most_tp: int, most_pp: int, with_cp: bool = True) -> Iterator[Strategy]:
+    """All strategies of `world` ranks with tp of at most `most_tp`, pp of at most `most_pp`, dp the rest; sp wherever
+    there is tp. Those without stages come first, and of them those that cut a model least.
+    """
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    found = [
+        (pp * cp * tp, pp, cp, tp)
+        for pp in divisors
+        if pp <= most_pp
+        for cp in (divisors if with_cp else [1])
+        for tp in divisors
+        if tp <= most_tp and world % (pp * cp * tp) == 0
+    ]
+    for cut, pp, cp, tp in sorted(found, key=lambda one: (one[1] > 1, one)):
+        degrees = (("dp", world // cut), ("pp", pp), ("cp", cp), ("tp", tp))
+        axes = tuple((name, degree) for name, degree in degrees if degree > 1) or (("dp", 1),)
+        yield Strategy(axes, sp=tp > 1, pipeline=Pipeline())
+
+
+def without_stages(strategy: Strategy) -> Strategy:
+    """The same on as many ranks, with replicas in place of stages."""
+    stages, replicas = strategy.pipeline_size, strategy.replicas
+    degrees = (("dp", replicas * stages), *((n, d) for n, d in strategy.axes if n not in ("dp", "pp")))
+    return replace(strategy, axes=tuple(one for one in degrees if one[1] > 1), pipeline=Pipeline())
+
+
+def with_savings(shape: Strategy, level: int) -> Strategy | None:
+    """`shape` with what level `level` of SAVINGS adds; None where that would change nothing."""
+    zero, remat = SAVINGS[level]
+    return None if zero and not shape.data_axes else replace(shape, zero=zero, remat=remat)

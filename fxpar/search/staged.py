@@ -1,0 +1,83 @@
+"""A guess at what a pipeline takes, from the same strategy without stages: nothing is lowered for it.
+
+A search guesses at all pipelines, and lowers those that its best sets have. Time: layers go where they make the slowest
+position least slow, what is no layer counts to the last one, and each position hands its tokens on. Memory: the first
+position keeps as many micro-batches as there are positions (1F1B; Narayanan et al. 2021, 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from fxpar.cost.group import GroupCost, of_strategy
+from fxpar.cost.polynomial import Polynomial
+from fxpar.search.price import Candidate, Memory, Priced, slowest_position
+
+
+@dataclass
+class StagedGuess(Priced):
+    """`flat` is the strategy without stages, on all ranks, priced from two samples."""
+
+    flat: Candidate
+
+    @property
+    def positions(self) -> int:
+        return self.strategy.pipeline_size
+
+    @property
+    def multiple(self) -> int:
+        return self.flat.multiple
+
+    @cached_property
+    def cost(self) -> GroupCost:
+        few, step = self.flat.per_step()
+        rest = few + step * -self._in_few
+        handed = self._handed_on_s()
+        positions = [(handed + (rest if last else Polynomial()), step) for last in self._is_last()]
+        return of_strategy(slowest_position(positions, self._in_few + self.flat.steps), self.strategy)
+
+    @property
+    def _in_few(self) -> Fraction:
+        """Steps that the first sample has itself."""
+        few, more = self.flat.samples
+        return Fraction(few, more - few)
+
+    def _is_last(self) -> list[bool]:
+        return [number == self.positions - 1 for number in range(self.positions)]
+
+    def _handed_on_s(self) -> Polynomial:
+        """One tensor of a row per token and direction, cut as tokens are; its width is that of the first matrix."""
+        program, strategy = self.flat.programs[0], self.strategy
+        meta = next(stored.meta for _, stored in program.params() if len(stored.meta.shape) == 2)
+        cut = math.prod(strategy.degree(axis) for axis in strategy.token_axes)
+        nbytes = Fraction(int(meta.shape[-1]) * meta.dtype.itemsize, cut)
+        between = self.cluster.nodes > 1
+        each = Polynomial(Fraction(0), nbytes / self.cluster.bytes_per_s(between)) + Polynomial(self.cluster.latency_s)
+        return each * 2
+
+    @property
+    def reduce_s(self) -> float:
+        """A rank has only its positions' share of the gradients."""
+        return self.flat.reduce_s / self.positions
+
+    def predicted(self, tokens: int) -> Memory:
+        whole, few = self.flat.at(tokens), self.flat.of_first(tokens)
+        share = Fraction(1, self.positions)
+        steps = self.flat.steps
+        # By step: what accumulates, and what a micro-batch leaves for its backward.
+        gradients = Fraction(whole.gradient_bytes - few.gradient_bytes) / steps
+        saved = Fraction(whole.step_bytes - few.step_bytes) / steps - gradients
+        every = self._in_few + steps
+        rest = whole.step_bytes - every * (gradients + saved)
+        mine = Fraction(math.ceil(every * share))
+        return Memory(
+            home_bytes=whole.home_bytes,
+            optimizer_bytes=whole.optimizer_bytes,
+            weight_bytes=math.ceil(whole.weight_bytes * share),
+            step_bytes=math.ceil(rest + mine * (gradients + self.positions * saved)),
+            gradient_bytes=math.ceil(whole.gradient_bytes * share),
+            staging_bytes=whole.staging_bytes,
+        )

@@ -1,0 +1,65 @@
+"""`fxpar plan` by its words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fxpar.search.plan_file import read_plan
+from fxpar.train.config import parse_config
+from fxpar.train.demo import DEMO
+from tests.cli.helpers import fxpar
+
+WORDS = ["plan", "llama", "--world", "2", "--lengths", "github:256", "--tokens-per-step", "2048", "--samples", "2"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    status, text, _ = fxpar(*WORDS, "-o", str(folder / "plan.toml"), "--json", str(folder / "plan.json"))
+    assert status == 0
+    return text, read_plan(str(folder / "plan.toml")), json.loads((folder / "plan.json").read_text())
+
+
+def test_it_shows_what_it_writes(planned):
+    text, plan, data = planned
+    assert "plan 1:" in text
+    assert "no set takes less than" in text
+    best = data["plans"][0]
+    assert [group["strategy"] for group in best["groups"]] == [group.strategy for group in plan.groups]
+    assert all(group.strategy in text for group in plan.groups)
+    assert best["groups"][-1]["limit"] == 256
+    assert {"limit", "strategy", "seconds"} <= best["groups"][0].keys()
+    assert {"predicted_s", "lower_bound_s", "memory_bytes", "switch_s", "reduce_s"} <= best.keys()
+    assert best["lower_bound_s"] <= best["predicted_s"] <= data["best_static"]["predicted_s"]
+    assert data["speedup"] == data["best_static"]["predicted_s"] / best["predicted_s"]
+    assert data["evaluated"] > 2
+    assert data["search_cpu_s"] > 0
+
+
+def test_a_run_takes_the_plan(planned):
+    plan = planned[1]
+    config = parse_config(DEMO, "--demo", "demo", ["data.max_length=256", *plan.assignments()])
+    assert dict(config.strategies) == plan.strategies
+    assert config.engine.token_budgets == {str(limit): most for limit, most in plan.token_budgets.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["plan"], "say which model"),
+        (["plan", "llama", "--world", "2"], "--lengths"),
+        (["plan", "llama", "--world", "2", "--lengths", "github:64"], "--tokens-per-step"),
+        (["plan", "llama", "--lengths", "github:64", "--tokens-per-step", "9"], "say which cluster"),
+        ([*WORDS, "--memory", "80"], "no size such as 80GB"),
+        ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "is no file"),
+        (["plan", "lama", *WORDS[2:]], "did you mean 'llama'"),
+        ([*WORDS, "--memory", "0.1MB"], "no strategy holds a sequence of 256 tokens"),
+    ],
+)
+def test_bad_words_are_one_error(words, why):
+    status, out, err = fxpar(*words)
+    assert status in (1, 2)
+    assert why in " ".join(err.replace("│", " ").split())
+    assert not out

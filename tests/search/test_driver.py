@@ -1,0 +1,135 @@
+"""The search on a small model, against every set there is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import CPU
+from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import lower, outline
+from fxpar.models import load
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.search.driver import Problem, _Search, find_plan
+from fxpar.search.lengths import mini_batches, read_lengths
+from fxpar.search.price import Depth
+from fxpar.search.space import shapes, with_savings
+from fxpar.tracer import capture
+
+LINKS = ClusterSpec(1, 2, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100.0, device=CPU)
+LENGTHS = read_lengths("github:512")
+
+
+@functools.cache
+def rows():
+    model = load("llama", device="meta")
+    return packed_if_proved(capture(model.model, model.loss_fn, model.example_batch))[0]
+
+
+@functools.cache
+def lowered(strategy: Strategy, layers: int):
+    return lower(rows(), strategy, for_store=True)
+
+
+@functools.cache
+def outlined(strategy: Strategy, layers: int):
+    return outline(rows(), strategy)
+
+
+TWO, FOUR = ("dp2", "cp2", "tp2+sp"), ("dp4", "dp2.cp2", "dp2.tp2+sp")
+
+
+def problem(memory_bytes: int | None = 5_000_000, strategies: int = 2, names: tuple[str, ...] = TWO) -> Problem:
+    return Problem(
+        shapes=tuple(map(Strategy.parse, names)),
+        cluster=LINKS if names == TWO else replace(LINKS, devices_per_node=4),
+        batches=mini_batches(LENGTHS, 4096, 3),
+        longest=512,
+        memory_bytes=memory_bytes,
+        max_strategies=strategies,
+        depth=Depth(2, whole=True),
+    )
+
+
+def test_no_set_is_better_than_the_one_that_is_found():
+    """All sets of two strategies and one edge, each planned with its borders."""
+    given = problem()
+    found = find_plan(given, lowered, outlined)
+    search = _Search(given, lowered, outlined, lambda _: None)
+    search.lower_all()
+    search.pricer.optimizer_s = found.plans[0].optimizer_s
+    edges, best = search.intervals.edges, np.inf
+    for names in itertools.product(search.candidates, repeat=2):
+        for edge in edges[:-1]:
+            priced = search.pricer.price([(edge, names[0]), (edges[-1], names[1])])
+            best = min(best, priced.predicted_s if priced else np.inf)
+    singles = [search.pricer.price([(edges[-1], one)]) for one in search.candidates]
+    least = min(one.predicted_s for one in singles if one)
+    assert found.best_static.predicted_s == pytest.approx(least, rel=1e-9)
+    assert found.plans[0].predicted_s <= min(best, least) * (1 + 1e-9)
+    assert found.lower_bound_s <= found.plans[0].predicted_s
+    assert found.speedup >= 1.0
+
+
+def test_savings_are_tried_where_they_could_help():
+    """`cp2` does not hold the longest sequences: that matters if it would be the fastest for some of them."""
+    search = _Search(problem(None, names=("dp2", "cp2")), lowered, outlined, lambda _: None)
+    search.lower_all()
+    shape = Strategy.parse("cp2")
+    search.budgets[1][-1] = None
+    search.seconds[0][:] = 0.0
+    assert not search._may_help(shape, 1)
+    assert search.pruned == 1
+    search.seconds[0][:, :, -1] = np.inf
+    assert search._may_help(shape, 1)
+    assert search.pruned == 1
+
+
+def test_each_plan_fits_and_holds_all_lengths():
+    given = problem(4_000_000, 3, FOUR)
+    found = find_plan(given, lowered, outlined)
+    for plan in found.plans:
+        assert plan.groups[-1].limit == 512
+        assert all(nbytes <= given.memory_bytes for nbytes in plan.memory_bytes.values())
+        assert all(group.token_budget >= group.limit for group in plan.groups)
+        assert sum(group.tokens for group in plan.groups) == pytest.approx(
+            sum(map(sum, given.batches)) / len(given.batches)
+        )
+
+
+def test_more_memory_is_never_slower():
+    took = [find_plan(problem(nbytes), lowered, outlined).plans[0].predicted_s for nbytes in (3_500_000, 6_000_000)]
+    took.append(find_plan(problem(None), lowered, outlined).plans[0].predicted_s)
+    assert took == sorted(took, reverse=True)
+
+
+def test_nothing_fits():
+    with pytest.raises(SequenceFitsNowhereError, match=r"no strategy holds a sequence of 512 tokens in 0\.0001 GB"):
+        find_plan(problem(100_000), lowered, outlined)
+
+
+def test_a_model_that_runs_under_nothing():
+    from fxpar.errors import NotYetError
+
+    def refuse(strategy: Strategy, layers: int):
+        raise NotYetError("this", "that")
+
+    with pytest.raises(NoCandidateError, match=r"dp2: .*this"):
+        find_plan(problem(), refuse, outlined)
+
+
+def test_shapes_are_all_of_a_world():
+    found = [str(one) for one in shapes(8, 4, 2)]
+    assert found[0] == "dp8"
+    assert len(set(found)) == len(found)
+    assert {"dp8", "cp8", "dp2.pp2.tp2+sp", "dp2.tp4+sp", "pp2.cp4", "dp2.cp2.tp2+sp"} <= set(found)
+    assert all(Strategy.parse(text).world == 8 for text in found)
+    assert not any("tp8" in text or "pp4" in text for text in found)
+    assert with_savings(Strategy.parse("tp4+sp"), 2) is None
+    assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"

@@ -1,0 +1,119 @@
+"""Lengths from files and distributions, and the mini-batches drawn from them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from fxpar.errors import LengthsError
+from fxpar.search.lengths import NAMED, length_edges, mini_batches, read_lengths
+
+
+def test_files_of_all_kinds_hold_the_same(tmp_path):
+    lengths = [5, 1, 700, 64]
+    (tmp_path / "a.txt").write_text("5\n1\n700 64\n")
+    (tmp_path / "a.json").write_text(json.dumps(lengths))
+    np.save(tmp_path / "a.npy", np.array(lengths, np.uint32))
+    np.savez(tmp_path / "a.npz", lengths=np.array(lengths))
+    for name in ("a.txt", "a.json", "a.npy", "a.npz"):
+        assert read_lengths(str(tmp_path / name)).tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.txt", "", "has no lengths"),
+        ("a.json", "[]", "has no lengths"),
+        ("a.txt", "5\n-3\n", "has -3 as length 2"),
+        ("a.txt", "5\n0\n", "has 0 as length 2"),
+        ("a.txt", "5\nx\n", "has 'x' as length 2"),
+        ("a.json", "[5, 2.5]", "has 2.5 as length 2"),
+        ("a.json", "[5, true]", "has True as length 2"),
+        ("a.json", '{"a": 1}', "holds a dict"),
+        ("a.json", "[5", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_one_error(tmp_path, name, content, why):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(LengthsError, match=why):
+        read_lengths(str(tmp_path / name))
+
+
+def test_arrays_that_are_no_lengths(tmp_path):
+    for number, (array, why) in enumerate(
+        ((np.ones((2, 2), int), "2 dims"), (np.ones(2), "float64"), (np.array([[], []]), "2 dims"))
+    ):
+        np.save(tmp_path / f"{number}.npy", array)
+        with pytest.raises(LengthsError, match=why):
+            read_lengths(str(tmp_path / f"{number}.npy"))
+    np.savez(tmp_path / "a.npz", sizes=np.ones(2, int))
+    with pytest.raises(LengthsError, match="no array 'lengths', but sizes"):
+        read_lengths(str(tmp_path / "a.npz"))
+
+
+def test_a_pickle_is_not_run(tmp_path):
+    """Files from others never run code."""
+    ran = []
+
+    class Bomb:
+        def __reduce__(self):
+            return ran.append, (1,)
+
+    np.save(tmp_path / "a.npy", np.array([Bomb()], dtype=object), allow_pickle=True)
+    with pytest.raises(LengthsError, match="cannot be read"):
+        read_lengths(str(tmp_path / "a.npy"))
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("commoncrawl", "says no longest sequence"),
+        ("commoncrawl:x", "says no longest sequence"),
+        ("commoncrawl:0", "says no longest sequence"),
+        ("comoncrawl:4096", "is no file; did you mean 'commoncrawl'"),
+        ("nothing.txt", "is no file"),
+    ],
+)
+def test_a_wrong_name_is_one_error(text, why):
+    with pytest.raises(LengthsError, match=why):
+        read_lengths(text)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_distributions_are_cut_and_repeatable(name):
+    found = read_lengths(f"{name}:4096")
+    assert found.min() >= 1
+    assert found.max() == 4096
+    assert abs(np.median(found) / NAMED[name].median - 1) < 0.05
+    assert (found == read_lengths(f"{name}:4096")).all()
+    assert (found != read_lengths(f"{name}:4096", seed=1)).any()
+
+
+def test_commoncrawl_is_as_it_is_published():
+    """About 620 tokens per document, 97 % of them below 8K of 32K."""
+    found = read_lengths("commoncrawl:32768")
+    assert 560 <= found.mean() <= 680
+    assert (found < 8192).mean() >= 0.96
+
+
+def test_mini_batches_are_cut_as_a_loader_does():
+    lengths = np.array([10, 20, 400])
+    batches = mini_batches(lengths, 1000, count=500)
+    assert len(batches) == 500
+    assert all(600 < sum(batch) <= 1000 for batch in batches)
+    drawn = [length for batch in batches for length in batch]
+    assert all(abs(drawn.count(length) / len(drawn) - 1 / 3) < 0.02 for length in (10, 20, 400))
+    for batch, following in itertools.pairwise(batches):
+        assert sum(batch) + following[0] > 1000
+    assert mini_batches(lengths, 1000, count=500) == batches
+    assert mini_batches(np.array([5000]), 1000, count=2) == ((5000,), (5000,))
+
+
+def test_edges_end_with_the_longest():
+    assert length_edges(100) == (32, 48, 64, 96, 100)
+    assert length_edges(64) == (32, 48, 64)
+    assert length_edges(20) == (20,)

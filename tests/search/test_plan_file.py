@@ -1,0 +1,82 @@
+"""Plan files: written, read, edited, and refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.errors import PlanFileError
+from fxpar.search.plan_file import Plan, PlanGroup, read_plan
+
+PLAN = Plan(
+    "llama",
+    4,
+    16384,
+    (PlanGroup(512, "dp4", 2048, 0.25), PlanGroup(4096, "dp2.tp2+sp", 4096, 1.5)),
+    options=("layers=4",),
+    memory_budget_bytes=10**9,
+    predicted_s=1.75,
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN.to_toml(["a remark"]))
+    assert path.read_text().startswith("# a remark\nfxpar_plan = 1\n")
+    assert read_plan(str(path)) == PLAN
+
+
+@given(st.text(), st.lists(st.text(min_size=1), max_size=3))
+def test_texts_survive(model, options):
+    import tomllib
+
+    plan = Plan(model, 4, 1, PLAN.groups, options=tuple(options))
+    if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in model + "".join(options)):
+        return
+    data = tomllib.loads(plan.to_toml())
+    assert (data["model"], tuple(data["options"])) == (model, tuple(options))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("fxpar_plan = 1", "fxpar_plan = 2", "does not begin with fxpar_plan = 1"),
+        ("world = 4", "wrold = 4", "key 'wrold' is unknown; did you mean 'world'"),
+        ("world = 4\n", "", "world is missing"),
+        ("world = 4", 'world = "4"', "world = '4' must be a whole number"),
+        ("world = 4", "world = 8", "group 512: strategy 'dp4' needs 4 ranks"),
+        ("limit = 512", "limit = 5000", "limits are 5000, 4096"),
+        ("limit = 512\n", "", "groups 1: limit is missing"),
+        ("token_budget = 2048", "token_budget = 100", "holds no sequence of 512 tokens"),
+        ('strategy = "dp4"', 'strategy = "dq4"', "unknown axis 'dq'"),
+        ('strategy = "dp4"', 'strat = "dp4"', "groups 1: key 'strat' is unknown"),
+        ("predicted_s = 1.75", "predicted_s = -1.0", "must be a number from 0 on"),
+        ("[[groups]]", "[[grops]]", "it has no \\[\\[groups\\]\\]"),
+        ("world = 4", "world = ", "it is no TOML"),
+    ],
+)
+def test_a_bad_file_is_one_error(tmp_path, old, new, why):
+    path = tmp_path / "plan.toml"
+    text = PLAN.to_toml()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(PlanFileError, match=why):
+        read_plan(str(path))
+
+
+def test_another_model_or_world_is_refused():
+    PLAN.check("p", "llama", ["layers=4"], 4)
+    PLAN.check("p", "llama", ["layers=4"], None)
+    with pytest.raises(PlanFileError, match="for the model llama layers=4, not gpt layers=4"):
+        PLAN.check("p", "gpt", ["layers=4"], 4)
+    PLAN.check("p", "llama", [], 4)  # a tokenizer may say what an option of the plan says
+    with pytest.raises(PlanFileError, match="for the model llama layers=4, not llama layers=3"):
+        PLAN.check("p", "llama", ["layers=3"], 4)
+    with pytest.raises(PlanFileError, match="for 4 ranks, not 8"):
+        PLAN.check("p", "llama", ["layers=4"], 8)
+
+
+def test_it_cannot_be_read(tmp_path):
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        read_plan(str(tmp_path / "none.toml"))

@@ -1,0 +1,98 @@
+"""Prices of deep models from shallow ones, against the whole model lowered."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from fxpar.cost.cluster import usual_cluster
+from fxpar.cost.group import group_cost
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import lower
+from fxpar.models import load
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.search.price import Candidate, Depth, candidate, extrapolated
+from fxpar.tracer import capture
+
+LAYERS = 8
+CLUSTER = usual_cluster(4)
+
+
+@functools.cache
+def rows(layers: int):
+    model = load("llama", options={"layers": str(layers)}, device="meta")
+    return packed_if_proved(capture(model.model, model.loss_fn, model.example_batch))[0]
+
+
+@functools.cache
+def lowered(strategy: Strategy, layers: int):
+    return lower(rows(layers), strategy, for_store=True)
+
+
+def priced(text: str, whole: bool) -> Candidate:
+    return candidate(lowered, Strategy.parse(text), CLUSTER, Depth(LAYERS, whole=whole), (64, 512, 4096))
+
+
+@pytest.mark.parametrize("text", ["dp4", "dp2.tp2+sp", "cp4", "dp4+zero3", "dp2.tp2+sp+remat"])
+def test_two_shallow_models_say_what_a_deep_one_takes(text):
+    """Exactly: each layer adds the same calls."""
+    shallow, whole = priced(text, False), priced(text, True)
+    assert shallow.samples == (2, 3)
+    assert whole.samples == (LAYERS,)
+    assert shallow.cost.per_token_s == pytest.approx(whole.cost.per_token_s, rel=1e-9)
+    assert shallow.cost.per_square_s == pytest.approx(whole.cost.per_square_s, rel=1e-9)
+    assert shallow.cost.fixed_s == pytest.approx(whole.cost.fixed_s, rel=1e-2)  # buckets of collectives
+    assert whole.cost == group_cost(lowered(Strategy.parse(text), LAYERS), CLUSTER)
+    few, all_ = shallow.memory(512), whole.memory(512)
+    assert few.weight_bytes == pytest.approx(all_.weight_bytes, rel=1e-3)
+    assert few.stays_bytes == pytest.approx(all_.stays_bytes, rel=1e-3)
+    assert few.peak_bytes == pytest.approx(all_.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("text", ["pp2.tp2+sp", "dp2.pp2", "pp4"])
+def test_stages_of_a_deep_model(text):
+    """Layers go where they make the slowest stage least slow, which is how stages are cut."""
+    shallow, whole = priced(text, False), priced(text, True)
+    assert shallow.cost.per_token_s == pytest.approx(whole.cost.per_token_s, rel=0.1)
+    assert shallow.memory(512).peak_bytes == pytest.approx(whole.memory(512).peak_bytes, rel=0.1)
+
+
+def test_reductions_of_a_deep_model():
+    for text in ("dp4", "dp2.tp2+sp"):
+        assert priced(text, False).reduce_s == pytest.approx(priced(text, True).reduce_s, rel=0.05)
+
+
+@pytest.mark.parametrize("room_share", [1.0, 1.5, 3.7, 100.0])
+def test_the_most_tokens_fit_and_more_do_not(room_share):
+    one = priced("dp2.tp2+sp", True)
+    least = one.memory(64).beside_bytes
+    room = int(least * room_share)
+    tokens = one.most_tokens(64, room, 4096)
+    assert tokens is not None
+    assert one.memory(tokens).beside_bytes <= room
+    assert tokens == 4096 or one.memory(tokens + 1).beside_bytes > room
+
+
+@pytest.mark.parametrize("text", ["dp4", "dp2.tp2+sp+remat", "pp2.tp2+sp"])
+def test_between_its_anchors_memory_is_about_what_is_predicted(text):
+    one = priced(text, True)
+    for tokens in (64, 96, 256, 512, 1000, 3000):
+        exact, guess = one.predicted(tokens), one.memory(tokens)
+        assert exact.step_bytes * 0.99 <= guess.step_bytes <= exact.step_bytes * 1.1
+        assert (guess.weight_bytes, guess.stays_bytes) == (exact.weight_bytes, exact.stays_bytes)
+
+
+def test_a_sequence_that_does_not_fit():
+    one = priced("dp4", True)
+    assert one.most_tokens(64, one.memory(64).beside_bytes - 1, 4096) is None
+
+
+def test_samples_by_period_and_stages():
+    assert Depth(80).samples(1) == (2, 3)
+    assert Depth(80).samples(4) == (4, 8)
+    assert Depth(60, period=6).samples(2) == (12, 24)
+    assert Depth(4).samples(2) == (4,)
+    assert Depth(9, whole=True).samples(1) == (9,)
+    assert Depth(80).beyond((4, 8)) == 19
+    assert extrapolated([3.0, 5.0], 4.0) == 11.0

@@ -1,0 +1,56 @@
+"""Ranked sets against all of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.search.bounds import Intervals
+from fxpar.search.sets import ranked_sets
+
+EDGES = (8, 16, 32)
+numbers = st.integers(0, 50).map(float)
+
+
+@given(
+    st.lists(st.lists(numbers, min_size=9, max_size=9), min_size=1, max_size=3),
+    st.lists(numbers, min_size=3, max_size=3),
+)
+def test_the_first_set_is_the_best_of_all(tables, borders):
+    found = Intervals(EDGES, ((1,),))
+    seconds = [np.where(found.inside, np.array(t).reshape(3, 3), np.inf)[None] for t in tables]
+    borders = borders[: len(tables)]
+    ranked = ranked_sets(seconds, borders, found, 3)
+
+    def guess(groups):
+        edges = [-1, *(edge for edge, _ in groups)]
+        runs = sum(seconds[s][0, before + 1, edge] for before, (edge, s) in zip(edges, groups, strict=False))
+        return runs + sum(borders[s] for s in {s for _, s in groups})
+
+    every = []
+    for count in (1, 2, 3):
+        for limits in itertools.combinations((0, 1), count - 1):
+            for names in itertools.product(range(len(tables)), repeat=count):
+                every.append(guess(list(zip((*limits, 2), names, strict=True))))
+    assert ranked[0].guess_s == min(every)
+    assert [one.guess_s for one in ranked] == sorted(one.guess_s for one in ranked)
+    assert all(one.least_s <= one.guess_s for one in ranked)
+    assert len({one.groups for one in ranked}) == len(ranked)
+
+
+def test_neighbours_of_one_strategy_are_one_group():
+    found = Intervals(EDGES, ((1,),))
+    seconds = [np.where(found.inside, 1.0, np.inf)[None]]
+    assert [one.groups for one in ranked_sets(seconds, [0.0], found, 3)] == [((2, 0),)]
+
+
+def test_what_never_fits_is_in_no_set():
+    found = Intervals(EDGES, ((1,),))
+    short = np.where(found.inside & np.array([True, True, False]), 1.0, np.inf)[None]
+    whole = np.where(found.inside, 9.0, np.inf)[None]
+    ranked = ranked_sets([short, whole], [0.0, 0.0], found, 2)
+    assert {one.groups for one in ranked} == {((0, 0), (2, 1)), ((1, 0), (2, 1)), ((2, 1),)}
+    assert ranked_sets([short], [0.0], found, 2) == []
