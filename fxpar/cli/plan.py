@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpar.cli.console import Work, human_bytes, human_seconds, plain_table, stdout_console, working
+from fxpar.cli.console import Work, human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
@@ -199,7 +199,7 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
     for number, plan in enumerate(found.plans, 1):
         slower = "" if number == 1 else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower: {_why(plan, best)}"
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
-        console.print(_table(plan, tokens), markup=False)
+        _print_groups(console, plan, tokens)
     static = found.best_static
     console.print(
         f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}; plan 1 is "
@@ -216,7 +216,7 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
         console.print(f"plan 1 is in {request.output}", markup=False)
 
 
-def _table(plan: PricedSet, tokens: float) -> str:
+def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:
     longest = max(group.seconds for group in plan.groups)
     rows = [
         (
@@ -233,7 +233,7 @@ def _table(plan: PricedSet, tokens: float) -> str:
     rows.append(("borders", "", "", "", human_seconds(plan.exposed_s), "", ""))
     rows.append(("optimizer", "", "", "", human_seconds(plan.optimizer_s), "", ""))
     titles = ("lengths", "strategy", "micro-batch", "tokens", "seconds", "memory", "")
-    return plain_table(titles, rows, right=(0, 2, 3, 4, 5))
+    print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
 
 
 def _why(plan: PricedSet, best: PricedSet) -> str:
