@@ -40,9 +40,9 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         "Choose strategies for a model, a cluster and lengths.",
         plan_commands.PlanRequest,
         (
-            "fxpar plan llama --cluster c.json --lengths commoncrawl:4096 --tokens-per-step 65536 -o plan.toml",
+            "fxpar plan llama --world 4 --lengths github:1024 \\\n"
+            "      --tokens-per-step 65536 -o plan.toml",
             "fxpar train run.toml --plan plan.toml",
-            "fxpar plan --cost galvatron --profiles DIR --devices 8 --batch 64 --seq-len 2048 --memory 38GB",
         ),
     ),
     (
