@@ -40,8 +40,7 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         "Choose strategies for a model, a cluster and lengths.",
         plan_commands.PlanRequest,
         (
-            "fxpar plan llama --world 4 --lengths github:1024 \\\n"
-            "      --tokens-per-step 65536 -o plan.toml",
+            "fxpar plan llama --world 4 --lengths github:1024 \\\n      --tokens-per-step 65536 -o plan.toml",
             "fxpar train run.toml --plan plan.toml",
         ),
     ),
