@@ -16,6 +16,7 @@ from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run
 from fxpar.cli.request import collected_warnings, write_json, write_output
 from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.errors import PlanOptionError
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
@@ -68,6 +69,9 @@ def _run(request: PlanRequest) -> None:
         status.update(f"capturing {request.source.model}")
         at_depth, depth = _depth(request.source)
         example = read_rows(at_depth(depth.samples(1)[0]))
+        if "input_ids" not in {info.fqn for info in example.inputs}:
+            why = "its batch has no input_ids, and a plan is for sequences of tokens"
+            raise PlanOptionError("MODEL", request.source.model, why)
         problem = Problem(
             shapes=_shapes(cluster, depth),
             cluster=cluster,
@@ -83,7 +87,7 @@ def _run(request: PlanRequest) -> None:
         found = _search(problem, at_depth, status)
     plan = _plan(request, cluster, found.plans[0], found, memory)
     if request.output is not None:
-        write_output(request.output, plan.to_toml(_remarks(found)))
+        write_output(request.output, plan.to_toml(_remarks(found, request.output)))
     if write_json(request.json, document(found)):
         _show(stdout_console(), request, found, problem)
 
@@ -153,12 +157,12 @@ def _plan(request: PlanRequest, cluster: ClusterSpec, best: PricedSet, found: Fo
     )
 
 
-def _remarks(found: Found) -> list[str]:
+def _remarks(found: Found, path: str) -> list[str]:
     static = found.best_static
-    return [
-        f"{found.speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}, as predicted",
-        "train with it: fxpar train run.toml --plan FILE",
-    ]
+    faster = f"predicted: {found.speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}"
+    alone = f"predicted: no set of strategies is faster than {static.strategies[0]} alone"
+    use = f"train with it: fxpar train run.toml --plan {path}"
+    return [alone if len(found.plans[0].strategies) == 1 else faster, use]
 
 
 def document(found: Found) -> dict[str, Any]:
@@ -193,18 +197,22 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
     tokens = sum(map(sum, problem.batches)) / len(problem.batches)
     console.print(
         f"{request.source.model} on {problem.cluster.world} devices, {tokens:,.0f} tokens per mini-batch, longest "
-        f"sequence {problem.longest:,}",
+        f"sequence {problem.longest:,}; predicted for "
+        f"{request.cluster or 'usual GPUs'} ({problem.cluster.sustained})",
         markup=False,
     )
     for number, plan in enumerate(found.plans, 1):
-        slower = "" if number == 1 else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower: {_why(plan, best)}"
+        slower = (
+            ""
+            if number == 1
+            else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower, because of {_why(plan, best)}"
+        )
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
         _print_groups(console, plan, tokens)
     static = found.best_static
+    gain = "; plan 1 is just that" if len(best.strategies) == 1 else f"; plan 1 is {found.speedup:.2f} times as fast"
     console.print(
-        f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}; plan 1 is "
-        f"{found.speedup:.2f} times as fast",
-        markup=False,
+        f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
     )
     console.print(
         f"no set takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); {found.evaluated} "

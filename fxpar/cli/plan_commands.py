@@ -83,7 +83,7 @@ class PlanRequest:
         if self.imported is not None:
             return
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
-            raise typer.BadParameter(f"{self.memory!r} is no size such as 80GB", param_hint="--memory")
+            raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
         galvatron = self.cost == "galvatron"
         for name in _OF_MODEL if galvatron else _OF_GALVATRON:
             if getattr(self, name) not in (None, False, 0):
@@ -92,13 +92,13 @@ class PlanRequest:
         if galvatron and self.source.model:
             raise typer.BadParameter("the profile is the model of --cost galvatron", param_hint="MODEL")
         if not galvatron and not self.source.model:
-            raise typer.BadParameter("say which model, such as hf:llama@8b", param_hint="MODEL")
+            raise typer.BadParameter("name a model, such as hf:llama@8b", param_hint="MODEL")
         needed = ("profiles", "devices", "batch", "seq_len", "memory") if galvatron else ("lengths", "tokens_per_step")
         for name in needed:
             if getattr(self, name) is None:
                 raise typer.BadParameter("it is missing", param_hint=_option(name))
         if not galvatron and self.cluster is None and self.source.world is None:
-            raise typer.BadParameter("say which cluster, or --world for usual GPUs", param_hint="--cluster")
+            raise typer.BadParameter("name a cluster file, or --world N for usual GPUs", param_hint="--cluster")
 
     @property
     def strategy_texts(self) -> list[str]:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from fxpar.cli.console import INTERRUPTED, stderr_console, stdout_console
+from fxpar.cli.names import EXAMPLE_NAMES
 from fxpar.cli.request import check_output, write_output
 from fxpar.cli.run_commands import TrainRequest
-from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, RankFailedError
+from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, PlanFileError, RankFailedError
 from fxpar.ir.strategy import Strategy
-from fxpar.search.plan_file import read_plan
+from fxpar.models.loaded import folder_of
+from fxpar.search.plan_file import Plan, read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
 
 if TYPE_CHECKING:
@@ -71,7 +73,19 @@ def configured(request: TrainRequest) -> TrainConfig:
     if plan is not None and request.plan is not None:
         options = [f"{key}={value}" for key, value in config.model.options.items()]
         plan.check(request.plan, config.model.name, options, config.run.ranks)
+        _check_vocabulary(request.plan, plan)
     return config
+
+
+def _check_vocabulary(path: str, plan: Plan) -> None:
+    """A built-in model, or one of transformers without a folder, gets the tokenizer's: a plan for the tiny default is
+    for a far smaller model. Raises PlanFileError.
+    """
+    named = any(option.partition("=")[0].startswith("vocab") for option in plan.options)
+    if not named and (plan.model in EXAMPLE_NAMES or plan.model.startswith("hf:")) and folder_of(plan.model) is None:
+        key = "vocab" if plan.model in EXAMPLE_NAMES else "vocab_size"
+        do = f"Plan with --set {key}=N: the size of your tokenizer, or data.vocab"
+        raise PlanFileError(path, f"it does not say how many tokens the vocabulary of {plan.model} has", do)
 
 
 def _demo(words: list[str]) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from fxpar.errors.base import FxparError, nearest, one_line
@@ -46,7 +47,7 @@ class LengthsError(FxparError):
     """Lengths of sequences that a plan cannot be made for."""
 
     def __init__(self, source: str, why: str, do: str) -> None:
-        super().__init__(f"lengths {source!r}: {why}. {do}")
+        super().__init__(f"lengths {source!r}: {why.removesuffix('?')}{'?' if why.endswith('?') else '.'} {do}")
 
 
 class PlanFileError(FxparError):
@@ -60,10 +61,11 @@ class SequenceFitsNowhereError(FxparError):
     """No strategy holds the longest sequence in the memory that there is; `nearest` is the one that lacks least."""
 
     def __init__(self, longest: int, memory_bytes: int, nearest: str, needs_bytes: int) -> None:
+        needs = f"{math.ceil(needs_bytes / 1e4) / 100:.2f}MB"  # rounded up: it must be enough
         super().__init__(
-            f"no strategy holds a sequence of {longest:,} tokens in {memory_bytes / 1e9:.3g} GB per device. {nearest} "
-            f"needs least, {needs_bytes / 1e9:.3g} GB. Plan for more devices, say --memory {needs_bytes / 1e9:.3g}GB "
-            "for larger ones, or leave out longer sequences"
+            f"no strategy fits a sequence of {longest:,} tokens into {memory_bytes / 1e6:.2f}MB per device. {nearest} "
+            f"needs the least, {needs}. Plan for more devices, or devices with more memory (--memory {needs}), or "
+            "leave out the longest sequences"
         )
 
 

@@ -237,6 +237,14 @@ class Strategy:
 SINGLE = Strategy(((REPLICAS, 1),))  # one rank
 
 
+def of_degrees(replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int = 1, zero: int = 0) -> Strategy:
+    """With the axes of these uses that have a degree above 1; sp wherever weights are cut."""
+    weight_axis, token_axis = ROLE_AXES
+    degrees = ((REPLICAS, replicas), (STAGES, stages), (token_axis, tokens), (weight_axis, weights))
+    axes = tuple((name, degree) for name, degree in degrees if degree > 1)
+    return Strategy(axes or SINGLE.axes, sp=weights > 1, zero=zero)
+
+
 def data_axes(axes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
     """Of axes with degrees those over which parameters are replicated, degree > 1 only."""
     return tuple(name for name, size in axes if USES.get(name) in ("replicas", "tokens") and size > 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fxpar.ir.strategy import of_degrees
 from fxpar.search.json_file import JsonFile
 
 _PER_LAYER = ("tp_sizes_enc", "dp_types_enc", "use_sp", "checkpoint", "cp_sizes_enc", "tp_consecutive_flags")
@@ -42,9 +43,7 @@ class LayerStrategy:
         return self.dp * self.ulysses
 
     def __str__(self) -> str:
-        axes = (("dp", self.dp), ("pp", self.stages), ("cp", self.ulysses), ("tp", self.tp))
-        text = ".".join(f"{name}{degree}" for name, degree in axes if degree > 1) or "dp1"
-        return text + "+sp" * (self.tp > 1) + f"+zero{self.zero}" * (self.zero > 0) + "+remat" * self.remat
+        return str(of_degrees(self.dp, self.stages, self.ulysses, self.tp, self.zero)) + "+remat" * self.remat
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,14 @@ def read_lengths(text: str, seed: int = 0) -> np.ndarray:
     name, colon, longest = text.partition(":")
     if name in NAMED and not Path(text).exists():
         if not (colon and longest.isascii() and longest.isdigit() and 1 <= int(longest) <= MOST):
-            raise LengthsError(text, "says no longest sequence", f"Write {name}:32768, in tokens")
+            raise LengthsError(text, "names no longest sequence", f"Write {name}:32768, in tokens")
         return NAMED[name].draw(DRAWN, int(longest), np.random.default_rng(seed))
     if not Path(text).is_file():
         hint = nearest(name, NAMED)
         known = ", ".join(f"{one}:LONGEST" for one in NAMED)
-        raise LengthsError(text, f"is no file{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), or {known}")
+        raise LengthsError(
+            text, f"this is not a file{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), or {known}"
+        )
     return _checked(text, _values(text))
 
 

@@ -66,7 +66,8 @@ class Plan:
         """
         if model != self.model or not set(options) <= set(self.options):
             mine, theirs = " ".join([self.model, *self.options]), " ".join([model, *options])
-            raise PlanFileError(path, f"it is for the model {mine}, not {theirs}", "Make one with `fxpar plan`")
+            words = " ".join([model, *(f"--set {option}" for option in options)])
+            raise PlanFileError(path, f"it is for the model {mine}, not {theirs}", f"Make one with: fxpar plan {words}")
         if world not in (None, self.world):
             raise PlanFileError(path, f"it is for {self.world} ranks, not {world}", "Make one with `fxpar plan`")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpar.ir.strategy import Pipeline, Remat, Strategy
+from fxpar.ir.strategy import REPLICAS, STAGES, Pipeline, Remat, Strategy, of_degrees
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
 # ZeRO level, and what is recomputed.
@@ -36,16 +36,14 @@ def shapes(world: int, most_tp: int, most_pp: int) -> Iterator[Strategy]:
         if tp <= most_tp and cp * tp <= MOST_CUT and world % (pp * cp * tp) == 0
     ]
     for cut, pp, cp, tp in sorted(found, key=lambda one: (one[1] > 1, one)):
-        degrees = (("dp", world // cut), ("pp", pp), ("cp", cp), ("tp", tp))
-        axes = tuple((name, degree) for name, degree in degrees if degree > 1) or (("dp", 1),)
-        yield Strategy(axes, sp=tp > 1, pipeline=Pipeline())
+        yield of_degrees(world // cut, pp, cp, tp)
 
 
 def without_stages(strategy: Strategy) -> Strategy:
     """The same on as many ranks, with replicas in place of stages."""
-    stages, replicas = strategy.pipeline_size, strategy.replicas
-    degrees = (("dp", replicas * stages), *((n, d) for n, d in strategy.axes if n not in ("dp", "pp")))
-    return replace(strategy, axes=tuple(one for one in degrees if one[1] > 1), pipeline=Pipeline())
+    kept = [axis for axis in strategy.axes if axis[0] not in (REPLICAS, STAGES)]
+    replicas = strategy.replicas * strategy.pipeline_size
+    return replace(strategy, axes=((REPLICAS, replicas), *kept) if replicas > 1 else tuple(kept), pipeline=Pipeline())
 
 
 def with_savings(shape: Strategy, level: int) -> Strategy | None:

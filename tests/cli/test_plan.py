@@ -48,14 +48,14 @@ def test_a_run_takes_the_plan(planned):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["plan"], "say which model"),
+        (["plan"], "name a model"),
         (["plan", "llama", "--world", "2"], "--lengths"),
         (["plan", "llama", "--world", "2", "--lengths", "github:64"], "--tokens-per-step"),
-        (["plan", "llama", "--lengths", "github:64", "--tokens-per-step", "9"], "say which cluster"),
-        ([*WORDS, "--memory", "80"], "no size such as 80GB"),
-        ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "is no file"),
+        (["plan", "llama", "--lengths", "github:64", "--tokens-per-step", "9"], "name a cluster file"),
+        ([*WORDS, "--memory", "80"], "not a size such as 80GB or 500MB"),
+        ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "this is not a file"),
         (["plan", "lama", *WORDS[2:]], "did you mean 'llama'"),
-        ([*WORDS, "--memory", "0.1MB"], "no strategy holds a sequence of 256 tokens"),
+        ([*WORDS, "--memory", "0.1MB"], "no strategy fits a sequence of 256 tokens"),
     ],
 )
 def test_bad_words_are_one_error(words, why):

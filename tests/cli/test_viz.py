@@ -90,7 +90,7 @@ def test_the_page_is_opened(tmp_path, monkeypatch):
         (("-s", "tp2", "-o", "{tmp}/none/page.html"), "there is no folder"),
         (("-s", "tp2", "-o", "{tmp}"), "it is a folder"),
         (("-s", "tp2", "--trace", "{tmp}"), "it is a folder"),
-        (("-s", "tp2", "--open"), "--open opens a file"),
+        (("-s", "tp2", "--open"), "--open needs a file to open"),
         (("-s", "tp2", "--trace", "-"), "are both stdout"),
         (("-s", "tp2", "-o", "{tmp}/x", "--trace", "{tmp}/./x"), "Name another file"),
         (("-s", "tp2", "--cluster", "{tmp}/none.toml"), "cannot be read"),

@@ -89,8 +89,8 @@ def test_gradients_travel_in_the_accumulated_dtype_unless_said_otherwise(text, d
         ("bf16+reduce=f32", "did you mean 'fp32'?"),
         ("bf16+reduce=captured", "unknown dtype 'captured'"),
         ("bf16+reduce=bf16+reduce=fp32", "given twice"),
-        ("bf16+fp32()", "no glob"),
-        ("bf16+fp32(a b)", "no glob"),
+        ("bf16+fp32()", "not a glob"),
+        ("bf16+fp32(a b)", "not a glob"),
         ("bf16+fp32(a)+fp32(b)", "given twice"),
         ("bf16+low(norm)", "did you mean 'norms'?"),
         ("bf16+low(loss|loss)", "named twice"),
@@ -133,5 +133,5 @@ def test_dtypes_that_cannot_serve(field):
 
 
 def test_a_glob_that_cannot_be_written_is_refused():
-    with pytest.raises(PrecisionSyntaxError, match="no glob"):
+    with pytest.raises(PrecisionSyntaxError, match="not a glob"):
         Precision(torch.bfloat16, fp32=("a|b",))

@@ -110,7 +110,7 @@ def test_more_memory_is_never_slower():
 
 
 def test_nothing_fits():
-    with pytest.raises(SequenceFitsNowhereError, match=r"no strategy holds a sequence of 512 tokens in 0\.0001 GB"):
+    with pytest.raises(SequenceFitsNowhereError, match=r"no strategy fits a sequence of 512 tokens into 0\.10MB"):
         find_plan(problem(100_000), lowered, outlined)
 
 

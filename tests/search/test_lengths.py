@@ -71,11 +71,11 @@ def test_a_pickle_is_not_run(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("commoncrawl", "says no longest sequence"),
-        ("commoncrawl:x", "says no longest sequence"),
-        ("commoncrawl:0", "says no longest sequence"),
-        ("comoncrawl:4096", "is no file; did you mean 'commoncrawl'"),
-        ("nothing.txt", "is no file"),
+        ("commoncrawl", "names no longest sequence"),
+        ("commoncrawl:x", "names no longest sequence"),
+        ("commoncrawl:0", "names no longest sequence"),
+        ("comoncrawl:4096", "this is not a file; did you mean 'commoncrawl'"),
+        ("nothing.txt", "this is not a file"),
     ],
 )
 def test_a_wrong_name_is_one_error(text, why):
