@@ -17,6 +17,7 @@ from fxpar.batching.collate import collate
 from fxpar.errors import EvaluateLossError, muted_warnings
 from fxpar.ir.graph import COUNT, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.strategy import REPLICAS
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
@@ -85,18 +86,21 @@ class Evaluation:
         return [out.fqn for out in program.outputs if out.kind == "loss"]
 
     def _share(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> dict[str, float]:
-        """This rank's part of the sums; the ranks of a replica find the same ones and share them out."""
+        """The sums of a replica, whose ranks all find the same ones: on its first rank, and zeros on the others. Shares
+        would not add up to whole counts.
+        """
         program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
         mine = group.replicas[replica_of(program, rank)]
         found = dict.fromkeys(self._names(), 0.0)
-        part = program.strategy.replicas / program.strategy.world
+        others = [axis for axis in program.mesh.names if axis != REPLICAS]
+        counts = all(program.mesh.index(rank, axis) == 0 for axis in others)
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
             sums = self._sums(module, collate(sequences, micro, self.keys))
-            for each in found if turn < len(mine) else ():
+            for each in found if turn < len(mine) and counts else ():
                 found[each] += sums[each]
-        return {each: value * part for each, value in found.items()}
+        return found
 
     def _sums(self, module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """The sum of the losses of a batch and of its metrics, by the user's function."""
@@ -124,7 +128,7 @@ class Evaluation:
     def _through_stages(
         self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan
     ) -> dict[str, float]:
-        """An equal share of the sums on every rank."""
+        """The sums of all ranks, on the first one."""
         if name not in self._bound:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
@@ -136,7 +140,8 @@ class Evaluation:
         runs += [MicroRun(spare, 0.0, idle=True)] * idle
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
-        return {each: float(value) / program.strategy.world for each, value in bound.run_forward(runs).items()}
+        sums = bound.run_forward(runs)
+        return {each: float(value) if bound.rank == 0 else 0.0 for each, value in sums.items()}
 
     def _bind(self, module: nn.Module, name: str) -> BoundPipeline:
         """The model in evaluation mode, with the weights where training has them."""

@@ -137,7 +137,8 @@ class _Search:
         self.candidates.append(one)
         self.budgets.append(budgets)
         self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
-        return None in budgets
+        wanted = self.pricer.largest if self.problem.packed else 0
+        return any(budget is None or budget < wanted for budget in budgets)
 
     def _lowered(self, strategy: Strategy) -> Candidate | None:
         """None, and the reason among the refused, if the model cannot run under it."""
@@ -163,22 +164,16 @@ class _Search:
         return StagedGuess(strategy, self.problem.cluster, self.anchors, known)
 
     def _may_help(self, shape: Strategy, level: int) -> bool:
-        """Whether a shape that saves memory could be fastest for some lengths that it did not hold before: at best it
-        is as fast as without saving.
+        """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
+        as without saving, in micro-batches as large as one could want.
         """
-        mine = [
-            (one, budgets)
-            for one, budgets in zip(self.candidates, self.budgets, strict=True)
-            if one.strategy.axes == shape.axes
-        ]
-        if not mine:
+        one = next((one for one in self.candidates if one.strategy.axes == shape.axes), None)
+        if one is None:
             return False
-        fastest = np.stack(self.seconds).min(axis=0).mean(axis=0)
-        one = mine[0][0]
-        held = [any(b[j] is not None for _, b in mine) for j in range(len(self.intervals.edges))]
-        free: list[int | None] = [None if there else 2**30 for there in held]
-        at_best = least_seconds(one.cost, one.strategy, free, self.intervals).mean(axis=0)
-        helps = bool((at_best < fastest).any())
+        fastest = np.stack(self.seconds).min(axis=0)
+        wanted = [max(edge, self.pricer.largest) for edge in self.intervals.edges]
+        at_best = least_seconds(one.cost, one.strategy, wanted, self.intervals)
+        helps = bool((at_best < fastest)[:, self.intervals.inside].any())
         self.pruned += not helps
         return helps
 

@@ -21,6 +21,7 @@ from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import predict_memory
+from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.store.home import home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
@@ -219,7 +220,7 @@ class Candidate(Priced):
         return Memory(
             home_bytes=found.master_bytes + found.home_gradient_bytes,
             optimizer_bytes=found.optimizer_bytes,
-            weight_bytes=found.weight_bytes,
+            weight_bytes=found.weight_bytes + ALIGN_BYTES * len(program.params()),  # in the arena
             step_bytes=found.step_bytes,
             gradient_bytes=found.gradient_bytes,
             staging_bytes=found.staging_bytes + found.sums_bytes,

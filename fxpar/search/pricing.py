@@ -101,6 +101,11 @@ class SetPricer:
     optimizer_s: float = 0.0
 
     @cached_property
+    def largest(self) -> int:
+        """Tokens of the largest mini-batch: no micro-batch needs more room."""
+        return max(map(sum, self.batches))
+
+    @cached_property
     def mean_tokens(self) -> float:
         return sum(map(sum, self.batches)) / len(self.batches)
 
@@ -118,9 +123,7 @@ class SetPricer:
         return tuple(found)
 
     def _budget(self, limit: int, one: Priced, arena_bytes: int, settle: bool = False) -> int | None:
-        most = max(limit, -(-round(self.mean_tokens) // one.strategy.replicas))
-        if not self.packed:
-            most = limit
+        most = max(limit, self.largest) if self.packed else limit
         if self.memory_bytes is None:
             return most
         room = self.memory_bytes - one.stays.stays_bytes - arena_bytes

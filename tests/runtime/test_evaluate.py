@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxpar
+from fxpar import losses
 from fxpar.errors import BatchMismatchError
 from tests.runtime.hot import World, parallel, precompile, sequences, shallow
 
@@ -23,6 +24,21 @@ class Dropped(nn.Module):
 
     def forward(self, input_ids):
         return self.head(self.dropout(self.embed(input_ids)))
+
+
+class Deep(nn.Module):
+    """A layer for each of three stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(131, 6), nn.Linear(6, 131)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
 
 
 WORLD = World(2, lambda: precompile(shallow, TWO))
@@ -57,3 +73,25 @@ def other_sequences(rank):
 
 def test_ranks_with_other_sequences_are_named_before_anything_moves():
     assert len(set(other_sequences())) == 1
+
+
+THREE = World(3, lambda: None)
+
+
+def counted(model, batch):
+    labels = batch["labels"]
+    return losses.cross_entropy_sum(model(batch["input_ids"]), labels), {"count": (labels != -100).sum()}
+
+
+@THREE.case
+def counts(rank):
+    """Thirds of 7 do not add up to 7."""
+    found = []
+    for strategy in ("tp3", "pp3"):
+        model = fxpar.parallelize(Deep(), strategies={128: strategy}, loss=counted, monitor=False)
+        found.append([model.evaluate(sequences(1, (n + 1,))).metrics["count"] for n in (7, 14, 25, 62)])
+    return found
+
+
+def test_counts_are_whole_with_three_ranks_to_a_replica():
+    assert counts() == [[[7.0, 14.0, 25.0, 62.0]] * 2] * 3

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fxpar.batching import LengthGroup, plan_batch
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
@@ -18,7 +19,7 @@ from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.search.driver import Problem, _Search, find_plan
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.price import Depth
+from fxpar.search.price import Depth, candidate
 from fxpar.search.space import shapes, with_savings
 from fxpar.tracer import capture
 
@@ -78,17 +79,37 @@ def test_no_set_is_better_than_the_one_that_is_found():
 
 
 def test_savings_are_tried_where_they_could_help():
-    """`cp2` does not hold the longest sequences: that matters if it would be the fastest for some of them."""
+    """`cp2` may do without: that matters if nothing else is as fast as it would be with unlimited memory."""
     search = _Search(problem(None, names=("dp2", "cp2")), lowered, outlined, lambda _: None)
     search.lower_all()
     shape = Strategy.parse("cp2")
-    search.budgets[1][-1] = None
     search.seconds[0][:] = 0.0
     assert not search._may_help(shape, 1)
     assert search.pruned == 1
-    search.seconds[0][:, :, -1] = np.inf
+    search.seconds[0][:, :, -1] = search.seconds[1][:, :, -1] = np.inf
     assert search._may_help(shape, 1)
     assert search.pruned == 1
+
+
+def test_larger_micro_batches_are_neither_better_nor_below_the_bound():
+    """Without a limit on memory; planned by the batch planner alone."""
+    given = problem(None)
+    found = find_plan(given, lowered, outlined)
+    for name in TWO:
+        one = candidate(lowered, Strategy.parse(name), given.cluster, given.depth, (64, 8192))
+        group = LengthGroup(512, one.strategy, 10**6)
+        plans = [plan_batch(batch, [group], [one.cost], lambda *_: 0.0) for batch in given.batches]
+        took = float(np.mean([plan.predicted_s for plan in plans]))
+        assert found.lower_bound_s <= took + found.plans[0].optimizer_s
+        assert found.plans[0].predicted_s <= took + one.reduce_s + found.plans[0].optimizer_s + found.plans[0].exposed_s
+
+
+def test_savings_are_tried_for_larger_micro_batches_too():
+    """`dp2` holds every sequence, but not many of them at a time: with recomputation it is faster."""
+    search = _Search(problem(7_000_000, names=("dp2",)), lowered, outlined, lambda _: None)
+    search.lower_all()
+    assert None not in search.budgets[0]
+    assert len(search.candidates) > 1
 
 
 def test_each_plan_fits_and_holds_all_lengths():
