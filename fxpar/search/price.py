@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -90,7 +91,7 @@ class Memory:
 
 
 @dataclass
-class Priced:
+class Priced(ABC):
     """A strategy whose memory is known at the numbers of tokens in `anchors`, ascending."""
 
     strategy: Strategy
@@ -103,23 +104,23 @@ class Priced:
         return str(self.strategy)
 
     @property
+    @abstractmethod
     def multiple(self) -> int:
         """What the lengths of its sequences must be multiples of: tokens are cut, and the model would see padding."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def cost(self) -> GroupCost:
         """Of one micro-batch of a replica."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predicted(self, tokens: int) -> Memory:
         """For micro-batches of just so many tokens."""
-        raise NotImplementedError
 
     def at(self, tokens: int) -> Memory:
         """`predicted`, once for each number of tokens."""
