@@ -21,7 +21,7 @@ from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, of_strategy, rank_costs
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import predict_memory
+from fxpar.memory import memory_over_time
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.store.home import home_layout
 from fxpar.store.weights import param_specs
@@ -177,7 +177,7 @@ class Candidate(Priced):
     samples: tuple[int, ...]
     steps: Fraction
     programs: tuple[TrainGraph, ...]
-    _of_samples: dict[int, list[Memory]] = field(default_factory=dict, init=False)
+    _samples: dict[int, list[list[Memory]]] = field(default_factory=dict, init=False)
 
     @property
     def multiple(self) -> int:
@@ -202,30 +202,41 @@ class Candidate(Priced):
         return few, more + few * -1
 
     def of_first(self, tokens: int) -> Memory:
-        """Of the first sample."""
-        if tokens not in self._of_samples:
-            self._of_samples[tokens] = [self._of_program(program, tokens) for program in self.programs]
-        return self._of_samples[tokens][0]
+        """Of the first sample, without stages."""
+        return self._sampled(tokens)[0][0]
 
     def predicted(self, tokens: int) -> Memory:
-        self.of_first(tokens)
-        found = self._of_samples[tokens]
-        steps = math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps
-        columns = zip(*map(astuple, found), strict=True)
-        return Memory(*(round(extrapolated(column, float(steps))) for column in columns))
+        """Of the position of a pipeline that is fullest with all layers: in a shallow model it may be another one."""
+        steps = float(math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps)
+        found = []
+        for position in zip(*self._sampled(tokens), strict=True):
+            # What a recomputation chooses may shrink from one sample to the next; more layers never take less.
+            columns = ((one[0], max(one[0], one[-1])) for one in zip(*map(astuple, position), strict=True))
+            found.append(Memory(*(round(extrapolated(column, steps)) for column in columns)))
+        return max(found, key=lambda one: one.peak_bytes)
 
-    def _of_program(self, program: TrainGraph, tokens: int) -> Memory:
+    def _sampled(self, tokens: int) -> list[list[Memory]]:
+        """By sample, then by position of the pipeline."""
+        if tokens not in self._samples:
+            self._samples[tokens] = [self._of_program(program, tokens) for program in self.programs]
+        return self._samples[tokens]
+
+    def _of_program(self, program: TrainGraph, tokens: int) -> list[Memory]:
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
-        stages = isinstance(program, PipelineGraph)
-        found = predict_memory(program, sizes, micro_batches=None if stages else 2, cluster=self.cluster)
-        return Memory(
-            home_bytes=found.master_bytes + found.home_gradient_bytes,
-            optimizer_bytes=found.optimizer_bytes,
-            weight_bytes=found.weight_bytes + ALIGN_BYTES * len(program.params()),  # in the arena
-            step_bytes=found.step_bytes,
-            gradient_bytes=found.gradient_bytes,
-            staging_bytes=found.staging_bytes + found.sums_bytes,
-        )
+        count = None if isinstance(program, PipelineGraph) else 2
+        padding = ALIGN_BYTES * len(program.params())  # in the arena
+        ranks = memory_over_time(program, sizes, micro_batches=count, cluster=self.cluster).ranks
+        return [
+            Memory(
+                home_bytes=one.master_bytes + one.home_gradient_bytes,
+                optimizer_bytes=one.optimizer_bytes,
+                weight_bytes=one.weight_bytes + padding,
+                step_bytes=one.step_bytes,
+                gradient_bytes=one.gradient_bytes,
+                staging_bytes=one.staging_bytes + one.sums_bytes,
+            )
+            for one in (rank.prediction for rank in ranks)
+        ]
 
     @cached_property
     def reduce_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from fractions import Fraction
 
 import pytest
 
@@ -12,7 +13,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
-from fxpar.search.price import Candidate, Depth, candidate, extrapolated
+from fxpar.search.price import Candidate, Depth, Memory, candidate, extrapolated
 from fxpar.tracer import capture
 
 LAYERS = 8
@@ -20,8 +21,8 @@ CLUSTER = usual_cluster(4)
 
 
 @functools.cache
-def rows(layers: int):
-    model = load("llama", options={"layers": str(layers)}, device="meta")
+def rows(layers: int, vocab: int = 131):
+    model = load("llama", options={"layers": str(layers), "vocab": str(vocab)}, device="meta")
     return packed_if_proved(capture(model.model, model.loss_fn, model.example_batch))[0]
 
 
@@ -61,6 +62,32 @@ def test_stages_of_a_deep_model(text):
 def test_reductions_of_a_deep_model():
     for text in ("dp4", "dp2.tp2+sp"):
         assert priced(text, False).reduce_s == pytest.approx(priced(text, True).reduce_s, rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["pp2.tp2+sp+remat(selective)", "pp2.tp2+sp", "dp4+remat(selective)"])
+def test_memory_grows_with_layers(text):
+    """Also where logits fill another stage of the shallow models, and recomputation chooses otherwise in each."""
+
+    def wide(strategy: Strategy, layers: int):
+        return lower(rows(layers, vocab=4096), strategy, for_store=True)
+
+    shallow, whole = (
+        candidate(wide, Strategy.parse(text), CLUSTER, Depth(12, whole=whole), (64, 512)) for whole in (False, True)
+    )
+    for tokens in (64, 512):
+        first = max(one.peak_bytes for one in shallow._of_program(shallow.programs[0], tokens))
+        assert shallow.predicted(tokens).peak_bytes >= first
+    assert shallow.predicted(512).peak_bytes == pytest.approx(whole.predicted(512).peak_bytes, rel=0.15)
+
+
+def test_the_fullest_position_may_be_another_one_with_all_layers():
+    """The last stage has the logits, and the first keeps more micro-batches; what shrinks is taken as it is."""
+    one = Candidate(Strategy.parse("pp2"), CLUSTER, (64, 512), (2, 4), Fraction(10), ())
+    steps = ((10, 50), (30, 45))
+    one._samples[64] = [[Memory(0, 0, 0, step, 0, 0) for step in sample] for sample in steps]
+    assert one.predicted(64).step_bytes == 10 + 10 * 20
+    one._samples[512] = [[Memory(0, 0, 0, step, 0, 0) for step in sample] for sample in ((10, 50), (9, 45))]
+    assert one.predicted(512).step_bytes == 50
 
 
 @pytest.mark.parametrize("room_share", [1.0, 1.5, 3.7, 100.0])
