@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fxpar.batching import RunTime
-from fxpar.batching.borders import Borders, schedule_of
+from fxpar.batching.borders import Borders, by_strategy, schedule_of
 from fxpar.schedule.mini_batch import GroupAction, Pace
 
 
@@ -101,3 +101,8 @@ def test_one_group_overlaps_with_its_own_weights_and_gradients():
     switch, run, reduce = (GroupAction(kind, 0) for kind in ("switch", "run", "reduce"))
     assert plan.fed_by == {run: switch, reduce: run}
     assert schedule_of(("a",), ("a",), overlap=False).fed_by == {}
+
+
+def test_groups_of_one_strategy_count_together():
+    runs = [RunTime(1.0, 2), RunTime(4.0, 1), RunTime(2.5, 3)]
+    assert by_strategy(["a", "b", "a"], runs) == {"a": RunTime(3.5, 5), "b": RunTime(4.0, 1)}
