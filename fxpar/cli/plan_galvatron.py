@@ -17,7 +17,7 @@ from fxpar.cli.request import check_output, write_json
 from fxpar.errors import NothingFitsError, PlanOptionError
 from fxpar.search.galvatron import GalvatronCost
 from fxpar.search.galvatron_files import read_profiles
-from fxpar.search.galvatron_plan import read_plan
+from fxpar.search.galvatron_plan import read_galvatron_plan
 from fxpar.search.layered import LayeredPlan, search
 
 _MEMORY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([mg])i?b?", re.IGNORECASE)
@@ -88,7 +88,7 @@ def run_plan_galvatron(request: GalvatronRequest) -> None:
 def run_import_galvatron(path: str, devices: int | None = None, json: str | None = None) -> None:
     """Print a plan of Galvatron's as strategies per layer. Raises FxparError."""
     check_output(json)
-    plan = read_plan(path, devices)
+    plan = read_galvatron_plan(path, devices)
     texts = tuple(str(one) for one in plan.layers)
     runs = _runs(texts, plan.division)
     document = {

@@ -59,7 +59,7 @@ class GalvatronPlan:
     ends: LayerStrategy
 
 
-def read_plan(path: str | Path, devices: int | None = None) -> GalvatronPlan:
+def read_galvatron_plan(path: str | Path, devices: int | None = None) -> GalvatronPlan:
     """The plan in `path`. `devices` is needed where the file does not say `world_size`, as those of Galvatron 3.0.
 
     Raises GalvatronFileError, GalvatronKeyError.

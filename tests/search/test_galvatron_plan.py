@@ -8,7 +8,7 @@ import pytest
 
 from fxpar.errors import GalvatronFileError, GalvatronKeyError
 from fxpar.ir.strategy import Strategy
-from fxpar.search.galvatron_plan import LayerStrategy, read_plan
+from fxpar.search.galvatron_plan import LayerStrategy, read_galvatron_plan
 
 # As Galvatron 3.0 writes it: without the number of devices.
 PLAN = {
@@ -37,7 +37,7 @@ def written(tmp_path, **changes):
 
 
 def test_a_plan_in_our_words(tmp_path):
-    plan = read_plan(written(tmp_path), devices=8)
+    plan = read_galvatron_plan(written(tmp_path), devices=8)
     assert [str(one) for one in plan.layers] == [
         "dp2.pp2.tp2+sp+zero3+remat",
         "dp2.pp2.cp2+zero2",
@@ -66,7 +66,9 @@ def test_the_texts_are_strategies():
 
 def test_what_may_be_left_out(tmp_path):
     short = {key: None for key in PLAN if key not in ("pp_deg", "tp_sizes_enc", "dp_types_enc", "global_bsz", "chunks")}
-    plan = read_plan(written(tmp_path, **short, tp_sizes_enc="2,2,2,2,2", dp_types_enc="0,0,0,0,0", world_size=8))
+    plan = read_galvatron_plan(
+        written(tmp_path, **short, tp_sizes_enc="2,2,2,2,2", dp_types_enc="0,0,0,0,0", world_size=8)
+    )
     assert plan.division == (2, 3)
     assert set(map(str, plan.layers)) == {"dp2.pp2.tp2+sp+zero2"}
     assert str(plan.ends) == "dp4.pp2+zero2"
@@ -74,17 +76,17 @@ def test_what_may_be_left_out(tmp_path):
 
 @pytest.mark.parametrize(("word", "zero"), [("ddp", 0), ("zero2", 2), ("zero3", 3)])
 def test_the_level_of_the_others(tmp_path, word, zero):
-    assert read_plan(written(tmp_path, default_dp_type=word), 8).layers[3].zero == zero
+    assert read_galvatron_plan(written(tmp_path, default_dp_type=word), 8).layers[3].zero == zero
 
 
 def test_the_embeddings_key_of_both_halves_of_galvatron(tmp_path):
     """Its search writes embed_sdp, its runtime reads vocab_sdp: either counts."""
-    assert read_plan(written(tmp_path, embed_sdp=None, vocab_sdp=1), 8).ends.zero == 3
-    assert read_plan(written(tmp_path, embed_sdp=0), 8).ends.zero == 2
+    assert read_galvatron_plan(written(tmp_path, embed_sdp=None, vocab_sdp=1), 8).ends.zero == 3
+    assert read_galvatron_plan(written(tmp_path, embed_sdp=0), 8).ends.zero == 2
 
 
 def test_gpipe(tmp_path):
-    assert read_plan(written(tmp_path, pipeline_type="gpipe"), 8).schedule == "gpipe"
+    assert read_galvatron_plan(written(tmp_path, pipeline_type="gpipe"), 8).schedule == "gpipe"
 
 
 MISTAKES = [
@@ -121,7 +123,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("changes", "devices", "words"), MISTAKES)
 def test_one_error_for_each_mistake(tmp_path, changes, devices, words):
     with pytest.raises(GalvatronKeyError) as caught:
-        read_plan(written(tmp_path, **changes), devices)
+        read_galvatron_plan(written(tmp_path, **changes), devices)
     for word in ("plan.json", *words):
         assert word in str(caught.value)
 
@@ -129,11 +131,11 @@ def test_one_error_for_each_mistake(tmp_path, changes, devices, words):
 def test_no_plan(tmp_path):
     for name in ("none.json", "no\0ne.json"):
         with pytest.raises(GalvatronFileError, match="cannot be read"):
-            read_plan(tmp_path / name)
+            read_galvatron_plan(tmp_path / name)
 
 
 def test_nothing_of_a_file_reaches_the_terminal(tmp_path):
     with pytest.raises(GalvatronKeyError) as caught:
-        read_plan(written(tmp_path, **{"\x1b[2Jkey": "\x1b]0;\x07"}), 8)
+        read_galvatron_plan(written(tmp_path, **{"\x1b[2Jkey": "\x1b]0;\x07"}), 8)
     assert "\x1b" not in str(caught.value)
     assert "\x07" not in str(caught.value)
