@@ -114,9 +114,9 @@ class _Rank:
         for step in steps:
             self._pause()
             if isinstance(step, Send):
-                self.world.queues[group, step.transfer].put(None)
+                self.world.queue_of(group, step.transfer).put(None)
             elif isinstance(step, Wait):
-                self.world.queues[group, step.transfer].get(timeout=20)
+                self.world.queue_of(group, step.transfer).get(timeout=20)
             elif isinstance(step, Action) and step.part == "F" and not step.micro_batch:
                 for phase in range(PHASES):
                     self.weights[group].wait(f"{phase}")
@@ -134,13 +134,18 @@ class _World:
     """Who takes part in which phase, drawn at random; everybody meets at the last one."""
 
     def __init__(self, plan, draw):
-        self.queues = defaultdict(queue.Queue)
+        self.queues, self._lock = defaultdict(queue.Queue), threading.Lock()
         self._of = {
             (action, phase): range(RANKS) if phase == PHASES - 1 else draw.sample(range(RANKS), draw.randint(1, RANKS))
             for action in plan.transfer
             for phase in range(PHASES)
         }
         self.meetings = {key: threading.Barrier(len(ranks), timeout=20) for key, ranks in self._of.items()}
+
+    def queue_of(self, group, transfer):
+        """Made by whoever comes first; without the lock both sides might make one, and a message be lost."""
+        with self._lock:
+            return self.queues[group, transfer]
 
     def members(self, action, phase):
         return self._of[action, phase]
