@@ -24,6 +24,7 @@ from fxpar.monitor import Monitor
 from fxpar.runtime.notices import only_rank_0_warns
 from fxpar.runtime.opening import open_session
 from fxpar.runtime.options import ParallelizeOptions
+from fxpar.runtime.planned import check_choice, chosen
 from fxpar.runtime.report import Evaluated, StepReport
 from fxpar.runtime.session import Session
 from fxpar.store import MemoryReport
@@ -71,9 +72,6 @@ def _check_names(kind: Callable[..., ParallelizeOptions], args: tuple[Any, ...],
     for name in options:
         if name not in known:
             raise ParallelizeError(f"there is no option {name!r}{nearest(name, known) or '.'}")
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in options:
-            raise ParallelizeError(f"{name}= is missing, such as {name}={{512: 'dp2', 4096: 'cp2'}}")
 
 
 @_with_options(ParallelizeOptions)
@@ -85,6 +83,8 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
     with the same module and arguments inside an initialised `torch.distributed`. The module is changed in place and
     returned; its class becomes a subclass with `train_step`, `plan`, `memory`, `using`, `engine_state`.
 
+    - `plan`: a file that `fxpar plan` wrote, or a `fxpar.search.plan_file.Plan`. It says strategies, token budgets and
+      the memory budget instead; a memory budget that is given goes first.
     - `loss(model, batch)`: sum over valid tokens (`fxpar.losses`). `example`: a batch to capture with; by default one
       packed row of `input_ids`, `labels`, `position_ids`.
     - `token_budget`: most tokens of one micro-batch of one replica, for all limits or by limit.
@@ -127,8 +127,10 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       its slices, so a model on the meta device is whole nowhere. `fxpar.Weights(folder, missing=["*.lora_*"])` lets the
       model have more than the folder.
 
-    Raises ParallelizeError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError, MemoryBudgetError.
+    Raises ParallelizeError, PlanFileError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError,
+    MemoryBudgetError.
     """
+    check_choice(options)
     if target is None:
         return functools.partial(_wrap, options)
     return _wrap(options, target)
@@ -157,7 +159,8 @@ def _convert(module: nn.Module, options: ParallelizeOptions) -> nn.Module:
     if isinstance(module, ParallelModule):
         raise ParallelizeError(f"this {type(module).__name__} is parallel already")
     with only_rank_0_warns():
-        session = open_session(module, options.strategies, options.loss, options.example, options)
+        strategies, options = chosen(module, options)
+        session = open_session(module, strategies, options.loss, options.example, options)
     module.__class__ = _parallel_class(type(module))
     module.__dict__[_STATE] = session
     return module

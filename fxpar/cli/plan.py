@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpar.cli.console import Work, human_bytes, human_seconds, print_table, stdout_console, working
+from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
@@ -17,17 +17,13 @@ from fxpar.cli.request import collected_warnings, write_json, write_output
 from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
-from fxpar.ir.exec_graph import Outline
-from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower, outline
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
 from fxpar.passes.pack_documents import DOCUMENTS
-from fxpar.search.driver import Found, Problem, find_plan
+from fxpar.search.chosen import planned_for, searched
+from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
 from fxpar.search.space import shapes
@@ -68,7 +64,8 @@ def _run(request: PlanRequest) -> None:
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")
         at_depth, depth = _depth(request.source)
-        example = read_rows(at_depth(depth.samples(1)[0]))
+        rows = functools.cache(lambda layers: read_rows(at_depth(layers)))
+        example = rows(depth.samples(1)[0])
         if "input_ids" not in {info.fqn for info in example.inputs}:
             why = "its batch has no input_ids, and a plan is for sequences of tokens"
             raise PlanOptionError("MODEL", request.source.model, why)
@@ -84,27 +81,13 @@ def _run(request: PlanRequest) -> None:
             overlap=request.overlap,
             keep=request.best,
         )
-        found = _search(problem, at_depth, status)
-    plan = _plan(request, cluster, found.plans[0], found, memory)
+        found = searched(problem, rows, status.update)
+        planned = planned_for(request.source.model, request.source.options, tokens, problem, rows)
     if request.output is not None:
+        plan = planned.plan(found, found.plans[0])
         write_output(request.output, plan.to_toml(_remarks(found, request.output)))
     if write_json(request.json, document(found)):
         _show(stdout_console(), request, found, problem)
-
-
-def _search(problem: Problem, at_depth: Callable[[int], GraphSource], status: Work) -> Found:
-    @functools.cache
-    def rows(layers: int) -> LogicalGraph:
-        return read_rows(at_depth(layers))
-
-    @functools.cache
-    def outlined(strategy: Strategy, layers: int) -> Outline:
-        return outline(rows(layers), strategy)
-
-    def lowered(strategy: Strategy, layers: int) -> TrainGraph:
-        return lower(rows(layers), strategy, for_store=True)
-
-    return find_plan(problem, lowered, outlined, status.update)
 
 
 def _cluster(request: PlanRequest) -> ClusterSpec:
@@ -141,20 +124,6 @@ def _depth(source: GraphSource) -> tuple[Callable[[int], GraphSource], Depth]:
 
 def _shapes(cluster: ClusterSpec, depth: Depth) -> tuple[Strategy, ...]:
     return tuple(shapes(cluster.world, cluster.devices_per_node, depth.layers))
-
-
-def _plan(request: PlanRequest, cluster: ClusterSpec, best: PricedSet, found: Found, memory: int | None) -> Plan:
-    groups = tuple(PlanGroup(g.limit, g.strategy, g.token_budget, g.seconds) for g in best.groups)
-    return Plan(
-        model=request.source.model,
-        world=cluster.world,
-        tokens_per_step=request.tokens_per_step or 1,
-        groups=groups,
-        options=tuple(request.source.options),
-        memory_budget_bytes=0 if memory is None else memory - best.optimizer_bytes,
-        predicted_s=best.predicted_s,
-        lower_bound_s=found.lower_bound_s,
-    )
 
 
 def _remarks(found: Found, path: str) -> list[str]:

@@ -36,6 +36,7 @@ from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.gradients import Mode
 from fxpar.runtime.runner import Backend
+from fxpar.search.plan_file import Plan
 from fxpar.store.folder import Weights
 from fxpar.switch.by_turns import TURNS
 from fxpar.switch.planners import planner_names
@@ -92,7 +93,10 @@ class ParallelizeOptions:
     Raises ParallelizeError for another value, PlannerError for a planner that nobody has.
     """
 
-    strategies: Mapping[int, Strategy | str]
+    strategies: Mapping[int, Strategy | str] | None = None
+    plan: Plan | str | os.PathLike[str] | None = field(
+        default=None, metadata=_only(Plan | str | os.PathLike | None, "file of `fxpar plan`, or a Plan")
+    )
     loss: LossFunction = field(
         default=causal_lm,
         metadata=_only(Callable, "function of a model and a batch, such as fxpar.losses.causal_lm"),

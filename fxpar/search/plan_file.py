@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -29,7 +30,8 @@ class PlanGroup:
 @dataclass(frozen=True)
 class Plan:
     """A set of strategies for `model` (with `options` as `--set` has them) on `world` ranks. `memory_budget_bytes` is
-    for a rank, without the optimizer's states, as `fxpar.parallelize` takes it; 0 is none.
+    for a rank, without the optimizer's states, as `fxpar.parallelize` takes it; 0 is none. By its number of
+    `parameters` another model is told from this one, where it has no such name; 0 is not said.
     """
 
     model: str
@@ -38,6 +40,7 @@ class Plan:
     groups: tuple[PlanGroup, ...]
     options: tuple[str, ...] = ()
     memory_budget_bytes: int = 0
+    parameters: int = 0
     predicted_s: float = 0.0
     lower_bound_s: float = 0.0
 
@@ -60,6 +63,15 @@ class Plan:
             found.append(f"engine.memory_budget_bytes={self.memory_budget_bytes}")
         return found
 
+    def check_module(self, path: str, parameters: int, world: int | None) -> None:
+        """Raise PlanFileError if it is for a model with another number of parameters, or for other ranks (None: any).
+        `path` names the plan.
+        """
+        if self.parameters not in (0, parameters):
+            why = f"it is for {self.model} with {self.parameters:,} parameters, and this model has {parameters:,}"
+            raise PlanFileError(path, why, "Make one for it, or delete `parameters` if it is meant")
+        self._check_world(path, world)
+
     def check(self, path: str, model: str, options: Sequence[str], world: int | None) -> None:
         """Raise PlanFileError if it is for another model or another number of ranks (None: any). A run may leave out
         options that the plan names, such as a vocabulary that its tokenizer says.
@@ -68,6 +80,9 @@ class Plan:
             mine, theirs = " ".join([self.model, *self.options]), " ".join([model, *options])
             words = " ".join([model, *(f"--set {option}" for option in options)])
             raise PlanFileError(path, f"it is for the model {mine}, not {theirs}", f"Make one with: fxpar plan {words}")
+        self._check_world(path, world)
+
+    def _check_world(self, path: str, world: int | None) -> None:
         if world not in (None, self.world):
             raise PlanFileError(path, f"it is for {self.world} ranks, not {world}", "Make one with `fxpar plan`")
 
@@ -88,6 +103,11 @@ def read_plan(path: str) -> Plan:
         raise PlanFileError(path, f"it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PlanFileError(path, f"it is no TOML: {error}") from error
+
+
+def plan_of(given: Plan | str | PathLike[str]) -> tuple[Plan, str]:
+    """A plan, or the file that it is in, and what names it in errors. Raises PlanFileError."""
+    return (given, given.model) if isinstance(given, Plan) else (read_plan(str(given)), str(given))
 
 
 def parse_plan(text: str, path: str) -> Plan:

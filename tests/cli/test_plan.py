@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from fxpar.models import load
+from fxpar.runtime.planned import parameters_of
 from fxpar.search.plan_file import read_plan
 from fxpar.train.config import parse_config
 from fxpar.train.demo import DEMO
@@ -19,11 +21,11 @@ def planned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     status, text, _ = fxpar(*WORDS, "-o", str(folder / "plan.toml"), "--json", str(folder / "plan.json"))
     assert status == 0
-    return text, read_plan(str(folder / "plan.toml")), json.loads((folder / "plan.json").read_text())
+    return text, read_plan(str(folder / "plan.toml")), json.loads((folder / "plan.json").read_text()), folder
 
 
 def test_it_shows_what_it_writes(planned):
-    text, plan, data = planned
+    text, plan, data, _ = planned
     assert "plan 1:" in text
     assert "no set takes less than" in text
     best = data["plans"][0]
@@ -36,6 +38,14 @@ def test_it_shows_what_it_writes(planned):
     assert data["speedup"] == data["best_static"]["predicted_s"] / best["predicted_s"]
     assert data["evaluated"] > 2
     assert data["search_cpu_s"] > 0
+
+
+def test_it_knows_its_model_by_the_number_of_parameters(planned):
+    """Of the whole model, though only shallow ones are lowered."""
+    status, _, _ = fxpar(*WORDS, "--set", "layers=7", "-o", (path := str(planned[3] / "deep.toml")))
+    assert status == 0
+    for plan, options in ((planned[1], {}), (read_plan(path), {"layers": "7"})):
+        plan.check_module("p", parameters_of(load("llama", options=options).model), 2)
 
 
 def test_a_run_takes_the_plan(planned):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +77,16 @@ def test_another_model_or_world_is_refused():
         PLAN.check("p", "llama", ["layers=3"], 4)
     with pytest.raises(PlanFileError, match="for 4 ranks, not 8"):
         PLAN.check("p", "llama", ["layers=4"], 8)
+
+
+def test_a_model_without_a_name_is_told_by_its_parameters():
+    plan = replace(PLAN, parameters=1000)
+    plan.check_module("p", 1000, 4)
+    PLAN.check_module("p", 1000, None)  # it does not say
+    with pytest.raises(PlanFileError, match="for llama with 1,000 parameters, and this model has 999"):
+        plan.check_module("p", 999, 4)
+    with pytest.raises(PlanFileError, match="for 4 ranks, not 2"):
+        plan.check_module("p", 1000, 2)
 
 
 def test_it_cannot_be_read(tmp_path):

@@ -1,0 +1,69 @@
+"""From the graph of a model to the best sets of strategies, and from one of those to a `Plan`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fxpar.ir.exec_graph import Outline
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import lower, outline
+from fxpar.search.driver import Found, Problem, Said, find_plan
+from fxpar.search.plan_file import Plan, PlanGroup
+from fxpar.search.price import extrapolated
+from fxpar.search.pricing import PricedSet
+
+Rows = Callable[[int], LogicalGraph]
+"""The graph that is lowered, of rows as in training, of the model with so many layers; the same one if asked again."""
+
+
+@dataclass(frozen=True)
+class PlannedFor:
+    """What a plan says beside its set of strategies; the fields are those of `Plan`."""
+
+    model: str
+    world: int
+    tokens_per_step: int
+    options: tuple[str, ...]
+    parameters: int
+    memory_bytes: int | None
+
+    def plan(self, found: Found, one: PricedSet) -> Plan:
+        """One of the sets that were found, with budgets as the engine takes them."""
+        return Plan(
+            model=self.model,
+            world=self.world,
+            tokens_per_step=self.tokens_per_step,
+            groups=tuple(PlanGroup(g.limit, g.strategy, g.token_budget, g.seconds) for g in one.groups),
+            options=self.options,
+            memory_budget_bytes=0 if self.memory_bytes is None else self.memory_bytes - one.optimizer_bytes,
+            parameters=self.parameters,
+            predicted_s=one.predicted_s,
+            lower_bound_s=found.lower_bound_s,
+        )
+
+
+def planned_for(model: str, options: Sequence[str], tokens: int, problem: Problem, rows: Rows) -> PlannedFor:
+    """The model's parameters are counted from the shallow ones that were looked at."""
+    depth = problem.depth
+    samples = depth.samples(1)
+    counts = [sum(info.meta.numel({}) for info in rows(layers).params()) for layers in samples]
+    parameters = round(extrapolated(counts, float(depth.beyond(samples))))
+    world, memory = problem.cluster.world, problem.memory_bytes
+    return PlannedFor(model, world, tokens, tuple(options), parameters, memory)
+
+
+def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found:
+    """Search among the strategies of a model. Raises as `find_plan` does."""
+
+    @functools.cache
+    def outlined(strategy: Strategy, layers: int) -> Outline:
+        return outline(rows(layers), strategy)
+
+    def lowered(strategy: Strategy, layers: int) -> TrainGraph:
+        return lower(rows(layers), strategy, for_store=True)
+
+    return find_plan(problem, lowered, outlined, said)

@@ -1,0 +1,102 @@
+"""`parallelize(plan=...)`: strategies and budgets of a plan, and plans that are for something else."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import fxpar
+from fxpar.errors import ParallelizeError, PlanFileError
+from fxpar.models.builtin import packed_lm_loss
+from fxpar.runtime.planned import parameters_of
+from fxpar.search.plan_file import Plan, PlanGroup
+from tests.runtime.hot import Small, World, compiled, precompile, sequences, small
+
+TWO = {64: "dp2", 512: "tp2+sp"}
+COUNT = parameters_of(small())
+PLAN = Plan("small", 2, 4096, (PlanGroup(64, "dp2", 128), PlanGroup(512, "tp2+sp", 600)), parameters=COUNT)
+PAIR = World(2, lambda: precompile(small, TWO))
+
+
+def told(model):
+    """What a session does with a plan: groups with their budgets, and the loss of a mini-batch."""
+    groups = [(g.limit, str(g.strategy), g.token_budget) for g in model.fxpar_session.engine.groups]
+    return groups, model.fxpar_session.options.memory_budget_bytes, model.train_step(sequences(3)).loss
+
+
+def planned(**options):
+    more = {"loss": packed_lm_loss, "merge": False, "monitor": False, "compiled": compiled(small, TWO.values())}
+    return {**more, **options}
+
+
+@PAIR.case
+def of_an_object(rank):
+    plan = replace(PLAN, memory_budget_bytes=10**9)
+    model = fxpar.parallelize(small(), plan=plan, **planned())
+    assert model.fxpar_session.options.plan is plan
+    return told(model)
+
+
+@PAIR.case
+def of_a_file(rank):
+    file = Path(tempfile.mkdtemp(prefix="fxpar-test-")) / "plan.toml"
+    file.write_text(PLAN.to_toml())
+
+    @fxpar.parallelize(plan=file, memory_budget_bytes=10**8, **planned())
+    class Here(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.double()
+
+    return told(Here())
+
+
+@PAIR.case
+def by_hand(rank):
+    budgets = {64: 128, 512: 600}
+    return told(fxpar.parallelize(small(), strategies=TWO, token_budget=budgets, **planned()))
+
+
+@PAIR.case
+def of_another_world(rank):
+    plan = replace(PLAN, world=4, groups=(PlanGroup(64, "dp4", 64),))
+    with pytest.raises(PlanFileError, match="it is for 4 ranks, not 2"):
+        fxpar.parallelize(small(), plan=plan, **planned())
+
+
+def test_strategies_and_budgets_are_those_of_the_plan():
+    groups = [(64, "dp2", 128), (512, "tp2+sp", 600)]
+    (first, budget, loss), (decorated, own, other), (hand, _, third) = (
+        case()[0] for case in (of_an_object, of_a_file, by_hand)
+    )
+    assert first == decorated == hand == groups
+    assert (budget, own) == (10**9, 10**8)  # what the user says of memory goes first
+    assert loss == other == third
+
+
+def test_a_plan_for_other_ranks_is_refused():
+    of_another_world()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"strategies": TWO}, ParallelizeError, "plan= says strategies already: leave out strategies="),
+        ({"token_budget": 64}, ParallelizeError, "plan= says token_budget already: leave out token_budget="),
+        ({"plan": 3}, ParallelizeError, "plan=3 is not a file of `fxpar plan`, or a Plan"),
+        ({"plan": "none.toml"}, PlanFileError, "'none.toml': it cannot be read"),
+        ({}, PlanFileError, f"for small with {COUNT:,} parameters, and this model has 18"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_is_done(options, error, why):
+    with pytest.raises(error, match=why):
+        fxpar.parallelize(nn.Linear(5, 3), **{"plan": PLAN, **options})
+
+
+def test_a_class_is_refused_where_it_is_decorated():
+    with pytest.raises(ParallelizeError, match="leave out strategies="):
+        fxpar.parallelize(plan=PLAN, strategies=TWO)
