@@ -153,6 +153,10 @@ def check_recipe(config: Any, settings: Any, world: int) -> None:
         raise UnsupportedRecipeError(
             "fxpar.strategies", "there is none", "Write for example --fxpar.strategies 512 dp2"
         )
+    if settings.token_budgets and settings.token_budget is not None:
+        raise UnsupportedRecipeError(
+            "fxpar.token_budget", "fxpar.token_budgets, of a plan, say it for each limit", "Leave one of them out"
+        )
     parsed = {limit: (text, Strategy.parse(text).world) for limit, text in sorted(strategies.items())}
     if any(ranks != world for _, ranks in parsed.values()):
         raise StrategyWorldsError(parsed, world)

@@ -10,28 +10,38 @@ For a trainer of your own: `class Mine(FxparMixin, YourTrainer)`, and `to_fxpar(
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
+from os import PathLike
 from typing import Any
+
+import torch
 
 from fxpar.errors import UnsupportedRecipeError
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.checks import check_options, check_trainer
 from fxpar.recipes.stock import prepare_host
 from fxpar.recipes.trainer import FxparConfig, FxparMixin, FxparTrainer
+from fxpar.runtime.planned import parameters_of
+from fxpar.search.plan_file import Plan, plan_of
 
 
 def to_fxpar(
     recipe: titan.Trainer.Config,
     *,
-    strategies: Mapping[int, str] | None,
+    strategies: Mapping[int, str] | None = None,
+    plan: Plan | str | PathLike[str] | None = None,
     trainer: type[FxparMixin] | None = None,
     **settings: Any,
 ) -> Any:
     """The recipe with `fxpar.strategies` and further settings of `FxparConfig`; the given one is left alone.
 
     `strategies` maps the longest sequence that a strategy takes to the strategy; None trains exactly as torchtitan
-    does. All settings are fields of the result (`--fxpar.strategies`, ...). What changes with strategies, when the
+    does. A `plan` (a file that `fxpar plan` wrote, or a `Plan`) says strategies, token budgets and the memory budget
+    instead; a `memory_budget_gib` that is given goes first.
+
+    All settings are fields of the result (`--fxpar.strategies`, ...). What changes with strategies, when the
     trainer is built: attention is `fxpar::attention`, the loss is not chunked (its kernel needs no copy of the logits),
     recomputation is what the strategies say (`+remat`) instead of `activation_checkpoint`, and torchtitan's own
     parallelism is not used: its degrees only say how many rows a step takes. Without a GPU torchtitan is told to train
@@ -41,16 +51,37 @@ def to_fxpar(
     stays one of it.
 
     Raises UnsupportedRecipeError for an option of the recipe that fxpar does not support, and for one that is made for
-    another trainer.
+    another trainer; PlanFileError for a plan that cannot be read, or is for another model or number of ranks.
     """
     trainer = _trainer(recipe, trainer)
     prepare_host()
+    if plan is not None:
+        strategies, settings = _planned(recipe, plan, {"strategies": strategies, **settings})
     config: Any = trainer.Config(**{f.name: getattr(recipe, f.name) for f in fields(recipe)})
     config.fxpar = FxparConfig(strategies=None if strategies is None else dict(strategies), **settings)
     if strategies is not None:
         check_trainer(trainer, FxparMixin)
         check_options(config)
     return config
+
+
+def _planned(
+    recipe: Any, given: Plan | str | PathLike[str], settings: dict[str, Any]
+) -> tuple[dict[int, str], dict[str, Any]]:
+    """The strategies of a plan, and the settings with its budgets."""
+    said = [name for name in ("strategies", "token_budget", "token_budgets") if settings.pop(name, None) is not None]
+    if said:
+        why = "the plan says it already"
+        raise UnsupportedRecipeError(said[0], why, f"Leave out {said[0]}=, or edit the plan")
+    plan, path = plan_of(given)
+    with torch.device("meta"):
+        model = None if recipe.model_spec is None else recipe.model_spec.model.build()
+    world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None  # not of torchrun: a look at it
+    plan.check_module(path, plan.parameters if model is None else parameters_of(model), world)
+    settings["token_budgets"] = plan.token_budgets
+    if plan.memory_budget_bytes and settings.get("memory_budget_gib") is None:
+        settings["memory_budget_gib"] = plan.memory_budget_bytes / 2**30
+    return plan.strategies, settings
 
 
 def _trainer(recipe: Any, given: type[FxparMixin] | None) -> type[FxparMixin]:

@@ -50,6 +50,9 @@ class FxparConfig:
     token_budget: int | None = None
     """Most tokens of one micro-batch of one replica; by default that of the group's longest sequence."""
 
+    token_budgets: dict[int, int] | None = None
+    """The same by limit, as a plan says it."""
+
     memory_budget_gib: float | None = None
     """Memory per rank for weights, gradients and staging of all strategies together; unset: all stay."""
 
@@ -131,7 +134,7 @@ class FxparMixin(Trainer):
             model,
             strategies=self.fxpar_settings.strategies,
             loss=next_token_loss,
-            token_budget=self.fxpar_settings.token_budget,
+            token_budget=self.fxpar_settings.token_budgets or self.fxpar_settings.token_budget,
             merge=self.fxpar_settings.merge,
             memory_budget_bytes=None if budget is None else int(budget * 2**30),
             cluster=None if self.fxpar_settings.cluster is None else ClusterSpec.from_file(self.fxpar_settings.cluster),

@@ -299,6 +299,12 @@ def test_data_parallel_degree(world, degrees, expected):
     assert data_parallel_degree(replace(llama().parallelism, **degrees), world) == expected
 
 
+def test_token_budgets_are_said_once():
+    settings = FxparConfig(strategies={512: "dp2"}, token_budget=512, token_budgets={512: 1024})
+    with pytest.raises(UnsupportedRecipeError, match="fxpar.token_budget: fxpar.token_budgets, of a plan, say it"):
+        check_recipe(llama(), settings, 2)
+
+
 @pytest.mark.parametrize(("rows", "ranks", "multiple"), [(10, 1, 8), (8, 2, 16), (0, 1, 8)])
 def test_rows_that_are_no_whole_batches_are_refused_before_anything_is_captured(rows, ranks, multiple):
     config = changed("training", global_batch_size=rows, local_batch_size=8, seq_len=512)()

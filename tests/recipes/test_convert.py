@@ -13,13 +13,15 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.experiments.torchft.llama3.config_registry import llama3_torchft_debugmodel
 
-from fxpar.errors import UnsupportedRecipeError
+import fxpar
+from fxpar.errors import PlanFileError, UnsupportedRecipeError
 from fxpar.recipes import cpu
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR, FOR_STOCK_ON_CPU
 from fxpar.recipes.convert import to_fxpar
 from fxpar.recipes.stock import stock
 from fxpar.recipes.trainer import FxparConfig, FxparTrainer, one_device
+from fxpar.search.plan_file import Plan, PlanGroup
 
 SWITCHED = {
     "fxpar",
@@ -119,6 +121,56 @@ def test_settings():
     )
     with pytest.raises(TypeError, match="no_such_setting"):
         to_fxpar(recipe(), strategies={2048: "dp2"}, no_such_setting=1)
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    groups = (PlanGroup(512, "dp2", 1024), PlanGroup(2048, "tp2+sp", 2048))
+    return Plan("llama", 2, 4096, groups, memory_budget_bytes=3 * 2**30 + 1, parameters=6163712)
+
+
+def test_a_plan_says_strategies_and_budgets(plan, tmp_path, monkeypatch):
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = recipe()
+    before = repr(given)
+    config = to_fxpar(given, plan=tmp_path / "plan.toml", merge=False)
+    budget = config.fxpar.memory_budget_gib
+    assert config.fxpar == FxparConfig(
+        strategies={512: "dp2", 2048: "tp2+sp"},
+        token_budgets={512: 1024, 2048: 2048},
+        memory_budget_gib=budget,
+        merge=False,
+    )
+    assert int(budget * 2**30) == plan.memory_budget_bytes
+    assert repr(given) == before
+    assert to_fxpar(recipe(), plan=plan, memory_budget_gib=1.0).fxpar.memory_budget_gib == 1.0
+
+
+def test_the_trainer_is_told_the_budgets_of_a_plan(plan, monkeypatch):
+    told = {}
+    monkeypatch.setattr(fxpar, "parallelize", lambda model, **options: told.update(options))
+    trainer = object.__new__(FxparTrainer)
+    trainer.config = to_fxpar(recipe(), plan=plan)
+    trainer.config.debug.seed = 7
+    trainer.fxpar_settings = trainer.config.fxpar
+    config = trainer.config
+    trainer._fxpar_parallelize(torch.nn.Linear(2, 2), training=config.training, compile_config=config.compile)
+    assert told["strategies"] == plan.strategies
+    assert told["token_budget"] == plan.token_budgets
+    assert told["memory_budget_bytes"] == plan.memory_budget_bytes
+
+
+def test_a_plan_for_something_else_is_refused(plan, monkeypatch):
+    for name, value in (("strategies", {2048: "dp2"}), ("token_budget", 64), ("token_budgets", {512: 64})):
+        with pytest.raises(UnsupportedRecipeError, match=f"{name}.*the plan says it already.*Leave out {name}="):
+            to_fxpar(recipe(), plan=plan, **{name: value})
+    with pytest.raises(PlanFileError, match="for llama with 7 parameters, and this model has 6,163,712"):
+        to_fxpar(recipe(), plan=replace(plan, parameters=7))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(PlanFileError, match="it is for 2 ranks, not 4"):
+        to_fxpar(recipe(), plan=plan)
 
 
 def test_strategies_are_copied():
