@@ -301,7 +301,7 @@ def test_data_parallel_degree(world, degrees, expected):
 
 def test_token_budgets_are_said_once():
     settings = FxparConfig(strategies={512: "dp2"}, token_budget=512, token_budgets={512: 1024})
-    with pytest.raises(UnsupportedRecipeError, match="fxpar.token_budget: fxpar.token_budgets, of a plan, say it"):
+    with pytest.raises(UnsupportedRecipeError, match="token_budgets, of a plan, say it for each limit"):
         check_recipe(llama(), settings, 2)
 
 
