@@ -17,16 +17,13 @@ from fxpar.cli.request import collected_warnings, write_json, write_output
 from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
-from fxpar.ir.strategy import Strategy
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
-from fxpar.passes.pack_documents import DOCUMENTS
-from fxpar.search.chosen import planned_for, searched
+from fxpar.search.chosen import planned_for, problem_of, searched
 from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
-from fxpar.search.space import shapes
 
 BAR = 24  # columns of the longest bar
 
@@ -69,18 +66,9 @@ def _run(request: PlanRequest) -> None:
         if "input_ids" not in {info.fqn for info in example.inputs}:
             why = "its batch has no input_ids, and a plan is for sequences of tokens"
             raise PlanOptionError("MODEL", request.source.model, why)
-        problem = Problem(
-            shapes=_shapes(cluster, depth),
-            cluster=cluster,
-            batches=mini_batches(lengths, tokens, request.samples, request.seed),
-            longest=int(lengths.max()),
-            memory_bytes=memory,
-            max_strategies=request.max_strategies,
-            depth=depth,
-            packed=DOCUMENTS in {info.fqn for info in example.inputs},
-            overlap=request.overlap,
-            keep=request.best,
-        )
+        batches = mini_batches(lengths, tokens, request.samples, request.seed)
+        problem = problem_of(rows, depth, cluster, batches, int(lengths.max()), memory)
+        problem = replace(problem, max_strategies=request.max_strategies, overlap=request.overlap, keep=request.best)
         found = searched(problem, rows, status.update)
         planned = planned_for(request.source.model, request.source.options, tokens, problem, rows)
     if request.output is not None:
@@ -120,10 +108,6 @@ def _depth(source: GraphSource) -> tuple[Callable[[int], GraphSource], Depth]:
         )
 
     return at_depth, Depth(option.layers, option.period)
-
-
-def _shapes(cluster: ClusterSpec, depth: Depth) -> tuple[Strategy, ...]:
-    return tuple(shapes(cluster.world, cluster.devices_per_node, depth.layers))
 
 
 def _remarks(found: Found, path: str) -> list[str]:

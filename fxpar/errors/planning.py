@@ -57,6 +57,13 @@ class PlanFileError(FxparError):
         super().__init__(f"plan {path!r}: {why}" + (f". {do}" if do else ""))
 
 
+class AutoStrategiesError(FxparError):
+    """Rank 0, which chooses the strategies for all ranks, found none; its own error says more."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"rank 0 chose no strategies: {problem}")
+
+
 class SequenceFitsNowhereError(FxparError):
     """No strategy holds the longest sequence in the memory that there is; `nearest` is the one that lacks least."""
 

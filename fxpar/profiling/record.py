@@ -65,11 +65,11 @@ def _device(points: Sequence[Point], device: torch.device, local_world: int) -> 
         tflops={name: _short(rate / 1e12) for name, rate in best.items()},
         memory_gb_per_s=_short(bandwidth / 1e9),
         launch_us=_short(by_kind["launch"][0].seconds * 1e6),
-        memory_gb=_short(_memory_bytes(device, local_world) / 1e9),
+        memory_gb=_short(memory_bytes(device, local_world) / 1e9),
     )
 
 
-def _memory_bytes(device: torch.device, local_world: int) -> float:
+def memory_bytes(device: torch.device, local_world: int) -> float:
     """Of one device: on CPUs the ranks of a node share what there is."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

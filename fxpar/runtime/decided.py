@@ -80,7 +80,7 @@ def decide(
     world = dist.get_world_size()
     groups = length_groups(strategies, world=world, token_budget=options.token_budget)
     names = strategy_names([group.strategy for group in groups])
-    device = _device(module)
+    device = device_of(module)
     cluster = cluster_here(options.cluster, world, device)
     given = None if options.weights is None else Given.to(module, options.weights)
     compiled = options.compiled or compile_strategies(
@@ -159,7 +159,8 @@ def with_multiples(
     return tuple(found)
 
 
-def _device(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
+    """Where it will run. Raises ParallelizeError for a module on several devices."""
     types = {t.device.type for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"}
     if len(types) > 1:
         raise ParallelizeError(f"the module is on several devices: {', '.join(sorted(types))}")

@@ -52,11 +52,7 @@ def open_session(
     options: ParallelizeOptions,
 ) -> Session:
     """Capture, lower, lay out, allocate, and take the module's parameters home. All ranks call it alike."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ParallelizeError(
-            "torch.distributed is not initialised. Start the script with torchrun and call "
-            "torch.distributed.init_process_group() first"
-        )
+    require_ranks()
     watcher = _watcher(options, dist.get_world_size())
     if watcher is None:
         with collector_paused():
@@ -69,6 +65,15 @@ def open_session(
         if watcher is not options.monitor:
             watcher.stop(error)
         raise
+
+
+def require_ranks() -> None:
+    """Raise ParallelizeError outside of a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ParallelizeError(
+            "torch.distributed is not initialised. Start the script with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
 
 
 def _open(

@@ -93,10 +93,12 @@ class ParallelizeOptions:
     Raises ParallelizeError for another value, PlannerError for a planner that nobody has.
     """
 
-    strategies: Mapping[int, Strategy | str] | None = None
+    strategies: Mapping[int, Strategy | str] | Literal["auto"] | None = None
     plan: Plan | str | os.PathLike[str] | None = field(
         default=None, metadata=_only(Plan | str | os.PathLike | None, "file of `fxpar plan`, or a Plan")
     )
+    lengths: Sequence[int] | str | None = None
+    tokens_per_step: int | None = field(default=None, metadata=_only(int | None, "number of tokens above 0"))
     loss: LossFunction = field(
         default=causal_lm,
         metadata=_only(Callable, "function of a model and a batch, such as fxpar.losses.causal_lm"),

@@ -1,53 +1,120 @@
-"""Who says the strategies of a model: the user, or a plan."""
+"""Who says the strategies of a model: the user, a plan, or a search for one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from fxpar.errors import ParallelizeError
+from fxpar.errors import AutoStrategiesError, ParallelizeError, nearest
 from fxpar.ir.strategy import Strategy
+from fxpar.lowering.ladder import collector_paused
+from fxpar.runtime.auto import Search, read_rows
+from fxpar.runtime.decided import device_of
+from fxpar.runtime.opening import require_ranks
 from fxpar.runtime.options import ParallelizeOptions
+from fxpar.search.lengths import as_lengths, mini_batches
 from fxpar.search.plan_file import Plan, plan_of
+from fxpar.search.price import Depth
+
+T = TypeVar("T")
+
+AUTO = "auto"
+_OF_A_SEARCH = ("lengths", "tokens_per_step")
+_OF_STRATEGIES = ("token_budget", "order", "resident", "plain", "compiled")  # what names strategies that are not there
 
 
 def check_choice(options: ParallelizeOptions) -> None:
     """Raise ParallelizeError unless strategies are said once."""
-    if options.plan is None and options.strategies is None:
+    given, plan = options.strategies, options.plan
+    if plan is None and given is None:
         raise ParallelizeError(
             "strategies= is missing, such as strategies={512: 'dp2', 4096: 'cp2'}; or plan=, a file of `fxpar plan`"
         )
-    if options.plan is None:
-        return
-    for name in ("strategies", "token_budget"):
-        if getattr(options, name) is not None:
-            raise ParallelizeError(f"plan= says {name} already: leave out {name}=, or edit the plan")
+    if isinstance(given, str) and given != AUTO:
+        raise ParallelizeError(f"strategies={given!r} is no dict of strategies{nearest(given, [AUTO])}")
+    if plan is not None:
+        for name in ("strategies", "token_budget"):
+            if getattr(options, name) is not None:
+                raise ParallelizeError(f"plan= says {name} already: leave out {name}=, or edit the plan")
+    for name in _OF_A_SEARCH:
+        if given == AUTO and getattr(options, name) is None:
+            raise ParallelizeError(f'strategies="auto" is chosen for {name}=, and there is none')
+        if given != AUTO and getattr(options, name) is not None:
+            raise ParallelizeError(f'{name}= is for strategies="auto"')
+    for name in _OF_STRATEGIES:
+        if given == AUTO and getattr(options, name) is not None:
+            raise ParallelizeError(f'{name}= is of strategies that are known, not for strategies="auto"')
 
 
 def chosen(module: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[int, Strategy | str], ParallelizeOptions]:
     """The strategies, and the options with what a plan says of budgets; a memory budget of the options goes first.
+    All ranks call it alike.
 
-    Raises ParallelizeError, and PlanFileError for a plan that cannot be read or is not for this model and world.
+    Raises ParallelizeError, PlanFileError for a plan that cannot be read or is not for this model and world, and for
+    "auto" what the search raises: on rank 0, AutoStrategiesError on the others.
     """
     check_choice(options)
-    if options.plan is None:
+    if options.plan is None and options.strategies != AUTO:
         assert options.strategies is not None
+        assert not isinstance(options.strategies, str)
         return options.strategies, options
-    plan, path = plan_of(options.plan)
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
-    plan.check_module(path, parameters_of(module), world)
-    return plan.strategies, with_budgets(options, plan)
-
-
-def with_budgets(options: ParallelizeOptions, plan: Plan) -> ParallelizeOptions:
-    """The options with the plan's budgets, and the plan itself, whoever asks for it later."""
+    if options.plan is None:
+        require_ranks()
+        plan = on_rank_0(lambda: _searched(module, options))
+    else:
+        plan, path = plan_of(options.plan)
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+        plan.check_module(path, parameters_of(module), world)
     memory = options.memory_budget_bytes or plan.memory_budget_bytes or None
-    return replace(options, plan=plan, token_budget=plan.token_budgets, memory_budget_bytes=memory)
+    return plan.strategies, replace(options, plan=plan, token_budget=plan.token_budgets, memory_budget_bytes=memory)
 
 
 def parameters_of(module: nn.Module) -> int:
     """Numbers in all of its parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def on_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on all ranks: a search that looks at clocks or figures of this machine must not
+    decide differently. What it raises is raised there, AutoStrategiesError on the others.
+    """
+    found: list[T | None] = [None]
+    problem, own = [""], None
+    if dist.get_rank() == 0:
+        try:
+            found = [make()]
+        except Exception as error:
+            own, problem = error, [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(problem, src=0)
+    if own is not None:
+        raise own
+    if problem[0]:
+        raise AutoStrategiesError(problem[0])
+    dist.broadcast_object_list(found, src=0)
+    return found[0]  # type: ignore[return-value]
+
+
+def _searched(module: nn.Module, options: ParallelizeOptions) -> Plan:
+    assert options.lengths is not None
+    assert options.tokens_per_step is not None
+    lengths = as_lengths(options.lengths)
+    with collector_paused():
+        rows = read_rows(module, options.loss, options.example, options.precision, packed=options.packed)
+        return Search(
+            model=type(module).__name__,
+            rows=lambda _: rows,
+            depth=Depth(1, whole=True),  # nobody knows how to make a shallow one of it
+            batches=mini_batches(lengths, options.tokens_per_step),
+            longest=int(lengths.max()),
+            tokens_per_step=options.tokens_per_step,
+            world=dist.get_world_size(),
+            device=device_of(module),
+            cluster=options.cluster,
+            memory_budget_bytes=options.memory_budget_bytes,
+            overlap=options.overlap,
+            packed=options.packed is not False,
+        ).plan()

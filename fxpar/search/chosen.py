@@ -6,16 +6,20 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
+from fxpar.passes.pack_documents import DOCUMENTS
 from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
-from fxpar.search.price import extrapolated
+from fxpar.search.price import Depth, extrapolated
 from fxpar.search.pricing import PricedSet
+from fxpar.search.space import shapes
 
+MAX_STRATEGIES = 3  # of a plan, unless it is said
 Rows = Callable[[int], LogicalGraph]
 """The graph that is lowered, of rows as in training, of the model with so many layers; the same one if asked again."""
 
@@ -44,6 +48,30 @@ class PlannedFor:
             predicted_s=one.predicted_s,
             lower_bound_s=found.lower_bound_s,
         )
+
+
+def problem_of(
+    rows: Rows,
+    depth: Depth,
+    cluster: ClusterSpec,
+    batches: Sequence[Sequence[int]],
+    longest: int,
+    memory_bytes: int | None,
+) -> Problem:
+    """What to search for a model: every shape of strategy on the cluster, up to as many strategies as plans have by
+    default. `batches` are lengths by mini-batch, `longest` is what the last group takes.
+    """
+    inputs = {info.fqn for info in rows(depth.samples(1)[0]).inputs}
+    return Problem(
+        shapes=tuple(shapes(cluster.world, cluster.devices_per_node, depth.layers)),
+        cluster=cluster,
+        batches=tuple(map(tuple, batches)),
+        longest=longest,
+        memory_bytes=memory_bytes,
+        max_strategies=MAX_STRATEGIES,
+        depth=depth,
+        packed=DOCUMENTS in inputs,
+    )
 
 
 def planned_for(model: str, options: Sequence[str], tokens: int, problem: Problem, rows: Rows) -> PlannedFor:

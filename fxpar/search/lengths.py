@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def read_lengths(text: str, seed: int = 0) -> np.ndarray:
             text, f"this is not a file{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), or {known}"
         )
     return _checked(text, _values(text))
+
+
+def as_lengths(given: object) -> np.ndarray:
+    """Lengths [N] from what `read_lengths` reads, or from the numbers themselves. Raises LengthsError."""
+    if isinstance(given, str):
+        return read_lengths(given)
+    values = given if isinstance(given, np.ndarray) else list(given) if isinstance(given, Iterable) else given
+    return _checked("lengths=", values)
 
 
 def _values(path: str) -> object:

@@ -10,9 +10,10 @@ import pytest
 from torch import nn
 
 import fxpar
-from fxpar.errors import ParallelizeError, PlanFileError
+from fxpar.errors import FxparError, LengthsError, ParallelizeError, PlanFileError
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.runtime.planned import parameters_of
+from fxpar.search.lengths import as_lengths
 from fxpar.search.plan_file import Plan, PlanGroup
 from tests.runtime.hot import Small, World, compiled, precompile, sequences, small
 
@@ -66,6 +67,82 @@ def of_another_world(rank):
     plan = replace(PLAN, world=4, groups=(PlanGroup(64, "dp4", 64),))
     with pytest.raises(PlanFileError, match="it is for 4 ranks, not 2"):
         fxpar.parallelize(small(), plan=plan, **planned())
+
+
+AUTO = {"strategies": "auto", "lengths": [5, 60, 33, 300], "tokens_per_step": 900}
+
+
+def automatic(**options):
+    return fxpar.parallelize(small(), **{"loss": packed_lm_loss, "merge": False, "monitor": False, **AUTO, **options})
+
+
+@PAIR.case
+def of_a_search(rank):
+    lengths = AUTO["lengths"] if rank == 0 else [999]  # what rank 0 finds counts on all
+    model = automatic(lengths=lengths)
+    plan = model.fxpar_session.options.plan
+    loss = model.train_step(sequences(3)).loss
+    groups = [(g.limit, str(g.strategy), g.token_budget) for g in model.fxpar_session.engine.groups]
+    return plan, groups, loss
+
+
+@PAIR.case
+def of_a_search_in_vain(rank):
+    try:
+        automatic(memory_budget_bytes=1000)
+    except FxparError as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_search_chooses_the_same_on_all_ranks():
+    (plan, groups, loss), other = of_a_search()
+    assert other == (plan, groups, loss)
+    assert (plan.world, plan.tokens_per_step, plan.parameters) == (2, 900, COUNT)
+    assert plan.predicted_s >= plan.lower_bound_s > 0
+    assert plan.groups[-1].limit == 300
+    assert groups == [(g.limit, g.strategy, g.token_budget) for g in plan.groups]
+    assert loss == pytest.approx(by_hand()[0][2])
+
+
+def test_a_search_that_finds_nothing_ends_all_ranks():
+    first, second = of_a_search_in_vain()
+    assert first[0] == "SequenceFitsNowhereError"
+    assert second == ("AutoStrategiesError", f"rank 0 chose no strategies: {first[0]}: {first[1]}")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"strategies": "atuo"}, ParallelizeError, "strategies='atuo' is no dict of strategies; did you mean 'auto'"),
+        ({"lengths": None}, ParallelizeError, 'strategies="auto" is chosen for lengths=, and there is none'),
+        ({"tokens_per_step": None}, ParallelizeError, "chosen for tokens_per_step=, and there is none"),
+        ({"tokens_per_step": 0}, ParallelizeError, "tokens_per_step=0 is not a number of tokens above 0"),
+        ({"strategies": TWO}, ParallelizeError, 'lengths= is for strategies="auto"'),
+        ({"order": ["dp2"]}, ParallelizeError, "order= is of strategies that are known"),
+        ({"token_budget": 64}, ParallelizeError, "token_budget= is of strategies that are known"),
+        ({"plan": PLAN}, ParallelizeError, "plan= says strategies already"),
+        ({}, ParallelizeError, "torch.distributed is not initialised"),
+    ],
+)
+def test_bad_searches_are_named_before_anything_is_done(options, error, why):
+    with pytest.raises(error, match=why):
+        fxpar.parallelize(nn.Linear(5, 3), **{**AUTO, **options})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "why"),
+    [
+        ([], "'lengths=': has no lengths"),
+        ([5, -1], "has -1 as length 2"),
+        ([5, 1.5], "has 1.5 as length 2"),
+        (3, "holds a int, not a list"),
+        ("nothing.txt", "this is not a file"),
+        ("githb:64", "did you mean 'github'"),
+    ],
+)
+def test_bad_lengths_are_named(lengths, why):
+    with pytest.raises(LengthsError, match=why):
+        as_lengths(lengths)
 
 
 def test_strategies_and_budgets_are_those_of_the_plan():
