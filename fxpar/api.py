@@ -85,9 +85,9 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
 
     - `plan`: a file that `fxpar plan` wrote, or a `fxpar.search.plan_file.Plan`. It says strategies, token budgets and
       the memory budget instead; a memory budget that is given goes first.
-    - `strategies="auto"` searches for the best plan, on rank 0 and for all: for mini-batches of `tokens_per_step` tokens
+    - `strategies="auto"` searches for the best plan, on rank 0 for all: for mini-batches of `tokens_per_step` tokens,
       of sequences such as `lengths` (numbers of tokens, the longest among them; or a file or distribution, as
-      `fxpar plan --lengths` takes it), and devices as `cluster` says. `model.fxpar_session.options.plan` is what it was.
+      `fxpar plan --lengths` takes it), and devices as `cluster` says. It is `model.fxpar_session.options.plan` then.
     - `loss(model, batch)`: sum over valid tokens (`fxpar.losses`). `example`: a batch to capture with; by default one
       packed row of `input_ids`, `labels`, `position_ids`.
     - `token_budget`: most tokens of one micro-batch of one replica, for all limits or by limit.
@@ -130,8 +130,8 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       its slices, so a model on the meta device is whole nowhere. `fxpar.Weights(folder, missing=["*.lora_*"])` lets the
       model have more than the folder.
 
-    Raises ParallelizeError, PlanFileError, LengthsError, the errors of `length_groups`, `capture`, `lower`, HomeLayoutError,
-    MemoryBudgetError.
+    Raises ParallelizeError, PlanFileError, LengthsError, the errors of `length_groups`, `capture`, `lower`,
+    HomeLayoutError, MemoryBudgetError.
     """
     check_choice(options)
     if target is None:

@@ -19,7 +19,7 @@ from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
-from fxpar.search.chosen import planned_for, problem_of, searched
+from fxpar.search.chosen import of_ranks, planned_for, problem_of, searched
 from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Depth
@@ -82,12 +82,10 @@ def _cluster(request: PlanRequest) -> ClusterSpec:
     """Raises ClusterError."""
     world = request.source.world
     if request.cluster is None:
-        return usual_cluster(world or 1)
+        return of_ranks(usual_cluster(world or 1), world or 1)
     cluster = ClusterSpec.from_file(request.cluster)
     if world is not None:
-        cluster.require(world)
-        local = min(world, cluster.devices_per_node)
-        cluster = replace(cluster, nodes=-(-world // local), devices_per_node=local)
+        cluster = of_ranks(cluster, world)
     return cluster
 
 

@@ -22,6 +22,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.models.loaded import folder_of
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
+from fxpar.train.strategies import STATIC
 
 if TYPE_CHECKING:
     from fxpar.train.rank import Job
@@ -99,11 +100,17 @@ def _demo(words: list[str]) -> TrainConfig:
 
 
 def compared(request: TrainRequest, config: TrainConfig) -> str | None:
-    """The strategy of the second run, or None. Raises CompareError, StrategySyntaxError, WorldSizeError."""
+    """The strategy of the second run, or None; STATIC if it is yet to be chosen.
+
+    Raises CompareError, StrategySyntaxError, WorldSizeError.
+    """
     if request.compare is None:
         return None
-    strategy = config.strategies[-1][1] if request.compare == "static" else request.compare
-    Strategy.parse(strategy, world=config.world)
+    strategy = request.compare
+    if strategy == STATIC and config.strategies:
+        strategy = config.strategies[-1][1]
+    if strategy != STATIC:  # else it is yet to be chosen
+        Strategy.parse(strategy, world=config.world)
     if config.checkpoint.resume:
         raise CompareError("both runs start at step 0, so it cannot be combined with --resume")
     if config.run.steps < 2:

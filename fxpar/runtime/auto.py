@@ -16,7 +16,7 @@ from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import Precision, with_precision
 from fxpar.profiling.record import memory_bytes
 from fxpar.runtime.options import as_precision, capture_step, cluster_here
-from fxpar.search.chosen import Rows, planned_for, problem_of, searched
+from fxpar.search.chosen import Rows, of_ranks, planned_for, problem_of, searched
 from fxpar.search.driver import Said
 from fxpar.search.plan_file import Plan
 from fxpar.search.price import Depth
@@ -59,8 +59,7 @@ class Search:
 
     def plan(self, said: Said = lambda _: None) -> Plan:
         """Search. Raises NoCandidateError, SequenceFitsNowhereError, ClusterError."""
-        cluster = cluster_here(self.cluster, self.world, self.device)
-        cluster.require(self.world)
+        cluster = of_ranks(cluster_here(self.cluster, self.world, self.device), self.world)
         problem = problem_of(self.rows, self.depth, cluster, self.batches, self.longest, None)
         planned = planned_for(self.model, self.options, self.tokens_per_step, problem, self.rows)
         memory = self._memory_bytes(cluster, planned.parameters)

@@ -107,7 +107,7 @@ def _searched(module: nn.Module, options: ParallelizeOptions) -> Plan:
         return Search(
             model=type(module).__name__,
             rows=lambda _: rows,
-            depth=Depth(1, whole=True),  # nobody knows how to make a shallow one of it
+            depth=Depth(1, whole=True),  # a module has no option that makes it shallow
             batches=mini_batches(lengths, options.tokens_per_step),
             longest=int(lengths.max()),
             tokens_per_step=options.tokens_per_step,

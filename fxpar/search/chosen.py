@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
@@ -48,6 +49,14 @@ class PlannedFor:
             predicted_s=one.predicted_s,
             lower_bound_s=found.lower_bound_s,
         )
+
+
+def of_ranks(cluster: ClusterSpec, world: int) -> ClusterSpec:
+    """Of a cluster the nodes that `world` ranks fill, from the first on. Raises ClusterError if they are too few."""
+    cluster.require(world)
+    local = min(world, cluster.devices_per_node)
+    local = local if world % local == 0 else math.gcd(world, local)
+    return replace(cluster, nodes=world // local, devices_per_node=local)
 
 
 def problem_of(

@@ -18,6 +18,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.models.loaded import folder_of
 from fxpar.precision import Precision
 from fxpar.train.schema import from_table, shown
+from fxpar.train.strategies import AUTO, auto_problems, read_strategies
 
 _POSITIVE: dict[str, Any] = {"least": 1}
 
@@ -165,7 +166,9 @@ _REQUIRED = ("model", "data", "strategies")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. `strategies` maps the longest sequence of a group, in tokens, to a strategy; ascending."""
+    """A whole run. `strategies` maps the longest sequence of a group, in tokens, to a strategy; ascending. There are
+    none where they are yet to be chosen ("auto").
+    """
 
     name: str
     model: ModelConfig
@@ -180,7 +183,9 @@ class TrainConfig:
 
     @property
     def world(self) -> int:
-        """Number of ranks that the strategies need."""
+        """Number of ranks that the strategies need, or shall be chosen for."""
+        if not self.strategies:
+            return self.run.ranks or 1
         return Strategy.parse(self.strategies[-1][1]).world
 
     @property
@@ -231,7 +236,7 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
     for assignment in assignments:
         _assign(tables, assignment, problems)
     sections = _sections(tables, problems)
-    strategies = _strategies(tables.get("strategies"), tables.get("data"), problems)
+    strategies = read_strategies(tables.get("strategies"), tables.get("data"), problems)
     if problems:
         raise ConfigError(source, problems)
     config = TrainConfig(name=name, strategies=strategies, **sections)
@@ -270,13 +275,16 @@ def check_together(config: TrainConfig, source: str) -> None:
     budgets = token_budget(config.engine, problems)
     if problems:
         raise ConfigError(source, problems)
-    length_groups(dict(config.strategies), world=config.run.ranks or config.world, token_budget=budgets)
+    if config.strategies:
+        length_groups(dict(config.strategies), world=config.run.ranks or config.world, token_budget=budgets)
+    else:
+        problems += auto_problems(config.run.ranks, asdict(config.engine))
     if config.precision.compute is not None:
         try:
             Precision.parse(config.precision.compute)
         except FxparError as error:
             problems.append(f"precision.compute: {error}")
-    if config.max_length > config.strategies[-1][0]:
+    if config.strategies and config.max_length > config.strategies[-1][0]:
         raise MaxLengthError(config.max_length, config.strategies[-1][0])
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
@@ -329,36 +337,6 @@ def _sections(tables: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     return found
 
 
-def _strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[int, str], ...]:
-    """Ascending (limit, strategy); `static = "dp4"` takes sequences up to data.max_length."""
-    if not isinstance(table, dict) or not table:
-        problems.append(
-            'section [strategies] is missing: lengths and strategies such as 512 = "dp4", or static = "dp4"'
-        )
-        return ()
-    if "static" in table:
-        limit = data.get("max_length") if isinstance(data, dict) else None
-        if len(table) > 1:
-            problems.append("strategies.static stands alone; remove the other keys of [strategies]")
-        if not isinstance(limit, int):
-            problems.append("strategies.static needs data.max_length: the longest sequence in tokens, such as 4096")
-            return ()
-        table = {str(limit): table["static"]}
-    found = []
-    for key, text in table.items():
-        if not key.isdecimal() or int(key) < 1:
-            problems.append(f"strategies.{key} is not a length in tokens{nearest(key, ['static'])}")
-        elif not isinstance(text, str):
-            problems.append(f'strategies.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
-        else:
-            try:
-                Strategy.parse(text)
-                found.append((int(key), text))
-            except FxparError as error:
-                problems.append(f"strategies.{key}: {error}")
-    return tuple(sorted(found))
-
-
 def _assign(tables: dict[str, Any], assignment: str, problems: list[str]) -> None:
     """Put `section.key=value` into the tables; the value is TOML, or a text where that does not parse."""
     path, equals, text = assignment.partition("=")
@@ -372,7 +350,7 @@ def _assign(tables: dict[str, Any], assignment: str, problems: list[str]) -> Non
     except tomllib.TOMLDecodeError:
         value = text.strip()
     if whole:  # all of them, as a file would say it
-        tables["strategies"] = value if isinstance(value, dict) else {"static": value}
+        tables["strategies"] = value if isinstance(value, dict) or value == AUTO else {"static": value}
         return
     table = tables
     for key in keys[:-1]:

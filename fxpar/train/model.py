@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,18 @@ def shapes_of(config: TrainConfig) -> nn.Module:
     return loaded.model
 
 
+def shapes_for(config: TrainConfig, vocab_size: int, options: Mapping[str, Any]) -> LoadedModel:
+    """The model of a run with further `options`, on the meta device. Raises as `build_model` does."""
+    model = replace(config.model, options={**config.model.options, **options})
+    loaded = _loaded(replace(config, model=model), vocab_size, "meta")
+    freeze(loaded.model, model.train)
+    return loaded
+
+
 def _loaded(config: TrainConfig, vocab_size: int, device: str) -> LoadedModel:
     """With the options that the data decides, unless the user does."""
     name = config.model.name
-    options = _texts(config)
+    options = texts_of(config)
     if folder_of(name) is not None:
         return _load(config, options, {}, device)
     kind = "hf" if name.startswith("hf:") else name
@@ -93,7 +102,8 @@ def _fills_meta(device: str) -> bool:
     return device != "cpu" or not torch.cuda.is_available()
 
 
-def _texts(config: TrainConfig) -> dict[str, str]:
+def texts_of(config: TrainConfig) -> dict[str, str]:
+    """The options of the model as `--set` of the other commands writes them."""
     return {key: option_text(value) for key, value in config.model.options.items()}
 
 

@@ -42,7 +42,7 @@ def check_parts(config: TrainConfig) -> None:
 
     Raises OrderError, CorpusPathError, TokenizerError, MissingDataPackageError, and what `shapes_of` raises.
     """
-    if config.engine.order is not None:
+    if config.engine.order is not None and config.strategies:
         check_order(config.engine.order, [*dict.fromkeys(str(Strategy.parse(text)) for _, text in config.strategies)])
     if config.data.source not in [name for name, kind in KINDS.items() if not kind.at_path]:
         check_source(config.data.source)

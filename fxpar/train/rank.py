@@ -29,6 +29,8 @@ from fxpar.errors import (
 )
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
+from fxpar.runtime.planned import on_rank_0
+from fxpar.train.auto import compared_with, plan_line, search_plan, with_plan
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps
@@ -38,6 +40,7 @@ from fxpar.train.records import StepRecord, Totals
 from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
+from fxpar.train.strategies import AUTO
 from fxpar.train.text import Prepared, describe, keep_tokenizer, prepare
 from fxpar.train.view import open_view, summary_lines
 
@@ -100,7 +103,7 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
     rank, world, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world != config.world:
         sizes = {limit: (text, Strategy.parse(text).world) for limit, text in config.strategies}
-        raise StrategyWorldsError(sizes, world)
+        raise StrategyWorldsError(sizes or {config.max_length: (AUTO, config.world)}, world)
     torch.set_num_threads(config.run.threads)
     device = choose_device(config.run.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if rank == 0:
@@ -163,9 +166,11 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
 
 
 def _train(job: Job, place: ThisRank) -> Outcome:
-    config = job.config
     place.monitor.phase("prepare the data")
-    prepared = _prepare(config, place)
+    prepared = _prepare(job.config, place)
+    if not job.config.strategies:
+        job = _chosen(job, prepared, place)
+    config = job.config
     place.monitor.phase("build the model")
     with _noted_warnings(place):
         session = open_session(config, prepared, place.device, place.monitor)
@@ -217,6 +222,14 @@ def _prepare(config: TrainConfig, place: ThisRank) -> Prepared:
         return prepared
     store.wait([key], _PREPARE_LIMIT)
     return Prepared.from_text(store.get(key))
+
+
+def _chosen(job: Job, prepared: Prepared, place: ThisRank) -> Job:
+    """The same with strategies, which rank 0 chooses. Raises as `on_rank_0` does."""
+    place.monitor.phase("choose strategies")
+    plan = on_rank_0(lambda: search_plan(job.config, prepared, place.device))
+    place.say(plan_line(plan))
+    return Job(with_plan(job.config, plan), compared_with(job.compare, plan))
 
 
 def _introduce(session: TrainSession, prepared: Prepared, place: ThisRank) -> None:

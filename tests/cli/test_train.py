@@ -245,6 +245,15 @@ def test_resume_with_another_strategy_on_another_number_of_ranks(trained, prepar
 
 
 @pytest.mark.slow
+def test_strategies_that_are_chosen(prepared, one_rank):
+    status, out, err = one_rank("strategies=auto", "run.ranks=1", "--compare", "static", "run.steps=3")
+    assert status == 0, out + err
+    assert re.search(r"^chosen strategies <=128 dp1: \S+ s per step predicted, no set below", out, re.MULTILINE)
+    assert "the same 3 steps under dp1 alone" in out
+    assert len(metrics(prepared / "out")) == 3
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_and_ends_clean(prepared):
     one = ("--set", "strategies.static=dp1", "--set", "data.max_length=64")
     process = start(prepared, "tiny.toml", "--steps", "100000", "--set", "checkpoint.every=0", *one)
@@ -374,6 +383,7 @@ def test_the_first_error_of_a_rank_is_shown(prepared, monkeypatch):
         ("data.overlong=error", "longest"),
         ("model.name=mlp", "model 'mlp' takes no tokens"),
         ("strategies.static=dp2", "must use all 1 ranks"),
+        ("strategies=auto", "needs run.ranks, or --ranks N"),
         ("run.device=cuda", "1 local ranks need 1 GPUs"),
     ],
 )

@@ -8,6 +8,7 @@ from tests.cli.helpers import fxpar
 from tests.cli.test_train import CONFIG
 
 STDLIB = ["tiny.toml", "--set", "data.source=python-stdlib"]
+AUTO = ["tiny.toml", "--ranks", "2", "--set", "data.max_length=64", "--set", "strategies=auto"]
 
 
 @pytest.fixture
@@ -27,6 +28,13 @@ def config(tmp_path, monkeypatch):
         (["tiny.toml", "--set", "run.step=3"], "run.step is not a known key; did you mean 'steps'?"),
         (["tiny.toml", "--set", "strategies.512=xp4"], "unknown axis 'xp'"),
         (["tiny.toml", "--set", "strategies.512=dp4"], "must use all 4 ranks"),
+        (["tiny.toml", "--set", "strategies=auto", "--ranks", "2"], '"auto" needs data.max_length'),
+        (["tiny.toml", "--set", "strategies=auto", "--set", "data.max_length=64"], "needs run.ranks, or --ranks N"),
+        ([*AUTO, "--set", "engine.token_budget=64"], "engine.token_budget is of strategies that are known"),
+        ([*AUTO, "--set", 'engine.order=["dp2"]'], "engine.order is of strategies that are known"),
+        ([*AUTO, "--compare", "dp4"], "strategy 'dp4' needs 4 ranks"),
+        ([*AUTO, "--set", "strategies.64=dp2"], "strategies is not a section"),
+        ([*AUTO, "--set", "strategies=atuo"], "strategy 'atuo'"),
         (["tiny.toml", "--ranks", "8"], "must use all 8 ranks"),
         (["tiny.toml", "--set", "data.max_length=4096"], "Add a strategy for 4096 tokens"),
         (["tiny.toml", "--resume"], "there is no complete checkpoint"),

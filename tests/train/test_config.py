@@ -52,6 +52,11 @@ def test_assignments_replace_values():
     assert config.model.options == {"layers": 1, "dim": 32}
 
 
+def test_a_word_in_place_of_strategies():
+    text = 'strategies = "atuo"\n' + SMALL[: SMALL.index("[strategies]")]
+    assert 'strategies = "atuo" must be "auto", or a section: [strategies]' in message(text=text)
+
+
 def test_all_strategies_are_replaced():
     """`--set strategies=...` stands for the whole section; single keys come on top of those of the file."""
     assert parse(SMALL, 'strategies={64 = "cp4", 2048 = "tp4"}').strategies == ((64, "cp4"), (2048, "tp4"))

@@ -1,0 +1,60 @@
+"""What stands in [strategies] of a configuration: strategies by length, one for all lengths, or "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxpar.errors import FxparError, nearest
+from fxpar.ir.strategy import Strategy
+from fxpar.train.schema import shown
+
+AUTO, STATIC = "auto", "static"
+
+
+def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[int, str], ...]:
+    """Ascending (limit, strategy); `static = "dp4"` takes sequences up to data.max_length, and so does "auto"."""
+    if table == AUTO:
+        if not isinstance(data, dict) or not isinstance(data.get("max_length"), int):
+            problems.append('strategies = "auto" needs data.max_length: the longest sequence in tokens, such as 4096')
+        return ()
+    if isinstance(table, str):
+        problems.append(f'strategies = "{table}" must be "{AUTO}", or a section: [strategies]')
+        return ()
+    if not isinstance(table, dict) or not table:
+        problems.append(
+            'section [strategies] is missing: lengths and strategies such as 512 = "dp4", or static = "dp4"; or '
+            'strategies = "auto" above the first section'
+        )
+        return ()
+    if "static" in table:
+        limit = data.get("max_length") if isinstance(data, dict) else None
+        if len(table) > 1:
+            problems.append("strategies.static stands alone; remove the other keys of [strategies]")
+        if not isinstance(limit, int):
+            problems.append("strategies.static needs data.max_length: the longest sequence in tokens, such as 4096")
+            return ()
+        table = {str(limit): table["static"]}
+    found = []
+    for key, text in table.items():
+        if not key.isdecimal() or int(key) < 1:
+            problems.append(f"strategies.{key} is not a length in tokens{nearest(key, ['static'])}")
+        elif not isinstance(text, str):
+            problems.append(f'strategies.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
+        else:
+            try:
+                Strategy.parse(text)
+                found.append((int(key), text))
+            except FxparError as error:
+                problems.append(f"strategies.{key}: {error}")
+    return tuple(sorted(found))
+
+
+def auto_problems(ranks: int | None, engine: Mapping[str, Any]) -> list[str]:
+    """What strategies cannot be chosen for, or beside."""
+    found = [
+        f'engine.{name} is of strategies that are known, not for strategies = "auto"'
+        for name in ("token_budget", "token_budgets", "order")
+        if engine[name]
+    ]
+    return found if ranks else ['strategies = "auto" needs run.ranks, or --ranks N: how many to choose for', *found]
