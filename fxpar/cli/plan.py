@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_co
 from fxpar.cli.options import GraphSource
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
+from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import collected_warnings, write_json, write_output
 from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
@@ -22,8 +23,10 @@ from fxpar.models.options import parse_assignments
 from fxpar.search.chosen import of_ranks, planned_for, problem_of, searched
 from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
+from fxpar.search.plan_file import Plan
 from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
+from fxpar.search.verify import VerifiedPlan, order_of
 
 BAR = 24  # columns of the longest bar
 
@@ -57,6 +60,8 @@ def _run(request: PlanRequest) -> None:
     lengths = read_lengths(request.lengths or "", request.seed)
     tokens = request.tokens_per_step or 1
     cluster = _cluster(request)
+    if request.verify is not None:
+        check_verify(request.verify, cluster.world, request.source.is_file)
     memory = request.memory_bytes or _memory_of(cluster)
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")
@@ -68,19 +73,56 @@ def _run(request: PlanRequest) -> None:
             raise PlanOptionError("MODEL", request.source.model, why)
         batches = mini_batches(lengths, tokens, request.samples, request.seed)
         problem = problem_of(rows, depth, cluster, batches, int(lengths.max()), memory)
-        problem = replace(problem, max_strategies=request.max_strategies, overlap=request.overlap, keep=request.best)
+        problem = replace(
+            problem,
+            max_strategies=request.max_strategies,
+            overlap=request.overlap or (request.verify is not None and kind_here(cluster.world) == "cpu"),
+            keep=max(request.best, request.verify or 0),
+        )
         found = searched(problem, rows, status.update)
         planned = planned_for(request.source.model, request.source.options, tokens, problem, rows)
+        plans = [planned.plan(found, one) for one in found.plans]
+        runs: list[VerifiedPlan] = []
+        if request.verify is not None:
+            status.update(f"running {len(plans[: request.verify])} plans on {cluster.world} ranks")
+            runs = verified(_job(request, problem, found, plans[: request.verify]))
+    fastest = order_of([run.measured_s for run in runs])[0] if runs else 0
     if request.output is not None:
-        plan = planned.plan(found, found.plans[0])
-        write_output(request.output, plan.to_toml(_remarks(found, request.output)))
-    if write_json(request.json, document(found)):
-        _show(stdout_console(), request, found, problem)
+        remarks = _remarks(found, request.output, fastest)
+        write_output(request.output, plans[fastest].to_toml([*remarks, *_measured(runs, fastest)]))
+    if write_json(request.json, document(found) | ({"verified": verified_json(runs)} if runs else {})):
+        console = stdout_console()
+        _show(console, request, found, problem)
+        if runs:
+            show_verified(console, runs)
+        if request.output is not None:
+            how = ", the fastest as measured," if runs else ""
+            console.print(f"plan {fastest + 1}{how} is in {request.output}", markup=False)
+
+
+def _job(request: PlanRequest, problem: Problem, found: Found, plans: Sequence[Plan]) -> VerifyJob:
+    source = request.source
+    return VerifyJob(
+        model=source.model,
+        options=tuple(source.options),
+        dtype=source.dtype,
+        precision=source.precision,
+        plans=tuple(plan.to_toml() for plan in plans),
+        batches=problem.batches,
+        cluster=problem.cluster.to_json(),
+        optimizer_s=found.plans[0].optimizer_s,
+    )
+
+
+def _measured(runs: Sequence[VerifiedPlan], fastest: int) -> list[str]:
+    return [f"measured: {human_seconds(runs[fastest].measured_s)} per mini-batch"] if runs else []
 
 
 def _cluster(request: PlanRequest) -> ClusterSpec:
     """Raises ClusterError."""
     world = request.source.world
+    if request.cluster is None and request.verify is not None:
+        return usual_cluster(world or 1, world or 1, kind_here(world or 1))
     if request.cluster is None:
         return of_ranks(usual_cluster(world or 1), world or 1)
     cluster = ClusterSpec.from_file(request.cluster)
@@ -108,12 +150,13 @@ def _depth(source: GraphSource) -> tuple[Callable[[int], GraphSource], Depth]:
     return at_depth, Depth(option.layers, option.period)
 
 
-def _remarks(found: Found, path: str) -> list[str]:
-    static = found.best_static
-    faster = f"predicted: {found.speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}"
+def _remarks(found: Found, path: str, number: int) -> list[str]:
+    static, plan = found.best_static, found.plans[number]
+    speedup = static.predicted_s / plan.predicted_s
+    faster = f"predicted: {speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}"
     alone = f"predicted: no set of strategies is faster than {static.strategies[0]} alone"
     use = f"train with it: fxpar train run.toml --plan {path}"
-    return [alone if len(found.plans[0].strategies) == 1 else faster, use]
+    return [alone if len(plan.strategies) == 1 else faster, use]
 
 
 def document(found: Found) -> dict[str, Any]:
@@ -149,7 +192,7 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
     console.print(
         f"{request.source.model} on {problem.cluster.world} devices, {tokens:,.0f} tokens per mini-batch, longest "
         f"sequence {problem.longest:,}; predicted for "
-        f"{request.cluster or 'usual GPUs'} ({problem.cluster.sustained})",
+        f"{request.cluster or _usual(request)} ({problem.cluster.sustained})",
         markup=False,
     )
     for number, plan in enumerate(found.plans, 1):
@@ -171,8 +214,11 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
         f"{found.search_cpu_s:.1f} CPU s",
         markup=False,
     )
-    if request.output is not None:
-        console.print(f"plan 1 is in {request.output}", markup=False)
+
+
+def _usual(request: PlanRequest) -> str:
+    """What is assumed where no cluster is described: with `--verify` it is what the plans run on."""
+    return "usual CPUs" if request.verify and kind_here(request.source.world or 1) == "cpu" else "usual GPUs"
 
 
 def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:

@@ -11,7 +11,7 @@ import typer
 from fxpar.cli.commands import CAPACITY, capacity_bytes
 from fxpar.cli.options import Cluster, GraphSource, Json, Offered
 
-_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "output")
+_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "output", "verify")
 _OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches", "layers", "hidden")
 
 
@@ -47,6 +47,12 @@ class PlanRequest:
     ] = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
+    verify: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=16, help="Run the N best plans on local ranks, and measure.", show_default=False
+        ),
+    ] = None
     cost: Annotated[
         Literal["fxpar", "galvatron"], typer.Option(help="Whose cost model: fxpar's, or Galvatron's on its profiles.")
     ] = "fxpar"

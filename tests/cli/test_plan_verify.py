@@ -1,0 +1,77 @@
+"""`fxpar plan --verify N`: what is said of runs, and one real run on two ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fxpar.cli.plan_verify import check_verify, verdict, verified_json
+from fxpar.errors import PlanOptionError
+from fxpar.search.plan_file import read_plan
+from fxpar.search.verify import StepSeconds, VerifiedPlan, refit
+from tests.cli.helpers import fxpar
+
+WORDS = ["plan", "llama", "--set", "layers=1", "--world", "2", "--lengths", "github:64", "--tokens-per-step", "256"]
+
+
+def plans(*steps):
+    return [VerifiedPlan(number, (StepSeconds(*one),) * 2) for number, one in enumerate(steps, 1)]
+
+
+def test_what_changed_is_said():
+    found = plans((1.0, 0.1, 2.5), (1.05, 0.06, 2.4))  # 2 and 5 times as long
+    lines = verdict(found, refit(found))
+    assert lines == [
+        "refitted: compute takes 2 times the predicted time, links 5 times",
+        "order refitted: plans 2, 1, fastest first",
+        "order measured: plans 2, 1, fastest first",
+    ]
+    one = plans((1.0, 0.0, 2.0))
+    assert verdict(one, refit(one)) == [
+        "refitted: a step takes 2 times the predicted time (compute and links cannot be told apart)"
+    ]
+    same = plans((1.0, 0.1, 2.2), (2.0, 0.1, 4.2))
+    assert verdict(same, refit(same))[1:] == ["order refitted: as predicted", "order measured: as predicted"]
+    data = verified_json(found)
+    assert (data["compute_factor"], data["link_factor"]) == pytest.approx((2.0, 5.0))
+    assert [plan["measured_s"] for plan in data["plans"]] == [2.5, 2.4]
+
+
+def test_what_cannot_run_here_is_said_before_the_search():
+    with pytest.raises(PlanOptionError, match="--verify = 2: plans for 4,096 ranks cannot run on this machine"):
+        check_verify(2, 4096, False)
+    with pytest.raises(PlanOptionError, match="a graph file has no weights to run; name its model"):
+        check_verify(2, 1, True)
+    check_verify(2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([*WORDS, "--verify", "0"], "--verify"),
+        ([*WORDS[:5], "65536", *WORDS[6:], "--verify", "1"], "cannot run on this machine"),
+        (["plan", "--cost", "galvatron", "--verify", "1"], "it is for a model"),
+    ],
+)
+def test_bad_words_are_one_error(words, why):
+    status, out, err = fxpar(*words)
+    assert status in (1, 2)
+    assert why in " ".join(err.replace("│", " ").split())
+    assert not out
+
+
+@pytest.mark.slow
+def test_a_plan_is_run_and_measured(tmp_path):
+    paths = ["-o", str(tmp_path / "plan.toml"), "--json", str(tmp_path / "plan.json")]
+    status, text, err = fxpar(*WORDS, "--samples", "2", "--memory", "1GB", "--verify", "1", *paths)
+    assert status == 0, text + err
+    assert "predicted for usual CPUs" in text
+    data = json.loads((tmp_path / "plan.json").read_text())
+    (plan,) = data["verified"]["plans"]
+    assert len(plan["steps"]) == 2
+    assert plan["measured_s"] > 0
+    assert plan["predicted_s"] == pytest.approx(data["plans"][0]["predicted_s"], rel=1e-6)  # the engine plans the same
+    assert "the fastest as measured, is in" in text
+    assert "# measured: " in (tmp_path / "plan.toml").read_text()
+    assert read_plan(str(tmp_path / "plan.toml")).world == 2
