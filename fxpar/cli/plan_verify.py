@@ -50,13 +50,19 @@ class VerifyJob:
     """
 
     model: str
-    options: tuple[str, ...]
+    options: Sequence[str]
     dtype: str
     precision: str | None
-    plans: tuple[str, ...]
+    plans: Sequence[str]
     batches: tuple[tuple[int, ...], ...]
     cluster: dict[str, Any]
     optimizer_s: float
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> VerifyJob:
+        """The inverse of `asdict`, through JSON."""
+        data["batches"] = tuple(map(tuple, data["batches"]))
+        return cls(**data)
 
     @property
     def world(self) -> int:
@@ -154,8 +160,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     end_with_parent()
     data = json.loads((folder / JOB).read_text(encoding="utf-8"))
-    batches = tuple(map(tuple, data.pop("batches")))
-    job = VerifyJob(**{**data, "options": tuple(data["options"]), "plans": tuple(data["plans"])}, batches=batches)
+    job = VerifyJob.from_json(data)
     torch.set_num_threads(1)
     device = choose_device("auto", int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
