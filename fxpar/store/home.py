@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fxpar.errors import HomeLayoutError, PlacementError
+from fxpar.errors.base import nearest_name
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.switch.layout import ParamLayout, PlacedParam
@@ -49,7 +50,8 @@ def home_layout(params: Iterable[ParamSpec], world: int, rules: HomeRules | None
     given = dict(rules or {})
     for pattern in given:
         if not any(fnmatch.fnmatchcase(spec.fqn, pattern) for spec in specs):
-            raise HomeLayoutError(pattern, "matches no parameter")
+            near = nearest_name(pattern, [spec.fqn for spec in specs])
+            raise HomeLayoutError(pattern, f"matches no parameter{near or '. Globs run over names of parameters'}")
     placed, known = {}, {}
     for spec in specs:
         pattern = next((p for p in given if fnmatch.fnmatchcase(spec.fqn, p)), None)

@@ -40,7 +40,7 @@ MOVING = {
     "workspace": "workspace",
 }
 WHY = {
-    "master weights": "cut over all ranks",
+    "master weights": "sharded over all ranks",
     "optimizer": "AdamW, two fp32 moments",
     "weights": "as the graph computes with them",
     "gradients": "as the optimizer sees them",
