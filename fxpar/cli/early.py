@@ -9,9 +9,7 @@ from typing import Any
 from fxpar.cli.names import EXAMPLE_NAMES, SUFFIX
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, parse_strategies, parse_tokens
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ModelFunctionError, UnknownModelError
-from fxpar.search.lengths import read_lengths
 
 
 def check_early(request: Any) -> None:
@@ -28,8 +26,12 @@ def check_early(request: Any) -> None:
     for path in (getattr(request, name, None) for name in ("json", "output", "trace")):
         check_output(path)
     if getattr(request, "cluster", None) is not None:
+        from fxpar.cost.cluster import ClusterSpec
+
         ClusterSpec.from_file(request.cluster)
     if getattr(request, "lengths", None) is not None:
+        from fxpar.search.lengths import read_lengths  # with numpy
+
         read_lengths(request.lengths)
     if not source.model:  # a command that can do without one
         return

@@ -65,6 +65,14 @@ def test_answers_from_the_cache_do_without_the_compiler():
     assert run(code=code).stdout == "[]\n"
 
 
+def test_commands_that_look_at_layouts_do_without_dtensors():
+    code = (
+        "import sys\nimport fxpar.cli.viz, fxpar.cli.memory, fxpar.cli.order\n"
+        "print(sorted({'torch.distributed.tensor', 'torch._dynamo'} & set(sys.modules)))\n"
+    )
+    assert run(code=code).stdout == "[]\n"
+
+
 def test_lists_for_who_has_no_torch_are_those_of_the_modules():
     assert list(EXAMPLES) == list(EXAMPLE_NAMES)
 
