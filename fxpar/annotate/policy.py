@@ -12,7 +12,8 @@ from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.narrow import narrow_classes
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
-from fxpar.errors import OverrideError, nearest
+from fxpar.errors import OverrideError
+from fxpar.errors.base import nearest_name
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, tensor_metas, tensor_of
@@ -225,9 +226,8 @@ def resolve_overrides(graph: LogicalGraph | AnnotatedGraph, strategy: Strategy) 
         placement = parse_override(pattern, text)
         matched = [(n, i) for n, i in params if any(fnmatch.fnmatchcase(f, pattern) for f in (i.fqn, *i.aliases))]
         if not matched:
-            ends = {f"*.{'.'.join(name.split('.')[-2:])}" for name in names if "." in name}
-            hint = nearest(pattern, [*(sorted(ends) if "*" in pattern else ()), *names])
-            raise OverrideError(pattern, "matches no parameter", hint or ". Globs run over parameter FQNs.")
+            hint = nearest_name(pattern, names) or ". Globs run over parameter FQNs."
+            raise OverrideError(pattern, "matches no parameter", hint)
         for node, info in matched:
             _check_dim(pattern, placement, info)
             found.setdefault(node.name, placement)

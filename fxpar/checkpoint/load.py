@@ -48,6 +48,14 @@ def load_checkpoint(
         return _load(group, path, model, optimizer)
 
 
+def read_extra(path: Path) -> dict[str, Any]:
+    """The `extra` of a checkpoint alone, without a look at its other files. Raises CorruptCheckpointError."""
+    try:
+        return decode(json.loads((path / PLAIN).read_text(encoding="utf-8"))["extra"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(path, f"{PLAIN} cannot be read. {advice(path)}") from error
+
+
 def _load(
     group: dist.ProcessGroup | None, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:

@@ -147,7 +147,11 @@ def _write(
             def write(held: dict[str, Tensor] = held, number: int = number) -> None:
                 from safetensors.torch import save_file
 
-                save_file(held, aside / _file_name(number, len(shards)), metadata={"format": "pt"})
+                file = aside / _file_name(number, len(shards))
+                file.touch()  # in the mode of the umask: safetensors makes its files for their owner alone
+                mode = file.stat().st_mode
+                save_file(held, file, metadata={"format": "pt"})
+                file.chmod(mode)
 
             agreed(group, write if rank == 0 else _nothing, wrap)
 

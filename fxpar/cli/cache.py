@@ -8,6 +8,7 @@ environment variables) is not seen: `--no-cache`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -154,6 +155,7 @@ def _settings() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def _own_digest() -> str:
     """Hash of fxpar's source: a change of a rule or a pass makes other graphs."""
     total = hashlib.sha256()

@@ -13,10 +13,10 @@ from fxpar.errors import ModelFunctionError, UnknownModelError
 
 
 def check_early(request: Any) -> None:
-    """Look at the words that a command is about to read anyway: its strategies, lengths, MODEL, files to write.
+    """Look at the words that a command is about to read anyway: its strategies, lengths, MODEL, files.
 
     Raises StrategySyntaxError, WorldSizeError, OverrideError, TokensError, UnknownModelError,
-    ModelFunctionError, OutputError.
+    ModelFunctionError, OutputError, ClusterError, LengthsError.
     """
     source = getattr(request, "source", None)
     if not isinstance(source, GraphSource):
@@ -25,6 +25,14 @@ def check_early(request: Any) -> None:
     parse_tokens(source.tokens)
     for path in (getattr(request, name, None) for name in ("json", "output", "trace")):
         check_output(path)
+    if getattr(request, "cluster", None) is not None:
+        from fxpar.cost.cluster import ClusterSpec
+
+        ClusterSpec.from_file(request.cluster)
+    if getattr(request, "lengths", None) is not None:
+        from fxpar.search.lengths import read_lengths  # with numpy
+
+        read_lengths(request.lengths)
     if not source.model:  # a command that can do without one
         return
     if source.model.endswith(".py"):

@@ -95,20 +95,21 @@ def _show_table(
     sizes = ", ".join(f"{name} = {size}" for name, size in found[0].sizes.items())
     room = "" if device is None else f"; a device has {human_bytes(device)}"
     console.print(f"{model}{f', {sizes}' if sizes else ''}; the fullest rank of each strategy{room}:", markup=False)
+    of_tokens = any(one.tokens for one in found)
     rows = [
         (
             str(strategy),
             str(strategy.world),
             human_bytes(one.state_bytes),
             human_bytes(one.body.saved_bytes),
-            human_bytes(one.per_token_bytes) if one.tokens else "",
+            *([human_bytes(one.per_token_bytes)] if of_tokens else []),
             human_bytes(one.peak_bytes),
             "" if device is None else _verdict(one, device),
         )
         for strategy, one in zip(strategies, found, strict=True)
     ]
-    titles = ("strategy", "ranks", "stays", "saved", "per token", "peak", "")
-    print_table(console, titles, rows, right=(1, 2, 3, 4, 5))
+    titles = ("strategy", "ranks", "stays", "saved", *["per token"] * of_tokens, "peak", "")
+    print_table(console, titles, rows, right=range(1, len(titles) - 1))
 
 
 def _verdict(found: MemoryPrediction, device: int) -> str:

@@ -189,9 +189,11 @@ def _plan_json(plan: PricedSet, found: Found) -> dict[str, Any]:
 def _show(console: Console, request: PlanRequest, found: Found, problem: Problem) -> None:
     best = found.plans[0]
     tokens = sum(map(sum, problem.batches)) / len(problem.batches)
+    asked = request.tokens_per_step or 1
+    whole = f" (the mean: as many whole sequences as fit into {asked:,})" if round(tokens) != asked else ""
     console.print(
-        f"{request.source.model} on {problem.cluster.world} devices, {tokens:,.0f} tokens per mini-batch, longest "
-        f"sequence {problem.longest:,}; predicted for "
+        f"{request.source.model} on {problem.cluster.world} devices, {tokens:,.0f} tokens per mini-batch{whole}, "
+        f"longest sequence {problem.longest:,}; predicted for "
         f"{request.cluster or _usual(request)} ({problem.cluster.sustained})",
         markup=False,
     )

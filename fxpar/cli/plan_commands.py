@@ -90,6 +90,9 @@ class PlanRequest:
             return
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
+        if self.output is not None and self.output.endswith(".json"):
+            why = "a plan is TOML: name it .toml (--json FILE writes what is printed as JSON)"
+            raise typer.BadParameter(why, param_hint="--output")
         galvatron = self.cost == "galvatron"
         for name in _OF_MODEL if galvatron else _OF_GALVATRON:
             if getattr(self, name) not in (None, False, 0):

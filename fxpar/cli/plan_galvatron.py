@@ -14,11 +14,12 @@ from typing import Any
 
 from fxpar.cli.console import plain_table, stdout_console
 from fxpar.cli.request import check_output, write_json
-from fxpar.errors import NothingFitsError, PlanOptionError
+from fxpar.errors import NothingFitsError, PlanFileError, PlanOptionError
 from fxpar.search.galvatron import GalvatronCost
 from fxpar.search.galvatron_files import read_profiles
 from fxpar.search.galvatron_plan import read_galvatron_plan
 from fxpar.search.layered import LayeredPlan, search
+from fxpar.search.plan_file import is_plan
 
 _MEMORY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([mg])i?b?", re.IGNORECASE)
 _UNITS = {"m": 2**20, "g": 2**30}
@@ -88,6 +89,9 @@ def run_plan_galvatron(request: GalvatronRequest) -> None:
 def run_import_galvatron(path: str, devices: int | None = None, json: str | None = None) -> None:
     """Print a plan of Galvatron's as strategies per layer. Raises FxparError."""
     check_output(json)
+    if is_plan(path):
+        do = f"Train with it: fxpar train CONFIG --plan {path}"
+        raise PlanFileError(path, "it is a plan of fxpar's own, and --import reads those of Galvatron", do)
     plan = read_galvatron_plan(path, devices)
     texts = tuple(str(one) for one in plan.layers)
     runs = _runs(texts, plan.division)

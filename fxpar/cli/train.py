@@ -153,11 +153,17 @@ def _locally(job: Job, request: TrainRequest) -> bool:
 
     check_ranks(job.config)
     check_free(job.config)
-    preflight(job.config)
     check_parts(job.config)  # ranks would find it out too, all of them and seconds later
-    console = stdout_console()
+    preflight(job.config)  # makes folders, so it comes last
+    console = stderr_console() if request.json == "-" else stdout_console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+        console.file.flush()  # a file's reader follows the run
+
+    say(f"starting {job.config.world} rank{'s' * (job.config.world > 1)}")
     try:
-        outcome = launch(job, lambda text: console.print(text, markup=False))
+        outcome = launch(job, say)
     except KeyboardInterrupt:
         console.print(f"interrupted; finished checkpoints, if any, are in {job.config.checkpoints}", markup=False)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from fxpar.cli.commands import VizRequest
 from fxpar.cli.console import stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import read_for_store, read_lowered, read_rows, strategies_of
+from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import token_dim
 from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
@@ -129,9 +130,22 @@ def _document(
         "graph": graph_section(views),
         "mesh": mesh_section(views),
         "timeline": timeline_section(views, insides=insides),
-        "memory": memory_section(views, insides),
+        "memory": memory_section(views, insides, functools.partial(_kept, request)),
     }
     return view_document(request.source.model, views, sections, made_with=f"fxpar {__version__}", notes=notes)
+
+
+def _kept(request: VizRequest, view: Viewed, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Memory over time, from the cache if the same page was drawn before."""
+    strategy = view.graph.strategy
+    asked = {
+        "sizes": dict(view.sizes or {}),
+        "micro_batches": view.micro_batches,
+        "cluster": repr(view.cluster),
+        "tflops": view.tflops,
+    }
+    what = {"kind": "memory over time", **asked, **placed_words(request.source, strategy)}
+    return from_cache(request.source, what, build, strategy)
 
 
 def _trace(views: list[Viewed], insides: Mapping[str, Inside]) -> dict[str, Any]:

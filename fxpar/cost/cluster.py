@@ -105,6 +105,9 @@ class ClusterSpec:
     def from_dict(cls, data: Mapping[str, Any], source: str = "description") -> ClusterSpec:
         """The cluster with these values. Raises ClusterError that names `source`."""
         values = {key: value for key, value in data.items() if key != MEASURED}
+        of_device = {one.name for one in fields(Device)}
+        for key in values.keys() & of_device:
+            raise ClusterError(source, f"{key} is a figure of a device: write device.{key}, or {key} below [device]")
         check_keys(cls, values, source)
         check_numbers(_numbers(values), source)
         if "device" in values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -46,6 +46,12 @@ def a_type(value: object) -> str:
     """`an ndarray`, `a dict`: the type of a value, with its article."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' or name == 'ndarray' else 'a'} {name}"
+
+
+def nearest_name(pattern: str, names: Sequence[str]) -> str:
+    """`nearest` for a glob over names with dots: the closest name, or a glob of the same kind as `pattern`."""
+    ends = {f"*.{'.'.join(name.split('.')[-2:])}" for name in names if "." in name}
+    return nearest(pattern, [*(sorted(ends) if "*" in pattern else ()), *names])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

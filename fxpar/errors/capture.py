@@ -39,6 +39,17 @@ class ForwardArgumentsError(CaptureError):
         )
 
 
+class ExampleNeededError(CaptureError):
+    """Model or loss function read a key that the batch which fxpar captures with by itself does not have."""
+
+    def __init__(self, key: object, keys: Iterable[str]) -> None:
+        super().__init__(
+            f"the model or the loss function reads {key!r}, which the batch that fxpar captures with does not have: it "
+            f"is one of text, with {', '.join(map(repr, keys))}. Give one batch of yours, of which only shapes and "
+            f"dtypes are read: example={{{key!r}: ...}}"
+        )
+
+
 class DynamicDimError(CaptureError):
     """The `dynamic` argument does not fit the batch, or the automatic choice is ambiguous."""
 

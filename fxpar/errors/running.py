@@ -216,7 +216,9 @@ class MiniBatchError(FxparError):
     def __init__(self, given: object) -> None:
         hint = ""
         shape = getattr(given, "shape", None)
-        if shape is not None:
+        if shape is not None and len(shape) < 2:
+            hint = "; one sequence alone is [sequence]"
+        elif shape is not None:
             hint = f"; list(batch) are the rows of this one, of shape {list(shape)}"
         elif isinstance(given, Mapping):
             hint = "; one sequence alone is [sequence], and its tensors are [T], without a dim of the batch"

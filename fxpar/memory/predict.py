@@ -17,8 +17,7 @@ from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
 from fxpar.memory.state import home_bytes, padded_sizes
 from fxpar.memory.workspace import Conditions
-from fxpar.store.home import home_layout
-from fxpar.store.weights import param_specs
+from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.layout import layout_of
 from fxpar.switch.node_first import room_for_sums
 

@@ -106,7 +106,7 @@ class MemoryPrediction:
                 of = "after the micro-batch"
         kept_per_token = "saved by a micro-batch" + (" of the stage that saves most" if staged else "")
         rows = [
-            ("master weights", self.master_bytes, "cut over all ranks"),
+            ("master weights", self.master_bytes, "sharded over all ranks"),
             ("optimizer", self.optimizer_bytes, "AdamW, two fp32 moments"),
             ("weights", self.weight_bytes, "as the graph computes with them"),
             ("gradients", self.home_gradient_bytes, "as the optimizer sees them"),

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from fxpar.errors import DimNameError
 from fxpar.ir.exec_graph import Program
-from fxpar.store.home import home_layout
-from fxpar.store.weights import param_specs
+from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.layout import ParamLayout
 
 OPTIMIZER_BYTES = 8

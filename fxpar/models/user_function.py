@@ -33,6 +33,7 @@ def load_function(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, de
     model, loss_fn, *batches = unpack(spec, call(spec, function, arguments, device, seed))
     has_values = not any(value.is_meta for batch in batches for value in batch.values())
     example, *others = (_on_cpu(cast_batch(batch, dtype)) for batch in batches)
+    name = f"{Path(place).name if place.endswith('.py') else place}:{name}"  # as it was asked for, without its folder
     return LoadedModel(name, model.to(dtype), loss_fn, example, tuple(others) or (example,), has_values)
 
 

@@ -20,7 +20,7 @@ from fxpar.ir.exec_graph import Program
 from fxpar.runtime.arrivals import order_of_gradients
 from fxpar.runtime.loss_scaler import overflows_anywhere
 from fxpar.runtime.switching import TransportOptions
-from fxpar.store import WeightStore
+from fxpar.store.weights import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
 from fxpar.switch.reduction import AnyReductionPlan, gradient_placements, plan_large_reduction

@@ -38,7 +38,8 @@ from fxpar.runtime.session import Session
 from fxpar.runtime.spans import Recorder
 from fxpar.runtime.storage import activation_bytes, open_storage, overlapped
 from fxpar.runtime.switching import Switching, TransportOptions
-from fxpar.store import MemoryReport, WeightStore
+from fxpar.store import MemoryReport
+from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups

@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,7 +19,14 @@ from fxpar.batching.collate import collate
 from fxpar.batching.groups import check_strategies
 from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.errors import ParallelizeError, PassContractError, PlannerError, PositionTableError, nearest
+from fxpar.errors import (
+    ExampleNeededError,
+    ParallelizeError,
+    PassContractError,
+    PlannerError,
+    PositionTableError,
+    nearest,
+)
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
@@ -259,12 +267,24 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
         try:
             return capture(module, loss, batch, name=name)
         except KeyError as error:
-            if positions or error.args != ("position_ids",):
-                error.add_note("fxpar.parallelize captures with such a batch unless you pass one: example={...}")
+            if not positions and error.args == ("position_ids",):
+                positions = True  # the loss function reads them
+                continue
+            if not _of_batch(error, batch):  # of a dict of the user's own
                 raise
-            positions = True  # the loss function reads them
+            raise ExampleNeededError(error.args[0], batch) from error
         except PositionTableError as error:
             tokens = error.rows
+        except Exception as error:
+            error.add_note("captured on a batch of text, as fxpar makes one; give your own if you train on other data:")
+            error.add_note("fxpar.parallelize(..., example=batch)")
+            raise
+
+
+def _of_batch(error: KeyError, batch: Mapping[str, Tensor]) -> bool:
+    """Whether the key was looked up where a batch like this one is at hand."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return any(isinstance(value, dict) and value.keys() == batch.keys() for value in frame.f_locals.values())
 
 
 def as_precision(given: Precision | str | None) -> Precision:

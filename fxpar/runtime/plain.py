@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fxpar.batching.documents import mark_documents
 from fxpar.errors import CallMismatchError, PadError, PositionsError, SecondDerivativeError, StaleWeightsError, a_type
+from fxpar.errors.capture import in_words
 from fxpar.ir.exec_graph import PlainGraph
-from fxpar.ir.graph import CallStructure, Input, Size, SizeRef, TensorMeta, ValueRef
+from fxpar.ir.graph import CallStructure, Dim, Input, Size, SizeRef, TensorMeta, ValueRef
 from fxpar.runtime.micro import local_batch
 from fxpar.runtime.padding import pad
 from fxpar.runtime.runner import Backend, Runner, Values
@@ -218,7 +219,7 @@ class PlainRunner(Runner[PlainGraph]):
         for dim in self.program.dims:
             size = real[dim.symbol]
             if size < dim.minimum or (dim.maximum is not None and size > dim.maximum):
-                raise CallMismatchError(f"{dim.name}={size} is not in [{dim.minimum}, {dim.maximum}]")
+                raise CallMismatchError(_beyond(dim, size))
             padded[dim.symbol] += -size % self.program.divisors.get(dim.name, 1)
         lengths = Lengths(real, padded)
         for fqn, meta in self._values:
@@ -291,6 +292,16 @@ def _distinct(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor
         found.append(value.detach() if id(value) in taken else value)
         taken.add(id(value))
     return found
+
+
+def _beyond(dim: Dim, size: int) -> str:
+    """What a size means that the captured forward does not hold for, and where its bounds come from."""
+    most = "or more" if dim.maximum is None else f"to {dim.maximum}"
+    return (
+        f"{in_words(dim.name)} is {size}, and the captured forward holds for {dim.minimum} {most}, because "
+        f"the model, or torch within one of its calls, went one way at {dim.name}={dim.example}: a table of that many "
+        "rows, or an `if` about the size"
+    )
 
 
 def call_tensors(structure: CallStructure, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

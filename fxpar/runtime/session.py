@@ -21,7 +21,8 @@ from fxpar.runtime.options import (
 )
 from fxpar.runtime.report import Evaluated, StepReport
 from fxpar.runtime.storage import activation_bytes
-from fxpar.store import MemoryReport, WeightStore
+from fxpar.store import MemoryReport
+from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
 
 

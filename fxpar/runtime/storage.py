@@ -21,7 +21,6 @@ from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import (
     MemoryReport,
     SwitchSchedule,
-    WeightStore,
     choose_resident,
     home_layout,
     memory_report,
@@ -31,6 +30,7 @@ from fxpar.store import (
 from fxpar.store.folder import Given, Read
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.store.memory import overlapped_gradient_bytes
+from fxpar.store.weights import WeightStore
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import room_for_sums
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpar.store import SwitchSchedule, WeightStore
+from fxpar.store import SwitchSchedule
+from fxpar.store.weights import WeightStore
 from fxpar.transport import Holding, ProcessGroups, Staging, Switch
 
 

@@ -95,6 +95,14 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
+def is_plan(path: str) -> bool:
+    """Whether a file says that it is one of these, whatever else is wrong with it."""
+    try:
+        return "fxpar_plan" in tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 def read_plan(path: str) -> Plan:
     """Read and check a file. Raises PlanFileError, which names the key."""
     try:

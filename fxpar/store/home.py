@@ -1,23 +1,21 @@
-"""The home layout: how the optimizer sees the parameters, and the DTensors that show it."""
+"""The home layout: how the optimizer sees the parameters. (The DTensors that show it are in `home_tensors`: commands
+that only look at layouts do without that import.)"""
 
 from __future__ import annotations
 
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fxpar.errors import HomeLayoutError, PlacementError
+from fxpar.errors.base import nearest_name
 from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.switch.layout import ParamLayout, PlacedParam
-from fxpar.torch_api.dtensors import placements_of
 
 AXIS = "home"
 _PLACEMENT = re.compile(r"\s*(R|S\((\d+)\))\s*")
@@ -49,7 +47,8 @@ def home_layout(params: Iterable[ParamSpec], world: int, rules: HomeRules | None
     given = dict(rules or {})
     for pattern in given:
         if not any(fnmatch.fnmatchcase(spec.fqn, pattern) for spec in specs):
-            raise HomeLayoutError(pattern, "matches no parameter")
+            near = nearest_name(pattern, [spec.fqn for spec in specs])
+            raise HomeLayoutError(pattern, f"matches no parameter{near or '. Globs run over names of parameters'}")
     placed, known = {}, {}
     for spec in specs:
         pattern = next((p for p in given if fnmatch.fnmatchcase(spec.fqn, p)), None)
@@ -76,6 +75,8 @@ def _over_all(spec: ParamSpec, world: int, dim: int | None) -> DistConfig:
 
 def _rule(spec: ParamSpec, world: int, pattern: str, rule: str | DistConfig) -> DistConfig:
     if isinstance(rule, DistConfig):
+        from fxpar.torch_api.dtensors import placements_of
+
         if rule.mesh.ranks != tuple(range(world)) or rule.ndim != len(spec.shape):
             raise HomeLayoutError(
                 pattern, f"is for {rule.ndim} dims on {rule.mesh.size} ranks; {spec.fqn} has shape {spec.shape}"
@@ -97,32 +98,20 @@ def _rule(spec: ParamSpec, world: int, pattern: str, rule: str | DistConfig) -> 
     return _over_all(spec, world, dim)
 
 
-class HomeMeshes:
-    """DTensor meshes, one per fxpar mesh; every rank must ask for them in the same order."""
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-        self._known: dict[Mesh, DeviceMesh] = {}
-
-    def as_dtensor(self, local: Tensor, param: PlacedParam) -> DTensor:
-        """`local` (without padding) of this rank as a DTensor of the parameter's global shape."""
-        config = param.copies[0]
-        if config.mesh not in self._known:
-            self._known[config.mesh] = init_device_mesh(
-                self._device_type, config.mesh.shape, mesh_dim_names=config.mesh.names
-            )
-        stride = torch.empty(param.shape, device="meta").stride()
-        return DTensor.from_local(
-            local,
-            self._known[config.mesh],
-            placements_of(config),
-            run_check=False,
-            shape=torch.Size(param.shape),
-            stride=stride,
-        )
+def param_specs(program: Program) -> list[ParamSpec]:
+    """The parameters of a program as it computes with them, in its order."""
+    return [
+        ParamSpec(info.fqn, tuple(int(size) for size in stored.meta.shape), stored.meta.dtype)
+        for info, stored in program.params()
+    ]
 
 
-def broadcast_replicated(tensors: Iterable[Tensor]) -> None:
-    """Take rank 0's values where every rank holds the whole: ranks may have drawn different ones."""
-    for tensor in tensors:
-        dist.broadcast(tensor, 0)
+def wire_layout(home: ParamLayout, specs: Iterable[ParamSpec]) -> ParamLayout:
+    """The home layout in the dtypes that the graphs compute with: casting is the sender's part."""
+    dtypes = {spec.fqn: spec.dtype for spec in specs}
+    known: dict[tuple[int, torch.dtype], PlacedParam] = {}  # what lies alike shares its description here too
+    params = {}
+    for fqn, param in home.params.items():
+        key = (id(param), dtypes[fqn])
+        params[fqn] = known.setdefault(key, replace(param, dtype=dtypes[fqn]))
+    return replace(home, params=params)

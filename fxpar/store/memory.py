@@ -48,10 +48,10 @@ class MemoryReport:
     def table(self) -> str:
         """Aligned text, one line per part."""
         rows = [["what", "per rank", ""]]
-        rows.append(["home weights", human_bytes(self.home_bytes), "masters, cut over all ranks"])
-        rows.append(["home gradients", human_bytes(self.home_gradient_bytes), ""])
+        rows.append(["home weights", human_bytes(self.home_bytes), "master weights, sharded over all ranks"])
+        rows.append(["home gradients", human_bytes(self.home_gradient_bytes), "for the optimizer, sharded alike"])
         rows.append(["resident weights", human_bytes(self.resident_bytes), "kept for the whole mini-batch"])
-        rows.append(["arena", human_bytes(self.arena_bytes), "strategies that take turns"])
+        rows.append(["arena", human_bytes(self.arena_bytes), "weights of strategies that take turns"])
         rows.append(["graph gradients", human_bytes(self.gradient_bytes), "of the graphs at work, at most"])
         rows.append(["staging", human_bytes(self.staging_bytes), "messages, and sums of a node; at most"])
         rows.append(["activations", human_bytes(self.activation_bytes), "of the largest micro-batch, predicted"])

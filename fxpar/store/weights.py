@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,31 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeError
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
-from fxpar.store.home import HomeMeshes, ParamSpec, broadcast_replicated
-from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
+from fxpar.store.home import param_specs, wire_layout
+from fxpar.store.home_tensors import HomeMeshes, broadcast_replicated
+from fxpar.switch.layout import ParamLayout, layout_of
 from fxpar.torch_api.dtensors import local_of
 from fxpar.torch_api.hooks import has_gradient_hook
 
 _TORCH_ALIGNS = 64  # bytes, on the CPU
-
-
-def param_specs(program: Program) -> list[ParamSpec]:
-    """The parameters of a program as it computes with them, in its order."""
-    return [
-        ParamSpec(info.fqn, tuple(int(size) for size in stored.meta.shape), stored.meta.dtype)
-        for info, stored in program.params()
-    ]
-
-
-def wire_layout(home: ParamLayout, specs: Iterable[ParamSpec]) -> ParamLayout:
-    """The home layout in the dtypes that the graphs compute with: casting is the sender's part."""
-    dtypes = {spec.fqn: spec.dtype for spec in specs}
-    known: dict[tuple[int, torch.dtype], PlacedParam] = {}  # what lies alike shares its description here too
-    params = {}
-    for fqn, param in home.params.items():
-        key = (id(param), dtypes[fqn])
-        params[fqn] = known.setdefault(key, replace(param, dtype=dtypes[fqn]))
-    return replace(home, params=params)
 
 
 def _lazy_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

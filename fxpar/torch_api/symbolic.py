@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from fxpar.torch_api.sizes import KnownResults, remembering
 
 Place = Callable[[], str | None]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_FAKE_IMPLS = os.path.join(_TORCH, "_subclasses", "fake_impls.py")
 _SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__)
 
 
@@ -60,6 +62,16 @@ def _asks_for_layout() -> bool:
     return False
 
 
+def _asks_for_kernel() -> bool:
+    """Whether the condition being decided chooses the kernel of a convolution, by whose layout a fake result is made:
+    on a CPU another one for 16 rows or more.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "conv" and frame.f_code.co_filename == _FAKE_IMPLS
+
+
 def _asked_by_user() -> bool:
     """Whether the condition being decided is one of Python code outside of torch (`if`, int(), range() ...)."""
     frame, converted = sys._getframe(2), False
@@ -88,6 +100,11 @@ class _RecordingShapeEnv(ShapeEnv):
                 remembering(made.node)
             sizes[sym] = made
         return sizes[sym]
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """As of torch; what is asked to choose a kernel binds no dim: the kernel is chosen again in every call."""
+        with self.suppress_guards() if _asks_for_kernel() else nullcontext():
+            return super().evaluate_expr(*args, **kwargs)
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if "suppressed" not in prefix and not _asks_for_layout():

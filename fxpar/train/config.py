@@ -232,6 +232,9 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigFileError(source, f"is not valid TOML: {error}{_if_a_model(source)}") from error
+    if "fxpar_plan" in tables:
+        why = "is a plan of `fxpar plan`, which says the strategies of a run and nothing else of it"
+        raise ConfigFileError(source, f"{why}. Give it beside a configuration: fxpar train CONFIG --plan {source}")
     problems: list[str] = []
     for assignment in assignments:
         _assign(tables, assignment, problems)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import GradientNormError
+from fxpar.runtime.report import Evaluated
 from fxpar.train.records import GroupRecord, StepRecord
 from fxpar.train.traces import StepTraces
 
@@ -43,15 +44,15 @@ class Hooks:
 
     `sync(cpu_s, wall_s)` is called before the first step and after each with this rank's CPU and wall seconds; it
     returns whether to stop, and the sums over all ranks: the same on all of them. `validate(step)` returns the loss of
-    held-out sequences, or None if it is not due. `phase` says what is about to happen (for the other ranks' error
-    messages).
+    held-out sequences with its metrics, or None if it is not due. `phase` says what is about to happen (for the other
+    ranks' error messages).
     """
 
     done: Callable[[StepRecord], None]
     sync: Callable[[float, float], tuple[bool, float, float]] = lambda cpu_s, wall_s: (False, cpu_s, wall_s)
     save: Callable[[int], None] = lambda step: None
     phase: Callable[[str], object] = lambda text: None
-    validate: Callable[[int], float | None] = lambda step: None
+    validate: Callable[[int], Evaluated | None] = lambda step: None
 
 
 def run_steps(training: Training, first: int, steps: int, every: int, hooks: Hooks) -> bool:
@@ -67,7 +68,11 @@ def run_steps(training: Training, first: int, steps: int, every: int, hooks: Hoo
         stop, cpu_s, wall_s = hooks.sync(record.cpu_s, record.wall_s)
         if training.traces is not None:
             training.traces.choose(wall_s)
-        hooks.done(replace(record, cpu_s=cpu_s, validation_loss=hooks.validate(step)))
+        record = replace(record, cpu_s=cpu_s)
+        held_out = hooks.validate(step)
+        if held_out is not None:
+            record = replace(record, validation_loss=float(held_out), validation_metrics=held_out.metrics)
+        hooks.done(record)
         if stop or step == steps or (every and step % every == 0):
             hooks.phase(f"step {step}, saving a checkpoint")
             hooks.save(step)

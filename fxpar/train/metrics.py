@@ -69,6 +69,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "optimizer/seconds": record.optimizer_s,
     }
     found |= {f"metrics/{name}": value for name, value in record.metrics.items()}
+    found |= {f"metrics/validation_{name}": value for name, value in record.validation_metrics.items()}
     for group in record.groups:
         name = f"{group.limit}_{group.strategy}"
         found[f"group_s/{name}"] = group.wall_s

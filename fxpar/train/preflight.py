@@ -8,14 +8,16 @@ import tempfile
 from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
+from fxpar.checkpoint.load import read_extra
 from fxpar.checkpoint.lock import holder, release, take
 from fxpar.data import KINDS, load_tokenizer
 from fxpar.data.sources import check_source
-from fxpar.errors import CheckpointError, RunFolderError, RunInUseError, TooManyRanksError
+from fxpar.errors import CheckpointError, ResumeError, RunFolderError, RunInUseError, TooManyRanksError
 from fxpar.ir.strategy import Strategy
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import shapes_of
+from fxpar.train.schema import shown
 from fxpar.train.session import latest
 
 RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
@@ -54,10 +56,10 @@ def check_parts(config: TrainConfig) -> None:
 def check_folders(config: TrainConfig) -> None:
     """Make the folder of the run and see that it can be written; that there is what to resume from, or nothing to lose.
 
-    Raises RunFolderError, ResumeError, CorruptCheckpointError.
+    Raises RunFolderError, ResumeError, CorruptCheckpointError, as `check_resumed` does.
     """
     if config.checkpoint.resume:
-        latest(config)
+        check_resumed(config, latest(config))
     make_writable(config.folder)
     if config.checkpoint.enabled:
         make_writable(config.checkpoints)
@@ -66,6 +68,29 @@ def check_folders(config: TrainConfig) -> None:
                 str(config.checkpoints),
                 "has checkpoints of an earlier run. Add --resume to go on with it, set run.folder to another folder, "
                 "or delete this one",
+            )
+
+
+def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
+    """See that a run with this configuration goes through the data as the one that wrote the checkpoint, as far as the
+    configuration shows. Raises ResumeError, CorruptCheckpointError.
+    """
+    loader = read_extra(checkpoint).get("loader")
+    before = loader.get("fingerprint") if isinstance(loader, dict) else None
+    now: dict[str, tuple[str, object]] = {
+        "max_length": ("data.max_length", config.max_length),
+        "overlong": ("data.overlong", config.data.overlong),
+        "seed": ("run.seed", config.run.seed),
+        "shuffle": ("data.shuffle", config.data.shuffle),
+    }
+    for name, (key, value) in now.items():
+        was = before.get(name, value) if isinstance(before, dict) else value
+        if was != value:
+            longest = ", the longest length of [strategies]" * (name == "max_length" and not config.data.max_length)
+            raise ResumeError(
+                str(checkpoint),
+                f"its sequences were drawn with {key} = {shown(was)}, and this configuration has {shown(value)}"
+                f"{longest}. Go on with --set {key}={shown(was)}, or start another run in another run.folder",
             )
 
 

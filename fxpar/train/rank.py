@@ -167,11 +167,14 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
 
 def _train(job: Job, place: ThisRank) -> Outcome:
     place.monitor.phase("prepare the data")
+    place.say(f"preparing the data: {job.config.data.source}")
     prepared = _prepare(job.config, place)
     if not job.config.strategies:
         job = _chosen(job, prepared, place)
     config = job.config
     place.monitor.phase("build the model")
+    texts = list(dict.fromkeys(text for _, text in config.strategies))
+    place.say(f"capturing {config.model.name} and lowering it for {', '.join(texts)}")
     with _noted_warnings(place):
         session = open_session(config, prepared, place.device, place.monitor)
     _introduce(session, prepared, place)

@@ -63,6 +63,7 @@ class StepRecord:
     groups: tuple[GroupRecord, ...]
     validation_loss: float | None = None  # where it was measured, after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss function returns beside the loss
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)  # the same of the held-out documents
 
     @property
     def tokens_per_s(self) -> float:
@@ -108,6 +109,7 @@ class Totals:
     first_loss: float
     last_loss: float
     validation_loss: float | None
+    validation_metrics: Mapping[str, float]
     skipped: int
 
     @classmethod
@@ -131,6 +133,7 @@ class Totals:
             first_loss=records[0].loss,
             last_loss=records[-1].loss,
             validation_loss=records[-1].validation_loss,
+            validation_metrics=records[-1].validation_metrics,
             skipped=sum(r.skipped for r in records),
         )
 

@@ -16,6 +16,7 @@ from fxpar.checkpoint.weights import HF_CONFIG, hf_config
 from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
+from fxpar.runtime.report import Evaluated
 from fxpar.train.config import TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
 from fxpar.train.model import build_model, weights_of
@@ -57,8 +58,8 @@ class TrainSession:
         folder, keep = self.config.checkpoints, self.config.checkpoint.keep
         return save_checkpoint(folder, step, self.model, self.training.optimizer, extra, keep=keep)
 
-    def validate(self, step: int) -> float | None:
-        """Loss of the held-out documents if it is due after this step. All ranks call it."""
+    def validate(self, step: int) -> Evaluated | None:
+        """Loss and metrics of the held-out documents if they are due after this step. All ranks call it."""
         every = self.config.data.validate_every
         due = step == self.config.run.steps or (every > 0 and step % every == 0)
         return self.model.evaluate(self.held_out) if due and self.held_out else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -43,9 +43,14 @@ def step_line(record: StepRecord, steps: int) -> str:
     if record.grad_norm is not None:
         parts.append(f"norm {record.grad_norm:.2f}")
     if record.validation_loss is not None:
-        parts.append(f"validation {record.validation_loss:.4f}")
+        parts.append(f"validation {record.validation_loss:.4f}{metrics_text(record.validation_metrics)}")
     parts.append(f"{record.wall_s:.2f} s")
     return "  ".join(parts) + "  " + " | ".join(group_text(group) for group in record.groups)
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """` (accuracy 0.4312)`; nothing without metrics."""
+    return f" ({', '.join(f'{name} {value:.4g}' for name, value in metrics.items())})" if metrics else ""
 
 
 def group_text(group: GroupRecord) -> str:
@@ -172,7 +177,9 @@ def summary_lines(totals: Totals, width: int | None = None) -> Iterator[str]:
         f"tokens   {totals.tokens:,} in {totals.sequences:,} sequences, {totals.valid_tokens:,} with a label; "
         f"{totals.tokens_per_s:,.0f} of them per second"
     )
-    held_out = "" if totals.validation_loss is None else f"; on held-out documents {totals.validation_loss:.4f}"
+    held_out = ""
+    if totals.validation_loss is not None:
+        held_out = f"; on held-out documents {totals.validation_loss:.4f}{metrics_text(totals.validation_metrics)}"
     yield f"loss     {totals.first_loss:.4f} -> {totals.last_loss:.4f}{held_out}"
 
 

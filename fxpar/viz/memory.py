@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ MOVING = {
     "workspace": "workspace",
 }
 WHY = {
-    "master weights": "cut over all ranks",
+    "master weights": "sharded over all ranks",
     "optimizer": "AdamW, two fp32 moments",
     "weights": "as the graph computes with them",
     "gradients": "as the optimizer sees them",
@@ -55,10 +56,19 @@ WHY = {
 }
 
 
-def memory_section(views: Sequence[Viewed], insides: Mapping[str, Inside] | None = None) -> dict[str, Any] | None:
+Keep = Callable[[Viewed, Callable[[], dict[str, Any]]], dict[str, Any]]
+
+
+def memory_section(
+    views: Sequence[Viewed],
+    insides: Mapping[str, Inside] | None = None,
+    keep: Keep = lambda view, build: build(),
+) -> dict[str, Any] | None:
     """What `fxpar.memory` predicts of each strategy, over time. None if a view has no program as a run has it.
 
-    `insides` has the times of the views' programs by strategy, as in the timeline. Raises what `predict_memory` raises.
+    `insides` has the times of the views' programs by strategy, as in the timeline. `keep(view, build)` returns what
+    `build()` returns, or has kept it: plain values, for which a program runs on the meta device. Raises what
+    `predict_memory` raises.
     """
     if not views or any(view.stored is None for view in views):
         return None
@@ -66,7 +76,9 @@ def memory_section(views: Sequence[Viewed], insides: Mapping[str, Inside] | None
     return {
         "parts": [[*LEVELS.values()], [*MOVING.values()]],
         "why": WHY,
-        "by_strategy": {view.strategy: _strategy_json(view, known[view.strategy]) for view in views},
+        "by_strategy": {
+            view.strategy: keep(view, functools.partial(_strategy_json, view, known[view.strategy])) for view in views
+        },
     }
 
 

@@ -309,6 +309,7 @@ def test_a_bare_tensor_has_no_keys():
             r"is a Tensor.*list\(batch\) are the rows of this one, .*\[2, 5\]",
         ),
         ({"input_ids": torch.zeros(1, 5)}, r"is a dict.*one sequence alone is \[sequence\]"),
+        (torch.zeros(30, dtype=torch.int64), r"is a Tensor\. Give a list .*; one sequence alone is \[sequence\]$"),
         ((torch.arange(3) for _ in range(2)), "is a generator"),
         (None, "is a NoneType"),
         (np.zeros((2, 5)), r"is an ndarray\. Give a list .*list\(batch\) are the rows of this one"),

@@ -26,7 +26,7 @@ print("torch" in sys.modules)
 
 
 def test_answers_that_need_no_torch():
-    """A list of passes, one of them, and mistakes in strategies, lengths, MODEL, files to write."""
+    """A list of passes, one of them, and mistakes in strategies, lengths, MODEL, files to read and write."""
     words = (
         "passes",
         "passes casts",
@@ -37,11 +37,21 @@ def test_answers_that_need_no_torch():
         "check no.py -s tp2",
         "switch llama --from tp2 --to t2",
         "order llama -s dp2,",
+        "plan llama --world 2 --lengths nothing.txt --tokens-per-step 9",
+        "plan llama --cluster nothing.toml --lengths github:9 --tokens-per-step 9",
     )
     result = run(code=WITHOUT_TORCH.format(words=words))
     assert result.stdout.endswith("False\n"), result.stdout + result.stderr
     assert result.stdout.count("status 1") == len(words) - 2
-    for said in ("unknown axis 'xp'", "did you mean 'llama'", "no folder 'nowhere'", "--tokens '1'", "no function"):
+    for said in (
+        "unknown axis 'xp'",
+        "did you mean 'llama'",
+        "no folder 'nowhere'",
+        "lengths 'nothing.txt'",
+        "cluster 'nothing.toml'",
+        "--tokens '1'",
+        "no function",
+    ):
         assert said in result.stderr
 
 
@@ -51,6 +61,14 @@ def test_answers_from_the_cache_do_without_the_compiler():
         "import sys\n"
         "import fxpar.cli.dump, fxpar.cli.explain, fxpar.cli.diff, fxpar.cli.order, fxpar.cli.switch\n"
         "print(sorted({'torch._dynamo', 'torch._inductor', 'transformers'} & set(sys.modules)))\n"
+    )
+    assert run(code=code).stdout == "[]\n"
+
+
+def test_commands_that_look_at_layouts_do_without_dtensors():
+    code = (
+        "import sys\nimport fxpar.cli.viz, fxpar.cli.memory, fxpar.cli.order\n"
+        "print(sorted({'torch.distributed.tensor', 'torch._dynamo'} & set(sys.modules)))\n"
     )
     assert run(code=code).stdout == "[]\n"
 

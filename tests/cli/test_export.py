@@ -1,6 +1,8 @@
 """`fxpar export`: the latest checkpoint of a run becomes a folder of safetensors."""
 
 import json
+import os
+import stat
 
 import pytest
 import torch
@@ -31,6 +33,15 @@ def test_a_run_a_folder_of_checkpoints_or_a_checkpoint(run, tmp_path, place, val
     folder = WeightsFolder.open(tmp_path / "out")
     assert folder.form("weight") == ((2, 3), "BF16")
     assert torch.equal(folder.read("bias", ((0, 2),)), torch.full((2,), value, dtype=torch.bfloat16))
+
+
+def test_others_may_read_the_files_as_far_as_the_umask_says(run, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert fxpar("export", run, tmp_path / "out")[0] == 0
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()} == {0o640}
 
 
 def test_what_cannot_be_exported(run, tmp_path):

@@ -186,7 +186,7 @@ def test_what_a_model_prints_is_not_output(tmp_path):
     (tmp_path / "talks.py").write_text(TALKS)
     status, out, err = fxpar("dump", f"{tmp_path}/talks.py:make", "-s", "dp2", "--json", "-", "--no-cache")
     assert status == 0, err
-    assert json.loads(out)["model"] == "make"
+    assert json.loads(out)["model"] == "talks.py:make"
     note = "note: the loss does not depend on idle.weight, idle.bias: no gradient, as in autograd"
     assert err.splitlines() == ["the file", "the function", note]
 

@@ -114,7 +114,8 @@ def test_what_is_saved_per_token():
     assert [line.split()[6:8] for line in out.splitlines()[2:]] == [
         human_bytes(found["per_token_bytes"]).split() for found in (whole, staged)
     ]
-    assert "per token" not in fxpar("memory", "mlp", "-s", "tp2")[1]  # it has no token ids
+    for shown in ("tp2", "tp2,dp2"):
+        assert "per token" not in fxpar("memory", "mlp", "-s", shown)[1]  # it has no token ids
 
 
 def test_budget_is_meant_at_the_tokens():

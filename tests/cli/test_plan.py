@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -64,6 +65,7 @@ def test_a_run_takes_the_plan(planned):
         (["plan", "llama", "--lengths", "github:64", "--tokens-per-step", "9"], "name a cluster file"),
         ([*WORDS, "--memory", "80"], "not a size such as 80GB or 500MB"),
         ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "this is not a file"),
+        ([*WORDS, "-o", "plan.json"], "a plan is TOML: name it .toml"),
         (["plan", "lama", *WORDS[2:]], "did you mean 'llama'"),
         ([*WORDS, "--memory", "0.1MB"], "no strategy fits a sequence of 256 tokens"),
     ],
@@ -73,3 +75,15 @@ def test_bad_words_are_one_error(words, why):
     assert status in (1, 2)
     assert why in " ".join(err.replace("│", " ").split())
     assert not out
+
+
+def test_a_mini_batch_of_whole_sequences_says_so(planned):
+    assert re.search(
+        r"[\d,]+ tokens per mini-batch \(the mean: as many whole sequences as fit into 2,048\), longest", planned[0]
+    )
+
+
+def test_a_plan_of_fxpars_is_not_imported(tmp_path):
+    (tmp_path / "mine.toml").write_text("fxpar_plan = 1\n")
+    status, _, err = fxpar("plan", "--import", tmp_path / "mine.toml")
+    assert (status, "fxpar train CONFIG --plan " in err) == (1, True)

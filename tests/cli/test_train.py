@@ -124,6 +124,8 @@ def one_rank(prepared, monkeypatch):
 def test_what_a_run_prints(trained):
     _, out = trained
     assert "\x1b" not in out
+    begun = ["starting 2 ranks", "preparing the data: corpus", "capturing llama and lowering it for dp2, tp2+sp"]
+    assert [line for line in out.splitlines() if line in begun] == begun
     assert re.search(r"^60 documents give \d+ sequences, ", out, re.MULTILINE)
     assert "on 2 ranks (cpu)" in out
     assert re.search(r"^strategies <=.*; sequences packed in rows; set up in \d", out, re.MULTILINE)
@@ -288,7 +290,8 @@ def test_ctrl_c_before_the_first_step_ends_at_once(prepared):
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     status, out, err = finish(process)
-    assert (status, out) == (130, "interrupted; finished checkpoints, if any, are in out/checkpoints\n"), out + err
+    said = "starting 1 rank\ninterrupted; finished checkpoints, if any, are in out/checkpoints\n"
+    assert (status, out) == (130, said), out + err
     assert err == ""
     assert time.monotonic() - begun < 3
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from fxpar.checkpoint import save_checkpoint
 from tests.cli.helpers import fxpar
 from tests.cli.test_train import CONFIG
 
@@ -37,11 +39,11 @@ def config(tmp_path, monkeypatch):
         ([*AUTO, "--set", "strategies=atuo"], "strategy 'atuo'"),
         (["tiny.toml", "--ranks", "8"], "must use all 8 ranks"),
         (["tiny.toml", "--set", "data.max_length=4096"], "Add a strategy for 4096 tokens"),
-        (["tiny.toml", "--resume"], "there is no complete checkpoint"),
+        ([*STDLIB, "--resume"], "there is no complete checkpoint"),
         (["tiny.toml", "--compare", "dp4"], "strategy 'dp4' needs 4 ranks"),
         (["tiny.toml", "--compare", "static", "--resume"], "cannot be combined with --resume"),
         (["tiny.toml", "--compare", "static", "--steps", "1"], "needs run.steps = 2 or more"),
-        (["tiny.toml", "--set", "run.folder=tiny.toml"], "folder 'tiny.toml' cannot be written"),
+        ([*STDLIB, "--set", "run.folder=tiny.toml"], "folder 'tiny.toml' cannot be written"),
         (["tiny.toml"], "corpus 'corpus'"),
         (["tiny.toml", "--set", "data.source=python-stdlib", "--set", "data.tokenizer=no.json"], "no.json"),
         ([*STDLIB, "--set", "model.name=lama"], "did you mean 'llama'"),
@@ -49,7 +51,7 @@ def config(tmp_path, monkeypatch):
         ([*STDLIB, "--set", 'model.train=["*.nothing"]'], "*.nothing"),
         ([*STDLIB, "--set", 'engine.order=["dp2"]'], "each strategy must appear once"),
         (["tiny.toml", "--set", 'strategies={64 = "xp2"}'], "strategies.64: strategy 'xp2'"),
-        (["tiny.toml", "--set", "engine.cluster=none.toml"], "cluster 'none.toml': cannot be read"),
+        ([*STDLIB, "--set", "engine.cluster=none.toml"], "cluster 'none.toml': cannot be read"),
     ],
 )
 def test_bad_input_before_any_rank_starts(config, monkeypatch, words, expected):
@@ -65,7 +67,7 @@ def test_more_ranks_than_a_machine_can_mean(config, monkeypatch):
     """Before any of them is started; whoever says the number means it, and comes to the next check."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     (config / "many.toml").write_text(CONFIG.replace("dp2", "dp2.tp2.pp9").replace("tp2+sp", "tp4.pp9+sp"))
-    words = ("train", "many.toml", "--set", "engine.cluster=none.toml")
+    words = ("train", "many.toml", *STDLIB[1:], "--set", "engine.cluster=none.toml")
     status, out, err = fxpar(*words)
     assert (status, out) == (1, "")
     assert "strategy 'tp4.pp9+sp' needs 36 ranks, and this machine has 2 cores" in err
@@ -78,7 +80,7 @@ def test_more_ranks_than_a_machine_can_mean(config, monkeypatch):
 def test_ranks_that_do_not_fit_into_the_cluster(config):
     text = "nodes = 1\ndevices_per_node = 1\nintra_gb_per_s = 1\ninter_gb_per_s = 1\nlatency_us = 1\n"
     (config / "small.toml").write_text(text)
-    status, _, err = fxpar("train", "tiny.toml", "--set", "engine.cluster=small.toml")
+    status, _, err = fxpar("train", *STDLIB, "--set", "engine.cluster=small.toml")
     assert (status, "is too small for strategies on 2 ranks" in err) == (1, True)
 
 
@@ -86,15 +88,32 @@ def test_a_corrupt_checkpoint(config):
     folder = config / "out" / "checkpoints" / "step-00000003"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{")
-    status, _, err = fxpar("train", "tiny.toml", "--resume")
+    status, _, err = fxpar("train", *STDLIB, "--resume")
     assert status == 1
     assert "step-00000003" in err
-    status, _, err = fxpar("train", "tiny.toml")
+    status, _, err = fxpar("train", *STDLIB)
     assert status == 1
     assert "has checkpoints of an earlier run. Add --resume" in err
+    _, _, err = fxpar("train", "tiny.toml")
+    assert "corpus 'corpus'" in err  # whoever has mistyped the source learns it first
+
+
+def test_a_resumed_run_over_other_sequences(config, monkeypatch):
+    """Ranks would find it out only after data, capture and lowering."""
+    monkeypatch.setattr("fxpar.train.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    model = torch.nn.Linear(2, 2)
+    fingerprint = {"max_length": 64, "overlong": "split", "seed": 0, "shuffle": True}
+    extra = {"loader": {"fingerprint": fingerprint}}
+    save_checkpoint(config / "out" / "checkpoints", 3, model, torch.optim.SGD(model.parameters()), extra)
+    status, out, err = fxpar("train", *STDLIB, "--resume")
+    assert (status, out) == (1, "")
+    assert "data.max_length = 64, and this configuration has 128, the longest length of [strategies]" in err
+    assert "Go on with --set data.max_length=64" in err
+    _, _, err = fxpar("train", *STDLIB, "--resume", "--set", "data.max_length=64", "--set", "run.seed=3")
+    assert "run.seed = 0, and this configuration has 3" in err
 
 
 def test_a_folder_that_cannot_be_written(config):
     (config / "out").write_text("in the way")
-    status, _, err = fxpar("train", "tiny.toml")
+    status, _, err = fxpar("train", *STDLIB)
     assert (status, "folder 'out' cannot be written: File exists" in err) == (1, True)

@@ -49,6 +49,18 @@ def test_data_alone(tmp_path):
     assert head["cluster"] == "2 × 2 devices, 100 GB/s inside a node, 10 between, 5 µs"
 
 
+def test_a_page_that_was_drawn_before_is_the_same_and_runs_no_program(monkeypatch):
+    words = ("-s", "dp2.tp2,pp2", "-o", "-", "--format", "json", "--tokens", "32")
+    first = viz(*words)
+    with monkeypatch.context() as patch:
+        patch.setattr("fxpar.viz.memory.memory_over_time", lambda *_, **__: pytest.fail("computed again"))
+        assert viz(*words) == first
+    for more in (("--tokens", "64"), ("--micro-batches", "3"), ("--tflops", "7")):
+        section = json.loads(viz(*words, *more))["sections"]["memory"]
+        assert section == json.loads(viz(*words, *more, "--no-cache"))["sections"]["memory"]
+        assert section != json.loads(first)["sections"]["memory"]
+
+
 def test_model_explorer(tmp_path):
     graph = tmp_path / "g.json"
     out = viz("-s", "dp2.tp2", "-o", graph, "--format", "model-explorer")

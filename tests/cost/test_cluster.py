@@ -64,6 +64,7 @@ def test_usual_clusters():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"memory_gb": 80}, "memory_gb is a figure of a device: write device.memory_gb"),
         ({"intra_gb_per_sec": 1}, "'intra_gb_per_sec' is unknown; did you mean 'intra_gb_per_s'?"),
         ({"nodes": 0}, "nodes = 0 must be > 0"),
         ({"nodes": 2.5}, "nodes = 2.5 must be an integer"),

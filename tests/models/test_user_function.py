@@ -55,7 +55,7 @@ def file(tmp_path):
 
 def test_file(file):
     loaded = load(f"{file}:make", options={"width": "7"}, dtype="float64")
-    assert loaded.name == "make"
+    assert loaded.name == "mine.py:make"
     assert loaded.model.weight.shape == (7, 2)
     assert loaded.model.weight.dtype == loaded.example_batch["x"].dtype == torch.float64
     assert loaded.batches == (loaded.example_batch,)

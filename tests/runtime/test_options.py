@@ -10,7 +10,7 @@ from torch import nn
 import fxpar
 from fxpar import losses
 from fxpar.batching import length_groups
-from fxpar.errors import BatchError, FxparError, ParallelizeError, PlannerError
+from fxpar.errors import BatchError, ExampleNeededError, FxparError, ParallelizeError, PlannerError
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.decided import _alone, with_multiples
 from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
@@ -128,9 +128,29 @@ def test_options_that_do_not_fit_are_named(positional, options, message):
 
 
 def test_a_key_that_the_example_lacks_is_named_with_what_to_do():
-    with pytest.raises(KeyError) as caught:
-        capture_step(nn.Linear(5, 3), lambda model, batch: model(batch["loss_mask"]), None)
-    assert any("example={...}" in note for note in caught.value.__notes__)
+    with pytest.raises(ExampleNeededError, match=r"reads 'images'.*example=\{'images': \.\.\.\}"):
+        capture_step(nn.Linear(5, 3), lambda model, batch: model(batch["images"]), None)
+
+
+def test_a_key_that_another_dict_lacks_is_no_matter_of_the_example():
+    sizes = {"small": 3}
+    with pytest.raises(KeyError, match="large"):
+        capture_step(nn.Linear(5, 3), lambda model, batch: model(_read(sizes, "large")), None)
+
+
+def _read(table, key):
+    return table[key]
+
+
+class Patches(nn.Linear):
+    def forward(self, images):
+        return super().forward(images)
+
+
+def test_a_forward_without_tokens_is_told_to_bring_its_example():
+    with pytest.raises(RuntimeError) as caught:
+        capture_step(Patches(5, 3), losses.causal_lm, None)
+    assert any("example=batch" in note for note in caught.value.__notes__)
 
 
 def test_a_loss_that_is_no_function_is_named():

@@ -36,6 +36,34 @@ def test_arguments_that_were_not_captured():
         runner(params, buffers, (x, "slow"), seed=0, on_gradients=lambda grads: None)
 
 
+def test_a_size_that_the_capture_does_not_hold_for():
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Embedding(8, 4)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.positions(torch.arange(input_ids.shape[1]))
+
+    runner, params, buffers = single(Numbered(), torch.zeros(1, 5, dtype=torch.long))
+    with pytest.raises(
+        CallMismatchError, match=r"the sequence length, is 9, .* holds for 1 to 8, because .* at T=5: a"
+    ):
+        runner(params, buffers, (torch.zeros(1, 9, dtype=torch.long),), seed=0, on_gradients=lambda grads: None)
+
+
+@pytest.mark.parametrize(("captured", "called"), [(6, 20), (20, 6)])
+def test_images_in_any_number_whatever_kernel_torch_takes_for_them(captured, called):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)).double()
+    runner, params, buffers = single(model, torch.randn(captured, 3, 8, 8, dtype=torch.float64))
+    assert [(dim.minimum, dim.maximum) for dim in runner.program.dims] == [(1, None)]
+    images, found = torch.randn(called, 3, 8, 8, dtype=torch.float64), {}
+    runner(params, buffers, (images,), seed=0, on_gradients=found.update).square().sum().backward()
+    model(images).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, rtol=1e-12)
+
+
 def test_weights_that_changed():
     model, x = Several(), torch.randn(5, 6)
     runner, params, buffers = single(model, x)

@@ -57,7 +57,9 @@ def test_rules_choose_by_glob_and_the_first_wins():
 @pytest.mark.parametrize(
     ("pattern", "rule", "why"),
     [
-        ("lm_head.*", "R", "matches no parameter"),
+        ("zzz.*", "R", "matches no parameter. Globs run over names"),
+        ("embd.weight", "R", r"did you mean 'embed\.weight'\?"),
+        ("*.upp.weight", "R", r"did you mean '\*\.up\.weight'\?"),
         ("embed.weight", "S(2)", "does not have"),
         ("embed.weight", "tp", "is not a placement"),
         ("embed.weight", DistConfig(Mesh((("a", 2),)), ((), ())), "2 ranks"),

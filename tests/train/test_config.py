@@ -171,6 +171,13 @@ def test_a_model_in_place_of_a_configuration(tmp_path):
         read_config(script)
 
 
+def test_a_plan_in_place_of_a_configuration(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('fxpar_plan = 1\nmodel = "llama"\n[[groups]]\nlimit = 8\n')
+    with pytest.raises(errors.ConfigFileError, match=r"is a plan of .* fxpar train CONFIG --plan \S+plan\.toml$"):
+        read_config(path)
+
+
 def test_files(tmp_path):
     path = tmp_path / "long-name.toml"
     with pytest.raises(errors.ConfigFileError, match="No such file"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxpar.errors import GradientNormError
+from fxpar.runtime.report import Evaluated
 from fxpar.train.config import OptimizerConfig, ScheduleConfig
 from fxpar.train.loop import Hooks, Training, run_steps
 from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
@@ -29,6 +30,13 @@ def test_loss_falls_and_records_are_complete():
     assert records[0].lr == pytest.approx(0.05)
     assert records[-1].lr == pytest.approx(0.01)
     assert records[3].wall_s >= records[3].engine_s > 0
+
+
+def test_a_validation_has_its_metrics():
+    records = []
+    validate = {2: Evaluated(1.5, {"accuracy": 0.25})}.get
+    run_steps(training(2), 0, 2, 0, Hooks(done=records.append, validate=validate))
+    assert [(r.validation_loss, r.validation_metrics) for r in records] == [(None, {}), (1.5, {"accuracy": 0.25})]
 
 
 def test_saves_every_few_steps_and_at_the_end():

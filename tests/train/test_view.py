@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from fxpar.train.metrics import scalars
 from fxpar.train.records import Totals
 from fxpar.train.view import LiveView, PlainView, group_table, group_text, open_view, step_line, summary_lines
 from tests.train.test_metrics import steps
@@ -40,6 +41,14 @@ def test_a_small_switch_is_not_0():
 def test_line_of_a_skipped_step():
     (record,) = steps(1, bad_steps=(1,))
     assert "loss nan skipped" in step_line(record, 1)
+
+
+def test_metrics_of_held_out_documents_stand_beside_their_loss():
+    (record,) = steps(1)
+    record = replace(record, validation_loss=2.5, validation_metrics={"accuracy": 0.43125, "hits": 12})
+    assert "validation 2.5000 (accuracy 0.4313, hits 12)  " in step_line(record, 1)
+    assert "on held-out documents 2.5000 (accuracy 0.4313, hits 12)" in list(summary_lines(Totals.of([record])))[-1]
+    assert scalars(record)["metrics/validation_accuracy"] == 0.43125
 
 
 def test_live_view_shows_progress_and_groups():
