@@ -236,6 +236,10 @@ def _mark(program: Program, part: Part, node: fx.Node, out: Output, found: dict[
             _mark(program, earlier, earlier.results[index], out, found)
     elif op_name(behind) == "_to_copy":
         _mark(program, part, behind.all_input_nodes[0], out, found)
+    elif op_name(behind) in ("add", "add_") and out.kind == "grad":  # of a tied weight: its terms are gradients too
+        for operand in behind.all_input_nodes:
+            if {reader for user in _behind(operand).users for reader in _readers(user)} == {behind}:
+                _mark(program, part, operand, out, found)
 
 
 def by_module(found: tuple[CollectiveTraffic, ...]) -> list[dict[str, Any]]:

@@ -6,13 +6,19 @@ import operator
 from collections import defaultdict
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fxpar.annotate import annotate
+from fxpar.explain.document import summary_document
 from fxpar.explain.reshards import moves
 from fxpar.explain.traffic import by_module, traffic
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.strategy import Strategy
+from fxpar.losses import causal_lm
 from fxpar.lowering import lower
+from fxpar.tracer import capture
 from tests.captured import fused, llama
 
 STRATEGIES = ["tp2", "tp2+sp", "cp2.tp2", "dp2.tp2+sp+zero3"]
@@ -75,6 +81,36 @@ def test_an_owner_is_named():
     assert ("all_gather", "layers.0.ffn_norm", False) in causes
     gather = next(t for t in found if t.module == "layers.0.ffn_norm" and t.comm.kind == "all_gather")
     assert gather.params == ("layers.0.ffn.gate_proj.weight", "layers.0.ffn.up_proj.weight")
+
+
+class Tied(nn.Module):
+    """As in GPT-2: the head is the table of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(83, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return F.linear(x, self.embed.weight)
+
+
+@pytest.mark.parametrize("strategy", ["tp2+sp", "tp2", "dp2.tp2+sp", "dp2+zero2"])
+def test_each_term_of_a_tied_weights_gradient_is_its_own(strategy):
+    """What the embedding leaves of the gradient is reduced before that of the head is added to it."""
+    batch = {"input_ids": torch.zeros(1, 12, dtype=torch.long), "labels": torch.zeros(1, 12, dtype=torch.long)}
+    program = lower(capture(Tied(), causal_lm, batch), strategy)
+    found = traffic(program)
+    assert all(t.params for t in found if t.wire_bytes > 100)
+    if strategy == "tp2+sp":
+        (term,) = [t for t in found if t.what == "gradients" and t.params == ("embed.weight",)]
+        assert (term.comm.kind, term.comm.axis, term.module) == ("reduce_scatter", "tp", "embed")
+        assert term.wire_bytes == pytest.approx(83 * 32 * 4 / 2, rel=0.02)  # of 84 rows
+        rows = {row["name"]: row["wire_bytes"] for row in summary_document(program, found, [])["params"]}
+        assert rows["embed.weight"] > 83 * 32 * 4 / 2
 
 
 def test_a_loss_among_gradients_is_not_the_cause():
