@@ -25,7 +25,7 @@ def check_early(request: Any) -> None:
     parse_tokens(source.tokens)
     for path in (getattr(request, name, None) for name in ("json", "output", "trace")):
         check_output(path)
-    if not source.model:  # a command that can do without one
+    if not source.model or getattr(request, "table", None):  # a command that can do without one
         return
     if source.model.endswith(".py"):
         raise ModelFunctionError(
