@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
-from fxpar.cli.options import GraphSource
 from fxpar.cli.request import collected_warnings, write_json
+from fxpar.cli.shallow import Shallow
 from fxpar.cli.simulate_commands import SimulateRequest
-from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
-from fxpar.ir.exec_graph import Outline
-from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.pipeline_graph import TrainGraph
-from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower, outline
-from fxpar.models.depth import layer_option
-from fxpar.models.options import parse_assignments
 from fxpar.passes.pack_documents import DOCUMENTS
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.price import Depth, Lower
-from fxpar.search.pricing import Outlines, PricedSet, SetPricer
+from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.simulate import Named, Simulated, simulate
 
 
 def run_simulate(request: SimulateRequest) -> None:
     """Do it. Raises FxparError."""
+    if request.table is not None:
+        from fxpar.cli.simulate_tables import run_table
+
+        run_table(request)
+        return
     named = [Named.parse(text) for text in request.named]
     lengths = read_lengths(request.lengths or "", request.seed)
     cluster = cluster_of(request, named[0].strategy.world)
@@ -58,31 +52,6 @@ def run_simulate(request: SimulateRequest) -> None:
         found = simulate(named, int(lengths.max()), model.lower, pricer)
     if write_json(request.json, document(found)):
         _show(stdout_console(), request, found, pricer)
-
-
-class Shallow:
-    """A model with any number of layers, captured once for each; lowered for a store, or only its parameters placed."""
-
-    def __init__(self, source: GraphSource) -> None:
-        option = layer_option(source.model, parse_assignments(source.options))
-        self.depth = Depth(1, whole=True) if option is None else Depth(option.layers, option.period)
-
-        @functools.cache
-        def rows(layers: int) -> LogicalGraph:
-            if option is None or layers == option.layers:
-                return read_rows(source)
-            return read_rows(replace(source, options=(*source.options, f"{option.name}={layers}")))
-
-        @functools.cache
-        def outlines(strategy: Strategy, layers: int) -> Outline:
-            return outline(rows(layers), strategy)
-
-        def lowered(strategy: Strategy, layers: int) -> TrainGraph:
-            return lower(rows(layers), strategy, for_store=True)
-
-        self.rows: Callable[[int], LogicalGraph] = rows
-        self.outlines: Outlines = outlines
-        self.lower: Lower = lowered
 
 
 def cluster_of(request: SimulateRequest, world: int) -> ClusterSpec:

@@ -54,15 +54,23 @@ class Simulated:
         return None if best is None else best.predicted_s / self.plan.predicted_s
 
 
-def simulate(named: Sequence[Named], longest: int, lower: Lower, pricer: SetPricer) -> Simulated:
+def simulate(
+    named: Sequence[Named],
+    longest: int,
+    lower: Lower,
+    pricer: SetPricer,
+    inside: ClusterSpec | None = None,
+    tries: int = PLANNED,
+) -> Simulated:
     """Price the set on the mini-batches of `pricer`, whose sequences have at most `longest` tokens. Limits are those
     that are named; where none is, the best that dynamic programming finds, and a strategy that is of no use runs none.
+    `inside` prices programs, if links sustain another rate there than in switches; `tries` sets of limits are planned.
 
     Raises PlanOptionError for limits that do not fit together, SequenceFitsNowhereError, and what `fxpar.lower` raises.
     """
     named = _checked(named, longest)
     anchors = (min(256, longest), max(pricer.largest, 2 * longest))
-    found = [candidate(lower, one.strategy, pricer.cluster, pricer.depth, anchors) for one in named]
+    found = [candidate(lower, one.strategy, inside or pricer.cluster, pricer.depth, anchors) for one in named]
     for one in found:
         if one.multiple > 1:
             why = f"it takes only lengths that are multiples of {one.multiple}; prepare such lengths, or leave it out"
@@ -74,7 +82,7 @@ def simulate(named: Sequence[Named], longest: int, lower: Lower, pricer: SetPric
         limited = [(one.limit or longest, priced) for one, priced in zip(named, found, strict=True)]
         plan = pricer.price(limited, settle=True)
     else:
-        plan = _with_best_limits(found, longest, pricer)
+        plan = _with_best_limits(found, longest, pricer, tries)
     if plan is None:
         raise _too_long(found, longest, pricer)
     return Simulated(plan, statics)
@@ -102,18 +110,24 @@ def _checked(named: Sequence[Named], longest: int) -> list[Named]:
     return sorted(named, key=lambda one: one.limit or max(longest, *limits) + 1)
 
 
-def _with_best_limits(found: Sequence[Candidate], longest: int, pricer: SetPricer) -> PricedSet | None:
+def _with_best_limits(found: Sequence[Candidate], longest: int, pricer: SetPricer, tries: int) -> PricedSet | None:
     intervals = Intervals(length_edges(longest), pricer.batches)
     edges = intervals.edges
     seconds = [least_seconds(one.cost, one.strategy, pricer.budgets(one, edges), intervals) for one in found]
-    best: PricedSet | None = None
-    for ranked in ranked_sets(seconds, [0.0] * len(found), intervals, len(found))[:PLANNED]:
-        if best is not None and ranked.least_s + pricer.optimizer_s >= best.predicted_s:
+    best: tuple[PricedSet, list[tuple[int, Candidate]]] | None = None
+    for ranked in ranked_sets(seconds, [0.0] * len(found), intervals, len(found))[:tries]:
+        if best is not None and ranked.least_s + pricer.optimizer_s >= best[0].predicted_s:
             continue
-        priced = pricer.price([(edges[edge], found[s]) for edge, s in ranked.groups], settle=True)
-        if priced is not None and (best is None or priced.predicted_s < best.predicted_s):
-            best = priced
-    return best
+        chosen = [(edges[edge], found[s]) for edge, s in ranked.groups]
+        priced = pricer.price(chosen, settle=True)
+        if priced is not None and (best is None or priced.predicted_s < best[0].predicted_s):
+            best = priced, chosen
+    if best is None:
+        return None
+    # Groups that run nothing only take memory: the next larger one takes what they would.
+    plan, chosen = best
+    used = [one for one, group in zip(chosen, plan.groups, strict=True) if group.tokens or one is chosen[-1]]
+    return plan if len(used) == len(chosen) else pricer.price(used, settle=True)
 
 
 def _too_long(found: Iterable[Candidate], longest: int, pricer: SetPricer) -> SequenceFitsNowhereError:
