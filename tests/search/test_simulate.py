@@ -34,7 +34,8 @@ def test_limits_are_chosen_where_none_is_named():
 
 
 def test_the_best_alone_is_of_the_set():
-    found = priced("dp2:64", "cp2")
+    found = priced("dp2:64", "cp2", memory_bytes=None)
+    assert len({one.predicted_s for one in found.statics.values()}) == 2
     assert found.plan.strategies == ("dp2", "cp2")
     best = found.best_static
     assert best is not None
