@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands, plan_commands, run_commands, switch_commands
+from fxpar.cli import commands, plan_commands, run_commands, simulate_commands, switch_commands
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
@@ -42,6 +42,15 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         (
             "fxpar plan llama --world 4 --lengths github:1024 \\\n      --tokens-per-step 65536 -o plan.toml",
             "fxpar train run.toml --plan plan.toml",
+        ),
+    ),
+    (
+        "simulate",
+        "Predict what a set of strategies takes that you name.",
+        simulate_commands.SimulateRequest,
+        (
+            "fxpar simulate llama --set dp4:512 --set cp4 \\\n      --lengths github:1024 --tokens-per-step 65536",
+            "fxpar simulate hotspa-table3 --json table3.json",
         ),
     ),
     (

@@ -33,7 +33,7 @@ def check_early(request: Any) -> None:
         from fxpar.search.lengths import read_lengths  # with numpy
 
         read_lengths(request.lengths)
-    if not source.model:  # a command that can do without one
+    if not source.model or getattr(request, "table", None):  # a command that can do without one
         return
     if source.model.endswith(".py"):
         raise ModelFunctionError(

@@ -1,0 +1,131 @@
+"""`fxpar simulate`: what a named set of strategies takes, and published tables, from shapes only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
+from fxpar.cli.request import collected_warnings, write_json
+from fxpar.cli.shallow import Shallow
+from fxpar.cli.simulate_commands import SimulateRequest
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.errors import PlanOptionError
+from fxpar.passes.pack_documents import DOCUMENTS
+from fxpar.search.lengths import mini_batches, read_lengths
+from fxpar.search.pricing import PricedSet, SetPricer
+from fxpar.search.simulate import Named, Simulated, simulate
+
+
+def run_simulate(request: SimulateRequest) -> None:
+    """Do it. Raises FxparError."""
+    if request.table is not None:
+        from fxpar.cli.simulate_tables import run_table
+
+        run_table(request)
+        return
+    named = [Named.parse(text) for text in request.named]
+    lengths = read_lengths(request.lengths or "", request.seed)
+    cluster = cluster_of(request, named[0].strategy.world)
+    for one in named:
+        one.strategy.check_world(named[0].strategy.world)
+    source = replace(request.source, options=request.model_options)
+    with working() as status, collected_warnings([]):
+        status.update(f"capturing {source.model}")
+        model = Shallow(source)
+        inputs = {info.fqn for info in model.rows(model.depth.samples(1)[0]).inputs}
+        if "input_ids" not in inputs:
+            why = "its batch has no input_ids, and a set is priced for sequences of tokens"
+            raise PlanOptionError("MODEL", source.model, why)
+        pricer = SetPricer(
+            cluster,
+            model.depth,
+            model.outlines,
+            mini_batches(lengths, request.tokens_per_step or 1, request.samples, request.seed),
+            request.memory_bytes or _memory_of(cluster),
+            packed=DOCUMENTS in inputs,
+            overlap=request.overlap,
+        )
+        status.update(f"pricing {len(named)} strategies")
+        found = simulate(named, int(lengths.max()), model.lower, pricer)
+    if write_json(request.json, document(found)):
+        _show(stdout_console(), request, found, pricer)
+
+
+def cluster_of(request: SimulateRequest, world: int) -> ClusterSpec:
+    """As many nodes of the cluster as the strategies need. Raises ClusterError, WorldSizeError."""
+    if request.cluster is None:
+        return usual_cluster(world)
+    cluster = ClusterSpec.from_file(request.cluster)
+    cluster.require(world)
+    local = min(world, cluster.devices_per_node)
+    return replace(cluster, nodes=-(-world // local), devices_per_node=local)
+
+
+def _memory_of(cluster: ClusterSpec) -> int | None:
+    gb = cluster.sustained.memory_gb
+    return None if gb is None else int(gb * 1e9)
+
+
+def document(found: Simulated) -> dict[str, Any]:
+    """What `--json` writes: keys as of a plan of `fxpar plan`."""
+    best = found.best_static
+    return {
+        **plan_json(found.plan),
+        "best_static": None if best is None else {"strategy": best.strategies[0], "predicted_s": best.predicted_s},
+        "static_s": {name: one.predicted_s for name, one in found.statics.items()},
+        "speedup": found.speedup,
+    }
+
+
+def plan_json(plan: PricedSet) -> dict[str, Any]:
+    """A priced set."""
+    return {
+        "groups": [vars(group) for group in plan.groups],
+        "predicted_s": plan.predicted_s,
+        "memory_bytes": dict(plan.memory_bytes),
+        "switch_s": plan.switch_s,
+        "reduce_s": plan.reduce_s,
+        "exposed_s": plan.exposed_s,
+        "optimizer_s": plan.optimizer_s,
+    }
+
+
+def _show(console: Console, request: SimulateRequest, found: Simulated, pricer: SetPricer) -> None:
+    plan = found.plan
+    console.print(
+        f"{request.source.model} on {pricer.cluster.world} devices, {pricer.mean_tokens:,.0f} tokens per mini-batch; "
+        f"predicted for {request.cluster or 'usual GPUs'} ({pricer.cluster.sustained})",
+        markup=False,
+    )
+    rows = [
+        (
+            f"up to {group.limit:,}",
+            group.strategy,
+            f"{group.token_budget:,}",
+            f"{group.tokens / pricer.mean_tokens:.1%}",
+            human_seconds(group.seconds),
+            human_bytes(plan.memory_bytes[group.strategy]),
+        )
+        for group in plan.groups
+    ]
+    parts = {"switches": plan.switch_s, "reductions": plan.reduce_s, "optimizer": plan.optimizer_s}
+    rows += [(name, "", "", "", human_seconds(seconds), "") for name, seconds in parts.items()]
+    rows.append(("mini-batch", "", "", "", human_seconds(plan.predicted_s), ""))
+    titles = ("lengths", "strategy", "micro-batch", "tokens", "seconds", "memory")
+    print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
+    names = [str(Named.parse(text).strategy) for text in request.named]
+    unused = [name for name in names if name not in plan.strategies]
+    if unused:
+        console.print(f"without a use here: {', '.join(unused)}", markup=False)
+    best = found.best_static
+    if best is None:
+        console.print("no strategy of the set holds all sequences alone", markup=False)
+        return
+    console.print(
+        f"best of them alone: {best.strategies[0]}, {human_seconds(best.predicted_s)}; the set is {found.speedup:.2f} "
+        "times as fast",
+        markup=False,
+    )

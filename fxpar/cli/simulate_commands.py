@@ -1,0 +1,103 @@
+"""The words of `fxpar simulate`; as `fxpar.cli.commands` has those of others.
+
+Annotations are read as values, so they are not postponed here.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from fxpar.cli.commands import CAPACITY, capacity_bytes
+from fxpar.cli.options import Cluster, GraphSource, Json, Offered, complete_strategies, split_strategies
+
+TABLES = ("hotspa-fig8", "hotspa-table3")  # of papers, each a function of `fxpar.cli.simulate`
+_ASSIGNMENT = re.compile(r"\w+=")
+_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given")
+_SET_HELP = "A strategy of the set, or STRATEGY:LIMIT in tokens; or KEY=VALUE, an option of the model. Repeatable."
+
+
+@dataclass(frozen=True)
+class SimulateRequest:
+    """Predict what a set of strategies takes that you name, as `fxpar plan` does for those that it finds.
+
+    Nothing runs and no weight is allocated. Instead of a model, MODEL may be a published table to reproduce:
+    hotspa-fig8 (bytes and times of switches), hotspa-table3 (gains of length groups).
+    """
+
+    source: Annotated[GraphSource, Offered("options world precision cache", says={"options": _SET_HELP})]
+    given: Annotated[
+        tuple[str, ...],
+        typer.Argument(
+            metavar="[STRATEGY]...",
+            help="Strategies of the set, as for --set.",
+            show_default=False,
+            autocompletion=complete_strategies,
+        ),
+    ] = ()
+    cluster: Cluster = None
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME:N",
+            help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N.",
+            show_default=False,
+        ),
+    ] = None
+    tokens_per_step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=2**40, help="Tokens of a mini-batch.", show_default=False)
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="80GB", help="What a device holds; default: as the cluster says.", show_default=False),
+    ] = None
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Switches and reductions run beside groups, as on ranks of CPUs.")
+    ] = False
+    samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that the set is priced with.")] = 8
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.table is not None:
+            for name in _OF_MODEL:
+                if getattr(self, name):
+                    raise typer.BadParameter(f"it is not for {self.table}, which has its own", param_hint=_option(name))
+            return
+        if self.memory is not None and not CAPACITY.fullmatch(self.memory):
+            raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
+        for name in ("lengths", "tokens_per_step"):
+            if getattr(self, name) is None:
+                raise typer.BadParameter("it is missing", param_hint=_option(name))
+        if not self.named:
+            raise typer.BadParameter("name the strategies of the set, such as --set dp4 --set tp4", param_hint="--set")
+
+    @property
+    def table(self) -> str | None:
+        """The published table that MODEL names."""
+        return self.source.model if self.source.model in TABLES else None
+
+    @property
+    def named(self) -> list[str]:
+        """The strategies of the set, with their limits."""
+        return split_strategies((*(one for one in self.source.options if not _ASSIGNMENT.match(one)), *self.given))
+
+    @property
+    def model_options(self) -> tuple[str, ...]:
+        """What `--set` says of the model."""
+        return tuple(one for one in self.source.options if _ASSIGNMENT.match(one))
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """Without limits."""
+        return [text.partition(":")[0] for text in self.named]
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a device holds, as `--memory` says it."""
+        return capacity_bytes(self.memory)
+
+
+def _option(name: str) -> str:
+    return "STRATEGY" if name == "given" else "--" + name.replace("_", "-")

@@ -1,0 +1,179 @@
+"""Published tables that `fxpar simulate` reproduces, from shapes only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
+from fxpar.cli.options import GraphSource
+from fxpar.cli.request import collected_warnings, write_json
+from fxpar.cli.shallow import Shallow
+from fxpar.cli.simulate_commands import SimulateRequest
+from fxpar.ir.strategy import Strategy
+from fxpar.search.price import candidate
+from fxpar.search.pricing import SetPricer
+from fxpar.search.published import (
+    A800,
+    A800_COLLECTIVES,
+    EDGES,
+    LAYERS_32B,
+    LAYOUTS,
+    MODEL_32B,
+    OTHERS_S,
+    SPEEDUPS,
+    STATIC,
+    STATIC_S,
+    TOTALS,
+)
+from fxpar.search.simulate import Named, Simulated, simulate
+from fxpar.search.simulate_groups import Dataset, chain_s, table_3
+from fxpar.search.simulate_switches import figure_8, layouts_32b
+
+NETWORK = (
+    f"4 x 8 A800, from data sheets: NVLink {A800.intra_gb_per_s:g} GB/s and an adapter of {A800.inter_gb_per_s:g} GB/s "
+    "per device and direction (an assumption: the paper does not tell), all links at once, "
+    f"{A800.latency_us:g} µs per message of the busiest device"
+)
+PRICES = (
+    f"programs: {A800.sustained}, collectives {A800_COLLECTIVES.intra_gb_per_s:g} GB/s inside a node and "
+    f"{A800_COLLECTIVES.inter_gb_per_s:g} GB/s over whole nodes, fitted to Hydraulis' times of "
+    "micro-batches, not to HotSPa"
+)
+ROWS = (
+    "tokens per mini-batch are the one free number of a dataset, fitted to its static row, whose seconds also give the "
+    "shares of the bands; rows as long as a band's upper length, in groups at least 4K; switches in HotSPa's order "
+    "without packing, allocation and barriers"
+)
+CHOSEN_BATCHES, CHOSEN_TRIES = 3, 12  # mini-batches and sets that are planned for `chosen`
+
+
+def run_table(request: SimulateRequest) -> None:
+    """Do it. Raises FxparError."""
+    tables = {"hotspa-fig8": (_figure_8, _show_figure_8), "hotspa-table3": (_table_3, _show_table_3)}
+    make, show = tables[request.table or ""]
+    with working() as status, collected_warnings([]):
+        status.update(f"pricing {request.table}")
+        data = make()
+    if write_json(request.json, data):
+        show(stdout_console(), data)
+
+
+def model_32b(dtype: str = "float32", precision: str | None = None) -> Shallow:
+    """HotSPa's model of 32B parameters."""
+    options = tuple(f"{key}={value}" for key, value in MODEL_32B.items())
+    return Shallow(GraphSource("llama", dtype=dtype, precision=precision, options=(*options, f"layers={LAYERS_32B}")))
+
+
+def _figure_8() -> dict[str, Any]:
+    found = figure_8(layouts_32b(model_32b("bfloat16").outlines))
+    return {"network": NETWORK, "switches": [one.to_json() for one in found]}
+
+
+def _show_figure_8(console: Console, data: dict[str, Any]) -> None:
+    titles = ("switch", "of", "planner", "inside nodes", "between nodes", "published", "fused", "not fused")
+    rows = []
+    for one in data["switches"]:
+        published = one.get("published_gb", {}).get("inter_node")
+        rows.append(
+            (
+                f"{one['source']} > {one['target']}",
+                one["what"],
+                one["planner"],
+                human_bytes(one["intra_node_bytes"]),
+                human_bytes(one["inter_node_bytes"]),
+                "" if published is None else f"{published} GB",
+                human_seconds(one["fused_s"]),
+                human_seconds(one["unfused_s"]),
+            )
+        )
+    print_table(console, titles, rows, right=(3, 4, 5, 6, 7))
+    console.print(f"times: {data['network']}. The slides' seconds are not published as text.", markup=False)
+
+
+def _table_3() -> dict[str, Any]:
+    model = model_32b(precision="bf16")
+    anchors = (256, 2 * max(EDGES))
+    lowered = {
+        name: candidate(model.lower, Strategy.parse(text), A800_COLLECTIVES, model.depth, anchors)
+        for name, text in LAYOUTS.items()
+    }
+    costs = {name: one.cost for name, one in lowered.items()}
+    wire = {name: one.with_dtype(torch.bfloat16) for name, one in layouts_32b(model.outlines).items()}
+    datasets = [Dataset(name, seconds, costs) for name, seconds in STATIC_S.items()]
+    groups, totals = table_3(datasets, chain_s(wire, A800))
+    column = {one.name: number for number, one in enumerate(datasets)}
+    return {
+        "network": NETWORK,
+        "prices": PRICES,
+        "assumptions": ROWS,
+        "tokens_per_mini_batch": {one.name: one.tokens for one in datasets},
+        "shares": {
+            one.name: dict(zip((b.name for b in one.bands), one.shares.tolist(), strict=True)) for one in datasets
+        },
+        "groups": [
+            vars(one) | {"speedup": one.speedup, "published": SPEEDUPS[one.band, one.layout][column[one.dataset]]}
+            for one in groups
+        ],
+        "totals": [
+            vars(one)
+            | {
+                "speedup": one.speedup,
+                "published": TOTALS[one.combination][column[one.dataset]],
+                "published_others_s": OTHERS_S[one.combination],
+            }
+            for one in totals
+        ],
+        "chosen": [_chosen(one, model) for one in datasets],
+    }
+
+
+def _chosen(one: Dataset, model: Shallow) -> dict[str, Any]:
+    """What fxpar would pick of HotSPa's layouts, in rows as long as memory holds, as the static layout has them too."""
+    batches = tuple(tuple(lengths.tolist()) for lengths in one.sample[:CHOSEN_BATCHES])
+    memory = int((A800.sustained.memory_gb or 0) * 1e9)
+    pricer = SetPricer(A800, model.depth, model.outlines, batches, memory)
+    named = [Named(Strategy.parse(text)) for text in LAYOUTS.values()]
+    found: Simulated = simulate(named, max(EDGES), model.lower, pricer, A800_COLLECTIVES, CHOSEN_TRIES)
+    names = {str(Strategy.parse(text)): name for name, text in LAYOUTS.items()}
+    static = found.statics[str(Strategy.parse(LAYOUTS[STATIC]))]
+    groups = [{"limit": g.limit, "layout": names[g.strategy], "seconds": g.seconds} for g in found.plan.groups]
+    return {
+        "dataset": one.name,
+        "groups": groups,
+        "predicted_s": found.plan.predicted_s,
+        "static_s": static.predicted_s,
+        "speedup": static.predicted_s / found.plan.predicted_s,
+        "best_static": None if found.best_static is None else names[found.best_static.strategies[0]],
+    }
+
+
+def _show_table_3(console: Console, data: dict[str, Any]) -> None:
+    rows = [
+        (
+            one["dataset"],
+            one["band"],
+            one["layout"],
+            human_seconds(one["seconds"]),
+            f"{one['speedup']:.2f}",
+            f"{one['published']:.2f}",
+            f"{one['speedup'] / one['published'] - 1:+.1%}",
+        )
+        for one in data["groups"]
+    ]
+    for one in data["totals"]:
+        seconds = human_seconds(one["groups_s"] + one["switches_s"])
+        off = f"{one['speedup'] / one['published'] - 1:+.1%}"
+        figures = f"{one['speedup']:.2f}", f"{one['published']:.2f}", off
+        rows.append((one["dataset"], "all", one["combination"], seconds, *figures))
+    titles = ("dataset", "band", "dp.tp.pp", "seconds", "speed-up", "published", "off by")
+    print_table(console, titles, rows, right=(3, 4, 5, 6))
+    for one in data["chosen"]:
+        groups = ", ".join(f"{g['layout']} up to {g['limit']:,}" for g in one["groups"])
+        console.print(f"{one['dataset']}: fxpar would take {groups}: {one['speedup']:.2f} times {STATIC}", markup=False)
+    for name, tokens in data["tokens_per_mini_batch"].items():
+        console.print(f"{name}: {tokens:,} tokens per mini-batch (fitted)", markup=False)
+    for key in ("network", "prices", "assumptions"):
+        console.print(data[key], markup=False)

@@ -1,0 +1,45 @@
+"""`fxpar simulate` by its words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.helpers import fxpar
+
+LENGTHS = ["--lengths", "github:256", "--tokens-per-step", "2048", "--samples", "2"]
+
+
+def test_it_prices_what_is_named(tmp_path):
+    path = tmp_path / "set.json"
+    status, text, _ = fxpar(
+        "simulate", "llama", "--set", "layers=1", "--set", "dp2:64", "cp2", *LENGTHS, "--json", path
+    )
+    assert status == 0
+    data = json.loads(path.read_text())
+    assert [(group["limit"], group["strategy"]) for group in data["groups"]] == [(64, "dp2"), (256, "cp2")]
+    assert {"predicted_s", "memory_bytes", "switch_s", "reduce_s"} <= data.keys()
+    assert set(data["static_s"]) == {"dp2", "cp2"}
+    assert data["best_static"]["predicted_s"] == min(data["static_s"].values())
+    assert all(word in text for word in ("up to 64", "up to 256", "switches", "reductions", "best of them alone"))
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["llama", "--set", "dp2"], "--lengths"),
+        (["llama", *LENGTHS], "name the strategies of the set"),
+        (["llama", "--set", "layers=1", *LENGTHS], "name the strategies of the set"),
+        (["llama", "dp2", "dp4", *LENGTHS], "4"),
+        (["llama", "dp2:x", *LENGTHS], "write a number of tokens"),
+        (["llama", "dpp2", *LENGTHS], "dpp2"),
+        (["lama", "dp2", *LENGTHS], "did you mean 'llama'"),
+        (["hotspa-fig8", "dp2"], "which has its own"),
+    ],
+)
+def test_bad_words_are_one_error(words, why):
+    status, out, err = fxpar("simulate", *words)
+    assert status in (1, 2)
+    assert why in " ".join(err.replace("│", " ").split())
+    assert not out

@@ -1,0 +1,69 @@
+"""A named set is priced as the search prices its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpar.errors import PlanOptionError, SequenceFitsNowhereError
+from fxpar.ir.strategy import Strategy
+from fxpar.search.driver import find_plan
+from fxpar.search.pricing import SetPricer
+from fxpar.search.simulate import Named, simulate
+from tests.search.test_driver import lowered, outlined, problem
+
+
+def priced(*texts: str, memory_bytes: int | None = 5_000_000):
+    given = problem(memory_bytes)
+    pricer = SetPricer(given.cluster, given.depth, outlined, given.batches, memory_bytes)
+    return simulate([Named.parse(text) for text in texts], given.longest, lowered, pricer)
+
+
+def test_the_set_that_a_search_finds_has_its_price():
+    best = find_plan(problem(), lowered, outlined).plans[0]
+    named = priced(*(f"{group.strategy}:{group.limit}" for group in best.groups))
+    assert named.plan == best
+
+
+def test_limits_are_chosen_where_none_is_named():
+    found = find_plan(problem(None, strategies=3), lowered, outlined)
+    free = priced("dp2", "cp2", "tp2+sp", memory_bytes=None)
+    assert free.plan.predicted_s == pytest.approx(found.plans[0].predicted_s, rel=1e-9)
+    for limit in (64, 128, 256):
+        fixed = priced(f"dp2:{limit}", "cp2", memory_bytes=None)
+        assert free.plan.predicted_s <= fixed.plan.predicted_s * (1 + 1e-9)
+
+
+def test_the_best_alone_is_of_the_set():
+    found = priced("dp2:64", "cp2", memory_bytes=None)
+    assert len({one.predicted_s for one in found.statics.values()}) == 2
+    assert found.plan.strategies == ("dp2", "cp2")
+    best = found.best_static
+    assert best is not None
+    assert best.predicted_s == min(one.predicted_s for one in found.statics.values())
+    assert found.speedup == best.predicted_s / found.plan.predicted_s
+    assert priced("cp2").speedup == 1.0
+
+
+def test_a_strategy_with_its_limit():
+    assert Named.parse("tp2+sp:96") == Named(Strategy.parse("tp2+sp"), 96)
+    assert Named.parse("tp2") == Named(Strategy.parse("tp2"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "why"),
+    [
+        (["dp2:many"], "write a number of tokens"),
+        (["dp2:0"], "write a number of tokens"),
+        (["dp2", "cp2", "tp2+sp:64"], "give each strategy a limit, or none"),
+        (["dp2:64", "cp2:64"], "same limit"),
+        (["dp2:64", "cp2:128"], "sequences have up to 512 tokens"),
+    ],
+)
+def test_limits_that_do_not_fit_together(texts, why):
+    with pytest.raises(PlanOptionError, match=why):
+        priced(*texts)
+
+
+def test_a_set_that_holds_no_long_sequence():
+    with pytest.raises(SequenceFitsNowhereError, match="512 tokens"):
+        priced("dp2", "cp2", memory_bytes=1_000_000)
