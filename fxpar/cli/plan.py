@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
-from fxpar.cli.options import GraphSource
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import collected_warnings, write_json, write_output
-from fxpar.cli.source import read_rows
+from fxpar.cli.shallow import Shallow, memory_of
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
-from fxpar.models.depth import layer_option
-from fxpar.models.options import parse_assignments
 from fxpar.search.chosen import of_ranks, planned_for, problem_of, searched
 from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
-from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
 from fxpar.search.verify import VerifiedPlan, order_of
 
@@ -62,25 +57,23 @@ def _run(request: PlanRequest) -> None:
     cluster = _cluster(request)
     if request.verify is not None:
         check_verify(request.verify, cluster.world, request.source.is_file)
-    memory = request.memory_bytes or _memory_of(cluster)
+    memory = request.memory_bytes or memory_of(cluster)
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")
-        at_depth, depth = _depth(request.source)
-        rows = functools.cache(lambda layers: read_rows(at_depth(layers)))
-        example = rows(depth.samples(1)[0])
-        if "input_ids" not in {info.fqn for info in example.inputs}:
+        model = Shallow(request.source)
+        if "input_ids" not in model.inputs:
             why = "its batch has no input_ids, and a plan is for sequences of tokens"
             raise PlanOptionError("MODEL", request.source.model, why)
         batches = mini_batches(lengths, tokens, request.samples, request.seed)
-        problem = problem_of(rows, depth, cluster, batches, int(lengths.max()), memory)
+        problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory)
         problem = replace(
             problem,
             max_strategies=request.max_strategies,
             overlap=request.overlap or (request.verify is not None and kind_here(cluster.world) == "cpu"),
             keep=max(request.best, request.verify or 0),
         )
-        found = searched(problem, rows, status.update)
-        planned = planned_for(request.source.model, request.source.options, tokens, problem, rows)
+        found = searched(problem, model.rows, status.update)
+        planned = planned_for(request.source.model, request.source.options, tokens, problem, model.rows)
         plans = [planned.plan(found, one) for one in found.plans]
         runs: list[VerifiedPlan] = []
         if request.verify is not None:
@@ -129,25 +122,6 @@ def _cluster(request: PlanRequest) -> ClusterSpec:
     if world is not None:
         cluster = of_ranks(cluster, world)
     return cluster
-
-
-def _memory_of(cluster: ClusterSpec) -> int | None:
-    gb = cluster.sustained.memory_gb
-    return None if gb is None else int(gb * 1e9)
-
-
-def _depth(source: GraphSource) -> tuple[Callable[[int], GraphSource], Depth]:
-    """The source of the model with so many layers, and how deep it is."""
-    option = layer_option(source.model, parse_assignments(source.options))
-    if option is None:
-        return lambda _: source, Depth(1, whole=True)
-
-    def at_depth(layers: int) -> GraphSource:
-        return (
-            source if layers == option.layers else replace(source, options=(*source.options, f"{option.name}={layers}"))
-        )
-
-    return at_depth, Depth(option.layers, option.period)
 
 
 def _remarks(found: Found, path: str, number: int) -> list[str]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
-from fxpar.ir.exec_graph import Outline
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.pipeline_graph import TrainGraph
-from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower, outline
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
-from fxpar.search.price import Depth, Lower
-from fxpar.search.pricing import Outlines
+from fxpar.search.chosen import Rows, lowering
+from fxpar.search.price import Depth
 
 
 class Shallow:
@@ -32,13 +28,16 @@ class Shallow:
                 return read_rows(source)
             return read_rows(replace(source, options=(*source.options, f"{option.name}={layers}")))
 
-        @functools.cache
-        def outlines(strategy: Strategy, layers: int) -> Outline:
-            return outline(rows(layers), strategy)
+        self.rows: Rows = rows
+        self.lower, self.outlines = lowering(rows)
 
-        def lowered(strategy: Strategy, layers: int) -> TrainGraph:
-            return lower(rows(layers), strategy, for_store=True)
+    @property
+    def inputs(self) -> set[str]:
+        """Names of what the graph takes."""
+        return {info.fqn for info in self.rows(self.depth.samples(1)[0]).inputs}
 
-        self.rows: Callable[[int], LogicalGraph] = rows
-        self.outlines: Outlines = outlines
-        self.lower: Lower = lowered
+
+def memory_of(cluster: ClusterSpec) -> int | None:
+    """Bytes of a device, if the cluster says them."""
+    gb = cluster.sustained.memory_gb
+    return None if gb is None else int(gb * 1e9)

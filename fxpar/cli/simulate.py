@@ -9,11 +9,12 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.request import collected_warnings, write_json
-from fxpar.cli.shallow import Shallow
+from fxpar.cli.shallow import Shallow, memory_of
 from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.passes.pack_documents import DOCUMENTS
+from fxpar.search.chosen import of_ranks
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.simulate import Named, Simulated, simulate
@@ -35,8 +36,7 @@ def run_simulate(request: SimulateRequest) -> None:
     with working() as status, collected_warnings([]):
         status.update(f"capturing {source.model}")
         model = Shallow(source)
-        inputs = {info.fqn for info in model.rows(model.depth.samples(1)[0]).inputs}
-        if "input_ids" not in inputs:
+        if "input_ids" not in model.inputs:
             why = "its batch has no input_ids, and a set is priced for sequences of tokens"
             raise PlanOptionError("MODEL", source.model, why)
         pricer = SetPricer(
@@ -44,8 +44,8 @@ def run_simulate(request: SimulateRequest) -> None:
             model.depth,
             model.outlines,
             mini_batches(lengths, request.tokens_per_step or 1, request.samples, request.seed),
-            request.memory_bytes or _memory_of(cluster),
-            packed=DOCUMENTS in inputs,
+            request.memory_bytes or memory_of(cluster),
+            packed=DOCUMENTS in model.inputs,
             overlap=request.overlap,
         )
         status.update(f"pricing {len(named)} strategies")
@@ -57,16 +57,8 @@ def run_simulate(request: SimulateRequest) -> None:
 def cluster_of(request: SimulateRequest, world: int) -> ClusterSpec:
     """As many nodes of the cluster as the strategies need. Raises ClusterError, WorldSizeError."""
     if request.cluster is None:
-        return usual_cluster(world)
-    cluster = ClusterSpec.from_file(request.cluster)
-    cluster.require(world)
-    local = min(world, cluster.devices_per_node)
-    return replace(cluster, nodes=-(-world // local), devices_per_node=local)
-
-
-def _memory_of(cluster: ClusterSpec) -> int | None:
-    gb = cluster.sustained.memory_gb
-    return None if gb is None else int(gb * 1e9)
+        return of_ranks(usual_cluster(world), world)
+    return of_ranks(ClusterSpec.from_file(request.cluster), world)
 
 
 def document(found: Simulated) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from fxpar.lowering import lower, outline
 from fxpar.passes.pack_documents import DOCUMENTS
 from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
-from fxpar.search.price import Depth, extrapolated
-from fxpar.search.pricing import PricedSet
+from fxpar.search.price import Depth, Lower, extrapolated
+from fxpar.search.pricing import Outlines, PricedSet
 from fxpar.search.space import shapes
 
 MAX_STRATEGIES = 3  # of a plan, unless it is said
@@ -93,8 +93,8 @@ def planned_for(model: str, options: Sequence[str], tokens: int, problem: Proble
     return PlannedFor(model, world, tokens, tuple(options), parameters, memory)
 
 
-def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found:
-    """Search among the strategies of a model. Raises as `find_plan` does."""
+def lowering(rows: Rows) -> tuple[Lower, Outlines]:
+    """What lowers a model for a store, and what only places its parameters, each of these once."""
 
     @functools.cache
     def outlined(strategy: Strategy, layers: int) -> Outline:
@@ -103,4 +103,9 @@ def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found
     def lowered(strategy: Strategy, layers: int) -> TrainGraph:
         return lower(rows(layers), strategy, for_store=True)
 
-    return find_plan(problem, lowered, outlined, said)
+    return lowered, outlined
+
+
+def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found:
+    """Search among the strategies of a model. Raises as `find_plan` does."""
+    return find_plan(problem, *lowering(rows), said)
