@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, is_size, local_meta, size_of
+from fxpar.remat.meta_values import META, MetaValues, meta_tensors
 
 c10d = torch.ops._c10d_functional
-_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,26 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
-    numbers: dict[int, int] = {}
-    kept: list[Any] = []  # a storage that is freed could give its id to the next one
+    values: dict[fx.Node, Any] = {}
+    found = MetaValues()
     of: dict[fx.Node, tuple[int, ...]] = {}
     borrowed: set[int] = set()
     of_weights: dict[fx.Node, bool] = {}
-    for node, value in run_on_meta(graph, dims, coordinates):
-        found = []
-        for tensor in tensors_of(value):
-            storage = tensor.untyped_storage()
-            if id(storage) not in numbers:
-                numbers[id(storage)] = len(kept)
-                kept.append(storage)
-            found.append(numbers[id(storage)])
-        of[node] = tuple(dict.fromkeys(found))
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            size = _size(node, dims)
+            values[node] = size if isinstance(size, int) else found.placed(*size)
+        else:
+            values[node] = found.call(*_given(node, values, coordinates or {}))
+        of[node] = tuple(dict.fromkeys(one.storage for one in meta_tensors(values[node])))
         of_weights[node] = _is_weight(node, of_weights)
         if node.op == "placeholder":
-            borrowed.update(found)
+            borrowed.update(of[node])
     others = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
-    weights = frozenset(range(len(kept))) - others
-    return Storages(of, tuple(storage.nbytes() for storage in kept), frozenset(borrowed), weights)
+    weights = frozenset(range(len(found.nbytes))) - others
+    return Storages(of, tuple(found.nbytes), frozenset(borrowed), weights)
 
 
 def run_on_meta(
@@ -108,29 +108,48 @@ def _is_weight(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
     return bool(operands) and all(known[o] for o in operands)
 
 
-def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
+def _size(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> int | tuple[tuple[int, ...], torch.dtype]:
+    """An integer placeholder's value, or shape and dtype of a tensor."""
     meta = local_meta(node)
     if meta is None:
         return int(size_of(node).subs(dims))
     assert isinstance(meta, TensorMeta)
-    return torch.empty(meta.sizes(dims), dtype=meta.dtype, device=_META)
+    return tuple(meta.sizes(dims)), meta.dtype
+
+
+def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
+    size = _size(node, dims)
+    return size if isinstance(size, int) else torch.empty(size[0], dtype=size[1], device=META)
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any], places: Mapping[str, int]) -> Any:
+    target, args, kwargs = _given(node, values, places)
+    return target(*args, **kwargs)
+
+
+def _given(
+    node: fx.Node, values: Mapping[fx.Node, Any], places: Mapping[str, int]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What stands for the node's call on the meta device, and its operands."""
     given: Any = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
     if node.target in _COLLECTIVES:
-        return _COLLECTIVES[node.target](*given)
+        return _COLLECTIVES[node.target], given, {}
     args: Any = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in given)
     target: Any = node.target
     if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
         args = (*args[:3], [args[0].shape[1]], *args[4:])
     schema = getattr(target, "_schema", None)
     if schema is not None and any(a.name == "device" for a in schema.arguments):
-        makes = not any(True for arg in args for _ in tensors_of(arg))
+        makes = not any(map(_is_tensor, args))
         if makes or kwargs.get("device") is not None:
-            kwargs["device"] = _META
-    return target(*args, **kwargs)
+            kwargs["device"] = META
+    return target, args, kwargs
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is one, or has one in it."""
+    return any(True for _ in tensors_of(value)) or any(True for _ in meta_tensors(value))
 
 
 def _rows(x: Tensor, rows: int) -> Tensor:
