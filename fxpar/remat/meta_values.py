@@ -64,15 +64,8 @@ class MetaValues:
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call returns: MetaTensors where a tensor would be, anything else as it is."""
-        storages: dict[int, int] = {}  # those of operands are numbered by call
-        given = _encoded((args, tuple(sorted(kwargs.items()))), storages)
-        try:
-            found = _called(target, given)
-        except TypeError:  # an operand without a hash; what is wrong with the call itself is raised again
-            found = _called.__wrapped__(target, given)
-        mine = list(storages)
-        fresh: dict[int, int] = {}
-        return self._numbered(found, mine, fresh)
+        found, mine = _result(target, args, kwargs)
+        return self._numbered(found, mine, {})
 
     def _own(self, one: MetaTensor) -> MetaTensor:
         self.nbytes.append(one.nbytes)
@@ -89,6 +82,30 @@ class MetaValues:
         if type(value) in (list, tuple):
             return type(value)(self._numbered(one, mine, fresh) for one in value)
         return value
+
+
+def is_same_call(target: Callable[..., Any], one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether a call with other operands makes the same, but for where in a storage it lies: whether a later call is a
+    view or a copy follows from strides.
+    """
+    return _anywhere(_result(target, one, {})) == _anywhere(_result(target, other, {}))
+
+
+def _anywhere(value: Any) -> Any:
+    """At offset 0."""
+    if isinstance(value, MetaTensor):
+        return value._replace(offset=0)
+    return type(value)(map(_anywhere, value)) if type(value) in (list, tuple) else value
+
+
+def _result(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
+    """What a call returns, with storages numbered by call, and the numbers in the graph of those of its operands."""
+    storages: dict[int, int] = {}
+    given = _encoded((args, tuple(sorted(kwargs.items()))), storages)
+    try:
+        return _called(target, given), list(storages)
+    except TypeError:  # an operand without a hash; what is wrong with the call itself is raised again
+        return _called.__wrapped__(target, given), list(storages)
 
 
 @lru_cache(KNOWN)

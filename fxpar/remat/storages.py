@@ -4,7 +4,7 @@ and storages but no data. Views share a storage as they do on a real device, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, is_size, local_meta, size_of
-from fxpar.remat.meta_values import META, MetaValues, meta_tensors
+from fxpar.remat.meta_values import META, MetaValues, is_same_call, meta_tensors
 
 c10d = torch.ops._c10d_functional
 
@@ -41,8 +41,26 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
+    return trace_places(graph, dims, [coordinates or {}])[0]
+
+
+def trace_places(
+    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], places: Sequence[Mapping[str, int]]
+) -> tuple[Storages, ...]:
+    """`trace_storages` at the first of `places`, and at those others where something differs from the first."""
+    found, differ = _traced(graph, dims, places[0], places[1:])
+    return (found, *(_traced(graph, dims, place, ())[0] for place in differ))
+
+
+def _traced(
+    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
+) -> tuple[Storages, list[Mapping[str, int]]]:
+    """Storages at one place, and those of `others` where they differ: where no call that depends on the place makes
+    something else, no later one does.
+    """
     values: dict[fx.Node, Any] = {}
     found = MetaValues()
+    differ: list[Mapping[str, int]] = []
     of: dict[fx.Node, tuple[int, ...]] = {}
     borrowed: set[int] = set()
     of_weights: dict[fx.Node, bool] = {}
@@ -53,14 +71,19 @@ def trace_storages(
             size = _size(node, dims)
             values[node] = size if isinstance(size, int) else found.placed(*size)
         else:
-            values[node] = found.call(*_given(node, values, coordinates or {}))
+            target, args, kwargs = _given(node, values, at)
+            values[node] = found.call(target, args, kwargs)
+            for place in others:
+                there = _given(node, values, place)[1] if _has_place(node) else args
+                if place not in differ and there != args and not is_same_call(target, args, there):
+                    differ.append(place)
         of[node] = tuple(dict.fromkeys(one.storage for one in meta_tensors(values[node])))
         of_weights[node] = _is_weight(node, of_weights)
         if node.op == "placeholder":
             borrowed.update(of[node])
     others = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
     weights = frozenset(range(len(found.nbytes))) - others
-    return Storages(of, tuple(found.nbytes), frozenset(borrowed), weights)
+    return Storages(of, tuple(found.nbytes), frozenset(borrowed), weights), differ
 
 
 def run_on_meta(
@@ -145,6 +168,11 @@ def _given(
         if makes or kwargs.get("device") is not None:
             kwargs["device"] = META
     return target, args, kwargs
+
+
+def _has_place(node: fx.Node) -> bool:
+    """Whether the rank's place on an axis is an operand, as "#tp"."""
+    return any(isinstance(arg, str) and arg[:1] == "#" for arg in node.args)
 
 
 def _is_tensor(value: Any) -> bool:
