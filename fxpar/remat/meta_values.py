@@ -141,7 +141,7 @@ def _described(value: Any, known: dict[int, tuple[int, Any]]) -> Any:
         storage = value.untyped_storage()
         number, _ = known.setdefault(id(storage), (len(known), storage))
         shape, strides = tuple(value.shape), tuple(value.stride())
-        return MetaTensor(shape, strides, value.storage_offset(), value.dtype, number, storage.nbytes())
+        return MetaTensor(shape, strides, int(value.storage_offset()), value.dtype, number, storage.nbytes())
     if isinstance(value, list | tuple):
         return type(value)(_described(one, known) for one in value)
     return value

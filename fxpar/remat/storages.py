@@ -81,8 +81,8 @@ def _traced(
         of_weights[node] = _is_weight(node, of_weights)
         if node.op == "placeholder":
             borrowed.update(of[node])
-    others = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
-    weights = frozenset(range(len(found.nbytes))) - others
+    no_weights = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
+    weights = frozenset(range(len(found.nbytes))) - no_weights
     return Storages(of, tuple(found.nbytes), frozenset(borrowed), weights), differ
 
 
