@@ -6,7 +6,7 @@ Graphs run as generated code that drops every value after its last use, so lifet
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import sympy
 from torch import fx
@@ -15,7 +15,7 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.node_meta import is_backward
 from fxpar.memory.series import KINDS, Moment, Series
 from fxpar.memory.workspace import Conditions, workspace_bytes
-from fxpar.remat import Storages, saved_storages, trace_storages
+from fxpar.remat import Storages, saved_storages, trace_places
 
 ONE_THREAD = Conditions()
 
@@ -23,13 +23,17 @@ ONE_THREAD = Conditions()
 def body_series(
     graph: fx.Graph,
     dims: Mapping[sympy.Symbol, int],
-    coordinates: Mapping[str, int] | None = None,
+    places: Sequence[Mapping[str, int]] = ({},),
     conditions: Conditions = ONE_THREAD,
 ) -> Series:
-    """What a lowered graph holds on one CPU rank (at `coordinates` of the mesh) at each of its calls, with the dynamic
-    dims of the micro-batch at `dims`.
+    """What a lowered graph holds at each of its calls on the CPU rank that is fullest, of those at `places` on the axes
+    of the mesh, with the dynamic dims of the micro-batch at `dims`.
     """
-    storages = trace_storages(graph, dims, coordinates)
+    found = [_series(graph, dims, storages, conditions) for storages in trace_places(graph, dims, places)]
+    return max(found, key=lambda series: series.peak.total_bytes)
+
+
+def _series(graph: fx.Graph, dims: Mapping[sympy.Symbol, int], storages: Storages, conditions: Conditions) -> Series:
     saved = saved_storages(graph, storages)
     kinds = _kinds(graph, storages, saved)
     dies = _deaths(graph, storages)

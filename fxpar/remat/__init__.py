@@ -2,7 +2,15 @@
 
 from fxpar.remat.choose import choose
 from fxpar.remat.forward import ForwardValues, forward_values
-from fxpar.remat.storages import Storages, run_on_meta, saved_bytes, saved_storages, tensors_of, trace_storages
+from fxpar.remat.storages import (
+    Storages,
+    run_on_meta,
+    saved_bytes,
+    saved_storages,
+    tensors_of,
+    trace_places,
+    trace_storages,
+)
 
 __all__ = [
     "ForwardValues",
@@ -13,5 +21,6 @@ __all__ = [
     "saved_bytes",
     "saved_storages",
     "tensors_of",
+    "trace_places",
     "trace_storages",
 ]

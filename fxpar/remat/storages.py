@@ -4,7 +4,7 @@ and storages but no data. Views share a storage as they do on a real device, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, is_size, local_meta, size_of
+from fxpar.remat.meta_values import META, MetaValues, is_same_call, meta_tensors
 
 c10d = torch.ops._c10d_functional
-_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,49 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
-    numbers: dict[int, int] = {}
-    kept: list[Any] = []  # a storage that is freed could give its id to the next one
+    return trace_places(graph, dims, [coordinates or {}])[0]
+
+
+def trace_places(
+    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], places: Sequence[Mapping[str, int]]
+) -> tuple[Storages, ...]:
+    """`trace_storages` at the first of `places`, and at those others where something differs from the first."""
+    found, differ = _traced(graph, dims, places[0], places[1:])
+    return (found, *(_traced(graph, dims, place, ())[0] for place in differ))
+
+
+def _traced(
+    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
+) -> tuple[Storages, list[Mapping[str, int]]]:
+    """Storages at one place, and those of `others` where they differ: where no call that depends on the place makes
+    something else, no later one does.
+    """
+    values: dict[fx.Node, Any] = {}
+    found = MetaValues()
+    differ: list[Mapping[str, int]] = []
     of: dict[fx.Node, tuple[int, ...]] = {}
     borrowed: set[int] = set()
     of_weights: dict[fx.Node, bool] = {}
-    for node, value in run_on_meta(graph, dims, coordinates):
-        found = []
-        for tensor in tensors_of(value):
-            storage = tensor.untyped_storage()
-            if id(storage) not in numbers:
-                numbers[id(storage)] = len(kept)
-                kept.append(storage)
-            found.append(numbers[id(storage)])
-        of[node] = tuple(dict.fromkeys(found))
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            size = _size(node, dims)
+            values[node] = size if isinstance(size, int) else found.placed(*size)
+        else:
+            target, args, kwargs = _given(node, values, at)
+            values[node] = found.call(target, args, kwargs)
+            for place in others:
+                there = _given(node, values, place)[1] if _has_place(node) else args
+                if place not in differ and there != args and not is_same_call(target, args, there):
+                    differ.append(place)
+        of[node] = tuple(dict.fromkeys(one.storage for one in meta_tensors(values[node])))
         of_weights[node] = _is_weight(node, of_weights)
         if node.op == "placeholder":
-            borrowed.update(found)
-    others = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
-    weights = frozenset(range(len(kept))) - others
-    return Storages(of, tuple(storage.nbytes() for storage in kept), frozenset(borrowed), weights)
+            borrowed.update(of[node])
+    no_weights = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
+    weights = frozenset(range(len(found.nbytes))) - no_weights
+    return Storages(of, tuple(found.nbytes), frozenset(borrowed), weights), differ
 
 
 def run_on_meta(
@@ -108,29 +131,53 @@ def _is_weight(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
     return bool(operands) and all(known[o] for o in operands)
 
 
-def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
+def _size(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> int | tuple[tuple[int, ...], torch.dtype]:
+    """An integer placeholder's value, or shape and dtype of a tensor."""
     meta = local_meta(node)
     if meta is None:
         return int(size_of(node).subs(dims))
     assert isinstance(meta, TensorMeta)
-    return torch.empty(meta.sizes(dims), dtype=meta.dtype, device=_META)
+    return tuple(meta.sizes(dims)), meta.dtype
+
+
+def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
+    size = _size(node, dims)
+    return size if isinstance(size, int) else torch.empty(size[0], dtype=size[1], device=META)
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any], places: Mapping[str, int]) -> Any:
+    target, args, kwargs = _given(node, values, places)
+    return target(*args, **kwargs)
+
+
+def _given(
+    node: fx.Node, values: Mapping[fx.Node, Any], places: Mapping[str, int]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What stands for the node's call on the meta device, and its operands."""
     given: Any = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
     if node.target in _COLLECTIVES:
-        return _COLLECTIVES[node.target](*given)
+        return _COLLECTIVES[node.target], given, {}
     args: Any = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in given)
     target: Any = node.target
     if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
         args = (*args[:3], [args[0].shape[1]], *args[4:])
     schema = getattr(target, "_schema", None)
     if schema is not None and any(a.name == "device" for a in schema.arguments):
-        makes = not any(True for arg in args for _ in tensors_of(arg))
+        makes = not any(map(_is_tensor, args))
         if makes or kwargs.get("device") is not None:
-            kwargs["device"] = _META
-    return target(*args, **kwargs)
+            kwargs["device"] = META
+    return target, args, kwargs
+
+
+def _has_place(node: fx.Node) -> bool:
+    """Whether the rank's place on an axis is an operand, as "#tp"."""
+    return any(isinstance(arg, str) and arg[:1] == "#" for arg in node.args)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is one, or has one in it."""
+    return any(True for _ in tensors_of(value)) or any(True for _ in meta_tensors(value))
 
 
 def _rows(x: Tensor, rows: int) -> Tensor:

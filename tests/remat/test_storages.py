@@ -10,7 +10,7 @@ from torch import fx
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.ops import layout
-from fxpar.remat import saved_bytes, trace_storages
+from fxpar.remat import saved_bytes, trace_places, trace_storages
 from tests.captured import llama, odd
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -66,6 +66,10 @@ def test_coordinates():
     assert first.of[piece] == first.of[x]
     assert last.of[piece] != last.of[x]
     assert first.of[columns] != first.of[x]
+    assert len(trace_places(graph, dims, [{"tp": 0}, {"tp": 0}])) == 1
+    assert trace_places(graph, dims, [{"tp": 0}, {"tp": 3}])[1].of[piece] == last.of[piece]
+    even = {dim_symbol("T"): 8}  # pieces lie elsewhere in x, which nothing asks for
+    assert len(trace_places(graph, even, [{"tp": 0}, {"tp": 3}])) == 1
 
 
 def test_every_op_of_the_models_runs_on_the_meta_device():
