@@ -13,7 +13,7 @@ from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import collected_warnings, write_json, write_output
-from fxpar.cli.shallow import Shallow, memory_of
+from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.search.chosen import of_ranks, planned_for, problem_of, searched
@@ -136,7 +136,7 @@ def _remarks(found: Found, path: str, number: int) -> list[str]:
 def document(found: Found) -> dict[str, Any]:
     """What `--json` writes."""
     return {
-        "plans": [_plan_json(plan, found) for plan in found.plans],
+        "plans": [set_json(plan) | {"lower_bound_s": found.lower_bound_s} for plan in found.plans],
         "best_static": {"strategy": found.best_static.strategies[0], "predicted_s": found.best_static.predicted_s},
         "speedup": found.speedup,
         "search_cpu_s": found.search_cpu_s,
@@ -144,19 +144,6 @@ def document(found: Found) -> dict[str, Any]:
         "pruned": found.pruned,
         "planned_sets": found.planned_sets,
         "refused": found.refused,
-    }
-
-
-def _plan_json(plan: PricedSet, found: Found) -> dict[str, Any]:
-    return {
-        "groups": [vars(group) for group in plan.groups],
-        "predicted_s": plan.predicted_s,
-        "lower_bound_s": found.lower_bound_s,
-        "memory_bytes": dict(plan.memory_bytes),
-        "switch_s": plan.switch_s,
-        "reduce_s": plan.reduce_s,
-        "exposed_s": plan.exposed_s,
-        "optimizer_s": plan.optimizer_s,
     }
 
 

@@ -1,9 +1,10 @@
-"""A model of any depth, for commands that price deep models from shallow ones."""
+"""What `fxpar plan` and `simulate` share: a model of any depth, priced from shallow ones, and sets as JSON."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
@@ -13,6 +14,7 @@ from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
 from fxpar.search.chosen import Rows, lowering
 from fxpar.search.price import Depth
+from fxpar.search.pricing import PricedSet
 
 
 class Shallow:
@@ -41,3 +43,16 @@ def memory_of(cluster: ClusterSpec) -> int | None:
     """Bytes of a device, if the cluster says them."""
     gb = cluster.sustained.memory_gb
     return None if gb is None else int(gb * 1e9)
+
+
+def set_json(plan: PricedSet) -> dict[str, Any]:
+    """A priced set, as `--json` writes it."""
+    return {
+        "groups": [vars(group) for group in plan.groups],
+        "predicted_s": plan.predicted_s,
+        "memory_bytes": dict(plan.memory_bytes),
+        "switch_s": plan.switch_s,
+        "reduce_s": plan.reduce_s,
+        "exposed_s": plan.exposed_s,
+        "optimizer_s": plan.optimizer_s,
+    }

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.request import collected_warnings, write_json
-from fxpar.cli.shallow import Shallow, memory_of
+from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.passes.pack_documents import DOCUMENTS
 from fxpar.search.chosen import of_ranks
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.pricing import PricedSet, SetPricer
+from fxpar.search.pricing import SetPricer
 from fxpar.search.simulate import Named, Simulated, simulate
 
 
@@ -65,23 +65,10 @@ def document(found: Simulated) -> dict[str, Any]:
     """What `--json` writes: keys as of a plan of `fxpar plan`."""
     best = found.best_static
     return {
-        **plan_json(found.plan),
+        **set_json(found.plan),
         "best_static": None if best is None else {"strategy": best.strategies[0], "predicted_s": best.predicted_s},
         "static_s": {name: one.predicted_s for name, one in found.statics.items()},
         "speedup": found.speedup,
-    }
-
-
-def plan_json(plan: PricedSet) -> dict[str, Any]:
-    """A priced set."""
-    return {
-        "groups": [vars(group) for group in plan.groups],
-        "predicted_s": plan.predicted_s,
-        "memory_bytes": dict(plan.memory_bytes),
-        "switch_s": plan.switch_s,
-        "reduce_s": plan.reduce_s,
-        "exposed_s": plan.exposed_s,
-        "optimizer_s": plan.optimizer_s,
     }
 
 

@@ -21,7 +21,7 @@ from fxpar.errors import FxparError, NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Candidate, Depth, Lower, Priced, candidate
+from fxpar.search.price import Candidate, Depth, Lower, Priced, candidate, optimizer_s
 from fxpar.search.pricing import Outlines, PricedSet, SetPricer
 from fxpar.search.sets import RankedSet, ranked_sets
 from fxpar.search.space import SAVINGS, with_savings, without_stages
@@ -184,8 +184,7 @@ class _Search:
         bound = least_mini_batch(everything, self.problem.max_strategies)
         if not np.isfinite(bound):
             raise self._nothing_fits()
-        optimizer_s = self._optimizer_s()
-        self.pricer.optimizer_s = optimizer_s
+        self.pricer.optimizer_s = optimizer_s(self.candidates[0], self.problem.cluster)
         static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
         sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
         plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
@@ -193,7 +192,7 @@ class _Search:
         return Found(
             plans=tuple(plans),
             best_static=static,
-            lower_bound_s=min(bound + optimizer_s, plans[0].predicted_s),
+            lower_bound_s=min(bound + self.pricer.optimizer_s, plans[0].predicted_s),
             evaluated=len(self.candidates),
             pruned=self.pruned,
             planned_sets=sum(one is not None for one in self.priced.values()),
@@ -265,11 +264,6 @@ class _Search:
             if all(_moved(plan, other) > DIFFERENT * self.pricer.mean_tokens for other in kept):
                 kept.append(plan)
         return kept
-
-    def _optimizer_s(self) -> float:
-        """AdamW on a rank's share, in fp32: 16 bytes of each parameter are read, and 12 are written."""
-        moved = self.candidates[0].stays.optimizer_bytes / 8 * (16 + 12)  # two moments take 8 bytes
-        return moved / float(self.problem.cluster.sustained.bytes_per_s)
 
     def _nothing_fits(self) -> SequenceFitsNowhereError:
         longest = self.problem.longest

@@ -31,6 +31,8 @@ from fxpar.switch.reduction import gradient_placements
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
 STAGING_BYTES = 64 << 20
+ADAM_BYTES = 16 + 12  # of fp32 that AdamW reads and writes for each parameter
+MOMENTS_BYTES = 8  # of them are its two moments
 _NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
@@ -250,6 +252,12 @@ class Candidate(Priced):
         terms = gradient_placements(program)
         target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in terms})
         return cheapest_reduction(terms, target, self.cluster, self.name, STAGING_BYTES, "auto", False).predicted_s
+
+
+def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:
+    """Seconds of AdamW on a rank's share of the parameters, in fp32."""
+    moved = one.stays.optimizer_bytes / MOMENTS_BYTES * ADAM_BYTES
+    return moved / float(cluster.sustained.bytes_per_s)
 
 
 def slowest_position(positions: Sequence[tuple[Polynomial, Polynomial]], steps: Fraction) -> Polynomial:

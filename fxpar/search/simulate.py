@@ -11,12 +11,9 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.driver import PLANNED
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Candidate, Lower, candidate
+from fxpar.search.price import Candidate, Lower, candidate, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.sets import ranked_sets
-
-ADAM_BYTES = 16 + 12  # of fp32 that AdamW reads and writes for each parameter
-MOMENTS_BYTES = 8  # of them are its two moments
 
 
 @dataclass(frozen=True)
@@ -86,12 +83,6 @@ def simulate(
     if plan is None:
         raise _too_long(found, longest, pricer)
     return Simulated(plan, statics)
-
-
-def optimizer_s(one: Candidate, cluster: ClusterSpec) -> float:
-    """Seconds of AdamW on a rank's share of the parameters, in fp32."""
-    moved = one.stays.optimizer_bytes / MOMENTS_BYTES * ADAM_BYTES
-    return moved / float(cluster.sustained.bytes_per_s)
 
 
 def _checked(named: Sequence[Named], longest: int) -> list[Named]:
