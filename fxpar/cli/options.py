@@ -89,6 +89,24 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Json = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - is stdout.", show_default=False)
 ]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME:N",
+        help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N.",
+        show_default=False,
+    ),
+]
+TokensPerStep = Annotated[
+    int | None, typer.Option(metavar="N", min=1, max=2**40, help="Tokens of a mini-batch.", show_default=False)
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(metavar="80GB", help="What a device holds; default: as the cluster says.", show_default=False),
+]
+Overlap = Annotated[
+    bool, typer.Option("--overlap", help="Switches and reductions run beside groups, as on ranks of CPUs.")
+]
 
 
 def split_strategies(given: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
-from fxpar.cli.options import Cluster, GraphSource, Json, Offered
+from fxpar.cli.options import Cluster, DeviceMemory, GraphSource, Json, Lengths, Offered, Overlap, TokensPerStep
 
 _OF_MODEL = ("cluster", "lengths", "tokens_per_step", "output", "verify")
 _OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches", "layers", "hidden")
@@ -25,26 +25,12 @@ class PlanRequest:
 
     source: Annotated[GraphSource, Offered("options world precision cache", required=False)]
     cluster: Cluster = None
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|NAME:N",
-            help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N.",
-            show_default=False,
-        ),
-    ] = None
-    tokens_per_step: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=2**40, help="Tokens of a mini-batch.", show_default=False)
-    ] = None
+    lengths: Lengths = None
+    tokens_per_step: TokensPerStep = None
     max_strategies: Annotated[int, typer.Option(metavar="K", min=1, max=6, help="Strategies at most.")] = 3
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="80GB", help="What a device holds; default: as the cluster says.", show_default=False),
-    ] = None
+    memory: DeviceMemory = None
     best: Annotated[int, typer.Option(min=1, max=16, help="Different plans to show, best first.")] = 3
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Switches and reductions run beside groups, as on ranks of CPUs.")
-    ] = False
+    overlap: Overlap = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
     verify: Annotated[

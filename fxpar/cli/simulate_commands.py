@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
-from fxpar.cli.options import Cluster, GraphSource, Json, Offered, complete_strategies, split_strategies
+from fxpar.cli.options import (
+    Cluster,
+    DeviceMemory,
+    GraphSource,
+    Json,
+    Lengths,
+    Offered,
+    Overlap,
+    TokensPerStep,
+    complete_strategies,
+    split_strategies,
+)
 
 TABLES = ("hotspa-fig8", "hotspa-table3")  # of papers, each a function of `fxpar.cli.simulate`
 _ASSIGNMENT = re.compile(r"\w+=")
@@ -37,24 +48,10 @@ class SimulateRequest:
         ),
     ] = ()
     cluster: Cluster = None
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|NAME:N",
-            help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N.",
-            show_default=False,
-        ),
-    ] = None
-    tokens_per_step: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=2**40, help="Tokens of a mini-batch.", show_default=False)
-    ] = None
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="80GB", help="What a device holds; default: as the cluster says.", show_default=False),
-    ] = None
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Switches and reductions run beside groups, as on ranks of CPUs.")
-    ] = False
+    lengths: Lengths = None
+    tokens_per_step: TokensPerStep = None
+    memory: DeviceMemory = None
+    overlap: Overlap = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that the set is priced with.")] = 8
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
     json: Json = None
