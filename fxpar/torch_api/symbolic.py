@@ -29,7 +29,9 @@ from fxpar.torch_api.sizes import KnownResults, remembering
 Place = Callable[[], str | None]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FAKE_IMPLS = os.path.join(_TORCH, "_subclasses", "fake_impls.py")
-_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__)
+# Files that a condition goes through when it is decided; the environment below stands between those of torch.
+_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__, __file__)
+_TORCHES = (_TORCH, __file__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ _LAYOUT = {
 def _asks_for_layout() -> bool:
     """Whether the condition that is being decided is about the memory layout of a fake tensor only."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCHES):
         if frame.f_code.co_name in _LAYOUT:
             return True
         frame = frame.f_back
