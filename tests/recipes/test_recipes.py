@@ -138,6 +138,7 @@ def test_every_field_is_an_option():
     given = {
         "--fxpar.strategies": ("2048", "cp2+zero3+remat(*.feed_forward|*.attention)"),
         "--fxpar.token-budget": ("4096",),
+        "--fxpar.token-budgets": ("2048", "8192"),
         "--fxpar.memory-budget-gib": ("2.5",),
         "--fxpar.no-merge": (),
         "--fxpar.nan": ("skip",),
@@ -149,6 +150,7 @@ def test_every_field_is_an_option():
     expected = FxparConfig(
         strategies={2048: "cp2+zero3+remat(*.feed_forward|*.attention)"},
         token_budget=4096,
+        token_budgets={2048: 8192},
         memory_budget_gib=2.5,
         merge=False,
         nan="skip",
