@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import fxpar
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.models import load
-from fxpar.profiling.points import measured
+from fxpar.profiling.points import Point, measured
 from fxpar.profiling.record import described
 from fxpar.profiling.trials import device_series, link_series
 from fxpar.runtime.forked import run_forked
+from fxpar.search.price import ADAM_BYTES
 
 WORLD = 4
 STRATEGIES = (
@@ -52,19 +57,27 @@ TARGETS = {"step": 0.15, "rank": 0.9, "switch": 0.3, "reduce": 0.3, "memory": 0.
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """Of a step, and what it is made of; `busy`: CPU time of all ranks over cores, None as predicted."""
+
+    step: float
+    run: float
+    switch: float
+    reduce: float
+    busy: float | None = None
+
+
+@dataclass(frozen=True)
 class Case:
-    """A strategy on sequences of one length; seconds of a step and of its parts, as predicted and measured."""
+    """A strategy on sequences of one length."""
 
     strategy: str
     length: int
-    predicted_s: float
-    measured_s: float
-    predicted_parts_s: tuple[float, float, float]  # run, switch, reduce
-    measured_parts_s: tuple[float, float, float]
+    predicted: Seconds
+    measured: Seconds
 
-    @property
-    def error(self) -> float:
-        return self.predicted_s / self.measured_s - 1
+    def error(self, part: str) -> float:
+        return getattr(self.predicted, part) / getattr(self.measured, part) - 1
 
 
 class Subject:
@@ -73,71 +86,117 @@ class Subject:
     def __init__(self, strategy: str, compiled: Any, options: dict[str, str], limit: int, cluster: ClusterSpec) -> None:
         model = load("llama", seed=1, options=options).model
         alone = replace(compiled, programs={strategy: compiled.programs[strategy]})
+        self.cluster = cluster
         self.model = fxpar.parallelize(
             model, strategies={limit: strategy}, compiled=alone, cluster=cluster, monitor=False
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
-    def step(self, batch: Sequence[torch.Tensor]) -> tuple[float, ...]:
-        """Seconds until all ranks have done it; seconds of run, switch and reduction on this rank."""
+    def step(self, batch: Sequence[Tensor]) -> Seconds:
+        """Of this rank; until all ranks have done it."""
         dist.barrier()
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         report = self.model.train_step(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
         dist.barrier()
         taken, (group,) = time.perf_counter() - begun, report.groups
-        return taken, group.compute_s, group.switch_s, group.reduce_s
+        busy = (time.process_time() - cpu) * WORLD / min(WORLD, os.cpu_count() or 1)
+        return Seconds(taken, group.compute_s, group.switch_s, group.reduce_s, busy)
 
-    def predicted(self, batch: Sequence[torch.Tensor]) -> tuple[float, ...]:
-        """The same as predicted, without the optimizer."""
-        plan = self.model.plan(batch)
-        engine = self.model.fxpar_session.engine
+    def predicted(self, batch: Sequence[Tensor]) -> Seconds:
+        """As `fxpar plan` predicts it."""
+        plan, engine = self.model.plan(batch), self.model.fxpar_session.engine
         (name,) = engine.names
+        moved = sum(p.numel() for p in self.model.parameters()) / WORLD * ADAM_BYTES
+        optimizer_s = moved / float(self.cluster.sustained.bytes_per_s)
         switch, reduce = engine.switching.predicted_s(name, []), engine.gradients.predicted_s(name)
-        return plan.predicted_s, plan.groups[0].predicted_s, switch, reduce
+        return Seconds(plan.predicted_s + optimizer_s, plan.groups[0].predicted_s, switch, reduce)
 
 
-def profiled(seconds: float) -> ClusterSpec:
-    """This machine, as `fxpar profile` describes it."""
+def profiled(passes: Sequence[Sequence[Point]]) -> ClusterSpec:
+    """This machine, from what `fxpar profile` measured several times: the median of each point that all have."""
+    found: dict[tuple[str, str, int], list[Point]] = {}
+    for one in passes:
+        for point in one:
+            found.setdefault((point.kind, point.of, point.size), []).append(point)
+    points = [
+        replace(same[0], seconds=statistics.median(point.seconds for point in same))
+        for same in found.values()
+        if len(same) == len(passes)
+    ]
+    return described(points, torch.device("cpu"), 1, WORLD)
+
+
+def points_now(seconds: float) -> list[Point]:
+    """What `fxpar profile` measures; about so many seconds for each point."""
     device = torch.device("cpu")
-    points = measured([*device_series(device), *link_series(device, 1)], device, seconds, lambda _: None)
-    return described(points, device, 1, WORLD)
+    return measured([*device_series(device), *link_series(device, 1)], device, seconds, lambda _: None)
 
 
-def work(compiled: Any, strategies: Sequence[str], args: argparse.Namespace) -> tuple[ClusterSpec, list[Case]]:
-    """On one rank."""
+def work(
+    compiled: Any, strategies: Sequence[str], args: argparse.Namespace
+) -> tuple[ClusterSpec, list[Case], dict[str, tuple[int, int]]]:
+    """On one rank: all strategies and lengths in turns, `fxpar profile` before, between and behind them; by strategy
+    the bytes, predicted and measured, that a step of the longest sequences takes above what stays, on the fullest rank.
+    """
     options, lengths, tokens = (TINY, TINY_LENGTHS, TINY_TOKENS) if args.tiny else (DEMO, LENGTHS, TOKENS)
-    cluster = profiled(0.01 if args.tiny else 0.2)
-    subjects = {name: Subject(name, compiled, options, max(lengths), cluster) for name in strategies}
-    generator = torch.Generator().manual_seed(0)
-    vocab = int(options["vocab"])
-    batches = {
-        length: [torch.randint(0, vocab, (length,), generator=generator) for _ in range(tokens // length)]
-        for length in lengths
-    }
-    taken: dict[tuple[str, int], list[tuple[float, ...]]] = {}
+    seconds, draw = 0.01 if args.tiny else 0.15, torch.Generator().manual_seed(0)
+    passes = [points_now(seconds)]
+
+    def opened() -> dict[str, Subject]:
+        cluster = profiled(passes)
+        return {name: Subject(name, compiled, options, max(lengths), cluster) for name in strategies}
+
+    batches = {n: torch.randint(0, int(options["vocab"]), (tokens // n, n), generator=draw) for n in lengths}
+    subjects, taken = opened(), dict[tuple[str, int], list[Seconds]]()
     for turn in range(args.rounds + 1):
         for length, batch in batches.items():
             for name, subject in subjects.items():
-                one = subject.step(batch)
+                one = subject.step(list(batch))
                 if turn:
                     taken.setdefault((name, length), []).append(one)
-    found = []
-    for (name, length), rows in taken.items():
-        mine = torch.tensor([statistics.median(column) for column in zip(*rows, strict=True)], dtype=torch.float64)
-        dist.all_reduce(mine)
-        mean = (mine / WORLD).tolist()
-        predicted = subjects[name].predicted(batches[length])
-        optimizer = optimizer_s(subjects[name], cluster)
-        found.append(Case(name, length, predicted[0] + optimizer, mean[0], tuple(predicted[1:]), tuple(mean[1:])))
-    return cluster, found
+        if turn in (args.rounds // 2, args.rounds):
+            passes.append(points_now(seconds))
+    subjects, memory = opened(), dict[str, tuple[int, int]]()  # predictions by all of the profile
+    longest = list(batches[max(lengths)])
+    for name, subject in subjects.items():
+        subject.step(longest)  # what stays is there
+        peak = torch.tensor(peak_bytes(lambda: subject.model.train_step(longest)))  # noqa: B023 (runs at once)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        report = subject.model.memory
+        memory[name] = report.activation_bytes + report.gradient_bytes, int(peak)
+    cases = [
+        Case(name, length, subjects[name].predicted(list(batches[length])), _over_ranks(rows))
+        for (name, length), rows in taken.items()
+    ]
+    return profiled(passes), cases, memory
 
 
-def optimizer_s(subject: Subject, cluster: ClusterSpec) -> float:
-    """As `fxpar plan` predicts it."""
-    count = sum(p.numel() for p in subject.model.parameters()) / WORLD
-    return count * 28 / float(cluster.sustained.bytes_per_s)
+def _over_ranks(rows: Sequence[Seconds]) -> Seconds:
+    """The median over rounds of the mean over ranks. Of a switch and a reduction the rank counts that waits least for
+    others: the last one to begin.
+    """
+    mine = torch.tensor([astuple(one) for one in rows], dtype=torch.float64)
+    ranks = [torch.empty_like(mine) for _ in range(WORLD)]
+    dist.all_gather(ranks, mine)
+    by_rank = torch.stack(ranks)
+    found = by_rank.mean(0)
+    found[:, 2:4] = by_rank.min(0).values[:, 2:4]
+    return Seconds(*found.quantile(0.5, 0).tolist())
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """By how much what the process has allocated rises at most; the trace of torch's profiler has the running total."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    memory = sorted((one for one in events if one.get("name") == "[memory]"), key=lambda one: one["ts"])
+    start = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
+    return max(one["args"]["Total Allocated"] for one in memory) - start
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -146,31 +205,40 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return statistics.correlation(*ranks) if len(one) > 1 else 1.0
 
 
-def report(cluster: ClusterSpec, cases: Sequence[Case]) -> dict[str, Any]:
+def report(cluster: ClusterSpec, cases: Sequence[Case], memory: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Print a line per case, and how far off predictions are."""
     print(f"profile: {cluster.sustained}; {cluster.intra_gb_per_s:g} GB/s, {cluster.latency_us:g} µs")
+    print("ms, predicted / measured; busy: CPU time of all ranks over cores")
     print(
-        f"{'strategy':14} {'length':>6} {'predicted':>10} {'measured':>10} {'error':>7}   parts, predicted / measured ms"
+        f"{'strategy':14} {'length':>6} {'step':>13} {'error':>7} {'busy':>6} {'run':>13} {'switch':>9} {'reduce':>9}"
     )
     for case in cases:
-        parts = "  ".join(
-            f"{name} {1e3 * a:.0f}/{1e3 * b:.0f}"
-            for name, a, b in zip(
-                ("run", "switch", "reduce"), case.predicted_parts_s, case.measured_parts_s, strict=True
-            )
-        )
+        pairs = [
+            f"{1e3 * getattr(case.predicted, part):,.0f} / {1e3 * getattr(case.measured, part):,.0f}"
+            for part in ("step", "run", "switch", "reduce")
+        ]
+        busy = 1e3 * (case.measured.busy or 0.0)
         print(
-            f"{case.strategy:14} {case.length:6,} {1e3 * case.predicted_s:10,.0f} {1e3 * case.measured_s:10,.0f} "
-            f"{case.error:+7.1%}   {parts}"
+            f"{case.strategy:14} {case.length:6,} {pairs[0]:>13} {case.error('step'):+7.1%} {busy:6,.0f} "
+            f"{pairs[1]:>13} {pairs[2]:>9} {pairs[3]:>9}"
         )
-    error = statistics.mean(abs(case.error) for case in cases)
-    found: dict[str, Any] = {"cluster": cluster.to_json(), "cases": [asdict(case) for case in cases], "step": error}
-    print(f"mean error of a step {error:.1%} (target {TARGETS['step']:.0%})")
+    found: dict[str, Any] = {"cluster": cluster.to_json(), "cases": [asdict(case) for case in cases]}
+    for part in ("step", "switch", "reduce"):
+        moving = [case for case in cases if case.predicted.switch > 0]  # ZeRO-3 moves weights in its runs
+        found[part] = statistics.mean(abs(case.error(part)) for case in (cases if part == "step" else moving) or cases)
+        print(f"mean error of a {part}: {found[part]:.1%} (target {TARGETS[part]:.0%})")
     for length in dict.fromkeys(case.length for case in cases):
         mine = [case for case in cases if case.length == length]
-        rank = rank_correlation([c.predicted_s for c in mine], [c.measured_s for c in mine])
-        found[f"rank {length}"] = rank
-        print(f"rank correlation, sequences of {length:,}: {rank:.2f} (target {TARGETS['rank']})")
-    return found
+        found[f"rank {length}"] = rank_correlation(
+            [case.predicted.step for case in mine], [case.measured.step for case in mine]
+        )
+        print(f"rank correlation at {length:,} tokens: {found[f'rank {length}']:.2f} (target {TARGETS['rank']})")
+    print("peak of a step above what stays, MB, predicted / measured:")
+    for name, (predicted, taken) in memory.items():
+        print(f"{name:14} {predicted / 1e6:6.1f} / {taken / 1e6:6.1f} {predicted / taken - 1:+7.1%}")
+    found["memory"] = max(abs(predicted / taken - 1) for predicted, taken in memory.values())
+    print(f"largest error of a peak: {found['memory']:.1%} (target {TARGETS['memory']:.0%})")
+    return found | {"memory_bytes": memory}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,8 +254,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load("llama", seed=1, options=options).model
     limits = {max(TINY_LENGTHS if args.tiny else LENGTHS) + number: s for number, s in enumerate(args.only)}
     compiled = fxpar.compile_strategies(model, limits, fxpar.losses.causal_lm)
-    cluster, cases = run_forked(WORLD, lambda _: work(compiled, args.only, args), timeout_s=3600)[0]
-    found = report(cluster, cases)
+    cluster, cases, memory = run_forked(WORLD, lambda _: work(compiled, args.only, args), timeout_s=3600)[0]
+    found = report(cluster, cases, memory)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

@@ -70,6 +70,26 @@ def makespan(shares: Sequence[Sequence[Bin]], rule: PackingRule) -> int:
     return max((_load(share, rule) for share in shares), default=0)
 
 
+def shared_makespan(shares: Sequence[Sequence[Bin]], rule: PackingRule) -> int:
+    """`makespan` where ranks that wait leave their core to others: all of the work is done by all cores, and no replica
+    is faster than alone on them.
+    """
+    runs = [one.cost + rule.fixed for share in shares for one in share]
+    return _shared(makespan(shares, rule), sum(runs), rule)
+
+
+def shared_lower_bound(items: Sequence[SequenceItem], rule: PackingRule) -> int:
+    """What `shared_makespan` cannot undercut."""
+    runs = _fewest_bins(items, rule.budget) if rule.packed else len(items)
+    return _shared(lower_bound(items, rule), sum(item.cost for item in items) + rule.fixed * runs, rule)
+
+
+def _shared(slowest: int, work: int, rule: PackingRule) -> int:
+    if rule.shared_by == 1:
+        return slowest
+    return max(int(slowest / rule.shared_by), work // rule.replicas)
+
+
 # ------------------------------------------------------------------------------------------------------ lower bound
 def lower_bound(items: Sequence[SequenceItem], rule: PackingRule) -> int:
     """A time in ticks that no plan of `items` (dearest first) can undercut.

@@ -22,7 +22,7 @@ def ticks(seconds: float) -> int:
 @dataclass(frozen=True)
 class PackingRule:
     """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages` and
-    `virtual` as in `GroupCost`. Without `packed` each sequence is a micro-batch of its own.
+    `virtual` and `shared_by` as in `GroupCost`. Without `packed` each sequence is a micro-batch of its own.
     """
 
     replicas: int
@@ -32,6 +32,7 @@ class PackingRule:
     packed: bool = True
     stages: int = 1
     virtual: int = 1
+    shared_by: float = 1.0
 
     @property
     def unit(self) -> int:

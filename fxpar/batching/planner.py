@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fxpar.batching.balance import Share, lower_bound, makespan, share_out
+from fxpar.batching.balance import Share, share_out, shared_lower_bound, shared_makespan
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import TICKS_PER_S, PackingRule, SequenceItem, longest_first, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
@@ -189,8 +189,9 @@ class _Planner:
                 packed=self.packed,
                 stages=cost.stages,
                 virtual=cost.virtual,
+                shared_by=cost.shared_by,
             )
-            self._loads[first, into] = _Load(items, rule, lower_bound(items, rule))
+            self._loads[first, into] = _Load(items, rule, shared_lower_bound(items, rule))
         return self._loads[first, into]
 
     def _worked_out(self, first: int, into: int) -> tuple[list[Share], int]:
@@ -198,7 +199,7 @@ class _Planner:
         if (first, into) not in self._shares:
             load = self._load(first, into)
             shares = share_out(load.items, load.rule)
-            self._shares[first, into] = shares, makespan(shares, load.rule)
+            self._shares[first, into] = shares, shared_makespan(shares, load.rule)
         return self._shares[first, into]
 
     def _group_plan(self, first: int, into: int) -> GroupPlan:

@@ -96,7 +96,7 @@ def _measure(request: ProfileRequest, device: torch.device, rank: int, world: in
         points = measured(series, device, request.seconds, lambda text: work.update(f"measuring {text}"))
     if rank:
         return
-    cluster = described(points, device, nodes, world)
+    cluster = described(points, device, nodes, world, request.threads)
     replace_output(request.output, to_json(file_content(cluster, points, device, request.threads)))
     if request.output != "-":
         console = stdout_console()

@@ -3,8 +3,9 @@
 Nothing is taken to overlap, so times add up:
 
     products and attention   operations over what the device sustains in their dtype, plus the bytes of what does not
-                             grow with T (weights are read, their gradients written) over its memory
-    other kernels            bytes read and written over its memory
+                             grow with T (weights are read, their gradients written) and of what no cache holds
+    other kernels            bytes read and written over its memory, or over its cache: each tensor by its size at
+                             NOMINAL_TOKENS
     every kernel             the launch
     collectives              bytes sent over the link, plus the latency; an axis whose process groups leave a node takes
                              the links between nodes
@@ -16,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -29,8 +30,9 @@ from fxpar.ir.graph import TensorMeta
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, is_backward
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ops.traits import ATTENTION
+from fxpar.ops.traits import ATTENTION, PASSES
 
+NOMINAL_TOKENS = 4096  # of a micro-batch, where something depends on the length that is not known yet
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
 Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 COMPUTE = ("product", "attention", "memory")
@@ -65,17 +67,18 @@ def node_costs(program: Program, cluster: ClusterSpec, *, parts: Mapping[str, Pa
 
 def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
     """Seconds that one call keeps the device or a link inside a node busy, at these sizes; 0 for a view. Launch and
-    latency are left out: they say how a call is made, not what it does.
+    latency are left out: they say how a call is made, not what it does. What an op goes over several times counts once.
     """
     if "comm" in node.meta:
         sent: TensorMeta = comm_of(node)[1]
         return math.prod(shape(sent)) * sent.dtype.itemsize / cluster.bytes_per_s(between=False)
     if not is_kernel(node):
         return Fraction(0)
-    work = flops(node, shape)
+    work, device = flops(node, shape), cluster.sustained
     if work:
-        return work / cluster.sustained.flops_per_s(_dtype(node))
-    return touched_bytes(node, shape) / cluster.sustained.bytes_per_s
+        dtype = _dtype(node)
+        return work / (device.attention_flops_per_s(dtype) if node.target in ATTENTION else device.flops_per_s(dtype))
+    return touched_bytes(node, shape) / device.bytes_per_s
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -93,8 +96,8 @@ class _Walk:
     program: Program
     cluster: ClusterSpec
     _nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
-    _per_byte: dict[str, Fraction] = field(default_factory=dict)
-    _kernels: dict[tuple[Counts, Counts, torch.dtype], tuple[Polynomial, ...]] = field(default_factory=dict)
+    _links: dict[tuple[str, str], tuple[Fraction, Fraction]] = field(default_factory=dict)
+    _kernels: dict[tuple[Any, ...], tuple[Polynomial, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._samples = [Sizes(self.program, k) for k in (1, 2, 3)]
@@ -111,31 +114,46 @@ class _Walk:
         axis, sent = comm_of(node)
         fqn, backward = fqn_of(node), is_backward(node)
         found = Communication(kind, axis, sent, part, fqn, backward)
-        if axis not in self._per_byte:
-            self._per_byte[axis] = seconds_per_byte(self.program.mesh, axis, self.cluster)
+        if (kind, axis) not in self._links:
+            between = crosses_nodes(self.program.mesh, axis, self.cluster)
+            self._links[kind, axis] = self.cluster.collective_s(kind, between)
+        latency_s, per_byte_s = self._links[kind, axis]
         elements = self._fit([sizes.numel(sent) for sizes in self._samples])
         nbytes = elements * _bytes_per_element(found, self.program.strategy.mesh.degree(axis))
-        seconds = nbytes * self._per_byte[axis] + Polynomial(self.cluster.latency_s)
+        seconds = nbytes * per_byte_s + Polynomial(latency_s)
         return NodeCost(part, node.name, fqn, kind, axis, backward, seconds, nbytes, Polynomial())  # type: ignore[arg-type]
 
     def _kernel(self, part: str, node: fx.Node) -> NodeCost:
         counts = tuple(flops(node, sizes) for sizes in self._samples)
-        moved = [self._bytes_of(meta) for meta in touched(node)]
-        nbytes = tuple(sum(at) for at in zip(*moved, strict=True))
-        key = counts, nbytes, _dtype(node)
+        kind: Kind = "memory" if not any(counts) else "attention" if node.target in ATTENTION else "product"
+        if kind == "attention" and self.cluster.sustained.attention_block:
+            block = self.cluster.sustained.attention_block
+            counts = tuple(flops(node, sizes, block) for sizes in self._samples)
+        moved = tuple(self._bytes_of(meta) for meta in touched(node))
+        key = kind, counts, moved, PASSES.get(node.target, 1), _dtype(node)
         if key not in self._kernels:
             self._kernels[key] = self._kernel_costs(*key)
         seconds, total, work = self._kernels[key]
-        kind: Kind = "memory" if not any(counts) else "attention" if node.target in ATTENTION else "product"
         return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work)
 
-    def _kernel_costs(self, counts: Counts, nbytes: Counts, dtype: torch.dtype) -> tuple[Polynomial, ...]:
+    def _kernel_costs(
+        self, kind: Kind, counts: Counts, moved: tuple[Counts, ...], passes: int, dtype: torch.dtype
+    ) -> tuple[Polynomial, ...]:
         """Seconds, bytes and operations."""
-        work, moved, device = self._fit(counts), self._fit(nbytes), self.cluster.sustained
-        # Of a product what grows with T hides behind the arithmetic.
-        waits = moved if work == Polynomial() else Polynomial(moved.c0)
-        computing = work * (1 / device.flops_per_s(dtype))
-        return computing + waits * (1 / device.bytes_per_s) + Polynomial(device.launch_s), moved, work
+        work, tensors, device = self._fit(counts), [self._fit(one) for one in moved], self.cluster.sustained
+        rates = [device.bytes_per_s_of(one.at(NOMINAL_TOKENS)) for one in tensors]
+        total = sum(tensors, Polynomial()) * passes
+        seconds = Polynomial(device.launch_s)
+        if kind == "memory":
+            again = total * Fraction(passes - 1, passes) * (1 / device.bytes_per_s_of(0))
+            each = (one * (1 / rate) for one, rate in zip(tensors, rates, strict=True))
+            return sum(each, seconds + again), total, work
+        for one, rate in zip(tensors, rates, strict=True):
+            # What grows with T hides behind the arithmetic, but for what is larger than a cache.
+            spills = device.cache_mb is not None and rate == device.bytes_per_s
+            seconds += (one if spills else Polynomial(one.c0)) * (1 / rate)
+        rate = device.attention_flops_per_s(dtype) if kind == "attention" else device.flops_per_s(dtype)
+        return seconds + work * (1 / rate), total, work
 
     def _bytes_of(self, meta: TensorMeta) -> Counts:
         if meta not in self._nbytes:
@@ -155,11 +173,6 @@ def _bytes_per_element(found: Communication, degree: int) -> Fraction:
 def crosses_nodes(mesh: Mesh, axis: str, cluster: ClusterSpec) -> bool:
     """Whether any process group of `axis` (axes joined by '.') has ranks on several nodes."""
     return any(len(set(map(cluster.node_of, group))) > 1 for group in mesh.groups(tuple(axis.split("."))))
-
-
-def seconds_per_byte(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Fraction:
-    """Of one rank, while all ranks take part in a collective of theirs over `axis`."""
-    return 1 / cluster.bytes_per_s(crosses_nodes(mesh, axis, cluster))
 
 
 def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterSpec) -> Polynomial:

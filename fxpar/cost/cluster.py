@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,8 +24,9 @@ class ClusterSpec:
     Bandwidths are in GB/s (1e9 bytes) per device and direction: links are full duplex, and `intra` (NVLink or PCIe)
     and `inter` (the network) carry traffic at the same time. `node_gb_per_s` caps what all devices of a node put on
     the network together, per direction (None: no cap). `latency_us` is paid by every collective and message, and once
-    per step of a switch. `device` is what each of them sustains; None takes usual figures: of what ranks run on, and of
-    a GPU where nothing runs.
+    per step of a switch. `all_reduce_gb_per_s` and `all_reduce_latency_us` are those of all-reduces inside of a node,
+    where a backend carries them out in another way (gloo does; None: as all else). `device` is what each of them
+    sustains; None takes usual figures: of what ranks run on, and of a GPU where nothing runs.
 
     Raises ClusterError for a number that no cluster can have.
     """
@@ -36,6 +38,8 @@ class ClusterSpec:
     latency_us: float
     node_gb_per_s: float | None = None
     device: Device | None = None
+    all_reduce_gb_per_s: float | None = None
+    all_reduce_latency_us: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device | None):
@@ -60,6 +64,13 @@ class ClusterSpec:
         """With devices of so many TFLOP/s in each dtype; as it is for None. Raises ClusterError for 0."""
         return self if tflops is None else replace(self, device=replace(self.sustained, tflops=tflops))
 
+    def with_nodes(self, nodes: int, devices_per_node: int) -> ClusterSpec:
+        """So many, of the same kind: fewer ranks on a node take turns on its cores less often."""
+        device = self.device
+        if device is not None and device.shared_by > 1:
+            device = device.taken_in_turns(device.shared_by * devices_per_node / self.devices_per_node)
+        return replace(self, nodes=nodes, devices_per_node=devices_per_node, device=device)
+
     def node_of(self, rank: int) -> int:
         """Node of `rank`."""
         return rank // self.devices_per_node
@@ -76,6 +87,17 @@ class ClusterSpec:
     @property
     def latency_s(self) -> Fraction:
         return Fraction(self.latency_us) / 10**6
+
+    def collective_s(self, kind: str, between: bool) -> tuple[Fraction, Fraction]:
+        """(latency, seconds per byte that a rank sends) of a collective, by links between nodes or inside of one."""
+        latency_s, per_byte_s = self.latency_s, 1 / self.bytes_per_s(between)
+        if kind != "all_reduce" or between:
+            return latency_s, per_byte_s
+        if self.all_reduce_latency_us is not None:
+            latency_s = Fraction(self.all_reduce_latency_us) / 10**6
+        if self.all_reduce_gb_per_s is not None:
+            per_byte_s = 1 / (Fraction(self.all_reduce_gb_per_s) * 10**9)
+        return latency_s, per_byte_s
 
     def require(self, ranks: int) -> None:
         """Raise ClusterError unless the cluster has `ranks` devices."""
@@ -137,7 +159,13 @@ USUAL = {
 def usual_cluster(world: int, devices_per_node: int = 8, kind: str = "cuda") -> ClusterSpec:
     """Nodes for `world` devices with usual figures of this kind of device (a `torch.device.type`)."""
     local = min(world, devices_per_node)
-    return replace(_usual(kind), nodes=-(-world // local), devices_per_node=local)
+    found = replace(_usual(kind), nodes=-(-world // local), devices_per_node=local)
+    return replace(found, device=found.sustained.taken_in_turns(ranks_per_core(local))) if kind == "cpu" else found
+
+
+def ranks_per_core(local_world: int, threads: int = 1) -> float:
+    """How many ranks of a node take turns on a core of this machine; 1 where there are cores enough."""
+    return max(1.0, local_world * threads / (os.cpu_count() or 1))
 
 
 def _usual(kind: str) -> ClusterSpec:

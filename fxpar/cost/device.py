@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:  # a strategy and a cluster are read without torch
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _WHOLE = ("nodes", "devices_per_node")
-_MAY_BE_ZERO = ("latency_us", "launch_us")
+_BY_DTYPE = ("tflops", "attention_tflops")
+_RATES = (*_BY_DTYPE, "memory_gb_per_s", "cache_gb_per_s")
+_MAY_BE_ZERO = ("latency_us", "all_reduce_latency_us", "launch_us", "attention_block")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Device:
     of dtype. `memory_gb_per_s` (1e9 bytes per second) counts what is read and what is written; `launch_us` is paid by
     every kernel; `memory_gb` (1e9 bytes) is how much it holds, None if that is not known.
 
+    `attention_tflops` (as `tflops`) is what attention sustains in long documents; None: as much as products. Its
+    kernels take `attention_block` keys at once, so that a query computes with half a block more than it sees.
+    Tensors of up to `cache_mb` (1e6 bytes) are read and written at `cache_gb_per_s`; None: all at `memory_gb_per_s`.
+
+    `shared_by` ranks take turns on what computes, as several on a core of a CPU: all figures are what one of them gets
+    while all are busy. While others wait, it is faster, up to `shared_by` times.
+
     Raises ClusterError for a number that no device can have, and for a dtype that is not in FLOATS.
     """
 
@@ -33,22 +42,32 @@ class Device:
     memory_gb_per_s: float
     launch_us: float
     memory_gb: float | None = None
+    attention_tflops: float | Mapping[str, float] | None = field(default=None, hash=False)
+    attention_block: float = 0.0
+    cache_mb: float | None = None
+    cache_gb_per_s: float | None = None
+    shared_by: float = 1.0
 
     def __post_init__(self) -> None:
         check_numbers(self.to_json(), "description", "device.")
+        if (self.cache_mb is None) != (self.cache_gb_per_s is None):
+            raise ClusterError("description", "device.cache_mb and device.cache_gb_per_s belong together: give both")
 
     def flops_per_s(self, dtype: torch.dtype) -> Fraction:
-        """Operations per second in `dtype`. One that the table lacks counts as the next wider one, in which it would be
-        computed; one that is wider than all of them as the widest.
+        """Operations per second of products in `dtype`. One that the table lacks counts as the next wider one, in which
+        it would be computed; one that is wider than all of them as the widest.
         """
-        if not isinstance(self.tflops, Mapping):
-            return Fraction(self.tflops) * 10**12
-        import torch
+        return _rate(self.tflops, dtype)
 
-        by_width = sorted((getattr(torch, name).itemsize, name) for name in self.tflops)
-        exact = str(dtype).removeprefix("torch.")
-        name = next((name for width, name in by_width if width >= dtype.itemsize), by_width[-1][1])
-        return Fraction(self.tflops[exact if exact in self.tflops else name]) * 10**12
+    def attention_flops_per_s(self, dtype: torch.dtype) -> Fraction:
+        """The same of attention."""
+        return _rate(self.tflops if self.attention_tflops is None else self.attention_tflops, dtype)
+
+    def bytes_per_s_of(self, nbytes: Fraction | int) -> Fraction:
+        """At which a tensor of so many bytes is read or written."""
+        if self.cache_mb is None or self.cache_gb_per_s is None or nbytes > self.cache_mb * 1e6:
+            return self.bytes_per_s
+        return Fraction(self.cache_gb_per_s) * 10**9
 
     @property
     def bytes_per_s(self) -> Fraction:
@@ -60,6 +79,13 @@ class Device:
         """Seconds that every kernel takes at least."""
         return Fraction(self.launch_us) / 10**6
 
+    def taken_in_turns(self, ranks: float) -> Device:
+        """What one of so many ranks gets that take turns on it, where `shared_by` do now."""
+        ranks = max(1.0, ranks)
+        share = self.shared_by / ranks
+        rates = {name: _scaled(getattr(self, name), share) for name in _RATES}
+        return replace(self, **rates, launch_us=self.launch_us / share, shared_by=ranks) if share != 1 else self
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "description") -> Device:
         """The device with these values. Raises ClusterError that names `source`."""
@@ -68,9 +94,11 @@ class Device:
         return cls(**data)
 
     def to_json(self) -> dict[str, Any]:
-        tflops = dict(self.tflops) if isinstance(self.tflops, Mapping) else self.tflops
-        rest = {"memory_gb_per_s": self.memory_gb_per_s, "launch_us": self.launch_us}
-        return {"tflops": tflops, **rest} | ({} if self.memory_gb is None else {"memory_gb": self.memory_gb})
+        """What `from_dict` reads; what is as by default is left out."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        tables = {name: dict(value) for name, value in found.items() if isinstance(value, Mapping)}
+        defaults = {one.name: one.default for one in fields(self)}
+        return {name: value for name, value in (found | tables).items() if value != defaults[name]}
 
     def __str__(self) -> str:
         """`300 TFLOP/s and 2000 GB/s of memory, 4 µs per kernel`."""
@@ -97,8 +125,8 @@ def check_keys(cls: type, data: Mapping[str, Any], source: str, prefix: str = ""
 def check_numbers(data: Mapping[str, Any], source: str, prefix: str = "") -> None:
     """That all values of a description are numbers that can be. Raises ClusterError."""
     for key, value in data.items():
-        if key == "tflops" and isinstance(value, Mapping):
-            _check_dtypes(value, source)
+        if key in _BY_DTYPE and isinstance(value, Mapping):
+            _check_dtypes(value, source, key)
             continue
         whole, least_ok = key in _WHOLE, key in _MAY_BE_ZERO
         name = f"{prefix}{key} = {value!r}"
@@ -108,14 +136,31 @@ def check_numbers(data: Mapping[str, Any], source: str, prefix: str = "") -> Non
             raise ClusterError(source, f"{name} must be {'>= 0' if least_ok else '> 0'} and finite")
 
 
-def _check_dtypes(table: Mapping[str, Any], source: str) -> None:
+def _check_dtypes(table: Mapping[str, Any], source: str, key: str) -> None:
     if not table:
-        raise ClusterError(source, 'device.tflops is empty; write a number, or a table such as {"bfloat16": 300}')
+        raise ClusterError(source, f'device.{key} is empty; write a number, or a table such as {{"bfloat16": 300}}')
     for name in table:
         if name not in FLOATS:
             hint = nearest(name, FLOATS) or f"; there are {', '.join(FLOATS)}"
-            raise ClusterError(source, f"device.tflops has {name!r}, which is not a dtype{hint}")
-    check_numbers(table, source, "device.tflops.")
+            raise ClusterError(source, f"device.{key} has {name!r}, which is not a dtype{hint}")
+    check_numbers(table, source, f"device.{key}.")
+
+
+def _scaled(rate: Any, factor: float) -> Any:
+    if isinstance(rate, Mapping):
+        return {name: value * factor for name, value in rate.items()}
+    return None if rate is None else rate * factor
+
+
+def _rate(tflops: float | Mapping[str, float], dtype: torch.dtype) -> Fraction:
+    if not isinstance(tflops, Mapping):
+        return Fraction(tflops) * 10**12
+    import torch
+
+    by_width = sorted((getattr(torch, name).itemsize, name) for name in tflops)
+    exact = str(dtype).removeprefix("torch.")
+    name = next((name for width, name in by_width if width >= dtype.itemsize), by_width[-1][1])
+    return Fraction(tflops[exact if exact in tflops else name]) * 10**12
 
 
 GPU = Device(tflops=300.0, memory_gb_per_s=2000.0, launch_us=4.0)

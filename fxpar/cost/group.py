@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 
-from fxpar.cost.calls import handed_on_s, node_costs
+from fxpar.cost.calls import NOMINAL_TOKENS, handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import CostModelError, ScheduleOptionError
@@ -17,8 +18,6 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.schedule import KINDS
 from fxpar.schedule.mini_batch import FORWARD
-
-NOMINAL_TOKENS = 4096  # which ranks are slowest may depend on the length
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,11 @@ class GroupCost:
     micro-batches of one round differ. It runs in rounds of `stages`: a last round that is not full is filled up with
     idle micro-batches that cost as much as the last one.
 
+    `shared_by` ranks take turns on a core (`fxpar.cost.device.Device`), and those that wait leave it to the others:
+    then the numbers are those of the mean over a pipeline's ranks, and all replicas together take
+
+        max(their mean, bubbles left out; the slowest of them, bubble included, / shared_by)
+
     Raises CostModelError for seconds that are negative or not finite, ScheduleOptionError for a count below 1.
     """
 
@@ -50,6 +54,7 @@ class GroupCost:
     stages: int = 1
     virtual: int = 1
     schedule: str = "1f1b"
+    shared_by: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -61,11 +66,6 @@ class GroupCost:
                     raise ScheduleOptionError(f"{name} is {value}", "It must be 1 or more")
             elif not (math.isfinite(value) and value >= 0):
                 raise CostModelError(name, value)
-
-    @classmethod
-    def of(cls, seconds: Polynomial, stages: int = 1, virtual: int = 1, schedule: str = "1f1b") -> GroupCost:
-        """With the numbers of a polynomial."""
-        return cls(float(seconds.c0), float(seconds.c1), float(seconds.c2), stages, virtual, schedule)
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Time of a micro-batch of sequences with these lengths in tokens."""
@@ -99,14 +99,19 @@ def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:
 
     Raises ClusterError for a cluster with fewer devices than ranks.
     """
-    slowest = max(rank_costs(program, cluster).values(), key=lambda one: one.at(NOMINAL_TOKENS))
-    return of_strategy(slowest, program.strategy)
+    return of_strategy(rank_costs(program, cluster).values(), program.strategy, cluster)
 
 
-def of_strategy(seconds: Polynomial, strategy: Strategy) -> GroupCost:
-    """With the numbers of a polynomial, and the stages of a strategy."""
-    plan = strategy.pipeline
-    return GroupCost.of(seconds, strategy.pipeline_size, plan.virtual, plan.schedule)
+def of_strategy(positions: Iterable[Polynomial], strategy: Strategy, cluster: ClusterSpec) -> GroupCost:
+    """From the seconds of each position of a pipeline, or of all ranks."""
+    found, plan, shared_by = list(positions), strategy.pipeline, cluster.sustained.shared_by
+    counted = max(found, key=lambda one: one.at(NOMINAL_TOKENS))
+    if shared_by > 1:
+        mean = sum(found, Polynomial()) * Fraction(1, len(found))
+        alone = counted * (1 / Fraction(shared_by))
+        counted = max(mean, alone, key=lambda one: one.at(NOMINAL_TOKENS))
+    numbers = float(counted.c0), float(counted.c1), float(counted.c2)
+    return GroupCost(*numbers, strategy.pipeline_size, plan.virtual, plan.schedule, shared_by)
 
 
 def rank_costs(program: TrainGraph, cluster: ClusterSpec) -> dict[Mesh, Polynomial]:

@@ -59,17 +59,18 @@ class SizesAt:
         return self._known[size]
 
 
-def flops(node: fx.Node, shape: SizesOf) -> Fraction | int:
+def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
     """Floating-point operations (2 per multiply-add) of a product, a convolution or attention, and of an op that
     another package declares them for; 0 for any other op.
 
     Attention over one document is 4 * B * H * Sq * Skv * E forward, half of that if causal, and 2.5 times that backward
-    (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less.
+    (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less. With
+    kernels that take `block` keys at once, a query computes with half a block of keys more that it does not see.
 
     Raises CostModelError for a declared count that is negative or not finite, OpContractError for what is no number.
     """
     if node.target in ATTENTION:
-        return _attention(node, shape)
+        return _attention(node, shape, block)
     if node.target in MATRIX_PRODUCTS or node.target in ADDED_PRODUCTS:
         first = shape(_meta(node.args[int(node.target in ADDED_PRODUCTS)]))
         return 2 * first[-1] * math.prod(shape(_meta(node)))
@@ -79,7 +80,7 @@ def flops(node: fx.Node, shape: SizesOf) -> Fraction | int:
     return 0 if count is None else _declared(node, count, shape)
 
 
-def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
+def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     args: Any = node.args
     first = ATTENTION[node.target]  # type: ignore[index]
     q, k, v = (shape(_meta(operand)) for operand in args[first : first + 3])
@@ -88,6 +89,7 @@ def _attention(node: fx.Node, shape: SizesOf) -> Fraction:
         keys = Fraction(window if causal else 2 * window)
     else:
         keys = Fraction(k[2], 2 if causal else 1)
+    keys += Fraction(block) / 2
     forward = 2 * math.prod(q[:3]) * keys * (q[3] + v[3])
     return forward * _BACKWARD_FACTOR if first else forward
 

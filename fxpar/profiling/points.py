@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LEAST_RUNS, MOST_RUNS = 3, 50
+ROUNDS, MOST_RUNS = 3, 1000
 
 
 @dataclass(frozen=True)
 class Point:
-    """`seconds` is a median. `kind` is product, copy, add, launch, send, all_reduce or all_gather; `of` the dtype of a
-    product, "memory", "kernel", or the level of links: "intra" (a node) or "inter". `size` is the width of square
-    matrices or the bytes of a tensor, `amount` the operations, the bytes read and written, or those that a rank sends.
+    """`seconds` is a median. `kind` is product, attention, copy, add, launch, send, all_reduce, all_gather or
+    reduce_scatter; `of` the dtype of a product, "memory", "kernel", or the level of links: "intra" (a node) or "inter".
+    `size` is the width of square matrices, the tokens of a document or the bytes of a tensor, `amount` the operations,
+    the bytes read and written, or those that a rank sends.
     """
 
     kind: str
@@ -48,34 +49,47 @@ def measured(
 ) -> list[Point]:
     """The points of each series, whose trials become larger. About `seconds` are spent on each point: a trial that is
     expected to take longer ends its series, unless it is the first. All ranks call it with equal series.
+
+    All points are measured ROUNDS times, one after the other, so that what else the machine does hits all alike; the
+    median counts.
     """
-    points: list[Point] = []
+    kept: list[tuple[Trial, list[float]]] = []
     for trials in series:
-        last: Point | None = None
+        last: tuple[Trial, float] | None = None
         for trial in trials:
-            if last is not None and last.seconds * trial.amount / last.amount > seconds:
+            if last is not None and last[1] * trial.amount / last[0].amount > seconds:
                 break
-            say(f"{trial.kind} ({trial.of}), {trial.size:,}")
-            taken = _slowest(_median_s(trial.prepare(), device, seconds)) / trial.times
-            last = Point(trial.kind, trial.of, trial.size, trial.amount, taken)
-            points.append(last)
-    return points
+            taken = _taken_s(trial, device, seconds / ROUNDS, say)
+            last = trial, taken
+            kept.append((trial, [taken]))
+    for _ in range(ROUNDS - 1):
+        for trial, found in kept:
+            found.append(_taken_s(trial, device, seconds / ROUNDS, say))
+    return [Point(one.kind, one.of, one.size, one.amount, statistics.median(found)) for one, found in kept]
 
 
-def _median_s(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Of runs after the first one, as many on each rank as rank 0 can do in this time."""
-    _timed(run, device)
-    once = _timed(run, device)
-    runs = _of_rank_0(max(LEAST_RUNS, min(MOST_RUNS, int(seconds / max(once, 1e-9)))))
-    return statistics.median(_timed(run, device) for _ in range(runs))
+def _taken_s(trial: Trial, device: torch.device, seconds: float, say: Callable[[str], object]) -> float:
+    """Of the slowest rank: the mean of as many runs on each rank as rank 0 can do in this time, begun by all ranks
+    together. One run is no measure: where ranks take turns on a core, it may fall into a turn.
+    """
+    say(f"{trial.kind} ({trial.of}), {trial.size:,}")
+    run = trial.prepare()
+    _timed(run, 1, device)
+    once = _timed(run, 1, device)
+    runs = _of_rank_0(max(1, min(MOST_RUNS, int(seconds / max(once, 1e-9)))))
+    return _slowest(_timed(run, runs, device)) / trial.times
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _timed(run: Callable[[], object], runs: int, device: torch.device) -> float:
+    """Seconds of each of so many runs."""
+    if dist.is_initialized():
+        dist.barrier()
     begun = time.perf_counter()
-    run()
+    for _ in range(runs):
+        run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+    return (time.perf_counter() - begun) / runs
 
 
 def _slowest(seconds: float) -> float:

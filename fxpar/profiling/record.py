@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxpar.cost.cluster import MEASURED, ClusterSpec, usual_cluster
+from fxpar.cost.cluster import MEASURED, ClusterSpec, ranks_per_core, usual_cluster
 from fxpar.cost.device import Device
 from fxpar.profiling.points import Point
 
-VERSION = 1  # of the table MEASURED
+VERSION = 2  # of the table MEASURED
+FASTER = 1.5  # than memory: what a cache must be to count as one
 
 
 @dataclass(frozen=True)
@@ -42,31 +44,75 @@ def fitted_link(points: Sequence[Point]) -> Link:
     return Link(_short(latency_s * 1e6), _short(1e-9 / per_byte_s))
 
 
-def described(points: Sequence[Point], device: torch.device, nodes: int, world: int) -> ClusterSpec:
-    """The cluster that was measured. Links that nobody could measure have usual figures."""
-    links = {level: [point for point in points if point.of == level] for level in ("intra", "inter")}
+def described(points: Sequence[Point], device: torch.device, nodes: int, world: int, threads: int = 1) -> ClusterSpec:
+    """The cluster that was measured by ranks with so many threads each. Links that nobody could measure have usual
+    figures. A link is what a rank gets of it while all ranks gather or scatter at the same time, as in steps,
+    switches and reductions; what messages alone take only stands in the file.
+    """
+    gathers = [point for point in points if point.kind in ("all_gather", "reduce_scatter")]
+    links = {level: [point for point in gathers if point.of == level] for level in ("intra", "inter")}
     found = {level: fitted_link(mine) for level, mine in links.items() if mine}
     values = usual_cluster(world, world // nodes, device.type).to_json()
     values |= {f"{level}_gb_per_s": link.gb_per_s for level, link in found.items()}
     if found:
         values["latency_us"] = max(link.latency_us for link in found.values())
-    return ClusterSpec.from_dict(values | {"device": _device(points, device, world // nodes).to_json()})
+    sums = [point for point in points if (point.kind, point.of) == ("all_reduce", "intra")]
+    if sums:
+        link = fitted_link(sums)
+        values |= {"all_reduce_gb_per_s": link.gb_per_s, "all_reduce_latency_us": link.latency_us}
+    return ClusterSpec.from_dict(values | {"device": _device(points, device, world // nodes, threads).to_json()})
 
 
-def _device(points: Sequence[Point], device: torch.device, local_world: int) -> Device:
+def _device(points: Sequence[Point], device: torch.device, local_world: int, threads: int) -> Device:
     by_kind = {point.kind: [one for one in points if one.kind == point.kind] for point in points}
     dtypes = dict.fromkeys(point.of for point in by_kind["product"])
     best = {
         name: max(point.amount / point.seconds for point in by_kind["product"] if point.of == name) for name in dtypes
     }
-    streams = [by_kind["copy"][-1], by_kind["add"][-1]]
-    bandwidth = sum(point.amount for point in streams) / sum(point.seconds for point in streams)
+    attention = {name: fitted_attention([one for one in by_kind["attention"] if one.of == name]) for name in dtypes}
     return Device(
         tflops={name: _short(rate / 1e12) for name, rate in best.items()},
-        memory_gb_per_s=_short(bandwidth / 1e9),
         launch_us=_short(by_kind["launch"][0].seconds * 1e6),
         memory_gb=_short(memory_bytes(device, local_world) / 1e9),
+        attention_tflops={name: _short(rate / 1e12) for name, (rate, _) in attention.items()},
+        attention_block=_short(attention[next(iter(dtypes))][1]),
+        shared_by=ranks_per_core(local_world, threads) if device.type == "cpu" else 1.0,
+        **memory_rates([*by_kind["copy"], *by_kind["add"]]),
     )
+
+
+def fitted_attention(points: Sequence[Point]) -> tuple[float, float]:
+    """(operations per second, keys of a block) of the curve (tokens**2 + block * tokens) / rate through the points that
+    has the least sum of squared relative errors.
+    """
+    tokens, seconds = (np.array([float(getattr(point, name)) for point in points]) for name in ("size", "seconds"))
+    columns = np.stack([tokens**2 / seconds, tokens / seconds], 1)
+    (square, linear), *_ = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)
+    if linear < 0 or square <= 0 or len(points) == 1:
+        square, linear = float(np.sum(tokens**2 / seconds) / np.sum((tokens**2 / seconds) ** 2)), 0.0
+    return float(points[0].amount / tokens[0] ** 2 / square), float(linear / square)
+
+
+def memory_rates(points: Sequence[Point]) -> dict[str, float]:
+    """What a device's memory sustains, and its cache, if small tensors are faster than the largest by half or more. The
+    cache ends between the two sizes where the rate falls most.
+    """
+    sizes = sorted({point.size for point in points})
+    rates = [_rate([point for point in points if point.size == size]) for size in sizes]
+    found = {"memory_gb_per_s": _short(rates[-1] / 1e9)}
+    if len(sizes) == 1 or max(rates) < FASTER * rates[-1]:
+        return found
+    falls = [one / other for one, other in itertools.pairwise(rates)]
+    # Of falls that are about as large the last one: what is larger is as slow as the largest.
+    last = max(number for number, fall in enumerate(falls) if fall > max(falls) ** 0.5)
+    inside = _rate([point for point in points if point.size <= sizes[last]])
+    edge = (sizes[last] * sizes[last + 1]) ** 0.5
+    return found | {"cache_mb": _short(edge / 1e6), "cache_gb_per_s": _short(inside / 1e9)}
+
+
+def _rate(points: Sequence[Point]) -> float:
+    """The mean over points of bytes per second, by time."""
+    return len(points) / sum(point.seconds / point.amount for point in points)
 
 
 def memory_bytes(device: torch.device, local_world: int) -> float:
@@ -78,11 +124,11 @@ def memory_bytes(device: torch.device, local_world: int) -> float:
 
 def file_content(cluster: ClusterSpec, points: Sequence[Point], device: torch.device, threads: int) -> dict[str, Any]:
     """What stands in the file: `ClusterSpec.from_dict` reads it, and leaves the table MEASURED alone."""
-    kinds = ("send", "all_reduce", "all_gather")
+    kinds = ("send", "all_reduce", "all_gather", "reduce_scatter")
     links: dict[str, dict[str, Any]] = {}
     for level in sorted({point.of for point in points} & {"intra", "inter"}):
         series = {kind: [p for p in points if (p.of, p.kind) == (level, kind)] for kind in kinds}
-        links[level] = {kind: vars(fitted_link(mine)) for kind, mine in series.items()}
+        links[level] = {kind: vars(fitted_link(mine)) for kind, mine in series.items() if mine}
     assumed = [f"{level}_gb_per_s" for level in ("intra", "inter") if level not in links]
     about = {
         "version": VERSION,

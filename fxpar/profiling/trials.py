@@ -11,12 +11,15 @@ from torch import Tensor
 
 from fxpar.ir.mesh import Mesh
 from fxpar.profiling.points import Trial
-from fxpar.torch_api.since_2_13 import all_gather_single
+from fxpar.torch_api.groups import is_gloo
 from fxpar.transport.groups import ProcessGroups
 
+c10d = torch.ops._c10d_functional
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 DTYPES = ("float32", "bfloat16")
-MEMORY_BYTES = (16 << 20, 128 << 20)  # the last one is more than caches hold
+DOCUMENTS = (256, 1024, 4096)  # tokens
+HEADS, HEAD_DIM = 4, 64
+MEMORY_BYTES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 128 << 20)  # the last one is more than caches hold
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 LAUNCHES = 100
 Run = Callable[[], object]
@@ -26,9 +29,9 @@ LEVELS = ("inter", "intra")  # links between nodes, and inside: axes of the mesh
 def device_series(
     device: torch.device, widths: Sequence[int] = WIDTHS, memory_bytes: Sequence[int] = MEMORY_BYTES
 ) -> list[Iterator[Trial]]:
-    """Products in each dtype, copies and sums in memory, launches of a kernel that does next to nothing."""
-    products = [_products(device, name, widths) for name in DTYPES]
-    return [*products, _copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
+    """Products and attention in each dtype, copies and sums in memory, launches of a tiny kernel."""
+    series = [made for name in DTYPES for made in (_products(device, name, widths), _attention(device, name))]
+    return [*series, _copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
 
 
 def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
@@ -40,10 +43,28 @@ def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterato
         yield Trial("product", name, width, 2.0 * width**3, partial(prepare, width))
 
 
+def _attention(device: torch.device, name: str, documents: Sequence[int] = DOCUMENTS) -> Iterator[Trial]:
+    """Causal, of one document, forward and backward: 3.5 times the operations of forward (`fxpar.cost.ops`)."""
+    options = None, None, True, 0, HEAD_DIM**-0.5, 0.0
+
+    def prepare(tokens: int) -> Run:
+        shape = 1, HEADS, tokens, HEAD_DIM
+        q, k, v, dout = (torch.randn(shape, device=device).to(getattr(torch, name)) for _ in range(4))
+
+        def run() -> object:
+            out, lse = torch.ops.fxpar.attention.default(q, k, v, *options)
+            return torch.ops.fxpar.attention_backward.default(dout, q, k, v, out, lse, *options)
+
+        return run
+
+    for tokens in documents:
+        yield Trial("attention", name, tokens, 7.0 * HEADS * HEAD_DIM * tokens**2, partial(prepare, tokens))
+
+
 def _copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
     def prepare(nbytes: int) -> Run:
-        source, target = _tensors(2, nbytes, device)
-        return lambda: target.copy_(source)
+        (source,) = _tensors(1, nbytes, device)
+        return source.clone  # into new memory, as a step does
 
     for nbytes in sizes:
         yield Trial("copy", "memory", nbytes, 2.0 * nbytes, partial(prepare, nbytes))
@@ -51,24 +72,27 @@ def _copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
 
 def _sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
     def prepare(nbytes: int) -> Run:
-        a, b, out = _tensors(3, nbytes, device)
-        return lambda: torch.add(a, b, out=out)
+        a, b = _tensors(2, nbytes, device)
+        return lambda: a + b
 
     for nbytes in sizes:
         yield Trial("add", "memory", nbytes, 3.0 * nbytes, partial(prepare, nbytes))
 
 
 def _launches(device: torch.device) -> Iterator[Trial]:
+    """As programs call them: about every other call is a view."""
+
     def prepare() -> Run:
         (one,) = _tensors(1, 4, device)
-        return lambda: [torch.add(one, 1.0) for _ in range(LAUNCHES)]
+        add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
+        return lambda: [add(view(one, (1, 1)), 1.0) for _ in range(LAUNCHES)]
 
     yield Trial("launch", "kernel", 1, 1.0, prepare, LAUNCHES)
 
 
 def link_series(device: torch.device, nodes: int, sizes: Sequence[int] = MESSAGE_BYTES) -> list[Iterator[Trial]]:
-    """Messages, all-reduces and all-gathers between the ranks of each node, and between ranks of the same number of all
-    nodes; all groups at once. None of a level with one rank only. All ranks call it alike.
+    """Messages, all-reduces, all-gathers and reduce-scatters between the ranks of each node, and between ranks of the
+    same number of all nodes; all groups at once. None of a level with one rank only. All ranks call it alike.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = Mesh(tuple(zip(LEVELS, (nodes, world // nodes), strict=True)))
@@ -79,7 +103,7 @@ def link_series(device: torch.device, nodes: int, sizes: Sequence[int] = MESSAGE
             made = [groups.of(ranks) for ranks in groups.to_make(mesh, (level,))]
             group = next(one for one in made if one is not None)
             found += [_messages(device, level, members, sizes), _all_reduces(device, level, group, sizes)]
-            found.append(_all_gathers(device, level, group, sizes))
+            found += [_all_gathers(device, level, group, sizes), _reduce_scatters(device, level, group, sizes)]
     return found
 
 
@@ -108,16 +132,40 @@ def _all_reduces(device: torch.device, level: str, group: dist.ProcessGroup, siz
 
 
 def _all_gathers(device: torch.device, level: str, group: dist.ProcessGroup, sizes: Sequence[int]) -> Iterator[Trial]:
-    """`size` is what comes together."""
+    """`size` is what comes together; carried out as in programs (`fxpar.runtime.gloo`)."""
+    name, degree = group.group_name, group.size()
 
     def prepare(nbytes: int) -> Run:
-        (mine,) = _tensors(1, nbytes // group.size(), device)
-        whole = mine.new_empty(mine.numel() * group.size())
-        return lambda: all_gather_single(whole, mine, group=group)
+        (mine,) = _tensors(1, nbytes // degree, device)
+        if is_gloo(name):
+            return lambda: _exchanged(mine.expand(degree, -1).contiguous(), name, degree)
+        return lambda: c10d.wait_tensor(c10d.all_gather_into_tensor(mine, degree, name))
 
     for nbytes in sizes:
-        sent = 4.0 * (nbytes // group.size() // 4) * (group.size() - 1)
+        sent = 4.0 * (nbytes // degree // 4) * (degree - 1)
         yield Trial("all_gather", level, nbytes, sent, partial(prepare, nbytes))
+
+
+def _reduce_scatters(
+    device: torch.device, level: str, group: dist.ProcessGroup, sizes: Sequence[int]
+) -> Iterator[Trial]:
+    """`size` is what each rank adds; carried out as in programs."""
+    name, degree = group.group_name, group.size()
+
+    def prepare(nbytes: int) -> Run:
+        whole = torch.ones(degree, max(1, nbytes // degree // 4), device=device)
+        if is_gloo(name):
+            return lambda: _exchanged(whole, name, degree).sum(0)
+        return lambda: c10d.wait_tensor(c10d.reduce_scatter_tensor(whole, "sum", degree, name))
+
+    for nbytes in sizes:
+        sent = 4.0 * (nbytes // degree // 4) * (degree - 1)
+        yield Trial("reduce_scatter", level, nbytes, sent, partial(prepare, nbytes))
+
+
+def _exchanged(rows: Tensor, name: str, degree: int) -> Tensor:
+    """A row to each rank, and one from each."""
+    return c10d.wait_tensor(c10d.all_to_all_single(rows, [1] * degree, [1] * degree, name))
 
 
 def _tensors(count: int, nbytes: int, device: torch.device) -> list[Tensor]:

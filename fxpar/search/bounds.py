@@ -72,7 +72,10 @@ def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | N
     fill = (cost.stages - 1) / cost.virtual if cost.schedule != "zb_h1" else (cost.stages - 1) / 3
     alone = cost.fixed_s + cost.per_token_s * found.longest + cost.per_square_s * found.longest**2
     mean = work / strategy.replicas + fill * cost.fixed_s
-    least = np.where(found.tokens > 0, np.maximum(mean, alone * (1 + fill)), 0.0)
+    least = np.maximum(mean, alone * (1 + fill)) / cost.shared_by
+    if cost.shared_by > 1:  # who waits leaves the core to others, but all of the work is done
+        least = np.maximum(least, work / strategy.replicas)
+    least = np.where(found.tokens > 0, least, 0.0)
     possible = found.inside & np.array([one is not None for one in budgets])[None, :]
     return np.where(possible[None], least, np.inf)
 

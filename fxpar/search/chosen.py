@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
@@ -56,7 +56,7 @@ def of_ranks(cluster: ClusterSpec, world: int) -> ClusterSpec:
     cluster.require(world)
     local = min(world, cluster.devices_per_node)
     local = local if world % local == 0 else math.gcd(world, local)
-    return replace(cluster, nodes=world // local, devices_per_node=local)
+    return cluster.with_nodes(world // local, local)
 
 
 def problem_of(

@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, of_strategy, rank_costs
+from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, group_cost, of_strategy, rank_costs
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -188,15 +188,11 @@ class Candidate(Priced):
 
     @cached_property
     def cost(self) -> GroupCost:
-        return of_strategy(self._slowest(), self.strategy)
-
-    def _slowest(self) -> Polynomial:
-        """Of the slowest ranks."""
+        if len(self.programs) == 1:
+            return group_cost(self.programs[0], self.cluster)
         found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
-        if len(found) == 1:
-            return max(found[0], key=lambda one: one.at(NOMINAL_TOKENS))
         positions = [(few, more + few * -1) for few, more in zip(*found, strict=True)]
-        return slowest_position(positions, self.steps * len(positions))
+        return of_strategy(spread_layers(positions, self.steps * len(positions)), self.strategy, self.cluster)
 
     def per_step(self) -> tuple[Polynomial, Polynomial]:
         """Without stages: seconds of the first sample, and of what the second has more."""
@@ -260,8 +256,8 @@ def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:
     return moved / float(cluster.sustained.bytes_per_s)
 
 
-def slowest_position(positions: Sequence[tuple[Polynomial, Polynomial]], steps: Fraction) -> Polynomial:
-    """Seconds of the slowest position of a pipeline; each has some, and so many more for each step that it takes over.
+def spread_layers(positions: Sequence[tuple[Polynomial, Polynomial]], steps: Fraction) -> list[Polynomial]:
+    """Seconds of the positions of a pipeline; each has some, and so many more for each step that it takes over.
 
     Every step goes to the position that is then the least slow one: no other choice has a faster slowest position.
     """
@@ -273,8 +269,7 @@ def slowest_position(positions: Sequence[tuple[Polynomial, Polynomial]], steps: 
         taken[here] += share
         seconds[here][0] += seconds[here][1] * float(share)
         steps -= share
-    at = max(range(len(positions)), key=lambda i: seconds[i][0])
-    return positions[at][0] + positions[at][1] * taken[at]
+    return [few + step * count for (few, step), count in zip(positions, taken, strict=True)]
 
 
 def candidate(

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fxpar.cost.group import GroupCost, of_strategy
 from fxpar.cost.polynomial import Polynomial
-from fxpar.search.price import Candidate, Memory, Priced, slowest_position
+from fxpar.search.price import Candidate, Memory, Priced, spread_layers
 
 
 @dataclass
@@ -37,7 +37,8 @@ class StagedGuess(Priced):
         rest = few + step * -self._in_few
         handed = self._handed_on_s()
         positions = [(handed + (rest if last else Polynomial()), step) for last in self._is_last()]
-        return of_strategy(slowest_position(positions, self._in_few + self.flat.steps), self.strategy)
+        shares = spread_layers(positions, self._in_few + self.flat.steps)
+        return of_strategy(shares, self.strategy, self.cluster)
 
     @property
     def _in_few(self) -> Fraction:

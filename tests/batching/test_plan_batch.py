@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -223,3 +224,29 @@ def test_a_plan_is_printed_as_a_table():
     assert [row.split()[5:8] for row in rows] == [["0", "to", "1"], ["1", *rows[1].split()[6:8]]]
     merged = plan_batch(lengths, groups, [LINEAR, LINEAR], lambda order, run_s: float(len(order)))
     assert str(merged).splitlines()[-1] == "the sequences of group 0 run in group 1"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared_by", "expected"),
+    [
+        ([40, 40, 40, 40], 2.0, 40),  # all are busy all the time
+        ([80, 10, 10, 10], 1.0, 80),
+        ([80, 10, 10, 10], 2.0, 40),  # the long one has a core to itself after a while
+        ([80, 40, 40, 40], 2.0, 50),  # all of the work is done: a quarter each
+        ([80, 10, 10, 10], 1.25, 64),
+    ],
+)
+def test_a_replica_that_waits_leaves_its_core_to_the_others(lengths, shared_by, expected):
+    cost = replace(LINEAR, shared_by=shared_by)
+    (group,) = plan_batch(lengths, one_group(), [cost], no_switches).groups
+    assert group.predicted_s == pytest.approx(expected * 1e-6)
+    assert group.lower_bound_s <= group.predicted_s
+
+
+def test_a_bubble_costs_nothing_where_others_have_work():
+    """Two pipelines of two ranks each on two cores: while one rank waits, another one runs."""
+    groups, lengths = one_group("dp2.pp2", budget=100), [50] * 8
+    alone = plan_batch(lengths, groups, [replace(LINEAR, stages=2)], no_switches).predicted_s
+    shared = plan_batch(lengths, groups, [replace(LINEAR, stages=2, shared_by=2.0)], no_switches).predicted_s
+    assert alone == pytest.approx(250e-6)
+    assert shared == pytest.approx(200e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,8 @@ def test_one_call_keeps_the_device_busy_for_what_its_walk_says_without_launch():
         if call.kind in ("product", "attention"):
             assert found[call.name] == pytest.approx(float(call.flops.at(4096)) / 400e12)
         elif call.kind == "memory":
-            assert found[call.name] == pytest.approx(float(call.nbytes.at(4096)) / 2000e9)
+            passes = {"cross_entropy": 6, "cross_entropy_backward": 3}.get(call.name, 1)
+            assert found[call.name] == pytest.approx(float(call.nbytes.at(4096)) / passes / 2000e9)
         else:
             assert found[call.name] > 0
     views = [
@@ -160,3 +162,40 @@ def test_a_message_takes_the_link_between_its_two_stages():
     forward = [handed_on_s(pipeline, stage, "sent", PAIR) for stage in range(3)]
     assert forward == [inside + latency, between + latency, inside + latency]
     assert [handed_on_s(pipeline, stage, "sent_grad", PAIR) for stage in (1, 2, 3)] == forward
+
+
+def of_kind(cluster, kind: str, strategy: str = "dp4") -> list[NodeCost]:
+    return [call for call in node_costs(program(strategy), cluster) if call.kind == kind]
+
+
+def on(**figures: Any):
+    return replace(NODE, device=replace(DEVICE, **figures))
+
+
+def test_small_tensors_take_their_time_from_a_cache_and_large_ones_hide_no_longer():
+    cached = on(cache_mb=4.0, cache_gb_per_s=20_000.0)
+    for plain, call in zip(of_kind(NODE, "memory"), of_kind(cached, "memory"), strict=True):
+        assert call.nbytes == plain.nbytes
+        assert call.seconds.at(4096) <= plain.seconds.at(4096)
+    (forward,) = (call for call in of_kind(cached, "memory") if call.name == "cross_entropy")
+    logits = 2 * 4096 * VOCAB  # bytes; read once from memory, and five times more in blocks that a cache holds
+    assert float(forward.seconds.at(4096)) == pytest.approx(logits / 2e12 + 5 * logits / 20e12 + 4e-6, rel=0.01)
+    pairs = zip(of_kind(NODE, "product"), of_kind(cached, "product"), strict=True)
+    longer = max(float(call.seconds.at(4096) - one.seconds.at(4096)) for one, call in pairs)
+    assert longer == pytest.approx(logits / 2e12, rel=0.2)  # forward writes the logits, backward reads their gradient
+
+
+def test_attention_computes_with_half_a_block_more():
+    plain, blocks = of_kind(NODE, "attention"), of_kind(on(attention_block=512.0, attention_tflops=100.0), "attention")
+    for one, other in zip(plain, blocks, strict=True):
+        assert other.flops.c2 == one.flops.c2
+        assert other.flops.c1 == 512 * one.flops.c2  # (n + 512) * n instead of n * n
+        assert other.seconds.c2 == 4 * one.seconds.c2
+
+
+def test_all_reduces_have_links_of_their_own():
+    slow = replace(NODE, all_reduce_gb_per_s=100.0, all_reduce_latency_us=1000.0)
+    for plain, call in zip(of_kind(NODE, "all_reduce", "tp4"), of_kind(slow, "all_reduce", "tp4"), strict=True):
+        assert call.seconds.c1 == 4 * plain.seconds.c1
+        assert call.seconds.c0 == plain.seconds.c0 + Fraction(990, 10**6)
+    assert of_kind(slow, "all_gather", "tp4+sp") == of_kind(NODE, "all_gather", "tp4+sp")

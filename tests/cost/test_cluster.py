@@ -109,3 +109,21 @@ def test_constructed_ones_are_checked_too():
         ClusterSpec(1, 0, 1, 1, 1)
     with pytest.raises(ClusterError, match=r"device = 300 must be a fxpar\.Device"):
         ClusterSpec(1, 1, 1, 1, 1, device=300)
+
+
+def test_fewer_ranks_of_a_node_take_turns_less_often():
+    """Measured with 4 ranks on 2 cores: of 2 ranks, or of 1, each has a core, and is twice as fast."""
+    four = ClusterSpec(1, 4, 2.0, 1.0, 200.0, device=Device(0.1, 5.0, 10.0, shared_by=2.0))
+    for ranks in (2, 1):
+        device = four.with_nodes(1, ranks).sustained
+        assert (device.shared_by, device.tflops, device.memory_gb_per_s, device.launch_us) == (1, 0.2, 10, 5)
+    assert four.with_nodes(2, 4).device == four.device
+    assert four.with_nodes(1, 8).sustained.tflops == 0.05
+    assert four.with_nodes(1, 2).intra_gb_per_s == 2
+
+
+def test_usual_ranks_of_cpus_take_turns_on_the_cores_that_are_there(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert usual_cluster(4, 4, "cpu").sustained.shared_by == 2
+    assert usual_cluster(2, 2, "cpu").sustained == CPU
+    assert usual_cluster(4, 4, "cuda").sustained.shared_by == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,6 +40,34 @@ def test_json_and_text():
     assert str(GPU) == "300 TFLOP/s and 2000 GB/s of memory, 4 µs per kernel"
     assert str(TABLE).startswith("300 (bfloat16), 60 (float32) TFLOP/s")
     assert (float(GPU.bytes_per_s), float(GPU.launch_s)) == (2000e9, 4e-6)
+
+
+def test_attention_has_its_own_speed_where_it_was_measured():
+    assert TABLE.attention_flops_per_s(torch.bfloat16) == TABLE.flops_per_s(torch.bfloat16)
+    measured = replace(TABLE, attention_tflops={"float32": 20})
+    assert measured.attention_flops_per_s(torch.bfloat16) == 20 * 10**12
+    assert hash(measured) == hash(TABLE)
+    assert measured != TABLE
+
+
+def test_small_tensors_are_in_a_cache():
+    cached = replace(TABLE, cache_mb=32, cache_gb_per_s=8000)
+    assert (cached.bytes_per_s_of(32_000_000), cached.bytes_per_s_of(32_000_001)) == (8000 * 10**9, 2000 * 10**9)
+    assert TABLE.bytes_per_s_of(1) == TABLE.bytes_per_s
+    with pytest.raises(ClusterError, match=r"device.cache_mb and device.cache_gb_per_s belong together"):
+        replace(TABLE, cache_mb=32)
+
+
+def test_ranks_take_turns():
+    """Each has its share of everything but of memory; twice as many have half of that."""
+    two = replace(TABLE, attention_tflops=8, cache_mb=32, cache_gb_per_s=8000).taken_in_turns(2)
+    assert two.tflops == {"bfloat16": 150, "float32": 30}
+    assert (two.attention_tflops, two.memory_gb_per_s, two.cache_gb_per_s, two.launch_us) == (4, 1000, 4000, 8)
+    assert (two.shared_by, two.memory_gb, two.cache_mb) == (2, 80, 32)
+    assert two.taken_in_turns(4).tflops["bfloat16"] == 75
+    assert two.taken_in_turns(0.5) == two.taken_in_turns(1)  # a rank has one core at most
+    assert two.taken_in_turns(1).launch_us == 4
+    assert Device.from_dict(two.to_json()) == two
 
 
 @pytest.mark.parametrize(

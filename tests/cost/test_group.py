@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxpar.cost.calls import handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import GroupCost, group_cost
+from fxpar.cost.group import GroupCost, group_cost, rank_costs
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import ClusterError, CostModelError
 from tests.cost.programs import DEVICE, NODE, PAIR, program
@@ -82,3 +82,16 @@ def test_a_pipeline_costs_what_its_slowest_ranks_compute_and_hand_on():
     cost = group_cost(pipeline, NODE)
     assert cost.seconds([4096]) == pytest.approx(max(busy))
     assert (cost.stages, cost.virtual) == (2, 1)
+
+
+def test_of_ranks_that_take_turns_the_mean_counts():
+    """A pipeline whose last position is slow: it gets the core that the others leave."""
+    alone = group_cost(program("pp2"), PAIR)
+    shared = replace(PAIR, device=replace(PAIR.sustained, shared_by=4.0))
+    cost = group_cost(program("pp2"), shared)
+    positions = [float(one.at(4096)) for one in rank_costs(program("pp2"), PAIR).values()]
+    assert cost.shared_by == 4
+    assert cost.seconds([4096]) == pytest.approx(sum(positions) / 2)
+    assert alone.seconds([4096]) == pytest.approx(max(positions))
+    hardly = replace(PAIR, device=replace(PAIR.sustained, shared_by=1.0001))
+    assert group_cost(program("pp2"), hardly).seconds([4096]) == pytest.approx(max(positions), rel=1e-3)

@@ -1,4 +1,4 @@
-"""How things are timed: medians, series that end in time, the slowest rank."""
+"""How things are timed: medians over rounds, series that end in time, the slowest rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from fxpar.profiling.points import LEAST_RUNS, MOST_RUNS, Trial, measured
+from fxpar.profiling.points import MOST_RUNS, ROUNDS, Trial, measured
 from fxpar.runtime.forked import run_forked
 
 CPU = torch.device("cpu")
@@ -50,16 +50,23 @@ def test_a_series_ends_before_a_trial_that_would_take_too_long():
 def test_runs_are_bounded():
     runs: list[float] = []
     points_of(0.02, budget=0.001, runs=runs)
-    assert len(runs) == LEAST_RUNS + 2  # one to warm up, one to see how long it takes
+    assert len(runs) == 3 * ROUNDS  # in each round one to warm up, one to see how long it takes, one that counts
     runs.clear()
     points_of(0.0, budget=10.0, runs=runs)
-    assert len(runs) == MOST_RUNS + 2
+    assert len(runs) == (MOST_RUNS + 2) * ROUNDS
+
+
+def test_all_points_are_measured_in_each_round():
+    """What else the machine does in one of them changes none: the median counts."""
+    said: list[str] = []
+    measured([sleeping(0.001, 0.002)], CPU, 0.2, said.append)
+    assert said == ["product (float32), 1", "product (float32), 2"] * ROUNDS
 
 
 def test_what_is_measured_is_said():
     said: list[str] = []
     measured([sleeping(0.0)], CPU, 0.01, said.append)
-    assert said == ["product (float32), 0"]
+    assert set(said) == {"product (float32), 0"}
 
 
 def test_the_slowest_rank_counts():

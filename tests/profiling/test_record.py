@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 
 import pytest
 import torch
 
 from fxpar.cost.cluster import USUAL, ClusterSpec
 from fxpar.profiling.points import Point
-from fxpar.profiling.record import VERSION, described, device_name, file_content, fitted_link
+from fxpar.profiling.record import (
+    VERSION,
+    described,
+    device_name,
+    file_content,
+    fitted_attention,
+    fitted_link,
+    memory_rates,
+)
 
 CPU = torch.device("cpu")
 DEVICE_POINTS = [
     Point("product", "float32", 256, 2 * 256**3, 1e-3),
     Point("product", "float32", 512, 2 * 512**3, 4e-3),
     Point("product", "bfloat16", 256, 2 * 256**3, 5e-4),
+    Point("attention", "float32", 256, 7 * 256**2, (256**2 + 512 * 256) / 1e9),
+    Point("attention", "float32", 1024, 7 * 1024**2, (1024**2 + 512 * 1024) / 1e9),
+    Point("attention", "bfloat16", 256, 7 * 256**2, (256**2 + 512 * 256) / 2e9),
+    Point("attention", "bfloat16", 1024, 7 * 1024**2, (1024**2 + 512 * 1024) / 2e9),
     Point("copy", "memory", 1 << 20, 2e6, 1e-3),
     Point("copy", "memory", 1 << 27, 2e8, 1e-2),
     Point("add", "memory", 1 << 27, 3e8, 1.5e-2),
@@ -23,7 +36,10 @@ DEVICE_POINTS = [
 ]
 
 
-def link_points(level: str, latency_s: float, bytes_per_s: float, kinds=("send", "all_reduce", "all_gather")):
+KINDS = ("send", "all_reduce", "all_gather")
+
+
+def link_points(level: str, latency_s: float, bytes_per_s: float, kinds=KINDS):
     sizes = (1 << 10, 1 << 16, 1 << 24)
     return [Point(kind, level, size, size, latency_s + size / bytes_per_s) for kind in kinds for size in sizes]
 
@@ -60,6 +76,48 @@ def test_one_rank_has_usual_links():
     assert device.tflops == {"float32": 0.06711, "bfloat16": 0.06711}  # the best of each, in four digits
     assert (device.memory_gb_per_s, device.launch_us) == (20, 2.5)  # of the largest size
     assert device.memory_gb is not None
+    assert device.shared_by == 1
+
+
+def test_attention_has_a_rate_and_a_block():
+    """Seconds grow with tokens * (tokens + 512), as rows see half a block more than they need."""
+    device = described(DEVICE_POINTS, CPU, nodes=1, world=1).sustained
+    assert device.attention_tflops == {"float32": 0.007, "bfloat16": 0.014}
+    assert device.attention_block == pytest.approx(512, rel=1e-3)
+    points = [Point("attention", "float32", n, 7.0 * n**2, n**2.5) for n in (16, 64, 256)]
+    assert fitted_attention(points)[1] == 0  # faster than a square where documents are short: no block below none
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "expected"),
+    [
+        ((20, 20, 19, 4, 4), {"memory_gb_per_s": 4, "cache_mb": 5.657, "cache_gb_per_s": 19.66}),
+        ((20, 18, 18, 17, 16), {"memory_gb_per_s": 16}),  # all alike: no cache
+        ((40, 20, 10, 5, 5), {"memory_gb_per_s": 5, "cache_mb": 5.657, "cache_gb_per_s": 17.14}),  # the last fall
+        ((8,), {"memory_gb_per_s": 8}),
+    ],
+)
+def test_a_cache_is_what_is_faster_than_memory(gb_per_s, expected):
+    sizes = (1e6, 2e6, 4e6, 8e6, 16e6)
+    points = [Point("add", "memory", int(n), n, n / (1e9 * rate)) for n, rate in zip(sizes, gb_per_s, strict=False)]
+    assert memory_rates(points) == expected
+
+
+def test_ranks_that_take_turns_on_a_core(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert described(DEVICE_POINTS, CPU, nodes=1, world=4).sustained.shared_by == 2
+    assert described(DEVICE_POINTS, CPU, nodes=2, world=4).sustained.shared_by == 1
+    assert described(DEVICE_POINTS, CPU, nodes=2, world=4, threads=3).sustained.shared_by == 3
+
+
+def test_links_are_what_all_ranks_get_at_once_and_all_reduces_have_their_own():
+    slow = link_points("intra", 40e-6, 1e9, ("reduce_scatter",)), link_points("intra", 5e-3, 0.5e9, ("all_reduce",))
+    cluster = described([*DEVICE_POINTS, *link_points("intra", 1e-6, 9e9, ("send",)), *slow[0], *slow[1]], CPU, 1, 4)
+    assert (cluster.latency_us, cluster.intra_gb_per_s) == (40, 1)
+    assert (cluster.all_reduce_latency_us, cluster.all_reduce_gb_per_s) == (5000, 0.5)
+    assert cluster.collective_s("all_reduce", False) == (Fraction(5, 1000), Fraction(1, 500_000_000))
+    assert cluster.collective_s("all_gather", False) == (cluster.latency_s, Fraction(1, 10**9))
+    assert cluster.collective_s("all_reduce", True)[0] == cluster.latency_s
 
 
 def test_levels_of_links():

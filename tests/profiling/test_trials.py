@@ -19,6 +19,8 @@ def test_a_device():
     assert set(found) == {
         ("product", "float32"),
         ("product", "bfloat16"),
+        ("attention", "float32"),
+        ("attention", "bfloat16"),
         ("copy", "memory"),
         ("add", "memory"),
         ("launch", "kernel"),
@@ -42,12 +44,14 @@ def test_links(world, nodes):
             ("send", level),
             ("all_reduce", level),
             ("all_gather", level),
+            ("reduce_scatter", level),
         }
         last = {point.kind: point for point in points}
         assert {kind: point.amount for kind, point in last.items()} == {
             "send": 1 << 12,
             "all_reduce": 1 << 12,  # 2 * (2 - 1) / 2 of it
             "all_gather": 1 << 11,  # a half comes, a half is there
+            "reduce_scatter": 1 << 11,
         }
 
 
@@ -59,6 +63,6 @@ def test_all_pairs_send_at_once():
 
     (points, *others) = run_forked(4, work, 60.0)
     assert [(point.kind, point.of) for point in points] == [
-        (kind, level) for level in ("inter", "intra") for kind in ("send", "all_reduce", "all_gather")
+        (kind, level) for level in ("inter", "intra") for kind in ("send", "all_reduce", "all_gather", "reduce_scatter")
     ]
     assert all(other == points for other in others)

@@ -23,7 +23,8 @@ seconds = st.floats(0.0, 1.0)
 def costs(draw):
     strategy = Strategy.parse(draw(st.sampled_from(STRATEGIES)))
     numbers = draw(seconds), draw(seconds) / 100, draw(seconds) / 10_000
-    return strategy, GroupCost(*numbers, strategy.pipeline_size, strategy.pipeline.virtual)
+    shared_by = draw(st.sampled_from([1.0, 1.5, 4.0]))
+    return strategy, GroupCost(*numbers, strategy.pipeline_size, strategy.pipeline.virtual, shared_by=shared_by)
 
 
 def planned_s(batch, chosen, most):
