@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 ROUNDS, MOST_RUNS = 3, 1000
+LEAST_TRIALS = 3  # of a series: a line or a curve goes through them
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,22 @@ def measured(
     series: Iterable[Iterator[Trial]], device: torch.device, seconds: float, say: Callable[[str], object]
 ) -> list[Point]:
     """The points of each series, whose trials become larger. About `seconds` are spent on each point: a trial that is
-    expected to take longer ends its series, unless it is the first. All ranks call it with equal series.
+    expected to take longer ends its series, unless it is one of the first LEAST_TRIALS. All ranks call it with equal
+    series.
 
     All points are measured ROUNDS times, one after the other, so that what else the machine does hits all alike; the
     median counts.
     """
     kept: list[tuple[Trial, list[float]]] = []
     for trials in series:
-        last: tuple[Trial, float] | None = None
+        mine: list[tuple[Trial, list[float]]] = []
         for trial in trials:
-            if last is not None and last[1] * trial.amount / last[0].amount > seconds:
-                break
-            taken = _taken_s(trial, device, seconds / ROUNDS, say)
-            last = trial, taken
-            kept.append((trial, [taken]))
+            if len(mine) >= LEAST_TRIALS:
+                last, (taken,) = mine[-1]
+                if taken * trial.amount / last.amount > seconds:
+                    break
+            mine.append((trial, [_taken_s(trial, device, seconds / ROUNDS, say)]))
+        kept += mine
     for _ in range(ROUNDS - 1):
         for trial, found in kept:
             found.append(_taken_s(trial, device, seconds / ROUNDS, say))

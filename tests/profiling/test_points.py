@@ -43,8 +43,9 @@ def test_several_times_in_one_run():
 
 
 def test_a_series_ends_before_a_trial_that_would_take_too_long():
-    assert [point.size for point in points_of(0.002, 0.004, 0.4, budget=0.05)] == [2, 4]
-    assert [point.size for point in points_of(0.02, 0.2, budget=0.001)] == [20]  # something is measured in any case
+    assert [point.size for point in points_of(0.001, 0.002, 0.004, 0.4, budget=0.05)] == [1, 2, 4]
+    few = points_of(0.01, 0.02, 0.03, 0.04, budget=0.001)  # a line is put through three in any case
+    assert [point.size for point in few] == [10, 20, 30]
 
 
 def test_runs_are_bounded():
@@ -74,11 +75,11 @@ def test_the_slowest_rank_counts():
 
     def work(rank: int) -> tuple[list, int]:
         runs: list[float] = []
-        series = [sleeping(*((0.02, 0.04, 2.0) if rank else (0.01, 0.02, 1.0)), runs=runs)]
+        series = [sleeping(*((0.02, 0.04, 0.04, 2.0) if rank else (0.01, 0.02, 0.02, 1.0)), runs=runs)]
         points = measured(series, CPU, 0.3, lambda text: None)
         return [point.seconds for point in points], len(runs)
 
     (first, runs), (second, runs_of_other) = run_forked(2, work, 60.0)
     assert first == second
-    assert [0.02, 0.04] <= first < [0.2, 0.4]
+    assert [0.02, 0.04, 0.04] <= first < [0.2, 0.4, 0.4]
     assert runs == runs_of_other
