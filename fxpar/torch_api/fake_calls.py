@@ -27,11 +27,13 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Result:
-    """How to make one result of a call. `argument`: it is that one. `view_of`: it lies in the memory of that one, and
-    differs from it in nothing but shape, strides and offset if `restrided`. `contiguous`: it lies as `torch.empty`.
+    """How to make one result of a call. `argument`: it is that one. `restrides`: it is that one in another shape, with
+    other strides and another offset. `view_of`: it lies in the memory of that one in another way. `contiguous`: it lies
+    as what `torch.empty` makes.
     """
 
     argument: int | None = None
+    restrides: int | None = None
     view_of: int | None = None
     shape: tuple[Any, ...] = ()
     stride: tuple[Any, ...] = ()
@@ -39,7 +41,6 @@ class _Result:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     requires_grad: bool = False
-    restrided: bool = False
     contiguous: bool = False
 
 
@@ -169,12 +170,14 @@ class RepeatingFakeMode(FakeTensorMode):
                 return _Result(argument=at)
         if found.is_conj() or found.is_neg() or found.layout is not torch.strided or found.constant is not None:
             return None
-        view_of, restrided = None, False
+        restrides, view_of = None, None
         if func.is_view:
             (view_of,) = (at for at, value in enumerate(args) if isinstance(value, Tensor))
             shown = args[view_of]
-            restrided = shown.dtype == found.dtype and not (shown.is_conj() or shown.is_neg())
+            if shown.dtype == found.dtype and not (shown.is_conj() or shown.is_neg()):
+                restrides, view_of = view_of, None
         return _Result(
+            restrides=restrides,
             view_of=view_of,
             shape=tuple(map(self._size, found.shape)),
             stride=tuple(map(self._size, found.stride())),
@@ -182,8 +185,7 @@ class RepeatingFakeMode(FakeTensorMode):
             dtype=found.dtype,
             device=found.fake_device,
             requires_grad=found.requires_grad,
-            restrided=restrided,
-            contiguous=view_of is None and self._lies_as_empty(found),
+            contiguous=not func.is_view and self._lies_as_empty(found),
         )
 
     def _size(self, size: Any) -> Any:
@@ -210,8 +212,8 @@ class RepeatingFakeMode(FakeTensorMode):
 
     def _laid_out(self, result: _Result, args: Sequence[Any]) -> Tensor:
         """On the meta device. Checks of symbolic sizes are what costs: `set_` has most, `as_strided` hardly any."""
-        if result.restrided:
-            return torch.as_strided(args[result.view_of], result.shape, result.stride, result.offset)
+        if result.restrides is not None:
+            return torch.as_strided(args[result.restrides], result.shape, result.stride, result.offset)
         if result.contiguous:
             return torch.empty(result.shape, dtype=result.dtype, device="meta")
         made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
