@@ -27,6 +27,7 @@ from fxpar.errors import (
     PositionTableError,
     nearest,
 )
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
@@ -34,7 +35,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.losses import LossFunction, causal_lm
 from fxpar.lowering import default_passes, lower
-from fxpar.lowering.ladder import checked_ladder, collector_paused
+from fxpar.lowering.ladder import checked_ladder
 from fxpar.monitor import Monitor
 from fxpar.passes.casts import Casts
 from fxpar.passes.narrow_gradients import NarrowGradients

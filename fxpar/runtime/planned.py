@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpar.errors import AutoStrategiesError, ParallelizeError, nearest
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.ladder import collector_paused
 from fxpar.runtime.auto import Search, read_rows
 from fxpar.runtime.decided import device_of
 from fxpar.runtime.opening import require_ranks
