@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fxpar.annotate import AnnotateOnce
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower, outline
+from fxpar.lowering import default_passes, lower, outline
 from fxpar.passes.pack_documents import DOCUMENTS
 from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
@@ -97,13 +99,24 @@ def lowering(rows: Rows) -> tuple[Lower, Outlines]:
     """What lowers a model for a store, and what only places its parameters, each of these once."""
 
     @functools.cache
+    def ladder(layers: int) -> list[GraphPass]:
+        """Of a model that is not cut into stages: placements do not depend on what saves memory."""
+        return [AnnotateOnce(), *default_passes(for_store=True)[1:]]
+
+    def passes(strategy: Strategy, layers: int) -> list[GraphPass] | None:
+        return ladder(layers) if strategy.pipeline_size == 1 else None
+
+    @functools.cache
     def outlined(strategy: Strategy, layers: int) -> Outline:
-        return outline(rows(layers), strategy)
+        return outline(rows(layers), strategy, passes=passes(strategy, layers))
 
     def lowered(strategy: Strategy, layers: int) -> TrainGraph:
+        if strategy.pipeline_size == 1:
+            return lower(rows(layers), strategy, passes=ladder(layers))
         return lower(rows(layers), strategy, for_store=True)
 
-    return lowered, outlined
+    # What is recomputed moves no parameter.
+    return lowered, lambda strategy, layers: outlined(replace(strategy, remat=None), layers)
 
 
 def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found:

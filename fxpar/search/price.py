@@ -7,6 +7,7 @@ a pipeline get one and two layers each, and the whole model's layers go where th
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -23,11 +24,11 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import memory_over_time
 from fxpar.passes.share_weights import ALIGN_BYTES
-from fxpar.store.home import home_layout
+from fxpar.store.home import ParamSpec, home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.node_first import cheapest_reduction
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.reduction import GradientPlacement, gradient_placements
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
 STAGING_BYTES = 64 << 20
@@ -248,10 +249,21 @@ class Candidate(Priced):
     def _reduced_s(self, program: TrainGraph) -> float:
         if self.strategy.world == 1:
             return 0.0
-        home = home_layout(param_specs(program), self.strategy.world)
-        terms = gradient_placements(program)
-        target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in terms})
-        return cheapest_reduction(terms, target, self.cluster, self.name, STAGING_BYTES, "auto", False).predicted_s
+        terms = tuple(gradient_placements(program).items())
+        return _reduced_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
+
+
+@functools.lru_cache(maxsize=1024)
+def _reduced_s(
+    terms: tuple[tuple[str, tuple[GradientPlacement, ...]], ...],
+    specs: tuple[ParamSpec, ...],
+    world: int,
+    cluster: ClusterSpec,
+) -> float:
+    """Seconds; once for all strategies whose gradients lie alike, as recomputation moves none."""
+    home, sources = home_layout(specs, world), dict(terms)
+    target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in sources})
+    return cheapest_reduction(sources, target, cluster, sums_bytes=STAGING_BYTES).predicted_s
 
 
 def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:
