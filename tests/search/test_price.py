@@ -76,7 +76,7 @@ def test_memory_grows_with_layers(text):
         return lower(rows(layers, vocab=4096), strategy, for_store=True)
 
     shallow, whole = (
-        candidate(wide, Strategy.parse(text), CLUSTER, Depth(12, whole=whole), (64, 512)) for whole in (False, True)
+        candidate(wide, Strategy.parse(text), CLUSTER, Depth(8, whole=whole), (64, 512)) for whole in (False, True)
     )
     for tokens in (64, 512):
         first = max(one.peak_bytes for one in shallow._of_program(shallow.programs[0], tokens))
