@@ -43,7 +43,8 @@ def test_it_shows_what_it_writes(planned):
 
 def test_it_knows_its_model_by_the_number_of_parameters(planned):
     """Of the whole model, though only shallow ones are lowered."""
-    status, _, _ = fxpar(*WORDS, "--set", "layers=4", "--max-strategies", "1", "-o", (path := str(planned[3] / "deep.toml")))
+    path = str(planned[3] / "deep.toml")
+    status, _, _ = fxpar(*WORDS, "--set", "layers=4", "--max-strategies", "1", "-o", path)
     assert status == 0
     for plan, options in ((planned[1], {}), (read_plan(path), {"layers": "4"})):
         plan.check_module("p", parameters_of(load("llama", options=options).model), 2)

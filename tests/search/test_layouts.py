@@ -30,7 +30,7 @@ def test_they_are_those_of_the_deep_model(model):
 
 
 def test_none_where_nothing_shallow_was_priced():
-    rows = shallow("llama", LAYERS)
+    rows = shallow("hf:gpt2", LAYERS)
     pipeline = candidate(rows.lower, Strategy.parse("pp2"), CLUSTER, rows.depth, ANCHORS)
     flat = candidate(rows.lower, Strategy.parse("dp2"), CLUSTER, rows.depth, ANCHORS)
     assert guessed_layout(pipeline, LAYERS) is None
