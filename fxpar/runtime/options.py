@@ -259,7 +259,9 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
     name = type(module).__name__
     if example is not None:
         return capture(module, loss, example, name=name)
-    given = inspect.signature(module.forward).parameters.get("position_ids")
+    known = inspect.signature(module.forward).parameters
+    positional = [name for name, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    given = known.get("position_ids")
     positions, tokens = given is not None and given.default is given.empty, EXAMPLE_TOKENS
     while True:
         batch = example_batch(tokens)
@@ -277,6 +279,8 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
         except PositionTableError as error:
             tokens = error.rows
         except Exception as error:
+            if positional and not known.keys() & batch.keys():
+                raise ExampleNeededError(positional[0], batch, error) from error
             error.add_note("captured on a batch of text, as fxpar makes one; give your own if you train on other data:")
             error.add_note("fxpar.parallelize(..., example=batch)")
             raise

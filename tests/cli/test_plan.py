@@ -84,6 +84,13 @@ def test_a_mini_batch_of_whole_sequences_says_so(planned):
     )
 
 
+def test_sequences_that_are_longer_than_a_mini_batch_are_told_of():
+    few = ["plan", "llama", "--world", "2", "--lengths", "github:256", "--tokens-per-step", "100"]
+    status, text, _ = fxpar(*few, "--samples", "2", "--max-strategies", "1")
+    assert status == 0
+    assert "(the mean: as many whole sequences as fit into 100, or one that is longer)" in text
+
+
 def test_a_plan_of_fxpars_is_not_imported(tmp_path):
     (tmp_path / "mine.toml").write_text("fxpar_plan = 1\n")
     status, _, err = fxpar("plan", "--import", tmp_path / "mine.toml")
