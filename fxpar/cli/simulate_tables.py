@@ -132,8 +132,8 @@ def _table_3() -> dict[str, Any]:
 
 
 def _chosen(one: Dataset, model: Shallow) -> dict[str, Any]:
-    """What fxpar would pick of HotSPa's layouts, in rows as long as memory holds, as the static layout has them too; with
-    recomputation, as the static layout holds no row of 32K without by fxpar's count.
+    """What fxpar would pick of HotSPa's layouts, in rows as long as memory holds, as the static layout has them too;
+    with recomputation, as the static layout holds no row of 32K without by fxpar's count.
     """
     batches = tuple(tuple(lengths.tolist()) for lengths in one.sample[:CHOSEN_BATCHES])
     memory = int((A800.sustained.memory_gb or 0) * 1e9)
