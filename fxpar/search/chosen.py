@@ -99,21 +99,20 @@ def lowering(rows: Rows) -> tuple[Lower, Outlines]:
     """What lowers a model for a store, and what only places its parameters, each of these once."""
 
     @functools.cache
-    def ladder(layers: int) -> list[GraphPass]:
-        """Of a model that is not cut into stages: placements do not depend on what saves memory."""
-        return [AnnotateOnce(), *default_passes(for_store=True)[1:]]
+    def placed(layers: int) -> GraphPass:
+        """Placements of a model that is not cut into stages do not depend on what saves memory."""
+        return AnnotateOnce()
 
-    def passes(strategy: Strategy, layers: int) -> list[GraphPass] | None:
-        return ladder(layers) if strategy.pipeline_size == 1 else None
+    def passes(strategy: Strategy, layers: int) -> list[GraphPass]:
+        first, *rest = default_passes(for_store=True)
+        return [placed(layers) if strategy.pipeline_size == 1 else first, *rest]
 
     @functools.cache
     def outlined(strategy: Strategy, layers: int) -> Outline:
         return outline(rows(layers), strategy, passes=passes(strategy, layers))
 
     def lowered(strategy: Strategy, layers: int) -> TrainGraph:
-        if strategy.pipeline_size == 1:
-            return lower(rows(layers), strategy, passes=ladder(layers))
-        return lower(rows(layers), strategy, for_store=True)
+        return lower(rows(layers), strategy, passes=passes(strategy, layers))
 
     # What is recomputed moves no parameter.
     return lowered, lambda strategy, layers: outlined(replace(strategy, remat=None), layers)

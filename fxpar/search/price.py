@@ -250,17 +250,17 @@ class Candidate(Priced):
         if self.strategy.world == 1:
             return 0.0
         terms = tuple(gradient_placements(program).items())
-        return _reduced_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
+        return _home_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
 
 
 @functools.lru_cache(maxsize=1024)
-def _reduced_s(
+def _home_s(
     terms: tuple[tuple[str, tuple[GradientPlacement, ...]], ...],
     specs: tuple[ParamSpec, ...],
     world: int,
     cluster: ClusterSpec,
 ) -> float:
-    """Seconds; once for all strategies whose gradients lie alike, as recomputation moves none."""
+    """Seconds in which gradients go home; once for all strategies under which they lie alike."""
     home, sources = home_layout(specs, world), dict(terms)
     target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in sources})
     return cheapest_reduction(sources, target, cluster, sums_bytes=STAGING_BYTES).predicted_s
