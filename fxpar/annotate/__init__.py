@@ -6,6 +6,6 @@ numbers of tokens, and only the results (loss, gradients) are partial over `dp`.
 
 from __future__ import annotations
 
-from fxpar.annotate.driver import Annotate, annotate, unplaced
+from fxpar.annotate.driver import Annotate, AnnotateOnce, annotate, unplaced
 
-__all__ = ["Annotate", "annotate", "unplaced"]
+__all__ = ["Annotate", "AnnotateOnce", "annotate", "unplaced"]

@@ -15,7 +15,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import sympy
@@ -58,6 +58,40 @@ class Annotate:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         search_placements(graph)
+
+
+@dataclass(frozen=True)
+class AnnotateOnce:
+    """`Annotate` for many strategies of one logical graph: those that differ only in what saves memory (ZeRO,
+    recomputation) place every value alike, so one search is for all of them.
+    """
+
+    known: dict[Strategy, _Placed] = field(default_factory=dict)
+    name: ClassVar[str] = Annotate.name
+    tier: ClassVar[Tier] = Annotate.tier
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        key = replace(graph.strategy, zero=0, remat=None)
+        if key not in self.known:
+            search_placements(graph)
+            metas = tuple((node.name, dict(node.meta)) for node in graph.graph.nodes)
+            self.known[key] = _Placed(metas, dict(graph.divisors), tuple(graph.notes))
+            return
+        found = self.known[key]
+        for node, (name, meta) in zip(graph.graph.nodes, found.metas, strict=True):
+            assert node.name == name, "a graph of another model"
+            node.meta = dict(meta)
+        graph.divisors.update(found.divisors)
+        graph.notes.extend(found.notes)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What a search leaves: the metadata of each node by name, in order; divisors and notes of the graph."""
+
+    metas: tuple[tuple[str, dict[str, Any]], ...]
+    divisors: Mapping[str, int]
+    notes: tuple[str, ...]
 
 
 def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:

@@ -85,7 +85,8 @@ def check_present(sequences: Sequence[Tokens], keys: Collection[str]) -> None:
     for key in _not_made(keys):
         for index, sequence in enumerate(sequences):
             if isinstance(sequence, Tensor) or key not in sequence:
-                raise BatchKeyError(key, index, sorted(_columns(index, sequence)))
+                tokens = "input_ids" in [ALIASES.get(one, one) for one in keys]
+                raise BatchKeyError(key, index, sorted(_columns(index, sequence)), tokens)
 
 
 def _not_made(keys: Collection[str]) -> list[str]:

@@ -142,7 +142,9 @@ def _model_targets(path: Path, state: ModelState, metadata: Metadata, values: se
     ]
     if problems:
         raise CheckpointMismatchError(
-            path, f"is of another model; parameters {'; '.join(problems)}. Nothing was loaded"
+            path,
+            f"is of another model; parameters {'; '.join(problems)}. Nothing was loaded. Load it into the model that "
+            "wrote it (its options stand in the configuration of that run), or start in another folder",
         )
     return targets
 

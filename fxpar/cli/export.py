@@ -25,6 +25,8 @@ def find_checkpoint(path: Path) -> Path:
     from fxpar.checkpoint import latest_checkpoint
     from fxpar.checkpoint.manifest import MANIFEST
 
+    if not path.is_dir():
+        raise CorruptCheckpointError(path, "there is no such folder; name the folder of a run, or a checkpoint in it")
     if (path / MANIFEST).is_file():
         return path
     found = (latest_checkpoint(folder) for folder in (path, path / "checkpoints"))

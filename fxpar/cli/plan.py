@@ -152,6 +152,8 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
     tokens = sum(map(sum, problem.batches)) / len(problem.batches)
     asked = request.tokens_per_step or 1
     whole = f" (the mean: as many whole sequences as fit into {asked:,})" if round(tokens) != asked else ""
+    if any(sum(batch) > asked for batch in problem.batches):
+        whole = f" (the mean: as many whole sequences as fit into {asked:,}, or one that is longer)"
     console.print(
         f"{request.source.model} on {problem.cluster.world} devices, {tokens:,.0f} tokens per mini-batch{whole}, "
         f"longest sequence {problem.longest:,}; predicted for "

@@ -34,7 +34,7 @@ class FileList:
             return ""
         if self.globs and self.seen:
             return f"none of its {self.seen:,} files matches {', '.join(self.globs)}; change the glob"
-        return "it holds no file"
+        return "it holds no file; put text, JSONL or parquet files there, or name another source"
 
 
 def list_files(root: Path, globs: Sequence[str] = (), *, without: Collection[str] = ()) -> FileList:

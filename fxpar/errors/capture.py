@@ -40,13 +40,18 @@ class ForwardArgumentsError(CaptureError):
 
 
 class ExampleNeededError(CaptureError):
-    """Model or loss function read a key that the batch which fxpar captures with by itself does not have."""
+    """Model or loss function read a key that the batch which fxpar captures with by itself does not have, or (`failed`)
+    a model that takes `key` alone has failed on that batch.
+    """
 
-    def __init__(self, key: object, keys: Iterable[str]) -> None:
+    def __init__(self, key: object, keys: Iterable[str], failed: Exception | None = None) -> None:
+        why = f"the model or the loss function reads {key!r}, which the batch that fxpar captures with does not have"
+        if failed is not None:
+            why = f"the model takes {key!r} and failed on the batch that fxpar captures with ({failed})"
+        loss = "" if failed is None else "loss=..., "
         super().__init__(
-            f"the model or the loss function reads {key!r}, which the batch that fxpar captures with does not have: it "
-            f"is one of text, with {', '.join(map(repr, keys))}. Give one batch of yours, of which only shapes and "
-            f"dtypes are read: example={{{key!r}: ...}}"
+            f"{why}: it is one of text, with {', '.join(map(repr, keys))}. Give one batch of yours, of which only "
+            f"shapes and dtypes are read: {loss}example={{{key!r}: ...}}"
         )
 
 

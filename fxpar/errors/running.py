@@ -287,12 +287,14 @@ class DenominatorError(FxparError):
 
 
 class BatchKeyError(FxparError):
-    """The graph needs a tensor that a sequence does not have."""
+    """The graph needs a tensor that a sequence does not have; `tokens`: it takes sequences of tokens at all."""
 
-    def __init__(self, key: str, index: int, has: Iterable[str]) -> None:
+    def __init__(self, key: str, index: int, has: Iterable[str], tokens: bool = True) -> None:
+        give = f"Give each sequence as a mapping with {key!r} of its length"
+        calls = "It takes no sequences of tokens: train it by calls, loss = model(...), loss.backward()"
         super().__init__(
             f"the graph needs {key!r}, which sequence {index} of the mini-batch does not have (it has "
-            f"{', '.join(map(repr, has))}). Give each sequence as a mapping with {key!r} of its length"
+            f"{', '.join(map(repr, has))}). {give if tokens else calls}"
         )
 
 

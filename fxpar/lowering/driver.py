@@ -94,13 +94,14 @@ def graphs_after(
     *,
     storage: torch.dtype | None = None,
     for_store: bool = False,
+    passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
 ) -> Iterator[AnnotatedGraph]:
     """The graph behind the pass of `default_passes` that is called `last`, of a pipeline that of each stage in turn.
 
     Arguments and errors are those of `lower`.
     """
-    ladder = default_passes(storage, for_store=for_store)
+    ladder = default_passes(storage, for_store=for_store) if passes is None else passes
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last)[0]
         return
@@ -108,12 +109,12 @@ def graphs_after(
         yield run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass, last)[0]
 
 
-def outline(logical: LogicalGraph, strategy: Strategy | str) -> Outline:
+def outline(logical: LogicalGraph, strategy: Strategy | str, *, passes: list[GraphPass] | None = None) -> Outline:
     """How the parameters lie that `lower(logical, strategy, for_store=True)` takes, and the gradients that it gives, in
-    a fraction of its time: the ladder is climbed as far as they are placed. Raises as `lower` does.
+    a fraction of its time: the ladder is climbed as far as they are placed. Arguments and errors are those of `lower`.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    graphs = graphs_after(logical, strategy, PLACED, for_store=True)
+    graphs = graphs_after(logical, strategy, PLACED, for_store=True, passes=passes)
     parts = tuple(Outline(**common_fields(graph)) for graph in graphs)
     if strategy.pipeline_size == 1:
         return parts[0]

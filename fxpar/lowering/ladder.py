@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import fx
 
 from fxpar.annotate import Annotate, unplaced
 from fxpar.errors import PassContractError, a_type
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
@@ -103,18 +102,6 @@ def run_passes(
     with collector_paused():
         graph = unplaced(logical, strategy)
         return graph, climb(graph, ladder, on_pass, last)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Without Python's cycle collector, which takes a fifth of a lowering to look through graphs that are in use."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]:

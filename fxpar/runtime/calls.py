@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import ParallelizeError, muted_warnings, nearest, warn
+from fxpar.errors import ParallelizeError, muted_warnings, warn
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import ForwardGraph
 from fxpar.ir.strategy import Strategy
@@ -86,10 +86,7 @@ class PlainCalls:
     def using(self, name: str) -> Iterator[None]:
         """Run plain calls in the block under another strategy of the module."""
         if name not in self.strategies:
-            raise ParallelizeError(
-                f"using({name!r}): the model was parallelized with {', '.join(self.strategies)}"
-                f"{nearest(str(name), self.strategies)}"
-            )
+            raise ParallelizeError(f"using({name!r}): the model was parallelized with {', '.join(self.strategies)}")
         before, self.strategy = self.strategy, name
         try:
             yield

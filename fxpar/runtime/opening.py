@@ -13,10 +13,10 @@ from fxpar.batching import GroupCost, LengthGroup
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import group_cost
 from fxpar.errors import CostContractError, ParallelizeError, nearest
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.ladder import collector_paused
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision

@@ -27,6 +27,7 @@ from fxpar.errors import (
     PositionTableError,
     nearest,
 )
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
@@ -34,7 +35,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.losses import LossFunction, causal_lm
 from fxpar.lowering import default_passes, lower
-from fxpar.lowering.ladder import checked_ladder, collector_paused
+from fxpar.lowering.ladder import checked_ladder
 from fxpar.monitor import Monitor
 from fxpar.passes.casts import Casts
 from fxpar.passes.narrow_gradients import NarrowGradients
@@ -258,7 +259,9 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
     name = type(module).__name__
     if example is not None:
         return capture(module, loss, example, name=name)
-    given = inspect.signature(module.forward).parameters.get("position_ids")
+    known = inspect.signature(module.forward).parameters
+    positional = [name for name, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    given = known.get("position_ids")
     positions, tokens = given is not None and given.default is given.empty, EXAMPLE_TOKENS
     while True:
         batch = example_batch(tokens)
@@ -276,6 +279,8 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
         except PositionTableError as error:
             tokens = error.rows
         except Exception as error:
+            if positional and not known.keys() & batch.keys():
+                raise ExampleNeededError(positional[0], batch, error) from error
             error.add_note("captured on a batch of text, as fxpar makes one; give your own if you train on other data:")
             error.add_note("fxpar.parallelize(..., example=batch)")
             raise

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpar.errors import AutoStrategiesError, ParallelizeError, nearest
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.ladder import collector_paused
 from fxpar.runtime.auto import Search, read_rows
 from fxpar.runtime.decided import device_of
 from fxpar.runtime.opening import require_ranks
@@ -35,14 +35,18 @@ def check_choice(options: ParallelizeOptions) -> None:
             "strategies= is missing, such as strategies={512: 'dp2', 4096: 'cp2'}; or plan=, a file of `fxpar plan`"
         )
     if isinstance(given, str) and given != AUTO:
-        raise ParallelizeError(f"strategies={given!r} is no dict of strategies{nearest(given, [AUTO])}")
+        form = f"; a strategy is given with the longest length that it is for, such as {{4096: {given!r}}}"
+        raise ParallelizeError(f"strategies={given!r} is no dict of strategies{nearest(given, [AUTO]) or form}")
     if plan is not None:
         for name in ("strategies", "token_budget"):
             if getattr(options, name) is not None:
                 raise ParallelizeError(f"plan= says {name} already: leave out {name}=, or edit the plan")
     for name in _OF_A_SEARCH:
         if given == AUTO and getattr(options, name) is None:
-            raise ParallelizeError(f'strategies="auto" is chosen for {name}=, and there is none')
+            raise ParallelizeError(
+                f'strategies="auto" is chosen for {name}=, and there is none. Say both, as in lengths=[812, '
+                "4096, ...], tokens_per_step=65536: those of your sequences, and the tokens of a mini-batch"
+            )
         if given != AUTO and getattr(options, name) is not None:
             raise ParallelizeError(f'{name}= is for strategies="auto"')
     for name in _OF_STRATEGIES:

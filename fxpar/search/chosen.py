@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fxpar.annotate import AnnotateOnce
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower, outline
+from fxpar.lowering import default_passes, lower, outline
 from fxpar.passes.pack_documents import DOCUMENTS
 from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
@@ -97,13 +99,23 @@ def lowering(rows: Rows) -> tuple[Lower, Outlines]:
     """What lowers a model for a store, and what only places its parameters, each of these once."""
 
     @functools.cache
+    def placed(layers: int) -> GraphPass:
+        """Placements of a model that is not cut into stages do not depend on what saves memory."""
+        return AnnotateOnce()
+
+    def passes(strategy: Strategy, layers: int) -> list[GraphPass]:
+        first, *rest = default_passes(for_store=True)
+        return [placed(layers) if strategy.pipeline_size == 1 else first, *rest]
+
+    @functools.cache
     def outlined(strategy: Strategy, layers: int) -> Outline:
-        return outline(rows(layers), strategy)
+        return outline(rows(layers), strategy, passes=passes(strategy, layers))
 
     def lowered(strategy: Strategy, layers: int) -> TrainGraph:
-        return lower(rows(layers), strategy, for_store=True)
+        return lower(rows(layers), strategy, passes=passes(strategy, layers))
 
-    return lowered, outlined
+    # What is recomputed moves no parameter.
+    return lowered, lambda strategy, layers: outlined(replace(strategy, remat=None), layers)
 
 
 def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found:

@@ -2,11 +2,12 @@
 
 A model of many layers is not lowered whole. Two small ones are, of `few` and of `more` layers: all that is counted (
 seconds, bytes) grows by the same amount with each layer, so what the whole model takes follows from the two. Stages of
-a pipeline get one and two layers each, and the whole model's layers go where they make the slowest stage least slow.
+a pipeline get two and three layers each, and the whole model's layers go where they make the slowest stage least slow.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -23,11 +24,11 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import memory_over_time
 from fxpar.passes.share_weights import ALIGN_BYTES
-from fxpar.store.home import home_layout
+from fxpar.store.home import ParamSpec, home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.node_first import cheapest_reduction
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.reduction import GradientPlacement, gradient_placements
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
 STAGING_BYTES = 64 << 20
@@ -48,9 +49,9 @@ class Depth:
 
     def samples(self, stages: int) -> tuple[int, ...]:
         """The numbers of layers that stand for the whole model under a strategy with so many stages."""
-        # The first and the last layer of a model may differ from those between; each stage has a first one.
-        few, more = (2, 3) if stages == 1 else (stages, 2 * stages)
-        few, more = few * self.period, more * self.period
+        # The first and the last layer of a model may differ from those between, and so they may in each stage: one of a
+        # single layer may even be placed otherwise.
+        few, more = 2 * stages * self.period, 3 * stages * self.period
         return (self.layers,) if self.whole or more >= self.layers else (few, more)
 
     def beyond(self, samples: Sequence[int]) -> Fraction:
@@ -244,10 +245,21 @@ class Candidate(Priced):
     def _reduced_s(self, program: TrainGraph) -> float:
         if self.strategy.world == 1:
             return 0.0
-        home = home_layout(param_specs(program), self.strategy.world)
-        terms = gradient_placements(program)
-        target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in terms})
-        return cheapest_reduction(terms, target, self.cluster, self.name, STAGING_BYTES, "auto", False).predicted_s
+        terms = tuple(gradient_placements(program).items())
+        return _home_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
+
+
+@functools.lru_cache(maxsize=1024)
+def _home_s(
+    terms: tuple[tuple[str, tuple[GradientPlacement, ...]], ...],
+    specs: tuple[ParamSpec, ...],
+    world: int,
+    cluster: ClusterSpec,
+) -> float:
+    """Seconds in which gradients go home; once for all strategies under which they lie alike."""
+    home, sources = home_layout(specs, world), dict(terms)
+    target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in sources})
+    return cheapest_reduction(sources, target, cluster, sums_bytes=STAGING_BYTES).predicted_s
 
 
 def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:
@@ -279,13 +291,13 @@ def candidate(
     samples = depth.samples(strategy.stages)
     programs = [lower(strategy, samples[0])]
     if len(samples) == 2:
-        programs.append(lower(_twice(strategy, programs[0]), samples[1]))
+        programs.append(lower(_cut_alike(strategy, programs[0], Fraction(samples[1], samples[0])), samples[1]))
     return Candidate(strategy, cluster, anchors, samples, depth.beyond(samples), tuple(programs))
 
 
-def _twice(strategy: Strategy, program: TrainGraph) -> Strategy:
-    """For twice as many layers, with twice as many in each stage."""
+def _cut_alike(strategy: Strategy, program: TrainGraph, times: Fraction) -> Strategy:
+    """For so many times as many layers, with so many times as many in each stage."""
     if not isinstance(program, PipelineGraph):
         return strategy
-    cuts = tuple(_NUMBER.sub(lambda found: str(2 * int(found[0])), cut) for cut in program.cuts)
+    cuts = tuple(_NUMBER.sub(lambda found: str(int(int(found[0]) * times)), cut) for cut in program.cuts)
     return replace(strategy, pipeline=replace(strategy.pipeline, cuts=cuts))

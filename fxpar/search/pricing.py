@@ -12,9 +12,10 @@ from fxpar.batching.borders import Borders, by_strategy
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
+from fxpar.search.layouts import guessed_layout
 from fxpar.search.price import Depth, Priced, extrapolated
-from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
-from fxpar.switch import layout_of
+from fxpar.store import ParamSpec, SwitchSchedule, home_layout, wire_layout
+from fxpar.switch import ParamLayout, layout_of
 
 Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
 
@@ -146,7 +147,7 @@ class SetPricer:
             return None
         unique = {one.name: one for _, one in chosen}
         kept = self._resident(unique, groups)
-        switching = self._switches(unique, kept)
+        switching = self._switches(unique, kept, settle)
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
         borders = Borders(switching, reductions, self.overlap)
         names = [one.name for _, one in chosen]
@@ -205,15 +206,20 @@ class SetPricer:
             found[one.name] = max(found.get(one.name, 0), memory.stays_bytes + held + memory.beside_bytes)
         return found
 
-    def _switches(self, unique: Mapping[str, Priced], kept: Collection[str]) -> SetSwitches:
+    def _switches(self, unique: Mapping[str, Priced], kept: Collection[str], settle: bool) -> SetSwitches:
         """Of a model with as many layers as the most stages, and twice as many."""
         samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
         schedules = []
         for layers in samples:
-            outlines = {name: self.outlines(one.strategy, layers) for name, one in unique.items()}
-            specs = param_specs(next(iter(outlines.values())))
+            layouts = {name: self._layout(one, layers, settle) for name, one in unique.items()}
+            params = next(iter(layouts.values())).params
+            specs = [ParamSpec(fqn, param.shape, param.dtype) for fqn, param in params.items()]
             world = next(iter(unique.values())).strategy.world
             wire = wire_layout(home_layout(specs, world), specs)
-            layouts = {name: layout_of(outline, name) for name, outline in outlines.items()}
             schedules.append(SwitchSchedule(layouts, wire, kept, self.cluster))
         return SetSwitches(schedules, float(self.depth.beyond(samples)), kept)
+
+    def _layout(self, one: Priced, layers: int, settle: bool) -> ParamLayout:
+        """How parameters lie under a strategy; guessed, if that can be and the set is not to be settled."""
+        guess = None if settle else guessed_layout(one, layers)
+        return guess or layout_of(self.outlines(one.strategy, layers), one.name)

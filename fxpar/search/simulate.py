@@ -79,7 +79,9 @@ def simulate(
         limited = [(one.limit or longest, priced) for one, priced in zip(named, found, strict=True)]
         plan = pricer.price(limited, settle=True)
     else:
-        plan = _with_best_limits(found, longest, pricer, tries)
+        several = _with_best_limits(found, longest, pricer, tries)
+        known = [one for one in (several, *statics.values()) if one is not None]
+        plan = min(known, key=lambda one: one.predicted_s, default=None)
     if plan is None:
         raise _too_long(found, longest, pricer)
     return Simulated(plan, statics)

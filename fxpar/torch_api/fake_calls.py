@@ -27,9 +27,13 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Result:
-    """How to make one result of a call. `argument`: it is that one. `view_of`: it lies in the memory of that one."""
+    """How to make one result of a call. `argument`: it is that one. `restrides`: it is that one in another shape, with
+    other strides and another offset. `view_of`: it lies in the memory of that one in another way. `contiguous`: it lies
+    as what `torch.empty` makes.
+    """
 
     argument: int | None = None
+    restrides: int | None = None
     view_of: int | None = None
     shape: tuple[Any, ...] = ()
     stride: tuple[Any, ...] = ()
@@ -37,6 +41,7 @@ class _Result:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     requires_grad: bool = False
+    contiguous: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class _Known:
     func: Any
     results: tuple[_Result | None, ...]
     single: bool
+
+
+def _expression(size: Any) -> Any:
+    """What a size is, for a comparison that asks nothing about symbols (`==` of two sizes adds a guard)."""
+    return size if type(size) is int else size.node.expr
 
 
 class RepeatingFakeMode(FakeTensorMode):
@@ -160,10 +170,14 @@ class RepeatingFakeMode(FakeTensorMode):
                 return _Result(argument=at)
         if found.is_conj() or found.is_neg() or found.layout is not torch.strided or found.constant is not None:
             return None
-        view_of = None
+        restrides, view_of = None, None
         if func.is_view:
             (view_of,) = (at for at, value in enumerate(args) if isinstance(value, Tensor))
+            shown = args[view_of]
+            if shown.dtype == found.dtype and not (shown.is_conj() or shown.is_neg()):
+                restrides, view_of = view_of, None
         return _Result(
+            restrides=restrides,
             view_of=view_of,
             shape=tuple(map(self._size, found.shape)),
             stride=tuple(map(self._size, found.stride())),
@@ -171,6 +185,7 @@ class RepeatingFakeMode(FakeTensorMode):
             dtype=found.dtype,
             device=found.fake_device,
             requires_grad=found.requires_grad,
+            contiguous=not func.is_view and self._lies_as_empty(found),
         )
 
     def _size(self, size: Any) -> Any:
@@ -178,20 +193,30 @@ class RepeatingFakeMode(FakeTensorMode):
         env: Any = self.shape_env
         return size if type(size) is int else env.create_symintnode(size.node.expr, hint=size.node.hint)
 
+    def _lies_as_empty(self, found: Any) -> bool:
+        """Whether the strides are, expression for expression, those that `torch.empty` gives."""
+        env: Any = self.shape_env
+        with in_kernel_invocation_manager(self), env.suppress_guards():
+            empty = torch.empty(found.shape, dtype=found.dtype, device="meta")
+        return [_expression(step) for step in empty.stride()] == [_expression(step) for step in found.stride()]
+
     def _make(self, result: _Result, args: Sequence[Any]) -> Tensor:
+        """The result of a call; no TorchFunctionMode is asked about what is called here."""
         if result.argument is not None:
             return args[result.argument]
         env: Any = self.shape_env
-        with in_kernel_invocation_manager(self), env.suppress_guards():
-            made = torch.empty_strided(
-                result.shape,
-                result.stride,
-                dtype=result.dtype,
-                device="meta",
-                requires_grad=result.requires_grad,
-            )
-        if result.view_of is not None:
-            storage = args[result.view_of].untyped_storage()
+        with torch._C.DisableTorchFunction():
             with in_kernel_invocation_manager(self), env.suppress_guards():
-                made.set_(storage, result.offset, result.shape, result.stride)
-        return FakeTensor(self, made, result.device)
+                made = self._laid_out(result, args)
+            return FakeTensor(self, made, result.device, requires_grad=result.requires_grad)
+
+    def _laid_out(self, result: _Result, args: Sequence[Any]) -> Tensor:
+        """On the meta device. Checks of symbolic sizes are what costs: `set_` has most, `as_strided` hardly any."""
+        if result.restrides is not None:
+            return torch.as_strided(args[result.restrides], result.shape, result.stride, result.offset)
+        if result.contiguous:
+            return torch.empty(result.shape, dtype=result.dtype, device="meta")
+        made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+        if result.view_of is not None:
+            made.set_(args[result.view_of].untyped_storage(), result.offset, result.shape, result.stride)
+        return made

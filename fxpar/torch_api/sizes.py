@@ -28,9 +28,14 @@ class SizeNode(SymNode):
         return self._expr if env._replacements_version_counter == 0 else SymNode.expr.fget(self)  # type: ignore[attr-defined]
 
     def maybe_as_int(self) -> int | None:
-        """The integer, if the expression is one."""
-        expr: Any = self.expr
-        return None if type(expr) is sympy.Symbol else super().maybe_as_int()
+        """The integer, if the expression is one; asked once while guards have replaced no symbol."""
+        env: Any = self.shape_env
+        if env._replacements_version_counter != 0:
+            return super().maybe_as_int()
+        known: dict[str, Any] = self.__dict__
+        if "integer" not in known:
+            known["integer"] = super().maybe_as_int()
+        return known["integer"]
 
     def wrap_int(self, num: int) -> SymNode:
         """A constant of the same ShapeEnv."""

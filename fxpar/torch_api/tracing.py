@@ -1,7 +1,7 @@
 """Tracing: `make_fx` with a hook on every node, and what surrounds it.
 
-What these wrap (torch 2.13): the proxy tracer behind `make_fx`, sequence numbers of autograd nodes, parameter swapping,
-the frame of a non-reentrant checkpoint, autocast.
+What these wrap (torch 2.13): the proxy tracer behind `make_fx`, graph modules that compile late, sequence numbers of
+autograd nodes, parameter swapping, the frame of a non-reentrant checkpoint, autocast.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import _reparametrize_module
@@ -49,7 +50,7 @@ def trace(
     inputs: Sequence[Tensor],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
-    """`make_fx(step)(*inputs)` for a step that may run autograd; node metas carry `val`.
+    """`make_fx(step)(*inputs)` for a step that may run autograd; node metas carry `val`. A lazy graph module.
 
     `decompositions` replace ATen ops below autograd.
     """
@@ -63,10 +64,16 @@ def trace(
         enable_python_dispatcher(),  # else some kernels would read symbolic sizes as integers
         torch.compiler.set_stance("force_eager"),  # compiled submodules run as they are
         dynamo_config.patch(error_on_nested_fx_trace=False),
+        _use_lazy_graph_module(True),
         _quiet(),
     ):
         tracer = proxy_tensor.make_fx(step, decompositions, _disable_torch_fn_metadata_mode=True)
         return tracer(*inputs)
+
+
+def lazy_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module whose code is written when somebody reads or calls it: most graphs are only walked."""
+    return _LazyGraphModule(root, graph)
 
 
 def _no_metadata(*_: Any, **__: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fxpar.errors import CaptureError, LossFunctionError, warn
 from fxpar.errors.base import one_line
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
@@ -42,7 +43,7 @@ def capture(
     The model is left as it was, also after an error, and may lie on the meta device. Raises a subclass of
     `fxpar.errors.CaptureError` for whatever one graph cannot hold for all batches.
     """
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), collector_paused():
         return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__)
 
 

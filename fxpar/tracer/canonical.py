@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxpar.ir.graph import Input, TensorMeta
 from fxpar.ir.node_meta import tensor_of
 from fxpar.torch_api.symbolic import FakeWorld
-from fxpar.torch_api.tracing import OpOverload
+from fxpar.torch_api.tracing import OpOverload, lazy_module
 from fxpar.tracer.dynamic import DynamicDims
 from fxpar.tracer.symints import SymInts
 
@@ -69,7 +69,7 @@ class Canonical:
                 self._constant(node)
         self.graph.output(tuple(self.new[node] for node in results))
         self.graph.eliminate_dead_code()
-        return fx.GraphModule(self.root, self.graph)
+        return lazy_module(self.root, self.graph)
 
     def _placeholders(self) -> None:
         where: dict[str, tuple[fx.Node, int]] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import UnsupportedOpError, a_type
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.graph import CallStructure, ForwardGraph, Input, Output, SizeRef, TensorMeta, ValueRef, dim_symbol
 from fxpar.torch_api import tracing
 from fxpar.torch_api.tree import flatten, flatten_call, unflatten
@@ -120,7 +121,7 @@ def capture_forward(
     call = take_call(model, args, kwargs or {})
     batch = named_batch(call.tensors)
     dims = resolve_dynamic(dynamic, batch)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), collector_paused():
         world = make_world(model)
         signature = make_signature(
             model, batch, world, dims, scale=False, gradients=gradients, batch_gradients=gradients

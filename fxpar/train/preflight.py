@@ -11,8 +11,16 @@ from fxpar.checkpoint import latest_checkpoint
 from fxpar.checkpoint.load import read_extra
 from fxpar.checkpoint.lock import holder, release, take
 from fxpar.data import KINDS, load_tokenizer
+from fxpar.data.files import list_files
 from fxpar.data.sources import check_source
-from fxpar.errors import CheckpointError, ResumeError, RunFolderError, RunInUseError, TooManyRanksError
+from fxpar.errors import (
+    CheckpointError,
+    EmptyCorpusError,
+    ResumeError,
+    RunFolderError,
+    RunInUseError,
+    TooManyRanksError,
+)
 from fxpar.ir.strategy import Strategy
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
@@ -42,12 +50,15 @@ def check_parts(config: TrainConfig) -> None:
     """See that there is what ranks read: the source of text, the tokenizer, and a model with these options and these
     parameters to train. Its sizes are looked at only, nothing of it is allocated.
 
-    Raises OrderError, CorpusPathError, TokenizerError, MissingDataPackageError, and what `shapes_of` raises.
+    Raises OrderError, CorpusPathError, EmptyCorpusError, TokenizerError, MissingDataPackageError, and what `shapes_of`
+    raises.
     """
     if config.engine.order is not None and config.strategies:
         check_order(config.engine.order, [*dict.fromkeys(str(Strategy.parse(text)) for _, text in config.strategies)])
     if config.data.source not in [name for name, kind in KINDS.items() if not kind.at_path]:
-        check_source(config.data.source)
+        files = list_files(check_source(config.data.source))
+        if not files.names:
+            raise EmptyCorpusError(config.data.source, config.data.kind, (), files.hint())
     if config.data.tokenizer is not None:
         load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
     shapes_of(config)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.annotate import annotate
-from fxpar.annotate.driver import annotate_and_search, combine
+from fxpar.annotate import AnnotateOnce, annotate, driver
+from fxpar.annotate.driver import annotate_and_search, combine, search_placements
 from fxpar.annotate.solve import _solved
 from fxpar.checking import check
 from fxpar.errors import FxparWarning, NotYetError, OverrideError
@@ -18,8 +18,9 @@ from fxpar.ir.dist_config import DistConfig, R, Shard
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import dists_of
+from fxpar.ir.printer import format_graph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower
+from fxpar.lowering import default_passes, lower
 from fxpar.lowering.verify import verify, verify_placements
 from fxpar.rules.option import replicated
 from tests.captured import Captured, fused, gpt, llama, squared, take, vectors
@@ -290,3 +291,18 @@ def test_strategies_with_the_same_degree_of_an_axis_are_solved_once():
         assert [str(dist) for dist in dists_of(one)] == [str(dist) for dist in dists_of(other)]
     annotate(llama().graph, Strategy.parse("tp2+sp"))
     assert _solved.cache_info().misses == after.misses + 1
+
+
+# ----------------------------------------------------------------------------------------------- once for several
+def test_one_search_is_for_all_that_saves_memory(monkeypatch):
+    """The programs are those of a search for each."""
+    graph, searched = llama(layers=2).graph, []
+    monkeypatch.setattr(driver, "search_placements", lambda g: (searched.append(g.strategy), search_placements(g))[1])
+    ladder = [AnnotateOnce(), *default_passes(for_store=True)[1:]]
+    names = ("dp2.tp2+sp", "dp2.tp2+sp+zero3", "dp2.tp2+sp+remat", "dp2.tp2+sp+zero3+remat(selective)", "dp2.cp2")
+    found = [lower(graph, name, passes=ladder) for name in names]
+    assert [str(one) for one in searched] == ["dp2.tp2+sp", "dp2.cp2"]
+    for name, program in zip(names, found, strict=True):
+        want = lower(graph, name, for_store=True)
+        assert format_graph(program) == format_graph(want)
+        assert (program.divisors, program.notes) == (want.divisors, want.notes)

@@ -172,6 +172,10 @@ def test_a_key_that_a_sequence_lacks():
     sequences = [{"input_ids": IDS, "weight": torch.ones(3)}, IDS]
     with pytest.raises(BatchKeyError, match=r"'weight', which sequence 1 .* has 'input_ids'"):
         collate(sequences, micro(0, 1), ("input_ids", "position_ids", "weight"))
+    with pytest.raises(BatchKeyError, match="takes no sequences of tokens: train it by calls"):
+        check_present([IDS], ["images"])
+    with pytest.raises(BatchKeyError, match="as a mapping with 'images' of its length"):
+        check_present([IDS], ["images", "tokens"])
     with pytest.raises(BatchKeyError, match="'bias', which sequence 0"):
         collate(sequences, micro(0, 1), ("input_ids", "position_ids", "bias"))
 

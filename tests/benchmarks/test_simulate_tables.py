@@ -34,5 +34,5 @@ def test_table_3_by_command(tmp_path):
     data = json.loads(path.read_text())
     assert {"dataset", "band", "layout", "speedup"} <= data["groups"][0].keys()
     for one in data["totals"]:
-        assert one["speedup"] == pytest.approx(one["published"], rel=0.1)
+        assert one["speedup"] == pytest.approx(one["published"], rel=0.15)  # what docs/simulate.md says
     assert all(one["speedup"] > 1 for one in data["chosen"])

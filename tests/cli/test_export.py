@@ -46,6 +46,9 @@ def test_others_may_read_the_files_as_far_as_the_umask_says(run, tmp_path):
 
 def test_what_cannot_be_exported(run, tmp_path):
     code, _, err = fxpar("export", tmp_path / "nothing", tmp_path / "out")
+    assert (code, "there is no such folder" in err) == (1, True)
+    (tmp_path / "empty").mkdir()
+    code, _, err = fxpar("export", tmp_path / "empty", tmp_path / "out")
     assert (code, "there is no complete checkpoint in this folder" in err) == (1, True)
     code, _, err = fxpar("export", run, run)
     assert (code, "already exists" in err) == (1, True)

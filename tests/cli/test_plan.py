@@ -43,9 +43,10 @@ def test_it_shows_what_it_writes(planned):
 
 def test_it_knows_its_model_by_the_number_of_parameters(planned):
     """Of the whole model, though only shallow ones are lowered."""
-    status, _, _ = fxpar(*WORDS, "--set", "layers=7", "-o", (path := str(planned[3] / "deep.toml")))
+    path = str(planned[3] / "deep.toml")
+    status, _, _ = fxpar(*WORDS, "--set", "layers=4", "--max-strategies", "1", "-o", path)
     assert status == 0
-    for plan, options in ((planned[1], {}), (read_plan(path), {"layers": "7"})):
+    for plan, options in ((planned[1], {}), (read_plan(path), {"layers": "4"})):
         plan.check_module("p", parameters_of(load("llama", options=options).model), 2)
 
 
@@ -81,6 +82,13 @@ def test_a_mini_batch_of_whole_sequences_says_so(planned):
     assert re.search(
         r"[\d,]+ tokens per mini-batch \(the mean: as many whole sequences as fit into 2,048\), longest", planned[0]
     )
+
+
+def test_sequences_that_are_longer_than_a_mini_batch_are_told_of():
+    few = ["plan", "llama", "--world", "2", "--lengths", "github:256", "--tokens-per-step", "100"]
+    status, text, _ = fxpar(*few, "--samples", "2", "--max-strategies", "1")
+    assert status == 0
+    assert "(the mean: as many whole sequences as fit into 100, or one that is longer)" in text
 
 
 def test_a_plan_of_fxpars_is_not_imported(tmp_path):

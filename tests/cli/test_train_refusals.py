@@ -63,6 +63,15 @@ def test_bad_input_before_any_rank_starts(config, monkeypatch, words, expected):
     assert not out
 
 
+def test_a_folder_without_files_before_any_rank_starts(config, monkeypatch):
+    monkeypatch.setattr("fxpar.train.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    (config / "empty").mkdir()
+    status, out, err = fxpar("train", "tiny.toml", "--set", "data.source=empty")
+    assert (status, out) == (1, "")
+    assert "corpus 'empty'" in err
+    assert "it holds no file; put text, JSONL or parquet files there, or name another source" in err
+
+
 def test_more_ranks_than_a_machine_can_mean(config, monkeypatch):
     """Before any of them is started; whoever says the number means it, and comes to the next check."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)

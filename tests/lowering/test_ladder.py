@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +19,6 @@ from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
 from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.lowering import default_passes, lower
-from fxpar.lowering.ladder import collector_paused
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.runtime.options import _given_passes, compile_strategies
 from tests.captured import llama, lowered, mlp
@@ -305,18 +303,3 @@ def test_a_copy_may_stand_behind_a_term_of_a_sum(name):
 def test_the_ladder_of_a_run_is_looked_at():
     with pytest.raises(PassContractError, match=r"'None' .* no NoneType"):
         compile_strategies(make_llama(), {512: "dp1"}, packed_lm_loss, passes=lambda ladder: ladder.append(Mine(print)))
-
-
-def test_the_collector_is_paused_and_left_as_it_was():
-    seen = []
-    for on in (True, False):
-        gc.enable() if on else gc.disable()
-        try:
-            with collector_paused():
-                seen.append(gc.isenabled())
-                raise KeyError
-        except KeyError:
-            seen.append(gc.isenabled())
-        finally:
-            gc.enable()
-    assert seen == [False, True, False, False]

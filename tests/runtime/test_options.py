@@ -132,6 +132,14 @@ def test_a_key_that_the_example_lacks_is_named_with_what_to_do():
         capture_step(nn.Linear(5, 3), lambda model, batch: model(batch["images"]), None)
 
 
+def test_a_model_of_no_text_without_example_is_told_what_to_give():
+    """The default loss gives it token ids, and whatever it says of those is of no help."""
+    give = r"takes 'input' and failed.*loss=\.\.\., example=\{'input': \.\.\.\}"
+    with pytest.raises(ExampleNeededError, match=give) as found:
+        capture_step(nn.Conv2d(3, 4, 2), losses.causal_lm, None)
+    assert isinstance(found.value.__cause__, RuntimeError)
+
+
 def test_a_key_that_another_dict_lacks_is_no_matter_of_the_example():
     sizes = {"small": 3}
     with pytest.raises(KeyError, match="large"):
@@ -142,14 +150,13 @@ def _read(table, key):
     return table[key]
 
 
-class Patches(nn.Linear):
-    def forward(self, images):
-        return super().forward(images)
+def test_a_forward_that_fails_on_tokens_says_what_they_were():
+    class Failing(nn.Linear):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(input_ids)  # which are whole numbers
 
-
-def test_a_forward_without_tokens_is_told_to_bring_its_example():
     with pytest.raises(RuntimeError) as caught:
-        capture_step(Patches(5, 3), losses.causal_lm, None)
+        capture_step(Failing(5, 3), losses.causal_lm, None)
     assert any("example=batch" in note for note in caught.value.__notes__)
 
 

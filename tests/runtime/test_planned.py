@@ -114,6 +114,7 @@ def test_a_search_that_finds_nothing_ends_all_ranks():
     ("options", "error", "why"),
     [
         ({"strategies": "atuo"}, ParallelizeError, "strategies='atuo' is no dict of strategies; did you mean 'auto'"),
+        ({"strategies": "dp2"}, ParallelizeError, r"the longest length that it is for, such as \{4096: 'dp2'\}"),
         ({"lengths": None}, ParallelizeError, 'strategies="auto" is chosen for lengths=, and there is none'),
         ({"tokens_per_step": None}, ParallelizeError, "chosen for tokens_per_step=, and there is none"),
         ({"tokens_per_step": 0}, ParallelizeError, "tokens_per_step=0 is not a number of tokens above 0"),

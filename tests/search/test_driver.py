@@ -49,7 +49,7 @@ TWO, FOUR = ("dp2", "cp2", "tp2+sp"), ("dp4", "dp2.cp2", "dp2.tp2+sp")
 def problem(memory_bytes: int | None = 5_000_000, strategies: int = 2, names: tuple[str, ...] = TWO) -> Problem:
     return Problem(
         shapes=tuple(map(Strategy.parse, names)),
-        cluster=LINKS if names == TWO else replace(LINKS, devices_per_node=4),
+        cluster=replace(LINKS, devices_per_node=4) if names == FOUR else LINKS,
         batches=mini_batches(LENGTHS, 4096, 3),
         longest=512,
         memory_bytes=memory_bytes,
@@ -60,7 +60,7 @@ def problem(memory_bytes: int | None = 5_000_000, strategies: int = 2, names: tu
 
 def test_no_set_is_better_than_the_one_that_is_found():
     """All sets of two strategies and one edge, each planned with its borders."""
-    given = problem()
+    given = problem(names=("dp2", "tp2+sp"))
     found = find_plan(given, lowered, outlined)
     search = _Search(given, lowered, outlined, lambda _: None)
     search.lower_all()

@@ -8,14 +8,14 @@ from fxpar.errors import PlanOptionError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.search.driver import find_plan
 from fxpar.search.pricing import SetPricer
-from fxpar.search.simulate import Named, simulate
+from fxpar.search.simulate import PLANNED, Named, simulate
 from tests.search.test_driver import lowered, outlined, problem
 
 
-def priced(*texts: str, memory_bytes: int | None = 5_000_000):
+def priced(*texts: str, memory_bytes: int | None = 5_000_000, tries: int = PLANNED):
     given = problem(memory_bytes)
     pricer = SetPricer(given.cluster, given.depth, outlined, given.batches, memory_bytes)
-    return simulate([Named.parse(text) for text in texts], given.longest, lowered, pricer)
+    return simulate([Named.parse(text) for text in texts], given.longest, lowered, pricer, tries=tries)
 
 
 def test_the_set_that_a_search_finds_has_its_price():
@@ -31,6 +31,12 @@ def test_limits_are_chosen_where_none_is_named():
     for limit in (64, 128, 256):
         fixed = priced(f"dp2:{limit}", "cp2", memory_bytes=None)
         assert free.plan.predicted_s <= fixed.plan.predicted_s * (1 + 1e-9)
+
+
+def test_no_choice_of_limits_is_worse_than_one_strategy_for_all():
+    """However few choices are planned."""
+    found = priced("dp2", "cp2", memory_bytes=None, tries=0)
+    assert found.plan == found.best_static
 
 
 def test_the_best_alone_is_of_the_set():

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpar.switch.planners import groups
 from fxpar.switch.waterfill import pick
 
 
@@ -28,3 +29,11 @@ def test_as_one_by_one(seed, rows, takers, count, spread, largest):
         for choice in picks[row]:
             assert choice == now.argmin()
             now[choice] += unit[row]
+
+
+def test_holders_without_a_choice_have_one_level():
+    """One holder for each slice, the same for many: no load changes what is taken, so they need no order."""
+    alone, shared = np.zeros((5, 1, 4), bool), np.ones((5, 1, 4), bool)
+    alone[:, :, 2] = True
+    assert groups._levels(alone).max() == 0
+    assert groups._levels(shared)[:, 0].tolist() == [0, 1, 2, 3, 4]

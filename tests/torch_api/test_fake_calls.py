@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from fxpar.torch_api.symbolic import FakeWorld
 
@@ -22,7 +23,10 @@ def _tensor(world: FakeWorld, *shape, dtype: torch.dtype = torch.float32) -> tor
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     facts = [
-        (t.dtype, str(t.shape), str(t.stride()), str(t.storage_offset()), t.device, str(t.untyped_storage().nbytes()))
+        (
+            *(t.dtype, str(t.shape), str(t.stride()), str(t.storage_offset()), t.device, t.requires_grad, t.is_leaf),
+            *(t.is_conj(), t._is_view(), str(t.untyped_storage().nbytes())),
+        )
         for t in (a, b)
     ]
     return facts[0] == facts[1]
@@ -39,8 +43,14 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
         lambda x: aten.to.dtype(x, torch.bfloat16),
         lambda x: aten.view.default(x, [x.shape[0], 2, 2]),
         lambda x: aten.topk.default(x, 2)[1],
+        lambda x: aten.select.int(x, 1, 3),
+        lambda x: aten.expand.default(x, [2, *x.shape]),
+        lambda x: aten.view.dtype(x, torch.int32),
+        lambda x: aten.mul.Tensor(aten.t.default(x), 2.0),
+        lambda x: aten.t.default(x.requires_grad_()),
+        lambda x: aten._conj.default(aten._conj.default(aten.to.dtype(x, torch.complex64))),
     ],
-    ids=["mul", "t", "slice", "sum", "to", "view", "topk"],
+    ids=["mul", "t", "slice", "sum", "to", "view", "topk", "select", "expand", "bits", "strides", "of a leaf", "conj"],
 )
 def test_a_repeated_call_gives_what_the_first_gave(world: FakeWorld, shape, call) -> None:
     with world.mode:
@@ -48,6 +58,27 @@ def test_a_repeated_call_gives_what_the_first_gave(world: FakeWorld, shape, call
     assert _same(first, second)
     assert _same(first, third)
     assert first is not third
+    plain = FakeWorld(lambda: None, cached=False)
+    with plain.mode:
+        call(_tensor(plain, *shape))
+    assert [str(guard.condition) for guard in world.guards] == [str(guard.condition) for guard in plain.guards]
+
+
+def test_results_of_a_repeated_call_are_made_out_of_sight_of_function_modes(world: FakeWorld) -> None:
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with world.mode:
+        xs = [_tensor(world, "T", 4) for _ in range(3)]
+        for x in xs[:2]:
+            aten.t.default(x)
+        with Watching():
+            world.mode._make(next(iter(world.mode._calls.values())).results[0], (xs[2],))
+    assert not seen
 
 
 def test_a_repeated_call_is_not_computed_again(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:

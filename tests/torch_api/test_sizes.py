@@ -39,8 +39,10 @@ def test_the_same_operation_gives_the_same_node() -> None:
 def test_nothing_is_remembered_across_a_guard_that_fixes_a_size() -> None:
     world, size = _world()
     before = size * 2
+    assert before.node.maybe_as_int() is None
     assert size == 8  # a guard: from here on T is 8
     after = size * 2
     assert after.node is not before.node
     assert after.node.expr == 16
+    assert before.node.maybe_as_int() == after.node.maybe_as_int() == 16
     assert len(world.guards) == 1

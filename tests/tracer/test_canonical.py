@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import operator
 
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxpar import losses
 from fxpar.ir.graph import TensorMeta, dim_symbol
-from fxpar.tracer import capture
+from fxpar.tracer import capture, capture_forward
 from tests.tracer.helpers import check, ops
 from tests.tracer.models import ConvNet, Decoder, ViT
 
@@ -215,3 +217,29 @@ def test_constants_of_the_model():
 
     batches = [{"x": torch.randn(B, 4, dtype=torch.float64)} for B in (3, 5)]
     check(Constant().double(), lambda m, b: m(b["x"]).pow(2).sum(), batches)
+
+
+def test_code_is_written_for_graphs_that_are_called_alone(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("code is written while a model is captured")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fx.Graph, "python_code", never)
+        graph = capture(Decoder(), losses.causal_lm, TOKENS)
+    assert "torch.ops.aten.mm.default" in graph.gm.code
+    assert copy.deepcopy(graph.gm).code == graph.gm.code
+
+
+def test_the_collector_rests_while_a_model_is_captured():
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            seen.append(gc.isenabled())
+            return super().forward(x)
+
+    x = torch.ones(3, 4)
+    capture_forward(Watched(4, 4), (x,))
+    capture(Watched(4, 4), lambda model, batch: model(batch["x"]).sum(), {"x": x})
+    assert seen == [False, False]
+    assert gc.isenabled()

@@ -82,9 +82,11 @@ def _form(holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
 
 
 def _levels(holders: np.ndarray) -> np.ndarray:
-    """[slices, parts]: one more than the highest level of the slices before that share a holder of the part."""
+    """[slices, parts]: one more than the highest level of the slices before that share a holder of the part; 0 for all
+    where no two share one, or each has one only and no load can change what is chosen.
+    """
     levels = np.zeros(holders.shape[:2], np.int64)
-    if (holders.sum(0) <= 1).all():
+    if (holders.sum(0) <= 1).all() or (holders.sum(2) <= 1).all():
         return levels
     last = np.full(holders.shape[1:], -1)
     for level, there in zip(levels, holders, strict=True):

@@ -1,0 +1,90 @@
+"""Guesses at how the parameters of a deep model lie, from shallow ones that were lowered: nothing is placed for them.
+
+A layer that repeats lies as the one that stands for it. Under a pipeline a parameter lies on the ranks of its stage as
+it does on all ranks without stages: stages have equal numbers of layers, the first what comes before them, the last
+the rest, and a tied weight lies on both. Sets that are settled are priced with their own layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.fqn import block_of
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.strategy import Strategy
+from fxpar.search.price import Candidate, Priced
+from fxpar.search.staged import StagedGuess
+from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
+
+
+def guessed_layout(one: Priced, layers: int) -> ParamLayout | None:
+    """Of a model with so many layers, under the strategy of `one`; None where it was not priced from shallow models
+    without stages, or they have as many layers.
+    """
+    flat = one.flat if isinstance(one, StagedGuess) else one
+    if not isinstance(flat, Candidate) or flat.strategy.pipeline_size > 1 or len(flat.samples) == 1:
+        return None
+    if layers < flat.samples[1]:
+        return None
+    few, more = (layout_of(program) for program in flat.programs)
+    added = [fqn for fqn in more.params if fqn not in few.params]
+    lists = {_list_of(fqn) for fqn in added}
+    if len(lists) != 1 or "" in lists:
+        return None
+    deep = _deepened(more, lists.pop(), flat.samples, layers)
+    tied = {info.fqn for info in flat.programs[0].inputs if info.aliases}
+    cut = deep if one is flat else _cut(deep, one.strategy, layers, tied)
+    return ParamLayout(one.name, one.strategy.world, {fqn: param for fqn, (param, _) in cut.items()})
+
+
+Deep = dict[str, tuple[PlacedParam, int]]  # by name: where it lies, its layer (-1: before all, `layers`: behind)
+
+
+def _list_of(fqn: str) -> str:
+    """`model.layers` of `model.layers.3.mlp`."""
+    return block_of(fqn).rpartition(".")[0]
+
+
+def _deepened(more: ParamLayout, blocks: str, samples: tuple[int, ...], layers: int) -> Deep:
+    few, step = samples[0], samples[1] - samples[0]
+    kept: dict[int, list[str]] = {}
+    found: Deep = {}
+    for fqn, param in more.params.items():
+        if _list_of(fqn) == blocks:
+            kept.setdefault(int(block_of(fqn).rpartition(".")[2]), []).append(fqn)
+        else:
+            found[fqn] = (param, layers if kept else -1)
+    deep: Deep = {fqn: one for fqn, one in found.items() if one[1] < 0}
+    for layer in range(layers):
+        stands = layer if layer < few else few + (layer - few) % step
+        for fqn in kept[stands]:
+            name = f"{blocks}.{layer}{fqn.removeprefix(f'{blocks}.{stands}')}"
+            deep[name] = (more.params[fqn], layer)
+    return deep | found
+
+
+def _cut(deep: Deep, strategy: Strategy, layers: int, tied: Collection[str]) -> Deep:
+    last = strategy.stages - 1
+    meshes = [strategy.of_stage(stage).mesh for stage in range(strategy.stages)]
+    made: dict[tuple[int, tuple[int, ...]], PlacedParam] = {}  # many tensors share one description
+    found: Deep = {}
+    for fqn, (param, layer) in deep.items():
+        stages = (0, last) if fqn in tied else (min(max(layer, 0) * strategy.stages // layers, last),)
+        if (id(param), stages) not in made:
+            copies = tuple(_on(meshes[stage], dist) for stage in stages for dist in param.copies)
+            made[id(param), stages] = replace(param, copies=copies)
+        found[fqn] = (made[id(param), stages], layer)
+    return found
+
+
+def _on(mesh: Mesh, dist: DistConfig) -> DistConfig:
+    """The same cuts on the ranks of a stage; an axis that a stage does not have cuts nothing."""
+
+    def there(cut: AxisShard) -> AxisShard | None:
+        axes = [name for name in cut.axis.split(".") if name in mesh.names or mesh.part(name).axis in mesh.names]
+        return replace(cut, axis=".".join(axes)) if axes else None
+
+    dims = tuple(tuple(cut for one in dim if (cut := there(one)) is not None) for dim in dist.dims)
+    return replace(dist, mesh=mesh, dims=dims)

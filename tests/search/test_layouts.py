@@ -1,0 +1,37 @@
+"""Guessed layouts against those of the model, lowered and cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpar.cost.cluster import usual_cluster
+from fxpar.ir.strategy import Strategy
+from fxpar.search.layouts import guessed_layout
+from fxpar.search.price import candidate
+from fxpar.search.space import without_stages
+from fxpar.search.staged import StagedGuess
+from fxpar.switch.layout import layout_of
+from tests.repeat import thinned
+from tests.search.shallow import shallow
+
+CLUSTER, ANCHORS, LAYERS = usual_cluster(8), (64, 4096), 4
+
+
+@pytest.mark.parametrize("model", thinned(["llama", "hf:gpt2"], ["hf:gpt2"]))  # whose embedding is tied
+def test_they_are_those_of_the_deep_model(model):
+    rows = shallow(model, LAYERS)
+    for text in ("dp4.cp2+zero3", "pp2.cp2.tp2+sp+zero3"):
+        strategy = Strategy.parse(text)
+        flat = candidate(rows.lower, without_stages(strategy), CLUSTER, rows.depth, ANCHORS)
+        one = flat if strategy.pipeline_size == 1 else StagedGuess(strategy, CLUSTER, ANCHORS, flat)
+        guess = guessed_layout(one, LAYERS)
+        assert guess is not None
+        assert dict(guess.params) == dict(layout_of(rows.outlines(strategy, LAYERS)).params), text
+
+
+def test_none_where_nothing_shallow_was_priced():
+    rows = shallow("hf:gpt2", LAYERS)
+    pipeline = candidate(rows.lower, Strategy.parse("pp2"), CLUSTER, rows.depth, ANCHORS)
+    flat = candidate(rows.lower, Strategy.parse("dp2"), CLUSTER, rows.depth, ANCHORS)
+    assert guessed_layout(pipeline, LAYERS) is None
+    assert guessed_layout(flat, flat.samples[1] - 1) is None
