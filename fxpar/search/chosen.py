@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpar.annotate import AnnotateOnce
 from fxpar.cost.cluster import ClusterSpec
