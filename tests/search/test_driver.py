@@ -124,6 +124,7 @@ def test_each_plan_fits_and_holds_all_lengths():
         )
 
 
+@pytest.mark.nightly
 def test_more_memory_is_never_slower():
     took = [find_plan(problem(nbytes), lowered, outlined).plans[0].predicted_s for nbytes in (3_500_000, 6_000_000)]
     took.append(find_plan(problem(None), lowered, outlined).plans[0].predicted_s)

@@ -10,13 +10,15 @@ import torch
 from fxpar import errors, losses
 from fxpar.tracer import capture, hosts
 from fxpar.tracer.context import MaskRule, running
+from tests.repeat import thinned
 from tests.tracer.helpers import check
 from tests.tracer.host_models import LLAMA, PLAIN, attention_nodes, build, tokens
 
 transformers = pytest.importorskip("transformers")
+HIDDEN = [slice(0, 5), slice(11, 16), slice(4, 8)]
 
 
-@pytest.mark.parametrize("hidden", [slice(0, 5), slice(11, 16), slice(4, 8)])
+@pytest.mark.parametrize("hidden", thinned(HIDDEN, HIDDEN[2:]))
 def test_padding_sees_the_tokens_and_may_have_a_loss(hidden):
     model, batch = build("llama"), tokens(16)
     mask = torch.ones(2, 16, dtype=torch.long)
@@ -77,7 +79,7 @@ PADDINGS = {
 }
 
 
-@pytest.mark.parametrize("name", PADDINGS)
+@pytest.mark.parametrize("name", thinned(PADDINGS, ["ones", "of a buffer", "written"]))
 def test_a_mask_that_the_model_makes_is_left_out_only_if_it_hides_nothing(name):
     model = Masking(PADDINGS[name]).double()
     graph = check(model, losses.causal_lm, [tokens(12)])
