@@ -131,6 +131,8 @@ def model_files(model: LoadedModel, spec: str) -> Iterator[Path]:
             roots.append(place.resolve().parent)
             yield place.resolve()
     for name, module in list(sys.modules.items()):
+        if not roots and name not in modules:
+            continue  # without a look at the disk: thousands are imported
         file = getattr(module, "__file__", None)
         if not file or not file.endswith(".py") or not Path(file).is_file():
             continue

@@ -24,6 +24,7 @@ ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 TAKING_TURNS = {16: "dp2.tp2", 512: "tp4"}
 DENSE = {16: "dp4", 64: "dp2.tp2", 512: "tp4"}
 PIPELINES = {16: "dp2.pp2+zb_h1", 64: "pp4", 512: "tp2.pp2+gpipe"}
+STAGES_AND_CHUNKS = {16: "dp2.pp2+interleaved_1f1b(2)", 64: "pp4+zb_h1", 512: "tp2.pp2+gpipe"}
 CHUNKS = {16: "dp2.pp2+interleaved_1f1b(2)", 64: "pp2.tp2+zb_h1", 512: "tp4"}
 ZERO = {16: "dp4+zero3", 64: "dp4+zero2", 512: "dp2.tp2+zero1"}
 ALONE = {512: "dp4"}
@@ -63,8 +64,7 @@ def returning() -> nn.Module:
 
 
 CASES = {
-    "stages": (tied, {"strategies": PIPELINES, "order": list(PIPELINES.values())}),
-    "chunks": (returning, {"strategies": CHUNKS, "order": list(CHUNKS.values())}),
+    "stages and chunks": (returning, {"strategies": STAGES_AND_CHUNKS, "order": list(STAGES_AND_CHUNKS.values())}),
     "taking turns": (
         shallow,
         {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
@@ -73,6 +73,8 @@ CASES = {
     "one strategy": (shallow, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
 }
 NIGHTLY = {
+    "stages": (tied, {"strategies": PIPELINES, "order": list(PIPELINES.values())}),
+    "chunks": (returning, {"strategies": CHUNKS, "order": list(CHUNKS.values())}),
     "stages, arena, through nodes": (
         tied,
         {"strategies": PIPELINES, "order": list(PIPELINES.values())[::-1], "resident": [], "cluster": SLOW_NETWORK},
@@ -204,12 +206,16 @@ def test_the_same_bits():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in (*CASES, *NIGHTLY) if not name.startswith("stages")])
-def test_the_same_bits_with_plain_calls_and_evaluation_between_the_steps(name):
-    """Of cases with a strategy for plain calls: these do not run in stages."""
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("name", [*CASES, *NIGHTLY])
+def test_the_same_bits_of_more(name, between):
+    """Also with plain calls and evaluation between the steps, where there is a strategy for plain calls: these do not
+    run in stages."""
+    if between and name.startswith("stages"):
+        pytest.skip("no strategy without stages")
     make, options = {**CASES, **NIGHTLY}[name]
     precompile(make, options.get("strategies"))
-    for blocking, overlapping in run_forked(4, lambda rank: trained(rank, name, between=True), timeout_s=300):
+    for blocking, overlapping in run_forked(4, lambda rank: trained(rank, name, between=between), timeout_s=300):
         assert_same_bits(overlapping, blocking)
 
 

@@ -17,7 +17,7 @@ from fxpar.search.price import Candidate, Depth, Memory, candidate, extrapolated
 from fxpar.tracer import capture
 from tests.repeat import thinned
 
-LAYERS, STAGED_LAYERS = 5, 8
+LAYERS, STAGED_LAYERS = 4, 8
 CLUSTER = usual_cluster(4)
 
 
