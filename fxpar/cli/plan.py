@@ -14,7 +14,7 @@ from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import collected_warnings, write_json, write_output
 from fxpar.cli.shallow import Shallow, memory_of, set_json
-from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.cost.cluster import ClusterSpec, shipped, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.search.chosen import of_ranks, planned_for, problem_of, searched
 from fxpar.search.driver import Found, Problem
@@ -157,7 +157,7 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
     console.print(
         f"{request.source.model} on {problem.cluster.world} devices, {tokens:,.0f} tokens per mini-batch{whole}, "
         f"longest sequence {problem.longest:,}; predicted for "
-        f"{request.cluster or _usual(request)} ({problem.cluster.sustained})",
+        f"{_devices(request)} ({problem.cluster.sustained})",
         markup=False,
     )
     for number, plan in enumerate(found.plans, 1):
@@ -181,8 +181,12 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
     )
 
 
-def _usual(request: PlanRequest) -> str:
-    """What is assumed where no cluster is described: with `--verify` it is what the plans run on."""
+def _devices(request: PlanRequest) -> str:
+    """What it is predicted for. Where no cluster is described, with `--verify` it is what the plans run on."""
+    if request.cluster in shipped():
+        return f"{request.cluster} nodes, from data sheets"
+    if request.cluster is not None:
+        return request.cluster
     return "usual CPUs" if request.verify and kind_here(request.source.world or 1) == "cpu" else "usual GPUs"
 
 

@@ -10,6 +10,7 @@ import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
 from fxpar.cli.options import Cluster, DeviceMemory, GraphSource, Json, Lengths, Offered, Overlap, TokensPerStep
+from fxpar.cost.cluster import shipped
 
 _OF_MODEL = ("cluster", "lengths", "tokens_per_step", "output", "verify")
 _OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches", "layers", "hidden")
@@ -94,6 +95,9 @@ class PlanRequest:
                 raise typer.BadParameter("it is missing", param_hint=_option(name))
         if not galvatron and self.cluster is None and self.source.world is None:
             raise typer.BadParameter("name a cluster file, or --world N for usual GPUs", param_hint="--cluster")
+        if self.cluster in shipped() and self.source.world is None:
+            why = f"{self.cluster} is a kind of node: say on how many ranks"
+            raise typer.BadParameter(why, param_hint="--world")
 
     @property
     def strategy_texts(self) -> list[str]:

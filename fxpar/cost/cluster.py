@@ -14,6 +14,7 @@ from typing import Any
 from fxpar.cost.device import CPU, GPU, Device, check_keys, check_numbers
 from fxpar.errors import ClusterError
 
+_SHIPPED = Path(__file__).parent / "clusters"
 MEASURED = "measured"  # a table of cluster files that says where the figures come from; nothing is predicted with it
 
 
@@ -110,13 +111,19 @@ class ClusterSpec:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ClusterSpec:
-        """Read a .toml or .json file. Raises ClusterError for a bad file, an unknown key, a missing or bad value."""
+        """Read a .toml or .json file, or one of the `shipped` kinds of nodes by its name: as many as are needed.
+
+        Raises ClusterError for a bad file, an unknown key, a missing or bad value.
+        """
         name = repr(str(path))
+        if str(path) in shipped():
+            path = _SHIPPED / f"{path}.toml"
         try:
             text = Path(path).read_text(encoding="utf-8")
             data = json.loads(text) if Path(path).suffix == ".json" else tomllib.loads(text)
         except OSError as error:
-            raise ClusterError(name, f"cannot be read: {error.strerror or error}") from error
+            kinds = "" if Path(path).suffix else f"; kinds of nodes that fxpar describes: {', '.join(shipped())}"
+            raise ClusterError(name, f"cannot be read: {error.strerror or error}{kinds}") from error
         except ValueError as error:  # bad JSON, bad TOML, bytes that are no text
             raise ClusterError(name, f"cannot be parsed: {error}") from error
         if not isinstance(data, dict):
@@ -147,6 +154,11 @@ class ClusterSpec:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "device"}
+
+
+def shipped() -> list[str]:
+    """Names of the kinds of nodes that fxpar describes from data sheets."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
 
 
 # Where the user describes no cluster. Links of a CPU are those of gloo on one machine.

@@ -67,6 +67,10 @@ def test_a_run_takes_the_plan(planned):
         (["plan", "llama", "--world", "2"], "--lengths"),
         (["plan", "llama", "--world", "2", "--lengths", "github:64"], "--tokens-per-step"),
         (["plan", "llama", "--lengths", "github:64", "--tokens-per-step", "9"], "name a cluster file"),
+        (
+            ["plan", "llama", "--cluster", "h100", "--lengths", "github:64", "--tokens-per-step", "9"],
+            "h100 is a kind of node: say on how many ranks",
+        ),
         ([*WORDS, "--memory", "80"], "not a size such as 80GB or 500MB"),
         ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "this is not a file"),
         ([*WORDS, "-o", "plan.json"], "a plan is TOML: name it .toml"),

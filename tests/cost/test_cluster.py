@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxpar.cost.cluster import USUAL, ClusterSpec, usual_cluster
+from fxpar.cost.cluster import USUAL, ClusterSpec, shipped, usual_cluster
 from fxpar.cost.device import CPU, GPU, Device
 from fxpar.errors import ClusterError
 from fxpar.runtime.options import cluster_here
@@ -39,6 +39,23 @@ def test_a_device_in_both_formats(tmp_path):
     assert spec.device == Device({"bfloat16": 250, "float32": 40}, 1500, 5)
     (tmp_path / "c.json").write_text(json.dumps({**spec.to_json(), "measured": {"points": []}}))
     assert ClusterSpec.from_file(tmp_path / "c.json") == spec
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_kinds_of_nodes_go_by_name(name):
+    """For any number of nodes, with all that a search asks for."""
+    spec = ClusterSpec.from_file(name)
+    assert (spec.world, spec.devices_per_node) == (1024, 8)
+    assert spec.device is not None
+    assert spec.device.memory_gb >= 40
+    assert spec.device.flops_per_s(torch.bfloat16) > 2 * spec.device.flops_per_s(torch.float32)
+
+
+def test_of_a_name_that_is_no_file_the_kinds_are_said():
+    with pytest.raises(ClusterError, match="'h1000': cannot be read: .*: a100-40g, a800, h100, h20, h800"):
+        ClusterSpec.from_file("h1000")
+    with pytest.raises(ClusterError, match=r"'h1000.toml': cannot be read: No such file or directory$"):
+        ClusterSpec.from_file("h1000.toml")
 
 
 def test_devices_that_nobody_described_are_usual_ones():
