@@ -52,9 +52,9 @@ def test_kinds_of_nodes_go_by_name(name):
 
 
 def test_of_a_name_that_is_no_file_the_kinds_are_said():
-    with pytest.raises(ClusterError, match="'h1000': cannot be read: .*: a100-40g, a800, h100, h20, h800"):
+    with pytest.raises(ClusterError, match=r"'h1000': cannot be read: .*: a100-40g, a800, h100, h20, h800"):
         ClusterSpec.from_file("h1000")
-    with pytest.raises(ClusterError, match=r"'h1000.toml': cannot be read: No such file or directory$"):
+    with pytest.raises(ClusterError, match=r"'h1000\.toml': cannot be read: No such file or directory$"):
         ClusterSpec.from_file("h1000.toml")
 
 
