@@ -41,8 +41,8 @@ def complete_passes(incomplete: str) -> list[str]:
 _MOST_MICRO_BATCHES = 4096  # each is simulated: more take minutes, and no mini-batch has them
 
 _CLUSTER_HELP = (
-    "Devices and links, as `fxpar profile` writes them, TOML or JSON, or a kind of node from data sheets, such as h100. "
-    "Where times need one: by default usual GPUs, eight to a node."
+    "Devices and links, as `fxpar profile` writes them, TOML or JSON, or a kind of node by name, such as h100. Where "
+    "times need one: by default usual GPUs, eight to a node."
 )
 Cluster = Annotated[str | None, typer.Option(metavar="FILE", help=_CLUSTER_HELP, show_default=False)]
 Tflops = Annotated[
