@@ -30,7 +30,7 @@ from fxpar.ir.graph import TensorMeta
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, is_backward
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ops.traits import ATTENTION, PASSES
+from fxpar.ops.traits import ATTENTION, SWEEPS
 
 NOMINAL_TOKENS = 4096  # of a micro-batch, where something depends on the length that is not known yet
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
@@ -130,22 +130,22 @@ class _Walk:
             block = self.cluster.sustained.attention_block
             counts = tuple(flops(node, sizes, block) for sizes in self._samples)
         moved = tuple(self._bytes_of(meta) for meta in touched(node))
-        key = kind, counts, moved, PASSES.get(node.target, 1), _dtype(node)
+        key = kind, counts, moved, SWEEPS.get(node.target, 1), _dtype(node)
         if key not in self._kernels:
             self._kernels[key] = self._kernel_costs(*key)
         seconds, total, work = self._kernels[key]
         return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work)
 
     def _kernel_costs(
-        self, kind: Kind, counts: Counts, moved: tuple[Counts, ...], passes: int, dtype: torch.dtype
+        self, kind: Kind, counts: Counts, moved: tuple[Counts, ...], sweeps: int, dtype: torch.dtype
     ) -> tuple[Polynomial, ...]:
         """Seconds, bytes and operations."""
         work, tensors, device = self._fit(counts), [self._fit(one) for one in moved], self.cluster.sustained
         rates = [device.bytes_per_s_of(one.at(NOMINAL_TOKENS)) for one in tensors]
-        total = sum(tensors, Polynomial()) * passes
+        total = sum(tensors, Polynomial()) * sweeps
         seconds = Polynomial(device.launch_s)
         if kind == "memory":
-            again = total * Fraction(passes - 1, passes) * (1 / device.bytes_per_s_of(0))
+            again = total * Fraction(sweeps - 1, sweeps) * (1 / device.bytes_per_s_of(0))
             each = (one * (1 / rate) for one, rate in zip(tensors, rates, strict=True))
             return sum(each, seconds + again), total, work
         for one, rate in zip(tensors, rates, strict=True):

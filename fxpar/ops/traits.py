@@ -160,7 +160,7 @@ LABEL_LOSSES = {own.cross_entropy.default, aten.nll_loss_forward.default, aten.n
 READS_ROWS = EMBEDDINGS | {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """They read about as much as they return, not all of operand 0."""
 
-PASSES = {own.cross_entropy.default: 6, own.cross_entropy_backward.default: 3}
+SWEEPS: dict[object, int] = {own.cross_entropy.default: 6, own.cross_entropy_backward.default: 3}
 """Ops made of several kernels -> how often these read or write what the op reads and writes once."""
 
 # ------------------------------------------------------------------------------------------------------ dtype classes
