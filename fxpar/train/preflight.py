@@ -56,12 +56,21 @@ def check_parts(config: TrainConfig) -> None:
     if config.engine.order is not None and config.strategies:
         check_order(config.engine.order, [*dict.fromkeys(str(Strategy.parse(text)) for _, text in config.strategies)])
     if config.data.source not in [name for name, kind in KINDS.items() if not kind.at_path]:
-        files = list_files(check_source(config.data.source))
-        if not files.names:
-            raise EmptyCorpusError(config.data.source, config.data.kind, (), files.hint())
+        globs = () if config.data.glob is None else (config.data.glob,)
+        files = list_files(check_source(config.data.source), globs)
+        if not any(_has_bytes(files.path(i)) for i in range(len(files.names))):
+            why = files.hint() or "all of its files are empty"
+            raise EmptyCorpusError(config.data.source, config.data.kind, (), why)
     if config.data.tokenizer is not None:
         load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
     shapes_of(config)
+
+
+def _has_bytes(file: Path) -> bool:
+    try:
+        return file.stat().st_size > 0
+    except OSError:
+        return True  # who reads it says why not
 
 
 def check_folders(config: TrainConfig) -> None:

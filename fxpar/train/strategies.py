@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fxpar.batching import length_groups
 from fxpar.errors import FxparError, nearest
 from fxpar.ir.strategy import Strategy
 from fxpar.train.schema import shown
@@ -48,6 +49,17 @@ def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[i
             except FxparError as error:
                 problems.append(f"strategies.{key}: {error}")
     return tuple(sorted(found))
+
+
+def group_problems(strategies: Sequence[tuple[int, str]], ranks: int | None) -> list[str]:
+    """What is wrong with the strategies together, to be told with other problems; `ranks` None: as many as they need."""
+    if not strategies:
+        return []
+    try:
+        length_groups(dict(strategies), world=ranks or Strategy.parse(strategies[-1][1]).world)
+    except FxparError as error:
+        return [str(error)]
+    return []
 
 
 def auto_problems(ranks: int | None, engine: Mapping[str, Any]) -> list[str]:

@@ -98,7 +98,7 @@ def make_loader(tokens: Tokens, config: TrainConfig, vocab_size: int) -> MiniBat
 def describe(loader: MiniBatchLoader) -> Iterator[str]:
     """What became of long documents, and how long the sequences are."""
     yield from loader.report.lines()
-    yield from LengthHistogram.of(loader.lengths).lines()
+    yield from LengthHistogram.of(loader.lengths).distribution()
 
 
 def held_out_sequences(tokens: Tokens, config: TrainConfig) -> list[torch.Tensor]:

@@ -70,6 +70,11 @@ def test_a_folder_without_files_before_any_rank_starts(config, monkeypatch):
     assert (status, out) == (1, "")
     assert "corpus 'empty'" in err
     assert "it holds no file; put text, JSONL or parquet files there, or name another source" in err
+    (config / "empty" / "one.txt").touch()
+    assert "all of its files are empty" in fxpar("train", "tiny.toml", "--set", "data.source=empty")[2]
+    (config / "empty" / "one.txt").write_text("words " * 40)
+    words = ("--set", "data.source=empty", "--set", "data.glob=*.md")
+    assert "none of its 1 files matches *.md; change the glob" in fxpar("train", "tiny.toml", *words)[2]
 
 
 def test_more_ranks_than_a_machine_can_mean(config, monkeypatch):

@@ -39,6 +39,7 @@ class FakeModel(nn.Module):
             valid_tokens=valid,
             skipped=skipped,
             groups=tuple(groups),
+            merged=(),
         )
 
 
