@@ -124,8 +124,8 @@ def _alone(compiled: CompiledModel) -> str:
     if "input_ids" in keys:
         return f"each sequence runs alone, since {compiled.unpacked}"
     return (
-        f"its batch is {', '.join(keys)}, without 'input_ids', the tokens of sequences that train_step and evaluate take; "
-        "train it by plain calls, model(x)"
+        f"its batch is {', '.join(keys)}, without 'input_ids', the tokens of sequences that train_step and evaluate "
+        "take; train it by plain calls, model(x)"
     )
 
 

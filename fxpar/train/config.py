@@ -241,8 +241,9 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
     sections = _sections(tables, problems)
     strategies = read_strategies(tables.get("strategies"), tables.get("data"), problems)
     if problems:
-        run = sections.get("run", RunConfig())
-        raise ConfigError(source, [*problems, *(group_problems(strategies, run.ranks) if run else ())])
+        run = tables.get("run")  # the section is None if another of its keys is wrong
+        ranks = run.get("ranks") if isinstance(run, dict) else None
+        raise ConfigError(source, [*problems, *group_problems(strategies, ranks)])
     config = TrainConfig(name=name, strategies=strategies, **sections)
     config = replace(config, data=replace(config.data, tokenizer=_tokenizer(config, problems)))
     if problems:

@@ -4,6 +4,7 @@ results, the cluster file."""
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -67,10 +68,12 @@ def check_parts(config: TrainConfig) -> None:
 
 
 def _has_bytes(file: Path) -> bool:
+    """False for an empty file; who reads one that is none, or that cannot be read, says so."""
     try:
-        return file.stat().st_size > 0
+        found = file.stat()
     except OSError:
-        return True  # who reads it says why not
+        return True
+    return found.st_size > 0 or not stat.S_ISREG(found.st_mode)
 
 
 def check_folders(config: TrainConfig) -> None:

@@ -51,9 +51,11 @@ def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[i
     return tuple(sorted(found))
 
 
-def group_problems(strategies: Sequence[tuple[int, str]], ranks: int | None) -> list[str]:
-    """What is wrong with the strategies together, to be told with other problems; `ranks` None: as many as they need."""
-    if not strategies:
+def group_problems(strategies: Sequence[tuple[int, str]], ranks: Any) -> list[str]:
+    """What is wrong with the strategies together, to be told with other problems. `ranks` is run.ranks, None if it is
+    not given: as many as the last strategy needs. Nothing is said where it is no number of ranks.
+    """
+    if not strategies or not (ranks is None or (type(ranks) is int and ranks > 0)):
         return []
     try:
         length_groups(dict(strategies), world=ranks or Strategy.parse(strategies[-1][1]).world)

@@ -50,7 +50,11 @@ def test_texts_survive(model, options):
         ("world = 4", "world = 8", r"group 1 \(limit 512\): strategy 'dp4' needs 4 ranks"),
         ("limit = 512", "limit = 5000", "limits are 5000, 4096"),
         ("limit = 512\n", "", "group 1: limit is missing"),
-        ("token_budget = 2048", "token_budget = 100", r"group 1 \(limit 512\): token_budget = 100 holds no sequence of 512 tokens"),
+        (
+            "token_budget = 2048",
+            "token_budget = 100",
+            r"group 1 \(limit 512\): token_budget = 100 holds no sequence of 512 tokens",
+        ),
         ('strategy = "dp4"', 'strategy = "dq4"', "unknown axis 'dq'"),
         ('strategy = "dp4"', 'strat = "dp4"', r"group 1 \(limit 512\): key 'strat' is unknown"),
         ("predicted_s = 1.75", "predicted_s = -1.0", "must be a number from 0 on"),
