@@ -267,7 +267,7 @@ def _run(
             for pair in record.merged:
                 if pair not in told:
                     told.add(pair)
-                    view.note(f"{merged_text(*pair)} (step {record.step})")
+                    view.note(f"{merged_text(*pair)} (first in step {record.step})")
             for output in outputs:
                 output.write(record)
 

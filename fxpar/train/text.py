@@ -53,7 +53,7 @@ def prepare(config: DataConfig, progress: Callable[[str], object]) -> Prepared:
     tokens = data.prepare(corpus, tokenizer, cache_dir=config.cache)
     assert tokens.folder is not None
     few = config.tokenizer is None and tokenizer.vocab_size < config.vocab
-    note = f", all that this corpus gives of data.vocab = {config.vocab:,}" * few
+    note = f", as many as this corpus gives (data.vocab = {config.vocab:,})" * few
     lines = (*corpus.report.lines(), f"tokenizer of {tokenizer.vocab_size:,} tokens{note}: {tokenizer.name}")
     return Prepared(str(Path(tokens.folder).resolve()), tokenizer.name, tokenizer.vocab_size, lines)
 
