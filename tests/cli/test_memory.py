@@ -39,6 +39,23 @@ def test_table():
     ]
 
 
+@pytest.mark.parametrize(
+    ("strategies", "tokens", "said"),
+    [
+        ("tp2", 77, "llama under tp2, 2 ranks, T = 77"),
+        ("tp2+sp", 77, "llama under tp2+sp, 2 ranks, T = 77, padded to 78"),
+        ("tp2+sp", 78, "llama under tp2+sp, 2 ranks, T = 78"),
+        ("tp2+sp,cp2", 77, "llama, T = 77, padded to 78; the"),
+        ("tp4+sp,dp4,dp2.tp2+sp,cp4", 77, "llama, T = 77, padded to 80 by tp4+sp, cp4 and to 78 by dp2.tp2+sp; the"),
+        ("cp4,dp4", None, "llama, T = 61, padded to 64 by cp4; the"),  # those of the captured example
+    ],
+)
+def test_who_pads_the_tokens(strategies, tokens, said):
+    status, out, err = fxpar("memory", "llama", "-s", strategies, *([] if tokens is None else ["--tokens", tokens]))
+    assert status == 0, err
+    assert out.splitlines()[0].removesuffix(" fullest rank of each strategy:") == said
+
+
 def test_a_line_per_stage():
     words = ("memory", "llama", "--tokens", "512")
     status, out, err = fxpar(*words, "-s", "dp2.pp2+zb_h1")
