@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
-from fxpar.checkpoint.load import read_extra
+from fxpar.checkpoint.load import check_shapes, read_extra
 from fxpar.checkpoint.lock import holder, release, take
 from fxpar.data import KINDS, load_tokenizer
 from fxpar.data.files import list_files
@@ -25,7 +25,7 @@ from fxpar.errors import (
 from fxpar.ir.strategy import Strategy
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
-from fxpar.train.model import shapes_of
+from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
 from fxpar.train.schema import shown
 from fxpar.train.session import latest
 
@@ -115,6 +115,21 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
                 f"its sequences were drawn with {key} = {shown(was)}, and this configuration has {shown(value)}"
                 f"{longest}. Go on with --set {key}={shown(was)}, or start another run in another run.folder",
             )
+
+
+def check_resumed_model(config: TrainConfig) -> None:
+    """See that the checkpoint to go on from, if one is asked for, is of this model, by names and shapes. Sizes that
+    follow from a tokenizer which is yet to be trained are left out: ranks see them.
+
+    Raises CheckpointMismatchError, CorruptCheckpointError.
+    """
+    if not config.checkpoint.resume:
+        return
+    sizes = [config.data.vocab, config.data.vocab + VOCAB_MULTIPLE]
+    if config.data.tokenizer is not None:
+        sizes = [load_tokenizer(config.data.tokenizer, end_token=config.data.end_token).vocab_size]
+    models = [shapes_for(config, size, {}).model for size in sizes]
+    check_shapes(latest(config), models[0], models[-1])
 
 
 def check_free(config: TrainConfig) -> None:

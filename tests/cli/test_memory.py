@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from fxpar.cli.memory import show
+from fxpar.cli.memory import _sizes_text, show
 from fxpar.ir.columns import human_bytes
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
@@ -54,6 +55,12 @@ def test_who_pads_the_tokens(strategies, tokens, said):
     status, out, err = fxpar("memory", "llama", "-s", strategies, *([] if tokens is None else ["--tokens", tokens]))
     assert status == 0, err
     assert out.splitlines()[0].removesuffix(" fullest rank of each strategy:") == said
+
+
+def test_only_tokens_are_asked_for():
+    found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp")
+    assert _sizes_text([found], 77) == ", B = 2, T = 77, padded to 78"
+    assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1")], 77) == ""
 
 
 def test_a_line_per_stage():
