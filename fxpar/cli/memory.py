@@ -135,8 +135,7 @@ def _sizes_text(found: Sequence[MemoryPrediction], tokens: int | None) -> str:
         padded: dict[int, list[str]] = {}
         for one in found:
             padded.setdefault(one.sizes[name], []).append(one.strategy)
-        of_tokens = tokens is not None and name == _token_name(found[0].sizes)
-        size = tokens if of_tokens else min(padded)
+        size = min(padded) if tokens is None or name != _token_name(found[0].sizes) else tokens
         padded.pop(size, None)
         alike = any(len(who) == len(found) for who in padded.values())
         told = [f"to {other}" + ("" if alike else f" by {', '.join(who)}") for other, who in padded.items()]
