@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxpar.runtime.report import StepReport
+from fxpar.runtime.report import StepReport, merged_text
 
 
 def step_line(step: int, reports: Sequence[StepReport], seconds: float, ranks: int) -> str:
@@ -22,7 +22,7 @@ def step_line(step: int, reports: Sequence[StepReport], seconds: float, ranks: i
 def group_lines(report: StepReport) -> Iterator[str]:
     """What each length group of a step was run under, in the order of running; first the groups that joined another."""
     for joined, into in report.merged:
-        yield f"[fxpar]   <={joined} joined <={into}: too small to be worth a switch of its own"
+        yield f"[fxpar]   {merged_text(joined, into)}"
     for group in report.groups:
         yield (
             f"[fxpar]   <={group.limit} {group.strategy}: {group.sequences} documents, {group.tokens:,} tokens, "

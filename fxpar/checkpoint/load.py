@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from fxpar.checkpoint.plain import decode
 from fxpar.checkpoint.save import PLAIN, without_group_warning
 from fxpar.checkpoint.state import IMPLEMENTATION_FLAGS, ModelState, model_state, parameter_names
 from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError
+
+_Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
 
 
 def load_checkpoint(
@@ -50,8 +53,32 @@ def load_checkpoint(
 
 def read_extra(path: Path) -> dict[str, Any]:
     """The `extra` of a checkpoint alone, without a look at its other files. Raises CorruptCheckpointError."""
+    return _read_plain(path, "extra")
+
+
+def check_shapes(path: Path, model: nn.Module, other: nn.Module) -> None:
+    """See that a checkpoint is of a model, whose tensors need no values: by names and shapes. Dtypes are not compared,
+    since a run keeps masters that may be wider. `other` is the same model with another vocabulary (or `model` itself):
+    sizes in which the two differ may be any in the checkpoint.
+
+    Raises CheckpointMismatchError, CorruptCheckpointError.
+    """
+    state, another = model_state(model), model_state(other)
+
+    def form(name: str, entry: TensorStorageMetadata) -> _Form:
+        shape = tuple(state.tensors[name].shape)
+        if len(entry.size) == len(shape):
+            both = zip(shape, another.tensors[name].shape, entry.size, strict=True)
+            shape = tuple(saved if size != known else size for size, known, saved in both)
+        return shape, entry.properties.dtype
+
+    _names_in(path, state, read_metadata(path), set(_read_plain(path, "model")), form)
+
+
+def _read_plain(path: Path, part: str) -> dict[str, Any]:
+    """A part of a checkpoint's plain values. Raises CorruptCheckpointError."""
     try:
-        return decode(json.loads((path / PLAIN).read_text(encoding="utf-8"))["extra"])
+        return decode(json.loads((path / PLAIN).read_text(encoding="utf-8"))[part])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(path, f"{PLAIN} cannot be read. {advice(path)}") from error
 
@@ -113,24 +140,42 @@ def _plan(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None)
 
 def _model_targets(path: Path, state: ModelState, metadata: Metadata, values: set[str]) -> dict[str, torch.Tensor]:
     """Fresh tensors for the model, by the name under which the checkpoint has them."""
+
+    def form(name: str, entry: TensorStorageMetadata) -> _Form:
+        return tuple(state.tensors[name].shape), state.tensors[name].dtype
+
+    found = _names_in(path, state, metadata, values, form)
+    return {key: torch.empty_like(state.tensors[name].detach()) for name, key in found.items()}
+
+
+def _names_in(
+    path: Path,
+    state: ModelState,
+    metadata: Metadata,
+    values: set[str],
+    form: Callable[[str, TensorStorageMetadata], _Form],
+) -> dict[str, str]:
+    """The name in the checkpoint of each tensor of the model. `form(name, entry)` is what the tensor is here, to be
+    compared with what is saved. Raises CheckpointMismatchError.
+    """
     prefix = "model."
     saved = {
         key.removeprefix(prefix): entry
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    targets, missing, differ = {}, sorted(set(state.values) - values), []
-    for name, tensor in state.tensors.items():
+    found, missing, differ = {}, sorted(set(state.values) - values), []
+    for name in state.tensors:
         # Tied weights: another version of the model may list the other name first.
         key = next((k for k in state.names(name) if k in saved), None)
         if key is None:
             missing.append(name)
             continue
         entry = saved.pop(key)
-        here, there = (tuple(tensor.shape), tensor.dtype), (tuple(entry.size), entry.properties.dtype)
+        here, there = form(name, entry), (tuple(entry.size), entry.properties.dtype)
         if here != there:
             differ.append(f"{name} ({_form(*there)} saved, {_form(*here)} here)")
-        targets[key] = torch.empty_like(tensor.detach())
+        found[name] = key
     problems = [
         f"{len(names)} {what}: {_first(names)}"
         for what, names in (
@@ -146,7 +191,7 @@ def _model_targets(path: Path, state: ModelState, metadata: Metadata, values: se
             f"is of another model; parameters {'; '.join(problems)}. Nothing was loaded. Load it into the model that "
             "wrote it (its options stand in the configuration of that run), or start in another folder",
         )
-    return targets
+    return found
 
 
 def _form(shape: Iterable[int], dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,6 @@ from rich.console import Console
 
 from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
-from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import from_cache, placed_words, read_for_store, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
@@ -48,9 +48,9 @@ def run_memory(request: MemoryRequest) -> None:
         return
     console = stdout_console()
     if len(found) > 1:
-        _show_table(console, request.source.model, strategies, found, device)
+        _show_table(console, request.source.model, strategies, found, device, request.tokens)
         return
-    show(console, request.source.model, strategies[0].world, found[0], notes)
+    show(console, request.source.model, strategies[0].world, found[0], notes, request.tokens)
     if device is not None:
         console.print(f"it {_verdict(found[0], device)}: a device has {human_bytes(device)}", markup=False)
 
@@ -62,7 +62,8 @@ def _predicted(
     count = request.micro_batches or (strategy.pipeline_size if strategy.pipeline_size > 1 else 2)
 
     def build() -> tuple[dict[str, Any], tuple[str, ...]]:
-        sizes = None if request.tokens is None else {_token_name(request.source): request.tokens}
+        names = [] if request.tokens is None else [dim.name for dim in read_rows(request.source).dims]
+        sizes = None if request.tokens is None else {_token_name(names): request.tokens}
         program = read_for_store(request.source, strategy, sizes)
         conditions = Conditions(longest=request.longest)
         found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
@@ -89,12 +90,16 @@ def _document(
 
 
 def _show_table(
-    console: Console, model: str, strategies: list[Strategy], found: list[MemoryPrediction], device: int | None
+    console: Console,
+    model: str,
+    strategies: list[Strategy],
+    found: list[MemoryPrediction],
+    device: int | None,
+    tokens: int | None,
 ) -> None:
     """A line per strategy, of its fullest rank."""
-    sizes = ", ".join(f"{name} = {size}" for name, size in found[0].sizes.items())
     room = "" if device is None else f"; a device has {human_bytes(device)}"
-    console.print(f"{model}{f', {sizes}' if sizes else ''}; the fullest rank of each strategy{room}:", markup=False)
+    console.print(f"{model}{_sizes_text(found, tokens)}; the fullest rank of each strategy{room}:", markup=False)
     of_tokens = any(one.tokens for one in found)
     rows = [
         (
@@ -116,17 +121,34 @@ def _verdict(found: MemoryPrediction, device: int) -> str:
     return "fits" if found.peak_bytes <= device else "does not fit"
 
 
-def _token_name(source: GraphSource) -> str:
-    """The dim that counts tokens, or what comes first where there are none."""
-    names = [dim.name for dim in read_rows(source).dims]
+def _token_name(names: Collection[str]) -> str:
+    """Of dynamic dims the one that counts tokens, or what comes first where there are none."""
     return next((name for name in ("T", *names) if name in names), "T")
 
 
-def show(console: Console, model: str, world: int, found: MemoryPrediction, notes: list[str]) -> None:
-    """Print the sizes of the stages and of the fullest rank."""
-    sizes = ", ".join(f"{name} = {size}" for name, size in found.sizes.items())
+def _sizes_text(found: Sequence[MemoryPrediction], tokens: int | None) -> str:
+    """`, T = 77, padded to 78`: what was asked for, and what the runtime makes of it; of several strategies also which
+    of them pad it. Empty without dynamic dims.
+    """
+    parts = []
+    for name in found[0].sizes:
+        padded: dict[int, list[str]] = {}
+        for one in found:
+            padded.setdefault(one.sizes[name], []).append(one.strategy)
+        size = min(padded) if tokens is None or name != _token_name(found[0].sizes) else tokens
+        padded.pop(size, None)
+        alike = any(len(who) == len(found) for who in padded.values())
+        told = [f"to {other}" + ("" if alike else f" by {', '.join(who)}") for other, who in padded.items()]
+        parts.append(f", {name} = {size}" + (f", padded {' and '.join(told)}" if told else ""))
+    return "".join(parts)
+
+
+def show(
+    console: Console, model: str, world: int, found: MemoryPrediction, notes: list[str], tokens: int | None = None
+) -> None:
+    """Print the sizes of the stages and of the fullest rank; `tokens` as asked for."""
     ranks = "1 rank" if world == 1 else f"{world} ranks"
-    console.print(f"{model} under {found.strategy}, {ranks}{f', {sizes}' if sizes else ''}", markup=False)
+    console.print(f"{model} under {found.strategy}, {ranks}{_sizes_text([found], tokens)}", markup=False)
     if found.stages:
         console.print(f"{found.schedule}; each stage on one of its ranks, and all that the rank holds:", markup=False)
         _print_stages(console, [_stage_row(stage) for stage in found.stages])

@@ -149,12 +149,13 @@ def _as_rank(job: Job) -> bool:
 
 def _locally(job: Job, request: TrainRequest) -> bool:
     from fxpar.train.launch import launch
-    from fxpar.train.preflight import check_free, check_parts, check_ranks, preflight
+    from fxpar.train.preflight import check_free, check_parts, check_ranks, check_resumed_model, preflight
 
     check_ranks(job.config)
     check_free(job.config)
     check_parts(job.config)  # ranks would find it out too, all of them and seconds later
-    preflight(job.config)  # makes folders, so it comes last
+    preflight(job.config)  # makes folders, so it comes after what needs none
+    check_resumed_model(job.config)
     console = stderr_console() if request.json == "-" else stdout_console()
 
     def say(text: str) -> None:

@@ -44,9 +44,13 @@ class LengthHistogram:
         return cls(count, tokens, tokens / count, int(values[-1]), quantiles, tuple(_bins(values)))
 
     def lines(self) -> Iterator[str]:
-        """A table in plain text, one bin per line."""
-        ranks = ", ".join(f"{q:.0%} <= {length:,}" for q, length in self.quantiles.items())
+        """A table in plain text: how many there are, and `distribution`."""
         yield f"{self.count:,} sequences, {self.tokens:,} tokens"
+        yield from self.distribution()
+
+    def distribution(self) -> Iterator[str]:
+        """How long they are, one bin per line."""
+        ranks = ", ".join(f"{q:.0%} <= {length:,}" for q, length in self.quantiles.items())
         yield f"mean {self.mean:,.0f}, {ranks}, longest {self.longest:,}"
         for one in self.bins:
             bar = "#" * round(40 * one.sequence_share)

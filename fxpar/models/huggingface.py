@@ -102,6 +102,9 @@ def _folder_config(folder: Path) -> Any:
         if not isinstance(kind, str):
             raise TypeError(kind)
     except OSError as error:
+        if not folder.is_dir():
+            why = f"is not there ({folder.absolute()}). Nothing is downloaded: name a local folder"
+            raise ModelFolderError(str(folder), why) from error
         why = f"has no {CONFIG} that can be read ({error.strerror}). Nothing is downloaded: name a local folder"
         raise ModelFolderError(str(folder), why) from error
     except (ValueError, KeyError, TypeError) as error:

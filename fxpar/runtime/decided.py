@@ -119,9 +119,14 @@ def tell(decided: Decided, options: ParallelizeOptions) -> None:
 
 def _alone(compiled: CompiledModel) -> str:
     """What follows from rows that hold one sequence each, or none."""
-    if any(info.fqn == "input_ids" for info in compiled.logical.inputs if info.kind == "batch"):
+    infos = compiled.logical.inputs
+    keys = [info.fqn for info in infos if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
+    if "input_ids" in keys:
         return f"each sequence runs alone, since {compiled.unpacked}"
-    return "its batch has no 'input_ids', so train_step and evaluate take nothing; train it by plain calls, model(x)"
+    return (
+        f"its batch is {', '.join(keys)}, without 'input_ids', the tokens of sequences that train_step and evaluate "
+        "take; train it by plain calls, model(x)"
+    )
 
 
 def _check_packed(programs: Mapping[str, TrainGraph]) -> None:

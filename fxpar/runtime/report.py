@@ -76,6 +76,11 @@ class StepReport:
         return found
 
 
+def merged_text(joined: int, into: int) -> str:
+    """What a pair of `StepReport.merged` means."""
+    return f"<={joined} joined <={into}: too small to be worth a switch of its own"
+
+
 class Evaluated(float):
     """What `evaluate` returns: the mean loss, a float; `metrics` as in `StepReport`."""
 

@@ -129,7 +129,9 @@ def parse_plan(text: str, path: str) -> Plan:
     groups = data.pop("groups", None)
     if not isinstance(groups, list) or not groups or not all(isinstance(one, dict) for one in groups):
         raise PlanFileError(path, "it has no [[groups]]", "Each has limit, strategy and token_budget")
-    found = tuple(PlanGroup(**_values(path, PlanGroup, one, f"groups {n}: ")) for n, one in enumerate(groups, 1))
+    found = tuple(
+        PlanGroup(**_values(path, PlanGroup, one, _group(n, one.get("limit")))) for n, one in enumerate(groups, 1)
+    )
     plan = Plan(groups=found, **_values(path, Plan, data, "", given=("groups",)))
     _check_groups(path, plan)
     return plan
@@ -139,14 +141,20 @@ def _check_groups(path: str, plan: Plan) -> None:
     limits = [group.limit for group in plan.groups]
     if limits != sorted(set(limits)) or limits[0] < 1:
         raise PlanFileError(path, f"limits are {', '.join(map(str, limits))}", "They ascend, from 1 on")
-    for group in plan.groups:
+    for number, group in enumerate(plan.groups, 1):
+        where = _group(number, group.limit)
         try:
             Strategy.parse(group.strategy, world=plan.world)
         except FxparError as error:
-            raise PlanFileError(path, f"group {group.limit}: {error}") from error
+            raise PlanFileError(path, f"{where}{error}") from error
         if group.token_budget < group.limit:
-            why = f"group {group.limit}: token_budget = {group.token_budget} holds no sequence of {group.limit} tokens"
-            raise PlanFileError(path, why)
+            why = f"token_budget = {group.token_budget} holds no sequence of {group.limit} tokens"
+            raise PlanFileError(path, f"{where}{why}")
+
+
+def _group(number: int, limit: Any) -> str:
+    """Names a group in errors: by its place, and by its limit if that is one."""
+    return f"group {number} (limit {limit}): " if isinstance(limit, int) else f"group {number}: "
 
 
 def _fields(cls: type) -> list[str]:

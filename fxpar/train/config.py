@@ -18,7 +18,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.models.loaded import folder_of
 from fxpar.precision import Precision
 from fxpar.train.schema import from_table, shown
-from fxpar.train.strategies import AUTO, auto_problems, read_strategies
+from fxpar.train.strategies import AUTO, auto_problems, group_problems, read_strategies
 
 _POSITIVE: dict[str, Any] = {"least": 1}
 
@@ -241,7 +241,9 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
     sections = _sections(tables, problems)
     strategies = read_strategies(tables.get("strategies"), tables.get("data"), problems)
     if problems:
-        raise ConfigError(source, problems)
+        run = tables.get("run")  # the section is None if another of its keys is wrong
+        ranks = run.get("ranks") if isinstance(run, dict) else None
+        raise ConfigError(source, [*problems, *group_problems(strategies, ranks)])
     config = TrainConfig(name=name, strategies=strategies, **sections)
     config = replace(config, data=replace(config.data, tokenizer=_tokenizer(config, problems)))
     if problems:
@@ -274,25 +276,23 @@ def _tokenizer(config: TrainConfig, problems: list[str]) -> str | None:
 
 def check_together(config: TrainConfig, source: str) -> None:
     """What only several keys show. Raises ConfigError, MaxLengthError and what `length_groups` raises."""
-    problems = []
+    problems: list[str] = []
     budgets = token_budget(config.engine, problems)
-    if problems:
-        raise ConfigError(source, problems)
-    if config.strategies:
-        length_groups(dict(config.strategies), world=config.run.ranks or config.world, token_budget=budgets)
-    else:
+    if not config.strategies:
         problems += auto_problems(config.run.ranks, asdict(config.engine))
     if config.precision.compute is not None:
         try:
             Precision.parse(config.precision.compute)
         except FxparError as error:
             problems.append(f"precision.compute: {error}")
-    if config.strategies and config.max_length > config.strategies[-1][0]:
-        raise MaxLengthError(config.max_length, config.strategies[-1][0])
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
     if problems:
-        raise ConfigError(source, problems)
+        raise ConfigError(source, [*problems, *group_problems(config.strategies, config.run.ranks)])
+    if config.strategies:
+        length_groups(dict(config.strategies), world=config.run.ranks or config.world, token_budget=budgets)
+        if config.max_length > config.strategies[-1][0]:
+            raise MaxLengthError(config.max_length, config.strategies[-1][0])
 
 
 def described_cluster(engine: EngineConfig) -> ClusterSpec | None:

@@ -118,6 +118,7 @@ def one_step(training: Training, step: int) -> StepRecord:
         engine_s=optimizer_begun - engine_begun,
         optimizer_s=ended - optimizer_begun,
         groups=tuple(GroupRecord.of(group) for group in report.groups),
+        merged=report.merged,
         metrics=report.metrics,
     )
 

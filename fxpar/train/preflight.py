@@ -4,11 +4,12 @@ results, the cluster file."""
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 from fxpar.checkpoint import latest_checkpoint
-from fxpar.checkpoint.load import read_extra
+from fxpar.checkpoint.load import check_shapes, read_extra
 from fxpar.checkpoint.lock import holder, release, take
 from fxpar.data import KINDS, load_tokenizer
 from fxpar.data.files import list_files
@@ -24,7 +25,7 @@ from fxpar.errors import (
 from fxpar.ir.strategy import Strategy
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
-from fxpar.train.model import shapes_of
+from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
 from fxpar.train.schema import shown
 from fxpar.train.session import latest
 
@@ -56,12 +57,23 @@ def check_parts(config: TrainConfig) -> None:
     if config.engine.order is not None and config.strategies:
         check_order(config.engine.order, [*dict.fromkeys(str(Strategy.parse(text)) for _, text in config.strategies)])
     if config.data.source not in [name for name, kind in KINDS.items() if not kind.at_path]:
-        files = list_files(check_source(config.data.source))
-        if not files.names:
-            raise EmptyCorpusError(config.data.source, config.data.kind, (), files.hint())
+        globs = () if config.data.glob is None else (config.data.glob,)
+        files = list_files(check_source(config.data.source), globs)
+        if not any(_has_bytes(files.path(i)) for i in range(len(files.names))):
+            why = files.hint() or "all of its files are empty"
+            raise EmptyCorpusError(config.data.source, config.data.kind, (), why)
     if config.data.tokenizer is not None:
         load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
     shapes_of(config)
+
+
+def _has_bytes(file: Path) -> bool:
+    """False for an empty file; who reads one that is none, or that cannot be read, says so."""
+    try:
+        found = file.stat()
+    except OSError:
+        return True
+    return found.st_size > 0 or not stat.S_ISREG(found.st_mode)
 
 
 def check_folders(config: TrainConfig) -> None:
@@ -103,6 +115,21 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
                 f"its sequences were drawn with {key} = {shown(was)}, and this configuration has {shown(value)}"
                 f"{longest}. Go on with --set {key}={shown(was)}, or start another run in another run.folder",
             )
+
+
+def check_resumed_model(config: TrainConfig) -> None:
+    """See that the checkpoint to go on from, if one is asked for, is of this model, by names and shapes. Sizes that
+    follow from a tokenizer which is yet to be trained are left out: ranks see them.
+
+    Raises CheckpointMismatchError, CorruptCheckpointError.
+    """
+    if not config.checkpoint.resume:
+        return
+    sizes = [config.data.vocab, config.data.vocab + VOCAB_MULTIPLE]
+    if config.data.tokenizer is not None:
+        sizes = [load_tokenizer(config.data.tokenizer, end_token=config.data.end_token).vocab_size]
+    models = [shapes_for(config, size, {}).model for size in sizes]
+    check_shapes(latest(config), models[0], models[-1])
 
 
 def check_free(config: TrainConfig) -> None:

@@ -30,6 +30,7 @@ from fxpar.errors import (
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
 from fxpar.runtime.planned import on_rank_0
+from fxpar.runtime.report import merged_text
 from fxpar.train.auto import compared_with, plan_line, search_plan, with_plan
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
@@ -256,12 +257,17 @@ def _run(
     outputs = _outputs(config, session.step, place) if files else []
     title = "train" if files else f"static {config.strategies[0][1]}"
     every = config.checkpoint.every if files and config.checkpoint.enabled else 0
+    told: set[tuple[int, int]] = set()  # merged groups: once each
     with open_view(place.console if place.rank == 0 else _silent(), config.run.steps, session.step, title) as view:
 
         def done(record: StepRecord) -> None:
             session.step = record.step
             records.append(record)
             view.step(record)
+            for pair in record.merged:
+                if pair not in told:
+                    told.add(pair)
+                    view.note(f"{merged_text(*pair)} (first in step {record.step})")
             for output in outputs:
                 output.write(record)
 

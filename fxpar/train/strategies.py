@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fxpar.batching import length_groups
 from fxpar.errors import FxparError, nearest
 from fxpar.ir.strategy import Strategy
 from fxpar.train.schema import shown
@@ -48,6 +49,19 @@ def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[i
             except FxparError as error:
                 problems.append(f"strategies.{key}: {error}")
     return tuple(sorted(found))
+
+
+def group_problems(strategies: Sequence[tuple[int, str]], ranks: Any) -> list[str]:
+    """What is wrong with the strategies together, to be told with other problems. `ranks` is run.ranks, None if it is
+    not given: as many as the last strategy needs. Nothing is said where it is no number of ranks.
+    """
+    if not strategies or not (ranks is None or (type(ranks) is int and ranks > 0)):
+        return []
+    try:
+        length_groups(dict(strategies), world=ranks or Strategy.parse(strategies[-1][1]).world)
+    except FxparError as error:
+        return [str(error)]
+    return []
 
 
 def auto_problems(ranks: int | None, engine: Mapping[str, Any]) -> list[str]:

@@ -52,7 +52,9 @@ def prepare(config: DataConfig, progress: Callable[[str], object]) -> Prepared:
     progress("tokens")
     tokens = data.prepare(corpus, tokenizer, cache_dir=config.cache)
     assert tokens.folder is not None
-    lines = (*corpus.report.lines(), f"tokenizer of {tokenizer.vocab_size:,} tokens: {tokenizer.name}")
+    few = config.tokenizer is None and tokenizer.vocab_size < config.vocab
+    note = f", as many as this corpus gives (data.vocab = {config.vocab:,})" * few
+    lines = (*corpus.report.lines(), f"tokenizer of {tokenizer.vocab_size:,} tokens{note}: {tokenizer.name}")
     return Prepared(str(Path(tokens.folder).resolve()), tokenizer.name, tokenizer.vocab_size, lines)
 
 
@@ -98,7 +100,7 @@ def make_loader(tokens: Tokens, config: TrainConfig, vocab_size: int) -> MiniBat
 def describe(loader: MiniBatchLoader) -> Iterator[str]:
     """What became of long documents, and how long the sequences are."""
     yield from loader.report.lines()
-    yield from LengthHistogram.of(loader.lengths).lines()
+    yield from LengthHistogram.of(loader.lengths).distribution()
 
 
 def held_out_sequences(tokens: Tokens, config: TrainConfig) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from fxpar.checkpoint.load import check_shapes
 from fxpar.errors import CheckpointError, CheckpointMismatchError, CheckpointValueError, CorruptCheckpointError
 from fxpar.runtime.forked import run_forked
 from tests.checkpoint.small import assert_same, make, step, whole
@@ -108,6 +109,28 @@ def test_another_model(tmp_path, case):
     with pytest.raises(CheckpointMismatchError, match=message):
         load_checkpoint(path, other, other_optimizer)
     assert_same(whole(other, other_optimizer), before)
+    if case == "dtype":
+        check_shapes(path, other, other)
+    else:
+        with pytest.raises(CheckpointMismatchError, match=message):
+            check_shapes(path, other, other)
+
+
+def test_sizes_that_are_not_known_yet(tmp_path):
+    """Two models differ in width, so it may be any; rows and the number of dims may not."""
+    path = save_checkpoint(tmp_path, 1, *make(1), {})
+    one, other = make(1, width=8)[0], make(1, width=9)[0]
+    check_shapes(path, one, other)
+    for changed in (nn.Linear(6, 4), nn.Conv1d(6, 3, 1)):
+        one.body = other.body = changed
+        with pytest.raises(CheckpointMismatchError, match=r"of another shape or dtype: body\.weight \("):
+            check_shapes(path, one, other)
+    with torch.device("meta"):
+        model = make(1)[0]
+    check_shapes(path, model, model)
+    (path / "state.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match=r"state\.json cannot be read"):
+        check_shapes(path, model, model)
 
 
 def test_extra_state_is_loaded(tmp_path):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from fxpar.cli.memory import show
+from fxpar.cli.memory import _sizes_text, show
 from fxpar.ir.columns import human_bytes
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
@@ -37,6 +38,29 @@ def test_table():
         "staging",
         "peak",
     ]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "tokens", "said"),
+    [
+        ("tp2", 77, "llama under tp2, 2 ranks, T = 77"),
+        ("tp2+sp", 77, "llama under tp2+sp, 2 ranks, T = 77, padded to 78"),
+        ("tp2+sp", 78, "llama under tp2+sp, 2 ranks, T = 78"),
+        ("tp2+sp,cp2", 77, "llama, T = 77, padded to 78; the"),
+        ("tp4+sp,dp4,dp2.tp2+sp,cp4", 77, "llama, T = 77, padded to 80 by tp4+sp, cp4 and to 78 by dp2.tp2+sp; the"),
+        ("cp4,dp4", None, "llama, T = 61, padded to 64 by cp4; the"),  # those of the captured example
+    ],
+)
+def test_who_pads_the_tokens(strategies, tokens, said):
+    status, out, err = fxpar("memory", "llama", "-s", strategies, *([] if tokens is None else ["--tokens", tokens]))
+    assert status == 0, err
+    assert out.splitlines()[0].removesuffix(" fullest rank of each strategy:") == said
+
+
+def test_only_tokens_are_asked_for():
+    found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp")
+    assert _sizes_text([found], 77) == ", B = 2, T = 77, padded to 78"
+    assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1")], 77) == ""
 
 
 def test_a_line_per_stage():

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from fxpar.checkpoint import save_checkpoint
+from fxpar.train.config import read_config
+from fxpar.train.model import build_model
+from fxpar.train.rank import Outcome
 from tests.cli.helpers import fxpar
 from tests.cli.test_train import CONFIG
 
@@ -70,6 +73,11 @@ def test_a_folder_without_files_before_any_rank_starts(config, monkeypatch):
     assert (status, out) == (1, "")
     assert "corpus 'empty'" in err
     assert "it holds no file; put text, JSONL or parquet files there, or name another source" in err
+    (config / "empty" / "one.txt").touch()
+    assert "all of its files are empty" in fxpar("train", "tiny.toml", "--set", "data.source=empty")[2]
+    (config / "empty" / "one.txt").write_text("words " * 40)
+    words = ("--set", "data.source=empty", "--set", "data.glob=*.md")
+    assert "none of its 1 files matches *.md; change the glob" in fxpar("train", "tiny.toml", *words)[2]
 
 
 def test_more_ranks_than_a_machine_can_mean(config, monkeypatch):
@@ -120,6 +128,29 @@ def test_a_resumed_run_over_other_sequences(config, monkeypatch):
     assert "Go on with --set data.max_length=64" in err
     _, _, err = fxpar("train", *STDLIB, "--resume", "--set", "data.max_length=64", "--set", "run.seed=3")
     assert "run.seed = 0, and this configuration has 3" in err
+
+
+def test_a_resumed_run_of_another_model(config, monkeypatch):
+    """Nothing but the checkpoint knows what a trained vocabulary came to."""
+    launched = []
+    monkeypatch.setattr("fxpar.train.launch.launch", lambda job, say: launched.append(job) or Outcome("done", 6))
+    words = [*STDLIB, "--resume"]
+    model = build_model(read_config("tiny.toml"), 200, "").model  # the corpus gave no more; 320 are 300 rounded up
+    save_checkpoint(config / "out" / "checkpoints", 3, model, torch.optim.SGD(model.parameters()), {})
+    for same in ([], ["--set", "precision.parameters=bfloat16"], ["--set", "model.options.vocab=256"]):
+        status, _, err = fxpar("train", *words, *same)
+        assert (status, err) == (0, "")
+    assert len(launched) == 3
+    for option, said in (
+        ("layers=2", "9 missing in the checkpoint: layers.1."),
+        ("dim=64", "embedding.weight (float32[256, 32] saved, float32[256, 64] here)"),
+        ("vocab=320", "2 of another shape or dtype: embedding.weight (float32[256, 32] saved, float32[320, 32] here)"),
+    ):
+        status, out, err = fxpar("train", *words, "--set", f"model.options.{option}")
+        assert (status, out) == (1, "")
+        assert "step-00000003': is of another model; parameters" in err
+        assert said in err
+    assert len(launched) == 3
 
 
 def test_a_folder_that_cannot_be_written(config):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,8 +183,12 @@ def test_folders_that_are_refused(tmp_path, case):
 
 
 def test_no_folder_and_no_json(tmp_path):
+    for name in ("meta-llama/Llama-3.1-8B", "./nofolder"):
+        where = re.escape(str(Path(name).absolute()))
+        with pytest.raises(ModelFolderError, match=rf"is not there \({where}\)\. .* name a local folder"):
+            load(f"hf:{name}")
     with pytest.raises(ModelFolderError, match=r"has no config\.json that can be read .* name a local folder"):
-        load("hf:meta-llama/Llama-3.1-8B")
+        load(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text("[1")
     with pytest.raises(ModelFolderError, match="names no model_type of transformers"):
         load(f"hf:{tmp_path}")

@@ -80,7 +80,9 @@ def test_a_model_without_tokens_is_told_that_no_step_takes_it():
     logical = capture_step(
         nn.Linear(5, 3), lambda model, batch: losses.cross_entropy_sum(model(batch["x"]), batch["labels"]), batch
     )
-    assert "plain calls" in _alone(CompiledModel(logical, {}, unpacked="it has no dim of tokens"))
+    said = _alone(CompiledModel(logical, {}, unpacked="it has no dim of tokens"))
+    assert said.startswith("its batch is x, labels, without 'input_ids', ")
+    assert said.endswith("by plain calls, model(x)")
 
 
 def test_the_refusal_of_a_length_says_why_rows_are_not_packed():

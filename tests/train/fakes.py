@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,13 @@ from torch import nn
 
 
 class FakeModel(nn.Module):
-    """Bigrams; groups are invented: up to 8 tokens "dp4", longer ones "cp4" with a switch."""
+    """Bigrams; groups are invented: up to 8 tokens "dp4", longer ones "cp4" with a switch. `merged` by step."""
 
-    def __init__(self, vocab: int = 11, bad_steps: tuple[int, ...] = ()) -> None:
+    def __init__(self, vocab: int = 11, bad_steps: tuple[int, ...] = (), merged: dict[int, Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.logits = nn.Embedding(vocab, vocab)
-        self.bad_steps, self.steps = bad_steps, 0
+        self.bad_steps, self.steps, self.merged = bad_steps, 0, merged or {}
 
     def train_step(self, sequences):
         self.steps += 1
@@ -39,6 +40,7 @@ class FakeModel(nn.Module):
             valid_tokens=valid,
             skipped=skipped,
             groups=tuple(groups),
+            merged=self.merged.get(self.steps, ()),
         )
 
 

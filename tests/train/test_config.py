@@ -72,6 +72,17 @@ def test_static_strategy():
     assert parse(text, "strategies.64=dp2").strategies == ((64, "dp2"),)
 
 
+def test_strategies_of_another_world_are_told_with_other_problems():
+    text = SMALL.replace('512 = "dp4"', '512 = "tp3"')
+    alone = message(text=text, error=errors.StrategyWorldsError)
+    for words in (("run.stpes=7",), ("data.batch_sequences=8",), ("engine.token_budgets={x=1}",)):
+        both = message(*words, text=text)
+        assert alone in both
+        assert len(both.splitlines()) == 3 + alone.count("\n")
+    for ranks in ("'four'", 0):  # it is not known how many there are
+        assert "must use all" not in message(f"run.ranks={ranks}", text=text)
+
+
 def test_json_holds_everything():
     config = parse(SMALL, "engine.token_budgets={512=600}", "engine.order=['dp4', 'dp2.tp2']", "data.glob=*.py")
     assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
