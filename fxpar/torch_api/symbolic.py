@@ -29,9 +29,10 @@ from fxpar.torch_api.sizes import KnownResults, remembering
 Place = Callable[[], str | None]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FAKE_IMPLS = os.path.join(_TORCH, "_subclasses", "fake_impls.py")
-# Files that a condition goes through when it is decided; the environment below stands between those of torch.
-_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__, __file__)
-_TORCHES = (_TORCH, __file__)
+# Files that a condition goes through when it is decided; ours stand between those of torch.
+_OURS = (__file__, os.path.join(os.path.dirname(__file__), "sizes.py"))
+_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__, *_OURS)
+_TORCHES = (_TORCH, *_OURS)
 
 
 @dataclass(frozen=True)

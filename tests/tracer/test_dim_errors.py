@@ -88,6 +88,15 @@ def test_bound_is_kept():
     assert (dim.minimum, dim.maximum) == (3, 99)
 
 
+@pytest.mark.parametrize(
+    "one_row", [lambda x: x.shape[0] == 1, lambda x: not x.shape[0] > 1, lambda x: x.numel() <= x.shape[1]]
+)
+def test_a_branch_for_one_row_is_a_bound(one_row):
+    """Torch asks whether a size is 1 to pick a shortcut; a model that asks computes something else there."""
+    (dim,) = capture(With(lambda x: x * 2 if one_row(x) else x), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (2, None)
+
+
 def test_shared_dim_of_two_inputs_is_one_dim():
     def loss(model, batch):
         return ((model(batch["x"]) - batch["y"]) ** 2).sum()
