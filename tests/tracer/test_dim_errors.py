@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -52,6 +53,18 @@ def test_the_length_of_a_tensor(function, what):
         capture(With(function), sum_loss, X)
     capture(With(function), sum_loss, X, dynamic=None)
     capture(With(lambda x: x * len(x[0])), sum_loss, X)  # a size that is fixed anyway
+
+
+@functools.lru_cache
+def counted(n):
+    return torch.arange(n)[:, None]
+
+
+@pytest.mark.parametrize("function", [lambda x: x * counted(x.shape[0]), lambda x: x * {6: 2.0}[x.shape[0]]])
+def test_a_size_as_a_key(function):
+    message = r"^the key of a dict or of a cached function is a fixed number.* B, the rows .*test_dim_errors\.py:\d+"
+    with pytest.raises(errors.FixedLengthError, match=message):
+        capture(With(function), sum_loss, X)
 
 
 def shapes(x):
