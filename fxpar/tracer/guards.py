@@ -62,13 +62,16 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | 
 def _another(
     condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]]
 ) -> tuple[sympy.Symbol, int | None, int | None] | None:
-    """(dim, least, None) of `dim != n` where n is the least so far, such as `T != 1`; None for any other condition."""
+    """(dim, least, None) of `dim != n` where n is at most the least so far, such as `T != 1`; None for any other."""
     if not isinstance(condition, sympy.Ne) or len(condition.free_symbols) != 1:
         return None
     symbol: Any = next(iter(condition.free_symbols))
-    least = bounds[symbol][0]
-    above = sympy.expand(condition.lhs - condition.rhs).subs(symbol, least) == 0
-    return _linear(symbol > least) if above and condition.subs(symbol, least + 1) == sympy.true else None
+    difference: Any = sympy.expand(condition.lhs - condition.rhs)
+    a, b = difference.coeff(symbol, 1), difference.coeff(symbol, 0)
+    if not a.is_number or a == 0 or sympy.expand(difference - a * symbol - b) != 0:
+        return None
+    least, excluded = bounds[symbol][0], sympy.Rational(-b, a)
+    return (symbol, least + (excluded == least), None) if excluded <= least else None
 
 
 _COMPARISONS = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)

@@ -108,6 +108,10 @@ def test_a_branch_for_one_row_is_a_bound(one_row):
     """Torch asks whether a size is 1 to pick a shortcut; a model that asks computes something else there."""
     (dim,) = capture(With(lambda x: x * 2 if one_row(x) else x), sum_loss, X).dims
     assert (dim.minimum, dim.maximum) == (2, None)
+    (dim,) = capture(With(lambda x: [x.squeeze(0), x * 2 if one_row(x) else x][1]), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (2, None)
+    (dim,) = capture(With(lambda x: x.squeeze(0) if x.shape[0] > 0 else x), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (1, None)
 
 
 def test_shared_dim_of_two_inputs_is_one_dim():
