@@ -111,9 +111,10 @@ class _RecordingShapeEnv(ShapeEnv):
         Where torch has asked whether a size is 1, it takes for known that it is not, and adds no guard when the model
         asks later: a model for which a size of 1 is another case gets its guard here.
         """
+        count = len(self.recorded)
         with self.suppress_guards() if _asks_for_kernel() else nullcontext():
             result = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if self._is_other_at_one(orig_expr, result) and _asked_by_user():
+        if len(self.recorded) == count and self._is_other_at_one(orig_expr, result) and _asked_by_user():
             (symbol,) = orig_expr.free_symbols
             self.recorded.append(Guard(sympy.Gt(symbol, 1), self.place(), by_user=True))
         return result
