@@ -66,7 +66,8 @@ def _another(
     if not isinstance(condition, sympy.Ne) or len(condition.free_symbols) != 1:
         return None
     symbol: Any = next(iter(condition.free_symbols))
-    difference: Any = sympy.expand(condition.lhs - condition.rhs)
+    left: Any = condition.lhs
+    difference: Any = sympy.expand(left - condition.rhs)
     a, b = difference.coeff(symbol, 1), difference.coeff(symbol, 0)
     if not a.is_number or a == 0 or sympy.expand(difference - a * symbol - b) != 0:
         return None
