@@ -234,7 +234,8 @@ class _Walk:
         if not linear or any(self._depends(size) for size in call.meta.shape):
             return row(first.origin or call.node, "sums up the tokens of the row, and more than a sum is made of it")
         zero = all(f.padded == 0 or f.everywhere == 0 for f in call.flows if not f.constant or f.everywhere == 0)
-        return Flow("sum", padded=0.0 if zero else None, origin=first.origin)
+        counts = next((f for f in call.flows if f.kind == "sum" and f.padded != 0), first)  # a term that counts padding
+        return Flow("sum", padded=0.0 if zero else None, origin=counts.origin)
 
     def _by_rule(self, call: FlowCall) -> Flows:
         """What the op's sharding rule says of a cut along all token dims at once."""

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,10 @@ from fxpar.torch_api.sizes import KnownResults, remembering
 Place = Callable[[], str | None]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FAKE_IMPLS = os.path.join(_TORCH, "_subclasses", "fake_impls.py")
-# Files that a condition goes through when it is decided; the environment below stands between those of torch.
-_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__, __file__)
-_TORCHES = (_TORCH, __file__)
+# Files that a condition goes through when it is decided; ours stand between those of torch.
+_OURS = (__file__, os.path.join(os.path.dirname(__file__), "sizes.py"))
+_SYMBOLIC = (os.path.join(_TORCH, "fx", "experimental", ""), torch.__file__, *_OURS)
+_TORCHES = (_TORCH, *_OURS)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class _RecordingShapeEnv(ShapeEnv):
         self.place = place
         self.recorded: list[Guard] = []
         self.known = KnownResults()
+        self._at_one: dict[sympy.Basic, Any] = {}
 
     def create_symintnode(self, sym: sympy.Expr, *, hint: Any, source: Any = None) -> Any:
         """As of torch; the same object for the same expression, so that what is known of one is known of all."""
@@ -103,10 +105,30 @@ class _RecordingShapeEnv(ShapeEnv):
             sizes[sym] = made
         return sizes[sym]
 
-    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-        """As of torch; what is asked to choose a kernel binds no dim: the kernel is chosen again in every call."""
+    def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> Any:
+        """As of torch; what is asked to choose a kernel binds no dim: the kernel is chosen again in every call.
+
+        Where torch has asked whether a size is 1, it takes for known that it is not, and adds no guard when the model
+        asks later: a model for which a size of 1 is another case gets its guard here.
+        """
+        count = len(self.recorded)
         with self.suppress_guards() if _asks_for_kernel() else nullcontext():
-            return super().evaluate_expr(*args, **kwargs)
+            result = super().evaluate_expr(orig_expr, *args, **kwargs)
+        if len(self.recorded) == count and self._is_other_at_one(orig_expr, result) and _asked_by_user():
+            (symbol,) = orig_expr.free_symbols
+            self.recorded.append(Guard(sympy.Gt(symbol, 1), self.place(), by_user=True))
+        return result
+
+    def _is_other_at_one(self, condition: sympy.Basic, result: Any) -> bool:
+        """Whether a condition on one size has another truth value where the size is 1."""
+        known = self._at_one.get(condition)
+        if known is None:
+            at_one = None
+            if len(condition.free_symbols) == 1:
+                with suppress(ZeroDivisionError):  # a remainder by T - 1
+                    at_one = condition.subs(next(iter(condition.free_symbols)), 1)
+            known = self._at_one[condition] = at_one if at_one in (sympy.true, sympy.false) else result
+        return bool(known) != bool(result)
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if "suppressed" not in prefix and not _asks_for_layout():

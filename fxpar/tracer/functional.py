@@ -210,8 +210,20 @@ def _functional_form(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if not name.endswith("_") or writes != ["self"]:
         return None
-    overload = getattr(getattr(aten, name[:-1], None), schema.overload_name or "default", None)
+    overload = _taking(getattr(aten, name[:-1], None), schema)
     return None if overload is None else (overload, node.args)
+
+
+def _taking(op: Any, schema: Any) -> Any:
+    """The overload of an op that takes the arguments of `schema`; None if there is none. `pow_.Scalar` is the write of
+    `pow.Tensor_Scalar`: in `pow.Scalar` the number is the base.
+    """
+    wanted = [str(argument.type) for argument in schema.arguments]
+    for name in () if op is None else (schema.overload_name or "default", *op.overloads()):
+        overload = getattr(op, name, None)
+        if overload is not None and [str(argument.type) for argument in overload._schema.arguments] == wanted:
+            return overload
+    return None
 
 
 # ---------------------------------------------------------------------------------------------- functionalize

@@ -44,7 +44,7 @@ def _is_general(condition: sympy.Basic, guard: Guard) -> bool:
 
 def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]], guard: Guard) -> None:
     """Tighten `bounds` by one condition."""
-    found = _linear(condition)
+    found = _linear(condition) or _another(condition, bounds)
     if found is None and isinstance(condition, _COMPARISONS) and _holds(condition, _sizes_for(condition, guard)):
         return
     if found is None:
@@ -57,6 +57,22 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | 
     if high is not None:
         maximum = int(high) if maximum is None else min(maximum, int(high))
     bounds[symbol] = minimum, maximum
+
+
+def _another(
+    condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]]
+) -> tuple[sympy.Symbol, int | None, int | None] | None:
+    """(dim, least, None) of `dim != n` where n is at most the least so far, such as `T != 1`; None for any other."""
+    if not isinstance(condition, sympy.Ne) or len(condition.free_symbols) != 1:
+        return None
+    symbol: Any = next(iter(condition.free_symbols))
+    left: Any = condition.lhs
+    difference: Any = sympy.expand(left - condition.rhs)
+    a, b = difference.coeff(symbol, 1), difference.coeff(symbol, 0)
+    if not a.is_number or a == 0 or sympy.expand(difference - a * symbol - b) != 0:
+        return None
+    least, excluded = bounds[symbol][0], sympy.Rational(-b, a)
+    return (symbol, least + (excluded == least), None) if excluded <= least else None
 
 
 _COMPARISONS = (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)

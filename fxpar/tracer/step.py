@@ -18,6 +18,7 @@ from fxpar.errors import (
     CaptureError,
     DataDependentError,
     DeviceError,
+    FixedLengthError,
     ForwardArgumentsError,
     LossError,
     UnsupportedOpError,
@@ -40,6 +41,8 @@ _INSTEAD_OF_FLEX = (
     "Call torch.nn.functional.scaled_dot_product_attention or varlen_attn; documents can be given with "
     "fxpar.tracer.documents.packed."
 )
+_UNHASHABLE = "unhashable type: non-nested SymInt"  # what torch says of a size that is to be a key
+_INSTEAD_OF_KEY = "make once what holds for the longest length, and take a part of it, such as table[:T]"
 
 
 @dataclass
@@ -174,6 +177,9 @@ class Traced(ABC):
             return DataDependentError(_operation(error), fqn, line)
         if isinstance(error, tracing.DeviceMismatchError):
             return DeviceError(f"{error} (in module {fqn!r}, at {line})")
+        if isinstance(error, TypeError) and _UNHASHABLE in str(error):
+            dims = " and ".join(sorted(self.world.symbols))
+            return FixedLengthError("the key of a dict or of a cached function", dims, _INSTEAD_OF_KEY, line)
         if "FlexAttention" in str(error):
             return UnsupportedOpError("flex_attention", _INSTEAD_OF_FLEX, fqn, line)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -54,6 +55,18 @@ def test_the_length_of_a_tensor(function, what):
     capture(With(lambda x: x * len(x[0])), sum_loss, X)  # a size that is fixed anyway
 
 
+@functools.lru_cache
+def counted(n):
+    return torch.arange(n)[:, None]
+
+
+@pytest.mark.parametrize("function", [lambda x: x * counted(x.shape[0]), lambda x: x * {6: 2.0}[x.shape[0]]])
+def test_a_size_as_a_key(function):
+    message = r"^the key of a dict or of a cached function is a fixed number.* B, the rows .*test_dim_errors\.py:\d+"
+    with pytest.raises(errors.FixedLengthError, match=message):
+        capture(With(function), sum_loss, X)
+
+
 def shapes(x):
     return x @ torch.ones(3, 3)
 
@@ -86,6 +99,19 @@ def test_bound_is_kept():
 
     (dim,) = capture(With(bounded), sum_loss, X).dims
     assert (dim.minimum, dim.maximum) == (3, 99)
+
+
+@pytest.mark.parametrize(
+    "one_row", [lambda x: x.shape[0] == 1, lambda x: not x.shape[0] > 1, lambda x: x.numel() <= x.shape[1]]
+)
+def test_a_branch_for_one_row_is_a_bound(one_row):
+    """Torch asks whether a size is 1 to pick a shortcut; a model that asks computes something else there."""
+    (dim,) = capture(With(lambda x: x * 2 if one_row(x) else x), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (2, None)
+    (dim,) = capture(With(lambda x: [x.squeeze(0), x * 2 if one_row(x) else x][1]), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (2, None)
+    (dim,) = capture(With(lambda x: x.squeeze(0) if x.shape[0] > 0 else x), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (1, None)
 
 
 def test_shared_dim_of_two_inputs_is_one_dim():

@@ -39,6 +39,12 @@ def on_temporary(m, y):
     return y.sigmoid_() + F.relu(y * 1, inplace=True)
 
 
+def powers(m, y):
+    y = y * 1
+    y **= 2
+    return (y + 1).pow_(y.detach())
+
+
 def then_view(m, y):
     z = y * 1
     z /= 3.0
@@ -85,7 +91,7 @@ def through_expand(m, y):
     return y.masked_fill(~seen, 0.0) + bias
 
 
-CASES = [on_temporary, then_view, on_result_of_several, through_view, masked, promoted, through_expand]
+CASES = [on_temporary, powers, then_view, on_result_of_several, through_view, masked, promoted, through_expand]
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -97,7 +103,7 @@ def test_writes_to_temporaries(function):
         assert node.op == "output" or isinstance(node.meta["fqn"], str)
 
 
-@pytest.mark.parametrize("function", [on_temporary, then_view, on_result_of_several, promoted])
+@pytest.mark.parametrize("function", [on_temporary, powers, then_view, on_result_of_several, promoted])
 def test_simple_writes_need_no_second_trace(function, monkeypatch):
     def refuse(*_):
         raise AssertionError("traced again")
