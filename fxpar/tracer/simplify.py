@@ -8,6 +8,7 @@ expansion of the op, and a factor that is a power of two commutes with any produ
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import tensor_of
-from fxpar.ops.traits import FACTORIES
+from fxpar.ops.traits import FACTORIES, is_elementwise
 
 aten = torch.ops.aten
 _SCALAR_OPS = (aten.mul.Scalar, aten.div.Scalar)
@@ -26,6 +27,7 @@ def simplify(gm: fx.GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.op == "call_function":
             _state_dtype(node)
+            _state_promotion(gm.graph, node)
             _drop_power_of_one(node) or _scale_before_expand(gm.graph, node) or _fold_scale(gm.graph, node)
     gm.graph.eliminate_dead_code()
     gm.recompile()
@@ -35,6 +37,27 @@ def _state_dtype(node: fx.Node) -> None:
     """A constant made without a dtype would take the default one, which the range of a wider graph may not fit."""
     if node.target in FACTORIES | {aten.arange.default} and "dtype" not in node.kwargs:
         node.kwargs = {**node.kwargs, "dtype": tensor_of(node).dtype}
+
+
+def _state_promotion(graph: fx.Graph, node: fx.Node) -> None:
+    """Integers of which an op makes numbers of the default dtype are cast to it first: when a step runs, the default may
+    be another one.
+    """
+    operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("tensor"), TensorMeta)]
+    if not operands or not is_elementwise(node.target) or "dtype" in node.kwargs:
+        return
+    dtype = tensor_of(node).dtype
+    if not dtype.is_floating_point or any(not _is_whole(tensor_of(operand).dtype) for operand in operands):
+        return
+    for operand in operands:
+        with graph.inserting_before(node):
+            cast = _like(graph, node, aten._to_copy.default, (operand,), replace(tensor_of(operand), dtype=dtype))
+        cast.kwargs = {"dtype": dtype}
+        node.replace_input_with(operand, cast)
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _drop_power_of_one(node: fx.Node) -> bool:

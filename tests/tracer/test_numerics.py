@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fxpar import errors, losses
 from fxpar.tracer import capture
-from tests.tracer.helpers import check, ops, run
+from tests.tracer.helpers import check, difference, eager, ops, run
 from tests.tracer.models import MLP, ConvNet, Decoder, ViT
 
 
@@ -40,6 +40,31 @@ def test_decoder(tied):
     assert head.aliases == (("head.weight",) if tied else ())
     (dim,) = graph.dims
     assert (dim.name, dim.example, dim.minimum, dim.maximum) == ("T", 12, 1, 64)
+
+
+class OfPositions(nn.Module):
+    """Whole numbers become fractions by four kinds of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 4), nn.Linear(4, 61)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        place = torch.arange(input_ids.shape[1])
+        factor = (place / 3 + 1) * torch.sqrt(place + 1) + (place > 2) * 0.7 + torch.where(place > 4, 1.0, 0.3)
+        return self.head(self.embed(input_ids) * factor.unsqueeze(-1))
+
+
+def test_the_default_dtype_is_that_of_the_capture():
+    before = torch.get_default_dtype()
+    model, batch = OfPositions().double(), tokens(12)
+    try:
+        torch.set_default_dtype(torch.float64)
+        graph = capture(model, losses.causal_lm, batch)
+        expected = eager(model, losses.causal_lm, batch)
+    finally:
+        torch.set_default_dtype(before)
+    assert difference(run(graph, model, batch), expected) <= 1e-14
 
 
 def test_mlp_over_a_dynamic_batch():
