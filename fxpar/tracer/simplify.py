@@ -40,8 +40,8 @@ def _state_dtype(node: fx.Node) -> None:
 
 
 def _state_promotion(graph: fx.Graph, node: fx.Node) -> None:
-    """Integers of which an op makes numbers of the default dtype are cast to it first: when a step runs, the default may
-    be another one.
+    """Integers of which an op makes numbers of the default dtype are cast to it first: in a step the default may be
+    another one.
     """
     operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("tensor"), TensorMeta)]
     if not operands or not is_elementwise(node.target) or "dtype" in node.kwargs:
