@@ -181,12 +181,20 @@ def shows(wanted: str, got: str) -> bool:
     """Whether a page shows what was printed: a line `...` stands for any lines, `...` in a line for any characters;
     blank lines and the width of gaps do not count.
     """
-    pattern = ""
+    parts = [""]  # between the lines `...`
     for line in filter(None, (" ".join(line.split()) for line in wanted.splitlines())):
-        inside = ".*".join(re.escape(part) for part in line.split("..."))
-        pattern += r"(?:.*\n)*?" if line == "..." else f"{inside}\n"
+        if line == "...":
+            parts.append("")
+        else:
+            parts[-1] += _with_gaps([re.escape(part) for part in line.split("...")], ".*?") + r"\n"
     lines = filter(None, (" ".join(line.split()) for line in got.splitlines()))
-    return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None
+    return re.fullmatch(_with_gaps(parts, r"(?:.*\n)*?"), "".join(f"{line}\n" for line in lines)) is not None
+
+
+def _with_gaps(parts: list[str], gap: str) -> str:
+    """The first place where a part fits is as good as any: none is tried twice, so a mismatch is found as fast."""
+    first, *middle, last = parts if len(parts) > 1 else (*parts, "")
+    return first + "".join(f"(?>{gap}{part})" for part in middle) + (gap + last if len(parts) > 1 else "")
 
 
 @contextlib.contextmanager
