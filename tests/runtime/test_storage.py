@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fxpar.cost.cluster import usual_cluster
+from fxpar.cost.device import CPU
 from fxpar.errors import MemoryBudgetError
 from fxpar.runtime import storage
 from fxpar.runtime.forked import run_forked
@@ -18,6 +21,8 @@ from tests.runtime.hot import make_llama, parallel, precompile
 STRATEGIES = {64: "dp2", 128: "pp2", 256: "tp2+sp"}
 TOKENS = 512  # of a micro-batch
 STAGING = 1 << 16  # less than the gradients of a graph
+# Kernels so dear to start that no micro-batch is smaller than it must be.
+CLUSTER = replace(usual_cluster(2, 2, "cpu"), device=replace(CPU, launch_us=1e4))
 
 
 def make():
@@ -26,7 +31,8 @@ def make():
 
 def measured(limit: int, strategy: str) -> tuple[int, MemoryReport]:
     """Bytes that a step takes at its peak above what was there before it, gradients at home too, and the report."""
-    model = parallel(make, strategies={limit: strategy}, token_budget=TOKENS, staging_bytes=STAGING)
+    options = {"token_budget": TOKENS, "staging_bytes": STAGING, "cluster": CLUSTER}
+    model = parallel(make, strategies={limit: strategy}, **options)
     replicas = 2 if strategy == "dp2" else 1
     batch = [torch.arange(limit) % 97] * (2 * replicas * TOKENS // limit)
     model.train_step(batch)  # kernels allocate scratch that they keep, the first time
