@@ -56,6 +56,25 @@ PADDED_KEYS = {*PADDING, "document_ids", "document_positions", "position_ids", "
 """Batch keys whose padding is known: positions begin anew, and padding is a document of its own."""
 
 _SCALINGS = {aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default}
+# Of zeros they make finite numbers.
+_FINITE_AT_ZERO = (
+    MOVES
+    | _SCALINGS
+    | {
+        *(aten.mul.Tensor, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.abs.default),
+        *(aten.exp.default, aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.clamp.default),
+        *(aten.clamp_min.default, aten.clamp_max.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+        *(
+            aten.logical_and.default,
+            aten.logical_not.default,
+            aten.eq.Scalar,
+            aten.ne.Scalar,
+            aten.gt.Scalar,
+            aten.lt.Scalar,
+        ),
+        *(aten.ge.Scalar, aten.le.Scalar, own.dropout.default),
+    }
+)
 # Operands that are multiplied and then summed: zeros in one of them drop out.
 _CONTRACTIONS = MATRIX_PRODUCTS | {aten.sum.default, aten.sum.dim_IntList}
 
@@ -295,7 +314,9 @@ class _Walk:
             return self._summed(call, loops, summed, dims, mixes)
         known = numbers.everywhere(call)
         padded = numbers.padded(call) if len(dims) <= 1 else None
-        return Flow(dims=dims, inside=_stays_inside(call, dims), everywhere=known, padded=padded)
+        infinite = _may_be_infinite(call, dims)
+        inside = not infinite and _stays_inside(call, dims)
+        return Flow(dims=dims, inside=inside, infinite=infinite, everywhere=known, padded=padded)
 
     def _summed(
         self, call: FlowCall, loops: list[Option], summed: list[Option], dims: tuple[Shard, ...], mixes: Flow
@@ -309,6 +330,7 @@ class _Walk:
             return Flow("sum", padded=0.0 if nothing else None, origin=call.node)
         # A sum over keys within the document: where an operand is zero for other documents' keys.
         contraction = call.node.target in _CONTRACTIONS or call.node.target is own.embedding_backward.default
+        contraction = contraction and not any(flow.infinite for flow in call.flows)
         parallel = [loop for loop in loops if loop not in summed]
         for i, flow in enumerate(call.flows):
             walked = {loop.inputs[i] for loop in summed} & set(flow.dims)
@@ -358,6 +380,15 @@ def _is_whole(size: Size, shard: Shard, token: sympy.Symbol) -> bool:
     times = sympy.sympify(size) / token
     number = times.subs(dict.fromkeys(times.free_symbols - {token}, OTHER_DIM))
     return bool(number.is_Integer) and len(set(shard.sections)) <= 1 and int(number) % (len(shard.sections) or 1) == 0
+
+
+def _may_be_infinite(call: FlowCall, dims: tuple[Shard, ...]) -> bool:
+    """Whether pairs of different documents may have no finite number."""
+    if len(dims) != 2:
+        return False
+    divided = call.node.target is aten.div.Tensor and any(f.inside for f in call.flows[1:])
+    made = any(f.inside for f in call.flows) and call.node.target not in _FINITE_AT_ZERO
+    return divided or made or any(f.infinite for f in call.flows)
 
 
 def _stays_inside(call: FlowCall, dims: tuple[Shard, ...]) -> bool:
