@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import OpContractError
-from fxpar.flow import numbers
+from fxpar.flow import numbers, pairs
 from fxpar.flow.call import FlowCall, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
@@ -55,26 +55,6 @@ PADDING: dict[str, int] = {
 PADDED_KEYS = {*PADDING, "document_ids", "document_positions", "position_ids", "positions"}
 """Batch keys whose padding is known: positions begin anew, and padding is a document of its own."""
 
-_SCALINGS = {aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default}
-# Of zeros they make finite numbers.
-_FINITE_AT_ZERO = (
-    MOVES
-    | _SCALINGS
-    | {
-        *(aten.mul.Tensor, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.abs.default),
-        *(aten.exp.default, aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.clamp.default),
-        *(aten.clamp_min.default, aten.clamp_max.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
-        *(
-            aten.logical_and.default,
-            aten.logical_not.default,
-            aten.eq.Scalar,
-            aten.ne.Scalar,
-            aten.gt.Scalar,
-            aten.lt.Scalar,
-        ),
-        *(aten.ge.Scalar, aten.le.Scalar, own.dropout.default),
-    }
-)
 # Operands that are multiplied and then summed: zeros in one of them drop out.
 _CONTRACTIONS = MATRIX_PRODUCTS | {aten.sum.default, aten.sum.dim_IntList}
 
@@ -314,8 +294,8 @@ class _Walk:
             return self._summed(call, loops, summed, dims, mixes)
         known = numbers.everywhere(call)
         padded = numbers.padded(call) if len(dims) <= 1 else None
-        infinite = _may_be_infinite(call, dims)
-        inside = not infinite and _stays_inside(call, dims)
+        infinite = pairs.may_be_infinite(call, dims)
+        inside = not infinite and pairs.stay_inside(call, dims)
         return Flow(dims=dims, inside=inside, infinite=infinite, everywhere=known, padded=padded)
 
     def _summed(
@@ -380,29 +360,6 @@ def _is_whole(size: Size, shard: Shard, token: sympy.Symbol) -> bool:
     times = sympy.sympify(size) / token
     number = times.subs(dict.fromkeys(times.free_symbols - {token}, OTHER_DIM))
     return bool(number.is_Integer) and len(set(shard.sections)) <= 1 and int(number) % (len(shard.sections) or 1) == 0
-
-
-def _may_be_infinite(call: FlowCall, dims: tuple[Shard, ...]) -> bool:
-    """Whether pairs of different documents may have no finite number."""
-    if len(dims) != 2:
-        return False
-    divided = call.node.target is aten.div.Tensor and any(f.inside for f in call.flows[1:])
-    made = any(f.inside for f in call.flows) and call.node.target not in _FINITE_AT_ZERO
-    return divided or made or any(f.infinite for f in call.flows)
-
-
-def _stays_inside(call: FlowCall, dims: tuple[Shard, ...]) -> bool:
-    """Whether pairs of different documents stay zero."""
-    if len(dims) != 2 or not call.flows:
-        return False
-    target, inside = call.node.target, [f.inside for f in call.flows]
-    if target in (aten.mul.Tensor, aten.logical_and.default):
-        return any(inside)
-    if target in (aten.add.Tensor, aten.sub.Tensor):
-        return all(inside) and len(inside) == 2
-    if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        return inside[0] and bool(call.node.args[2] == 0)
-    return inside[0] and (target in MOVES or target in _SCALINGS)
 
 
 __all__ = ["PADDED_KEYS", "PADDING", "TokenFlow", "in_words", "token_flow"]
