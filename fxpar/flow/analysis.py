@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import OpContractError
-from fxpar.flow import numbers
+from fxpar.flow import numbers, pairs
 from fxpar.flow.call import FlowCall, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
@@ -55,7 +55,6 @@ PADDING: dict[str, int] = {
 PADDED_KEYS = {*PADDING, "document_ids", "document_positions", "position_ids", "positions"}
 """Batch keys whose padding is known: positions begin anew, and padding is a document of its own."""
 
-_SCALINGS = {aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default}
 # Operands that are multiplied and then summed: zeros in one of them drop out.
 _CONTRACTIONS = MATRIX_PRODUCTS | {aten.sum.default, aten.sum.dim_IntList}
 
@@ -295,7 +294,9 @@ class _Walk:
             return self._summed(call, loops, summed, dims, mixes)
         known = numbers.everywhere(call)
         padded = numbers.padded(call) if len(dims) <= 1 else None
-        return Flow(dims=dims, inside=_stays_inside(call, dims), everywhere=known, padded=padded)
+        infinite = pairs.may_be_infinite(call, dims)
+        inside = not infinite and pairs.stay_inside(call, dims)
+        return Flow(dims=dims, inside=inside, infinite=infinite, everywhere=known, padded=padded)
 
     def _summed(
         self, call: FlowCall, loops: list[Option], summed: list[Option], dims: tuple[Shard, ...], mixes: Flow
@@ -309,6 +310,7 @@ class _Walk:
             return Flow("sum", padded=0.0 if nothing else None, origin=call.node)
         # A sum over keys within the document: where an operand is zero for other documents' keys.
         contraction = call.node.target in _CONTRACTIONS or call.node.target is own.embedding_backward.default
+        contraction = contraction and not any(flow.infinite for flow in call.flows)
         parallel = [loop for loop in loops if loop not in summed]
         for i, flow in enumerate(call.flows):
             walked = {loop.inputs[i] for loop in summed} & set(flow.dims)
@@ -358,20 +360,6 @@ def _is_whole(size: Size, shard: Shard, token: sympy.Symbol) -> bool:
     times = sympy.sympify(size) / token
     number = times.subs(dict.fromkeys(times.free_symbols - {token}, OTHER_DIM))
     return bool(number.is_Integer) and len(set(shard.sections)) <= 1 and int(number) % (len(shard.sections) or 1) == 0
-
-
-def _stays_inside(call: FlowCall, dims: tuple[Shard, ...]) -> bool:
-    """Whether pairs of different documents stay zero."""
-    if len(dims) != 2 or not call.flows:
-        return False
-    target, inside = call.node.target, [f.inside for f in call.flows]
-    if target in (aten.mul.Tensor, aten.logical_and.default):
-        return any(inside)
-    if target in (aten.add.Tensor, aten.sub.Tensor):
-        return all(inside) and len(inside) == 2
-    if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        return inside[0] and bool(call.node.args[2] == 0)
-    return inside[0] and (target in MOVES or target in _SCALINGS)
 
 
 __all__ = ["PADDED_KEYS", "PADDING", "TokenFlow", "in_words", "token_flow"]

@@ -25,14 +25,15 @@ class Flow:
 
     and `dims` are the dims that walk the tokens: none (the value does not depend on the row), one (a value per token)
     or two (a value per pair of tokens; only pairs within a document count). `inside`: a pair of tokens of different
-    documents has zero. `everywhere` is the number that all elements are, `padded` the number of padded tokens (of a
-    sum: what padding adds), None if it is not known. `origin` is the node that made a value of the row, `why` says what
-    it does.
+    documents has zero; `infinite`: it may have what zero times it is not zero, as the logarithm of zero. `everywhere`
+    is the number that all elements are, `padded` the number of padded tokens (of a sum: what padding adds), None if it
+    is not known. `origin` is the node that made a value of the row, `why` says what it does.
     """
 
     kind: Kind = "same"
     dims: tuple[Shard, ...] = ()
     inside: bool = False
+    infinite: bool = False
     everywhere: float | None = None
     padded: float | None = None
     origin: fx.Node | None = None

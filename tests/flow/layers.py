@@ -121,6 +121,17 @@ def alibi(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     return _merged(scores.softmax(-1) @ v)
 
 
+def _entropy(net: Net, x: Tensor, floor: float) -> Tensor:
+    """Values times the entropy of a token's attention."""
+    q, k, v = _heads(net, x)
+    weights = (q @ k.transpose(-1, -2)).softmax(-1)
+    return _merged(v * (weights * (weights + floor if floor else weights).log()).sum(-1, keepdim=True))
+
+
+def floored_entropy(net: Net, x: Tensor, ids: Tensor) -> Tensor:
+    return _entropy(net, x, 1e-9)
+
+
 def relative_bias(net: Net, x: Tensor, ids: Tensor) -> Tensor:
     q, k, v = _heads(net, x)
     at = torch.arange(x.shape[1])
@@ -187,6 +198,7 @@ HARMLESS: dict[str, Layer] = {
         added_triangle,
         alibi,
         relative_bias,
+        floored_entropy,
         table_of_positions,
         shifted_table,
         looked_up_positions,
@@ -253,6 +265,7 @@ HARMFUL: dict[str, Harmful] = {
     "first token by a lookup": Harmful(_first_by_lookup, "embedding"),
     "linear attention": Harmful(_linear_attention, "bmm"),
     "linear attention by pairs": Harmful(_quadratic_linear_attention, "bmm"),
+    "entropy": Harmful(lambda n, x, i: _entropy(n, x, 0.0), "sum"),  # 0 * log(0) between documents
     "attention without a softmax": Harmful(_own_attention_mask, "bmm"),
     "ones @ x": Harmful(lambda n, x, i: torch.ones(1, x.shape[1], dtype=x.dtype) @ x[0] * n.a[0], "mm"),
     "max": Harmful(lambda n, x, i: x * x.max(), "max"),
