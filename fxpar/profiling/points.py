@@ -80,7 +80,7 @@ def _taken_s(trial: Trial, device: torch.device, seconds: float, say: Callable[[
     _timed(run, 1, device)
     once = _timed(run, 1, device)
     runs = _of_rank_0(max(1, min(MOST_RUNS, int(seconds / max(once, 1e-9)))))
-    return _slowest(_timed(run, runs, device)) / trial.times
+    return _slowest(_timed(run, runs, device) if runs > 1 else once) / trial.times
 
 
 def _timed(run: Callable[[], object], runs: int, device: torch.device) -> float:

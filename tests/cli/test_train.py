@@ -291,7 +291,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once(prepared):
     said = "starting 1 rank\ninterrupted; finished checkpoints, if any, are in out/checkpoints\n"
     assert (status, out) == (130, said), out + err
     assert err == ""
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 15  # 2 on an idle machine; others may keep this one busy
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 

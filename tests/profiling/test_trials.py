@@ -34,7 +34,7 @@ def test_a_device():
 @pytest.mark.parametrize(("world", "nodes"), [(2, 1), (2, 2)])
 def test_links(world, nodes):
     def work(rank: int) -> list:
-        return measured(link_series(CPU, nodes, SIZES), CPU, 0.1, lambda text: None)
+        return measured(link_series(CPU, nodes, SIZES), CPU, 0.01, lambda text: None)
 
     found = run_forked(world, work, 60.0)
     level = "intra" if nodes == 1 else "inter"
