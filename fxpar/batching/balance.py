@@ -1,4 +1,4 @@
-"""Micro-batches of one length group for its data-parallel replicas, and how short they could take at best.
+"""Micro-batches of one length group for its data-parallel replicas.
 
 Two cases, by what the replicas wait for:
 
@@ -13,13 +13,13 @@ the budget asks for, until their fixed costs outweigh that. Several construction
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
 from heapq import heapreplace
 from itertools import accumulate, pairwise
 
+from fxpar.batching.bounds import CLOSE, best_runs, fewest_bins, least_overhead, lower_bound, rounded_up
 from fxpar.batching.packing import (
     Bin,
     PackingRule,
@@ -40,7 +40,6 @@ OPEN_SLOTS = 4  # positions that are still filled while later ones are begun
 OTHERS = 4  # replicas that the slowest one tries to exchange with
 EXCHANGES = 6  # tried with each of them
 CUTS = 4  # times that an exchange packs a share anew in a pipeline
-CLOSE = 1000  # no improvement within 1/CLOSE of the lower bound
 
 
 def share_out(items: Sequence[SequenceItem], rule: PackingRule) -> list[Share]:
@@ -75,128 +74,7 @@ def shared_makespan(shares: Sequence[Sequence[Bin]], rule: PackingRule) -> int:
     is faster than alone on them.
     """
     runs = [one.cost + rule.fixed for share in shares for one in share]
-    return _shared(makespan(shares, rule), sum(runs), rule)
-
-
-def shared_lower_bound(items: Sequence[SequenceItem], rule: PackingRule) -> int:
-    """What `shared_makespan` cannot undercut."""
-    runs = _fewest_bins(items, rule.budget) if rule.packed else len(items)
-    return _shared(lower_bound(items, rule), sum(item.cost for item in items) + rule.fixed * runs, rule)
-
-
-def _shared(slowest: int, work: int, rule: PackingRule) -> int:
-    if rule.shared_by == 1:
-        return slowest
-    return max(int(slowest / rule.shared_by), work // rule.replicas)
-
-
-# ------------------------------------------------------------------------------------------------------ lower bound
-def lower_bound(items: Sequence[SequenceItem], rule: PackingRule) -> int:
-    """A time in ticks that no plan of `items` (dearest first) can undercut.
-
-    The largest of: the mean over replicas; for each k, the k+1 cheapest of the k * replicas + 1 dearest sequences,
-    as some replica gets k+1 of those (k = 0: the dearest sequence); the runs that the tokens need; in lock step, every
-    `replicas`-th of the sequences that cannot share a micro-batch. In a pipeline, each with the least that fill and
-    fixed costs add, and the least that idle micro-batches cost; and what `_crowded_bound` finds.
-    """
-    replicas, budget, fixed = rule.replicas, rule.budget, rule.fixed
-    costs = [0, *accumulate(item.cost for item in items)]
-    tokens = [0, *accumulate(item.tokens for item in items)]
-    cheapest, runs = items[-1].cost, _fewest_bins(items, budget) if rule.packed else len(items)
-    bound = fixed * _up(-(-runs // replicas), rule.unit) + rule.fill(cheapest)
-    bound = max(bound, _mean_bound(items, rule, costs[-1], runs))
-    for k in range((len(items) - 1) // replicas + 1):
-        first, stop = k * replicas - k, k * replicas + 1
-        runs = -(-(tokens[stop] - tokens[first]) // budget) if rule.packed else k + 1
-        total = costs[stop] - costs[first]
-        bound = max(bound, total + _least_overhead(total, items[first].cost, runs, len(items), rule))
-    if rule.lockstep:
-        alone = [item.cost for item in items if not rule.packed or 2 * item.tokens > budget][::replicas]
-        bound = max(bound, sum(alone) + fixed * _up(len(alone), rule.unit) + rule.fill(items[0].cost))
-    elif rule.stages > 1:
-        bound = _crowded_bound(items, costs, rule, bound)
-    idle = max(0, rule.unit - len(items))
-    return bound + idle * cheapest
-
-
-def _crowded_bound(items: Sequence[SequenceItem], costs: Sequence[int], rule: PackingRule, bound: int) -> int:
-    """`bound`, or more if in that time the dearest sequences have no room; `costs[n]` is that of the n dearest.
-
-    The less time, the fewer replicas can take dear sequences, and the fill leaves these less time to run them: in the
-    order of their dearest sequences, what the replicas before one have no room for says how dear its own is.
-    """
-
-    def has_room(time: int) -> bool:
-        room = 0
-        for _ in range(rule.replicas):
-            placed = bisect_right(costs, room) - 1
-            if placed == len(items):
-                return True
-            own = time - rule.fixed - rule.fill(items[placed].cost)
-            if own < 0:
-                return False
-            room += own
-        return room >= costs[-1]
-
-    low = high = bound
-    while not has_room(high):
-        low, high = high, 2 * high + 1
-    while high - low > 1 + low // CLOSE:
-        middle = (low + high) // 2
-        low, high = (low, middle) if has_room(middle) else (middle, high)
-    return low
-
-
-def _mean_bound(items: Sequence[SequenceItem], rule: PackingRule, total: int, runs: int) -> int:
-    """What the mean over replicas says, for sequences that cost `total` and take at least `runs` runs."""
-    dearest, cheapest, replicas = items[0].cost, items[-1].cost, rule.replicas
-    if rule.stages == 1:
-        return -(-(total + rule.fixed * runs) // replicas)
-    # Each replica that runs anything fills its pipeline, one of them with the dearest sequence.
-    used, fills = min(replicas, len(items)), rule.stages - 1
-    least = rule.virtual * (total + rule.fixed * runs) + fills * (dearest + used * rule.fixed + (used - 1) * cheapest)
-    mean = -(-total // replicas)
-    if rule.lockstep or replicas == 1:
-        overhead = _least_overhead(mean, dearest, -(-runs // replicas), len(items), rule)
-    else:  # of the replica whose sequences cost most
-        overhead = _least_overhead(mean, cheapest, 1, len(items), rule)
-    return max(-(-least // (rule.virtual * used)), mean + overhead)
-
-
-def _least_overhead(total: int, dearest: int, fewest: int, most: int, rule: PackingRule) -> int:
-    """The least that fixed costs and fill take, over all numbers of runs from `fewest` to `most`, where the sequences
-    cost `total` together and the dearest of them `dearest`.
-
-    n runs cost fixed * n + (stages - 1) / virtual * (fixed + max(total / n, dearest)), which is convex in n.
-    """
-    if rule.stages == 1:
-        return rule.fixed * fewest
-    low, high = -(-fewest // rule.unit), -(-most // rule.unit)
-    best = _best_runs(total, dearest, most, rule) // rule.unit
-    found = []
-    for n in {min(max(q, low), high) * rule.unit for q in (best, best + 1)}:
-        shared = -(-(rule.stages - 1) * (rule.fixed * n + total) // (rule.virtual * n))
-        found.append(rule.fixed * n + max(shared, rule.fill(dearest)))
-    return min(found)
-
-
-def _best_runs(total: int, dearest: int, most: int, rule: PackingRule) -> int:
-    """The number of runs, rounded down, at which fill and fixed costs are least; at most `most`.
-
-    More runs than total / dearest do not shorten the longest any more.
-    """
-    best = min(most, total // dearest) if dearest else most
-    return min(best, math.isqrt((rule.stages - 1) * total // (rule.virtual * rule.fixed))) if rule.fixed else best
-
-
-def _fewest_bins(items: Sequence[SequenceItem], budget: int) -> int:
-    """A number of bins that no packing can undercut."""
-    halves = sum(2 * item.tokens > budget for item in items)
-    return max(halves, -(-sum(item.tokens for item in items) // budget))
-
-
-def _up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+    return rule.shared(makespan(shares, rule), sum(runs))
 
 
 # ---------------------------------------------------------------------------------------------------- how finely to cut
@@ -206,10 +84,10 @@ def _counts(items: Sequence[SequenceItem], replicas: int, fewest: int, rule: Pac
     Around the best number if sequences could be cut; as they cannot, some more may make the longest shorter.
     """
     total, most = sum(item.cost for item in items) // replicas, -(-len(items) // replicas)
-    best = max(fewest, _best_runs(total, items[0].cost, most, rule))
+    best = max(fewest, best_runs(total, items[0].cost, most, rule))
     tried = {fewest, fewest + 1, best - 1, best, best + 1, best + best // 8, best + best // 3, most}
     if rule.unit > 1:
-        tried |= {_up(count, rule.unit) for count in tried} | {_up(best, rule.unit) - rule.unit}
+        tried |= {rounded_up(count, rule.unit) for count in tried} | {rounded_up(best, rule.unit) - rule.unit}
     return sorted(count for count in tried if fewest <= count <= most)
 
 
@@ -259,7 +137,7 @@ def _slot_bins(items: Sequence[SequenceItem], rule: PackingRule) -> Iterator[lis
     """Ways to pack for lock step: few bins of similar lengths; positions balanced one by one; all bins equal."""
     yield pack(items, rule.budget)
     yield _slot_by_slot(items, rule.replicas, rule.budget)
-    slots = -(-_fewest_bins(items, rule.budget) // rule.replicas)
+    slots = -(-fewest_bins(items, rule.budget) // rule.replicas)
     tried = list(range(slots, slots + MORE_SLOTS))
     if rule.stages > 1:
         tried = sorted({*tried, *_counts(items, rule.replicas, slots, rule)})
@@ -328,7 +206,7 @@ def _by_cost(items: Sequence[SequenceItem], rule: PackingRule) -> list[list[Sequ
         total, runs = costs[stop] - costs[first], stop - first
         if rule.packed:
             runs = -(-(tokens[stop] - tokens[first]) // rule.budget)
-        return total + _least_overhead(total, items[first].cost, runs, stop - first, rule)
+        return total + least_overhead(total, items[first].cost, runs, stop - first, rule)
 
     def stops(limit: int) -> list[int]:
         found = [0]

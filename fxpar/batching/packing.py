@@ -50,6 +50,12 @@ class PackingRule:
         idle = -len(costs) % self.unit
         return sum(costs) + idle * min(costs) + self.fixed * (len(costs) + idle) + self.fill(max(costs))
 
+    def shared(self, slowest: int, work: int) -> int:
+        """Ticks of a group whose slowest replica takes `slowest` and whose replicas take `work` together, where ranks
+        that wait leave their core to others.
+        """
+        return slowest if self.shared_by == 1 else max(int(slowest / self.shared_by), work // self.replicas)
+
 
 class SequenceItem(NamedTuple):
     """A sequence: its index in the mini-batch, its tokens, what it adds to the cost of a micro-batch."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fxpar.batching.balance import Share, share_out, shared_lower_bound, shared_makespan
+from fxpar.batching.balance import Share, share_out, shared_makespan
+from fxpar.batching.bounds import shared_lower_bound
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import TICKS_PER_S, PackingRule, SequenceItem, longest_first, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch

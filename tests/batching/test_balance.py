@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.batching.balance import deal, lower_bound, makespan, share_out
+from fxpar.batching.balance import deal, makespan, share_out
+from fxpar.batching.bounds import lower_bound
 from fxpar.batching.packing import Bin, PackingRule, SequenceItem, as_bin, longest_first, pack
 from tests.repeat import examples
 

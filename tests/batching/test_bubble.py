@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.batching import GroupCost, plan_batch
-from fxpar.batching.balance import Share, lower_bound, makespan, share_out
+from fxpar.batching.balance import Share, makespan, share_out
+from fxpar.batching.bounds import lower_bound
 from fxpar.batching.packing import PackingRule, SequenceItem, as_bin, longest_first
 from fxpar.errors import ScheduleOptionError
 from fxpar.schedule import Costs, schedule, simulate
