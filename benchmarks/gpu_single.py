@@ -1,12 +1,12 @@
 """What one GPU can say about fxpar, piece by piece; `make gpu` runs all of them.
 
-    python benchmarks/gpu_single.py step|attention|packed|switch [--steps 20] [--rounds 5] [--json OUT]
+    python benchmarks/gpu_single.py step|attention|packed|switch [--steps 10] [--rounds 3] [--json OUT]
     python benchmarks/gpu_single.py step --device cpu --tiny      # the same program, to see that it runs
 
 step        forward and backward of one packed row through a Llama of 1B: eager torch, `torch.compile`, fxpar's graph
             eager and with inductor, all with `fxpar::attention`
 attention   `fxpar::attention` against torch's, dense (flash) and in packed documents (varlen)
-packed      long-tailed documents in one row against a padded row each
+packed      long-tailed documents in one row against a padded row each, as many tokens at a time
 switch      training that changes between two strategies of one rank in every step, in fp32, bf16 and fp16, against
             eager torch on each sequence alone
 
@@ -92,8 +92,8 @@ def fxpar_step(loaded: LoadedModel, batch: Batch, scale: float, compile: Backend
     return step
 
 
-def torch_step(loaded: LoadedModel, batch: Batch, scale: float, *, compiled: bool = False) -> Step:
-    """What a careful user writes."""
+def torch_step(loaded: LoadedModel, *batches: Batch, scale: float, compiled: bool = False) -> Step:
+    """What a careful user writes: one micro-batch after the other."""
     model: nn.Module = loaded.model
 
     def forward(given: Batch) -> Tensor:
@@ -103,9 +103,12 @@ def torch_step(loaded: LoadedModel, batch: Batch, scale: float, *, compiled: boo
 
     def step() -> tuple[float, dict[str, Tensor]]:
         model.zero_grad()
-        loss = run(batch)
-        loss.backward()
-        return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        losses = []
+        for batch in batches:
+            loss = run(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return float(sum(losses)), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     return step
 
@@ -119,9 +122,9 @@ def compare_steps(settings: Settings) -> list[Row]:
     """Targets: fxpar with inductor takes at most 1.0 of the time of torch.compile and 1.02 of its memory."""
     loaded = load_llama(settings, torch.bfloat16, 64 if settings.tiny else 8192)
     batch, scale = settings.to(loaded.example_batch), loaded.scale()
-    ways = {"torch": torch_step(loaded, batch, scale), "fxpar": fxpar_step(loaded, batch, scale, "eager")}
+    ways = {"torch": torch_step(loaded, batch, scale=scale), "fxpar": fxpar_step(loaded, batch, scale, "eager")}
     if not settings.tiny:
-        ways["torch.compile"] = torch_step(loaded, batch, scale, compiled=True)
+        ways["torch.compile"] = torch_step(loaded, batch, scale=scale, compiled=True)
         ways["fxpar, inductor"] = fxpar_step(loaded, batch, scale, "inductor")
     loss, grads = ways["torch"]()
     expected = loss, {name: grad.clone() for name, grad in grads.items()}
@@ -200,7 +203,7 @@ def _attention_ways(lengths: Sequence[int], device: torch.device) -> dict[str, C
 
         def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-            out: Any = varlen_attn(*rows, ends, ends, max(lengths), max(lengths), is_causal=True)
+            out: Any = varlen_attn(*rows, ends, ends, max(lengths), max(lengths), window_size=(-1, 0))
             return out[None].transpose(1, 2)
 
         ways["torch, varlen"] = varlen
@@ -216,16 +219,18 @@ def compare_packing(settings: Settings) -> list[Row]:
     made = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, int(settings.model["vocab"]), (n,), generator=made) for n in lengths]
     scale = 1.0 / (sum(lengths) - len(lengths))
-    row, padded = settings.to(_packed(documents)), settings.to(_padded(documents))
+    row = settings.to(_packed(documents))
+    count = sum(lengths) // longest  # rows of a padded micro-batch: as many tokens as the packed one has
+    padded = [settings.to(_padded(documents[i : i + count], longest)) for i in range(0, len(documents), count)]
     ways = {
-        "torch, padded": torch_step(loaded, padded, scale),
-        "torch, packed": torch_step(loaded, row, scale),
+        "torch, padded": torch_step(loaded, *padded, scale=scale),
+        "torch, packed": torch_step(loaded, row, scale=scale),
         "fxpar, packed": fxpar_step(loaded, row, scale, "eager"),
     }
     loss, grads = ways["torch, packed"]()
     expected = loss, {name: grad.clone() for name, grad in grads.items()}
     errors = {name: compare(name, step, expected) for name, step in ways.items()}
-    computed = {name: padded["input_ids"].numel() if "padded" in name else sum(lengths) for name in ways}
+    computed = {name: longest * len(documents) if "padded" in name else sum(lengths) for name in ways}
     return [
         {
             "way": name,
@@ -245,8 +250,7 @@ def _packed(documents: Sequence[Tensor]) -> Batch:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def _padded(documents: Sequence[Tensor]) -> Batch:
-    longest = max(map(len, documents))
+def _padded(documents: Sequence[Tensor], longest: int) -> Batch:
     ids = torch.stack([F.pad(d, (0, longest - len(d))) for d in documents])
     labels = torch.stack(
         [F.pad(next_token_labels(d[None])[0], (0, longest - len(d)), value=IGNORE_INDEX) for d in documents]
@@ -351,8 +355,8 @@ def place(device: torch.device) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("piece", choices=PIECES)
-    parser.add_argument("--steps", type=int, default=20, help="per round and way")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="per round and way")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, one step")
     parser.add_argument("--json", type=Path)

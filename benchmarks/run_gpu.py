@@ -19,8 +19,9 @@ from pieces import Piece, add_options, run_pieces
 
 NEEDED = ("torch", "numpy", "rich", "scipy", "sympy", "typer")
 SINGLE = "benchmarks/gpu_single.py"
+TESTS = "-m pytest -q -m gpu -rs -p no:cacheprovider tests/ops tests/runtime/test_gpu.py"
 PIECES = (
-    Piece("tests", "Tests marked `gpu`", "-m pytest -q -m gpu -rs -p no:cacheprovider tests/ops", measures=False),
+    Piece("tests", "Tests marked `gpu`", TESTS, measures=False),
     Piece("step", "One step of a Llama of 1B in bf16, a row of 8,192 tokens", f"{SINGLE} step"),
     Piece("attention", "Attention, forward and backward, 16,384 tokens, 16 heads of 128", f"{SINGLE} attention"),
     Piece("packed", "Packed documents of 1,024 to 8,192 tokens", f"{SINGLE} packed"),

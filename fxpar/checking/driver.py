@@ -23,8 +23,9 @@ from fxpar.checking.eager import NOISE, relative_error
 from fxpar.checking.widen import wide_tensor, widen
 from fxpar.errors import FxparError, NothingToCheckError
 from fxpar.flow import with_packing
+from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.exec_graph import compile_graph, make_tensors_on
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import tensor_metas
 from fxpar.ir.pipeline_graph import TrainGraph
@@ -133,7 +134,11 @@ class _Oracle:
 
     def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
         self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
-        self._module = compile_graph(logical.gm.graph)
+        self._device = next((p.device for p in params.values()), torch.device("cpu"))
+        graph = copy_graph(logical.gm.graph)
+        make_tensors_on(graph, self._device)
+        self._module = compile_graph(graph)
+        self._constants = {name: value.to(self._device) for name, value in logical.constants.items()}
         self._writes = [(i, o.fqn) for i, o in enumerate(logical.outputs) if o.kind == "buffer"]
         self._known: dict[tuple[int, int, int], list[Tensor]] = {}
 
@@ -159,13 +164,13 @@ class _Oracle:
         return split_documents(inputs, row) if self._logical.packing is None else [mark_documents(inputs, row)]
 
     def _run(self, index: int, batch: Batch, buffers: Batch) -> list[Tensor]:
-        sources = {"param": self._params, "buffer": buffers, "constant": self._logical.constants, "batch": batch}
+        sources = {"param": self._params, "buffer": buffers, "constant": self._constants, "batch": batch}
         values = []
         for info in self._logical.inputs:
             if info.kind == "scale":
-                values.append(torch.tensor(self._scale, dtype=info.meta.dtype))
+                values.append(torch.tensor(self._scale, dtype=info.meta.dtype, device=self._device))
             elif info.kind == "seed":
-                values.append(torch.tensor(index))
+                values.append(torch.tensor(index, device=self._device))
             else:
                 values.append(sources[info.kind][info.fqn])
         with torch.no_grad():

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxpar.ir.content import content
@@ -28,7 +29,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
-from fxpar.ir.serialize import graph_from_data, graph_to_data
+from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data
 from fxpar.ir.strategy import Strategy
 
 Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part"], int]
@@ -314,3 +315,21 @@ def substitute_tokens(graph: fx.Graph, groups: dict[str, str], indices: dict[str
         if node.op == "call_function" and any(isinstance(a, str) for a in node.args):
             node.args = tuple(swap(a) if isinstance(a, str) else a for a in node.args)
     return new
+
+
+@functools.cache
+def _makes_tensors(target: Any) -> bool:
+    """Whether an op takes a device and no tensor that could tell it one."""
+    if not isinstance(target, OpOverload):
+        return False
+    arguments = target._schema.arguments
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
+
+
+def make_tensors_on(graph: fx.Graph, device: torch.device) -> None:
+    """Tensors that the graph makes from nothing (`arange`, `zeros` ...) are made on the device. Graphs name none; as
+    ops and not as functions of torch they also pass `with device:` by.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and _makes_tensors(node.target):
+            node.kwargs = {**node.kwargs, "device": device}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from fxpar.errors import MicroBatchError
-from fxpar.ir.exec_graph import ExecGraph, Part, Program, compile_graph
+from fxpar.ir.exec_graph import ExecGraph, Part, Program, compile_graph, make_tensors_on
 from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.passes.accumulate_gradients import accumulate
@@ -55,6 +54,7 @@ class Runner(Generic[P]):
         if device != self.device:
             self.device = device
             self.constants = {name: value.to(device) for name, value in self.program.constants.items()}
+            self._compiled.clear()
 
     def fill(self, given: Mapping[str, Any]) -> list[Any]:
         """`inputs` and what is given by kind: tensors by FQN, or a number.
@@ -90,8 +90,7 @@ class Runner(Generic[P]):
         operands.
         """
         run = self.compiled(name, keep)
-        # Tensors that a graph makes itself go to the inputs' device (a mode that costs a Python call per op).
-        with torch.no_grad(), nullcontext() if self.device.type == "cpu" else self.device:
+        with torch.no_grad():
             return list(run(operands))
 
     def compiled(self, name: str, keep: Collection[int] | None = None) -> Compiled:
@@ -106,6 +105,7 @@ class Runner(Generic[P]):
             if keep is not None:
                 accumulate(graph, keep)
             self.finish_graph(graph, part)
+            make_tensors_on(graph, self.device)
             self._compiled[key] = _compile(graph, "eager" if part.is_empty else self._backend)
         return self._compiled[key]
 
@@ -226,6 +226,7 @@ def _compile(graph: fx.Graph, backend: Backend) -> Compiled:
     if backend == "eager":
         return compile_boxed(graph)
     functional(graph)  # the compiler wants these ops, and reuses buffers by itself
-    # Sizes that come in through batch tensors are dynamic, so new lengths do not compile again.
-    run: Any = torch.compile(compile_graph(graph), backend="inductor", dynamic=True, fullgraph=True)
+    # Sizes that come in through batch tensors are dynamic, so new lengths do not compile again. It is `forward` that is
+    # compiled, as a call of the module would hide the error of a kernel behind one of the compiler.
+    run: Any = torch.compile(compile_graph(graph).forward, backend="inductor", dynamic=True, fullgraph=True)
     return lambda operands: run(*operands)

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fxpar.torch_api.since_2_13 import make_fake
+
 _NUMBERS = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -208,7 +210,7 @@ class RepeatingFakeMode(FakeTensorMode):
         with torch._C.DisableTorchFunction():
             with in_kernel_invocation_manager(self), env.suppress_guards():
                 made = self._laid_out(result, args)
-            return FakeTensor(self, made, result.device, requires_grad=result.requires_grad)
+            return make_fake(self, made, result.device, requires_grad=result.requires_grad)
 
     def _laid_out(self, result: _Result, args: Sequence[Any]) -> Tensor:
         """On the meta device. Checks of symbolic sizes are what costs: `set_` has most, `as_strided` hardly any."""

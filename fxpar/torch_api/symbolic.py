@@ -18,12 +18,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import DimDynamic, statically_known_true
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from fxpar.torch_api.fake_calls import RepeatingFakeMode
+from fxpar.torch_api.since_2_13 import ShapeEnv
 from fxpar.torch_api.sizes import KnownResults, remembering
 
 Place = Callable[[], str | None]

@@ -1,0 +1,80 @@
+"""Whatever a program makes is made where its parameters are. The meta device stands for a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: TID251 - registers the backend "fake"
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fxpar.batching.documents import mark_documents
+from fxpar.ir.graph import LogicalGraph
+from fxpar.lowering import lower
+from fxpar.models import load
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.runtime.bound import bind
+from fxpar.runtime.micro import as_one_sequence, local_batch
+from fxpar.runtime.padding import pad
+from fxpar.tracer import capture
+from fxpar.transport.groups import ProcessGroups
+
+ELSEWHERE = torch.device("meta")
+
+
+class Devices(TorchDispatchMode):
+    """Where the results of all ops lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strays: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(x, Tensor) and x.device != ELSEWHERE for x in tree_leaves(result)):
+            self.strays.add(str(func))
+        return result
+
+
+@functools.cache
+def captured(model: str) -> tuple[LogicalGraph, Any]:
+    options = {"llama": {"layers": "1"}, "gpt": {"layers": "1", "dropout": "0.1"}}
+    loaded = load(model, options=options.get(model, {}))
+    return packed_if_proved(capture(loaded.model, loaded.loss_fn, loaded.example_batch))[0], loaded
+
+
+def _moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(ELSEWHERE) for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("strategy", ["dp1+remat", "dp2+zero3", "tp2+sp", "cp2"])
+@pytest.mark.parametrize("model", ["llama", "gpt", "mlp", "vit"])
+def test_nothing_is_made_elsewhere(model, strategy):
+    logical, loaded = captured(model)
+    program = lower(logical, strategy)
+    row = mark_documents(logical.inputs, as_one_sequence(logical.inputs, loaded.batches[0], 0))
+    batch = local_batch(program, pad(program, row), 0)
+    params = loaded.params()
+    mine = {
+        info.fqn: stored.dist.take(params[info.fqn], 0)
+        for info, stored in zip(program.inputs, program.stored_inputs, strict=True)
+        if info.kind == "param"
+    }
+    params, buffers, batch = (_moved(tensors) for tensors in (mine, loaded.buffers(), batch))
+    dist.init_process_group("fake", rank=0, world_size=program.strategy.world)
+    try:
+        runner = bind(program, 0, ProcessGroups().names(program.strategy.mesh, program.axes()))
+        with Devices() as devices:
+            runner.prepare(params, buffers)
+            table = dict(enumerate(runner.fill({"batch": batch, "scale": 1.0, "seed": 1})))
+            sums = runner.call("body", runner.gather("body", {"input": table}))
+            runner.call("epilogue", runner.gather("epilogue", {"body": sums}))
+    finally:
+        dist.destroy_process_group()
+    assert devices.strays == set()

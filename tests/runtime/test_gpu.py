@@ -1,0 +1,179 @@
+"""What one GPU can show: training, strategies, precisions, compiled programs, predicted memory. On the CPU the same
+tests run too, so that those for a GPU do not rot where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.checking import check
+from fxpar.checkpoint import load_checkpoint, save_checkpoint
+from fxpar.models import load
+from fxpar.models.builtin import packed_lm_loss
+from fxpar.tracer import capture
+from tests.runtime.hot import adamw, largest_error, loss_error, make_llama, one_device, sequences
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+STRATEGIES = {16: "dp1", 512: "dp1+remat"}
+LENGTHS = (5, 60, 33, 17, 130, 8, 1)
+
+
+@pytest.fixture
+def world(device: str) -> Iterator[torch.device]:
+    """A process group of this process alone, of the kind that a run has on the device."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    yield torch.device(device)
+    dist.destroy_process_group()
+
+
+def _on(device: torch.device, seed: int) -> list[Tensor]:
+    return [ids.to(device) for ids in sequences(seed, LENGTHS)]
+
+
+def _train(model: Any, batches: list[list[Tensor]]) -> dict[str, Any]:
+    optimizer, found, grads = adamw(model), [], {}
+    for batch in batches:
+        found.append(model.train_step(batch).loss)
+        # Of the first step: AdamW divides by the size of a gradient, which makes much of rounding.
+        grads = grads or {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    params = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return {"losses": found, "grads": grads, "params": params}
+
+
+def _parallel(model: nn.Module, **options: Any) -> Any:
+    options = {"strategies": STRATEGIES, "loss": packed_lm_loss, "merge": False, "monitor": False, **options}
+    return fxpar.parallelize(model, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "options", "tolerance"),
+    [
+        (torch.float64, {}, 1e-10),
+        (torch.float64, {"token_budget": {16: 16, 512: 512}}, 1e-10),
+        (torch.float64, {"packed": False}, 1e-10),
+        (torch.float32, {}, 1e-5),
+        (torch.float32, {"precision": "bf16"}, 5e-2),
+        (torch.float32, {"precision": "fp16"}, 5e-2),
+    ],
+    ids=["fp64", "small micro-batches", "unpacked", "fp32", "bf16", "fp16"],
+)
+def test_training_equals_one_device(world, dtype, options, tolerance):
+    batches = [_on(world, seed) for seed in range(2)]
+    have = _train(_parallel(make_llama(dtype).to(world), **options), batches)
+    want = one_device(make_llama(dtype).to(world), batches)
+    grads = one_device(make_llama(dtype).to(world), batches[:1])["grads"]
+    assert all(tensor.device.type == world.type for tensor in have["params"].values())
+    assert loss_error(have["losses"], want["losses"]) < tolerance
+    if "precision" not in options:
+        assert largest_error(have["grads"], grads) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_checkpoint_goes_on_where_it_was(world, tmp_path):
+    batches = [_on(world, seed) for seed in range(3)]
+    model = _parallel(make_llama().to(world))
+    optimizer = adamw(model)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> float:
+        loss = model.train_step(batch).loss
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step(model, optimizer, batches[0])
+    saved = save_checkpoint(tmp_path, 1, model, optimizer, {})
+    want = [step(model, optimizer, batch) for batch in batches[1:]]
+    again = _parallel(load("llama", dtype=torch.float64, seed=7).model.to(world))
+    its = adamw(again)
+    load_checkpoint(saved, again, its)
+    assert [step(again, its, batch) for batch in batches[1:]] == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_parameters_of_a_model_on_the_meta_device_are_made_on_the_gpu(world):
+    with torch.device("meta"):
+        model = _Reset()
+    parallel = _parallel(model)
+    assert {p.device.type for p in parallel.parameters()} == {"cuda"}
+    assert parallel.train_step(_on(world, 0)).loss > 0
+
+
+class _Reset(nn.Module):
+    """Modules that say how their parameters are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(131, 16), nn.Linear(16, 131)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids))
+
+
+# ----------------------------------------------------------------------------- all ranks as threads, on one device
+def _check(device: str, dtype: torch.dtype) -> Callable[..., Any]:
+    loaded = load("llama", dtype=dtype, seed=1, options={"layers": "2"})
+    logical = capture(loaded.model, loaded.loss_fn, loaded.example_batch)
+    params, buffers = ({k: v.to(device) for k, v in of.items()} for of in (loaded.params(), loaded.buffers()))
+    batches = [{k: v.to(device) for k, v in batch.items()} for batch in loaded.batches]
+    return lambda *names: check(logical, names, params, buffers, batches, scale=loaded.scale())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_strategies_on_ranks_that_share_a_gpu(dtype):
+    names = ("dp2", "tp2", "tp2+sp", "cp2", "pp2", "dp2+zero3", "dp2.tp2+sp+remat", "cp2.tp2", "pp2.dp2+zb_h1")
+    for result in _check("cuda", dtype)(*names):
+        assert result.ok, (result.strategy, result.grad_max_rel_err, result.error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_compiled_programs_equal_eager_ones(precision):
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        device = torch.device("cuda")
+        batches = [_on(device, seed) for seed in range(2)]
+        have, want = (
+            _train(_parallel(make_llama(torch.float32).cuda(), precision=precision, compile=compile), batches)
+            for compile in ("inductor", "eager")
+        )
+        tolerance = 5e-2 if precision else 1e-5
+        assert loss_error(have["losses"], want["losses"]) < tolerance
+        if precision is None:
+            assert largest_error(have["grads"], want["grads"]) < tolerance
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["dp1", "dp1+remat"])
+def test_a_step_takes_what_was_predicted(strategy):
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        options = {"layers": "4", "dim": "512", "heads": "8", "kv_heads": "8", "ffn": "2048", "vocab": "8192"}
+        model = _parallel(
+            load("llama", dtype=torch.float32, options=options).model.cuda(),
+            strategies={4096: strategy}, precision="bf16", token_budget=4096,
+        )
+        batch = [torch.arange(4096, device="cuda") % 8192] * 2
+        model.train_step(batch)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model.train_step(batch)
+        taken, predicted = torch.cuda.max_memory_allocated() - before, model.memory
+        print(f"{strategy}: a step took {taken / 1e6:.1f} MB, {predicted}")
+    finally:
+        dist.destroy_process_group()
