@@ -16,10 +16,11 @@ import torch
 
 from fxpar.cost.cluster import MEASURED, ClusterSpec, ranks_per_core, usual_cluster
 from fxpar.cost.device import Device
-from fxpar.profiling.points import Point
+from fxpar.profiling.points import LEAST_TRIALS, Point
 
 VERSION = 2  # of the table MEASURED
 FASTER = 1.5  # than memory: what a cache must be to count as one
+FLAT = 1.5  # times as long, at the least, is what several times the tokens take where a device is busy
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,12 @@ def _device(points: Sequence[Point], device: torch.device, local_world: int, thr
 
 def fitted_attention(points: Sequence[Point]) -> tuple[float, float]:
     """(operations per second, keys of a block) of the curve (tokens**2 + block * tokens) / rate through the points that
-    has the least sum of squared relative errors.
+    has the least sum of squared relative errors. Short documents that take about as long as longer ones tell how long a
+    GPU is about a kernel, whatever it does: they are left out.
     """
+    points = sorted(points, key=lambda point: point.size)
+    while len(points) >= LEAST_TRIALS and points[1].seconds < FLAT * points[0].seconds:
+        points = points[1:]
     tokens, seconds = (np.array([float(getattr(point, name)) for point in points]) for name in ("size", "seconds"))
     columns = np.stack([tokens**2 / seconds, tokens / seconds], 1)
     (square, linear), *_ = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)

@@ -17,7 +17,7 @@ from fxpar.transport.groups import ProcessGroups
 c10d = torch.ops._c10d_functional
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 DTYPES = ("float32", "bfloat16")
-DOCUMENTS = (256, 1024, 2048)  # tokens
+DOCUMENTS = (256, 1024, 2048, 4096, 8192, 16384)  # tokens
 HEADS, HEAD_DIM = 4, 64
 MEMORY_BYTES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 128 << 20)  # the last one is more than caches hold
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)

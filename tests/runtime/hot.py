@@ -121,7 +121,7 @@ def one_device(
             if len(ids) < 2:
                 continue
             row = {"input_ids": ids[None], "labels": losses.next_token_labels(ids[None])}
-            row["position_ids"] = torch.arange(len(ids))[None]
+            row["position_ids"] = torch.arange(len(ids), device=ids.device)[None]
             loss = losses.causal_lm(model, row) / count
             loss.backward()
             total += loss.item()
