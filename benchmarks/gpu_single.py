@@ -124,7 +124,9 @@ def torch_step(loaded: LoadedModel, *batches: Batch, scale: float, compiled: boo
             loss = run(batch)
             loss.backward()
             losses.append(loss.detach())
-        return float(sum(losses)), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()  # else they lie beside what other ways allocate
+        return float(sum(losses)), grads
 
     return step
 

@@ -106,7 +106,7 @@ class Runner(Generic[P]):
                 accumulate(graph, keep)
             self.finish_graph(graph, part)
             make_tensors_on(graph, self.device)
-            self._compiled[key] = _compile(graph, "eager" if part.is_empty else self._backend)
+            self._compiled[key] = compile_part(graph, "eager" if part.is_empty else self._backend)
         return self._compiled[key]
 
     def finish_graph(self, graph: fx.Graph, part: Part) -> None:
@@ -221,7 +221,7 @@ def token_axes(program: Program) -> set[str]:
     }
 
 
-def _compile(graph: fx.Graph, backend: Backend) -> Compiled:
+def compile_part(graph: fx.Graph, backend: Backend) -> Compiled:
     """What runs a graph, which it takes over, on a list of operands."""
     if backend == "eager":
         return compile_boxed(graph)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxpar.ir.exec_graph import Communication, collective_kind, substitute_tokens
+from fxpar.ir.exec_graph import Communication, collective_kind, make_tensors_on, substitute_tokens
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.runtime.micro import local_batch
@@ -168,3 +168,17 @@ def test_the_fingerprint_is_the_same_in_another_process():
         timeout=120,
     )
     assert done.stdout.split() == here
+
+
+def test_what_a_graph_makes_from_nothing_is_made_on_the_device():
+    """Ops do not listen to `with torch.device(...)`. What has an operand goes where that is."""
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = [graph.call_function(aten.arange.start, (1, 5)), graph.call_function(aten.zeros.default, ([2],))]
+    made += [graph.call_function(aten.zeros_like.default, (x,)), graph.call_function(aten.new_ones.default, (x, [3]))]
+    graph.output(tuple(made))
+    make_tensors_on(graph, torch.device("meta"))
+    results = fx.GraphModule(torch.nn.Module(), graph)(torch.empty(2, device="meta"))
+    assert [one.device.type for one in results] == ["meta"] * 4
+    assert [sorted(node.kwargs) for node in made] == [["device"], ["device"], [], []]

@@ -88,6 +88,16 @@ def test_attention_has_a_rate_and_a_block():
     assert fitted_attention(points)[1] == 0  # faster than a square where documents are short: no block below none
 
 
+def test_attention_of_documents_too_short_to_keep_a_device_busy_is_left_out():
+    """Seconds of an H200: a step of tokens takes as long as starting its kernels."""
+    seconds = {256: 216e-6, 1024: 231e-6, 2048: 228e-6, 4096: 269e-6, 8192: 756e-6, 16384: 2007e-6}
+    points = [Point("attention", "bfloat16", n, 7.0 * 256 * n**2, s) for n, s in seconds.items()]
+    rate, block = fitted_attention(points)
+    assert (rate, block) == fitted_attention(points[3:])
+    for point in points[3:]:
+        assert 7.0 * 256 * point.size * (point.size + block) / rate == pytest.approx(point.seconds, rel=0.25)
+
+
 @pytest.mark.parametrize(
     ("gb_per_s", "expected"),
     [

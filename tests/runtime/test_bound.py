@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from fxpar.errors import FxparError
 from fxpar.ir.mesh import Mesh
 from fxpar.lowering import lower
 from fxpar.runtime import bind
-from fxpar.runtime.runner import token_axes
+from fxpar.runtime.runner import compile_part, token_axes
 from fxpar.torch_api.threaded import run_threads
 from fxpar.tracer import capture
 from fxpar.transport import ProcessGroups
@@ -169,3 +169,19 @@ def test_an_error_on_one_rank_ends_the_others():
     with pytest.raises(ValueError, match="rank 1 is unwell"):
         run_threads(4, work)
     assert run_threads(2, lambda rank: rank) == [0, 1], "the next world is not affected"
+
+
+def test_the_error_of_a_kernel_in_a_compiled_program_is_shown():
+    """And not that the compiler cannot compile what torch does with errors of a graph."""
+    lib = torch.library.Library("fxpar_test_bound", "DEF")
+    lib.define("fail(Tensor x) -> Tensor")
+    torch.library.register_fake("fxpar_test_bound::fail", torch.empty_like, lib=lib)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the kernel's own")
+
+    lib.impl("fail", fail, "CPU")
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.fxpar_test_bound.fail.default, (graph.placeholder("x"),)),))
+    with pytest.raises(ValueError, match="the kernel's own"):
+        compile_part(graph, "inductor")([torch.ones(3)])
