@@ -6,29 +6,32 @@ The package asks for 2.13, with which it is tested; `make gpu` may run on a torc
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch.fx.experimental import symbolic_shapes
 
 
 class _NeverRaised(RuntimeError):
     """In place of an error that torch 2.11 does not tell from others."""
 
 
-class _CountingShapeEnv(symbolic_shapes.ShapeEnv):
-    """A ShapeEnv of torch 2.11 that counts how often a guard has fixed a size, as that of 2.13 does."""
+def counting(shape_env: Any) -> Any:
+    """A class of ShapeEnvs that count how often a guard has fixed a size, as that of 2.13 does."""
+    if torch.__version__ >= "2.13":
+        return shape_env
 
-    _replacements_version_counter = 0
+    class Counting(shape_env):
+        _replacements_version_counter = 0
 
-    def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
-        before = self.replacements.get(a)
-        super()._set_replacement(a, tgt, msg)
-        self._replacements_version_counter += before != self.replacements.get(a)
+        def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
+            before = self.replacements.get(a)
+            super()._set_replacement(a, tgt, msg)
+            self._replacements_version_counter += before != self.replacements.get(a)
+
+    return Counting
 
 
 def _make_fake(mode: Any, elem: Tensor, device: Any, *, requires_grad: bool) -> Tensor:
@@ -38,12 +41,9 @@ def _make_fake(mode: Any, elem: Tensor, device: Any, *, requires_grad: bool) -> 
     return fake_tensor.FakeTensor(mode, elem, device)
 
 
-_TAKES_GRAD = "requires_grad" in inspect.signature(fake_tensor.FakeTensor.__new__).parameters
-make_fake: Any = fake_tensor.FakeTensor if _TAKES_GRAD else _make_fake
-_COUNTS = "_replacements_version_counter" in vars(symbolic_shapes.ShapeEnv())
-ShapeEnv: Any = symbolic_shapes.ShapeEnv if _COUNTS else _CountingShapeEnv
+make_fake: Any = fake_tensor.FakeTensor if torch.__version__ >= "2.13" else _make_fake
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 FakeTensorDeviceMismatchError: Any = getattr(fake_tensor, "FakeTensorDeviceMismatchError", _NeverRaised)
 non_strict_tracing_context: Any = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
 
-__all__ = ["FakeTensorDeviceMismatchError", "ShapeEnv", "all_gather_single", "make_fake", "non_strict_tracing_context"]
+__all__ = ["FakeTensorDeviceMismatchError", "all_gather_single", "counting", "make_fake", "non_strict_tracing_context"]

@@ -18,13 +18,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, statically_known_true
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from fxpar.torch_api.fake_calls import RepeatingFakeMode
-from fxpar.torch_api.since_2_13 import ShapeEnv
+from fxpar.torch_api.since_2_13 import counting
 from fxpar.torch_api.sizes import KnownResults, remembering
 
 Place = Callable[[], str | None]
@@ -150,7 +150,7 @@ class FakeWorld:
     symbols: dict[str, torch.SymInt] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.shape_env = _RecordingShapeEnv(self.place)
+        self.shape_env: _RecordingShapeEnv = counting(_RecordingShapeEnv)(self.place)
         self.mode = RepeatingFakeMode(allow_non_fake_inputs=True, shape_env=self.shape_env)
         self.mode.cache_enabled = self.mode.cache_enabled and self.cached
 
