@@ -100,7 +100,7 @@ def test_a_switch_that_fails_ends_the_run_that_waits():
 
 def test_a_compiled_graph_waits_for_everything(monkeypatch):
     """No call in the middle of what the compiler takes whole."""
-    monkeypatch.setattr("fxpar.runtime.runner._compile", lambda graph, backend: lambda operands: ())
+    monkeypatch.setattr("fxpar.runtime.runner.compile_part", lambda graph, backend: lambda operands: ())
     bound, params, _ = bound_llama("inductor")
     arrivals = Arrivals()
     threading.Timer(0.05, arrivals.ended).start()
