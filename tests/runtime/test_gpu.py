@@ -20,7 +20,9 @@ from fxpar.models.builtin import packed_lm_loss
 from fxpar.tracer import capture
 from tests.runtime.hot import adamw, largest_error, loss_error, make_llama, one_device, sequences
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+on_both = pytest.mark.parametrize("device", ["cpu", GPU])
+on_gpu = pytest.mark.parametrize("device", [GPU])
 STRATEGIES = {16: "dp1", 512: "dp1+remat"}
 LENGTHS = (5, 60, 33, 17, 130, 8, 1)
 
@@ -66,13 +68,12 @@ def _differs(device: torch.device, dtype: torch.dtype, **options: Any) -> tuple[
     return loss_error(have["losses"], want["losses"]), largest_error(have["grads"], grads)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_both
 def test_training_equals_one_device(world):
     assert max(_differs(world, torch.float64)) < 1e-10
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
+@on_gpu
 @pytest.mark.parametrize(
     ("dtype", "options", "tolerance"),
     [
@@ -86,14 +87,13 @@ def test_training_in_other_ways(world, dtype, options, tolerance):
     assert max(_differs(world, dtype, **options)) < tolerance
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
+@on_gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_training_in_half_precision(world, precision):
     assert _differs(world, torch.float32, precision=precision)[0] < 5e-2
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_both
 def test_a_checkpoint_goes_on_where_it_was(world, tmp_path):
     batches = [_on(world, seed) for seed in range(3)]
     model = _parallel(make_llama().to(world))
@@ -114,8 +114,7 @@ def test_a_checkpoint_goes_on_where_it_was(world, tmp_path):
     assert [step(again, its, batch) for batch in batches[1:]] == want
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
+@on_gpu
 def test_parameters_of_a_model_on_the_meta_device_are_made_on_the_gpu(world):
     with torch.device("meta"):
         model = _Reset()
@@ -136,7 +135,7 @@ class _Reset(nn.Module):
 
 
 # ----------------------------------------------------------------------------- all ranks as threads, on one device
-def _check(device: str, dtype: torch.dtype) -> Callable[..., Any]:
+def _check(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
     loaded = load("llama", dtype=dtype, seed=1, options={"layers": "2"})
     logical = capture(loaded.model, loaded.loss_fn, loaded.example_batch)
     params, buffers = ({k: v.to(device) for k, v in of.items()} for of in (loaded.params(), loaded.buffers()))
@@ -144,53 +143,40 @@ def _check(device: str, dtype: torch.dtype) -> Callable[..., Any]:
     return lambda *names: check(logical, names, params, buffers, batches, scale=loaded.scale())
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_strategies_on_ranks_that_share_a_gpu(dtype):
+def test_strategies_on_ranks_that_share_a_gpu(device, dtype):
     names = ("dp2", "tp2", "tp2+sp", "cp2", "pp2", "dp2+zero3", "dp2.tp2+sp+remat", "cp2.tp2", "pp2.dp2+zb_h1")
-    for result in _check("cuda", dtype)(*names):
+    for result in _check(torch.device(device), dtype)(*names):
         assert result.ok, (result.strategy, result.grad_max_rel_err, result.error)
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_compiled_programs_equal_eager_ones(precision):
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        device = torch.device("cuda")
-        batches = [_on(device, seed) for seed in range(2)]
-        have, want = (
-            _train(_parallel(make_llama(torch.float32).cuda(), precision=precision, compile=compile), batches)
-            for compile in ("inductor", "eager")
-        )
-        tolerance = 5e-2 if precision else 1e-5
-        assert loss_error(have["losses"], want["losses"]) < tolerance
-        if precision is None:
-            assert largest_error(have["grads"], want["grads"]) < tolerance
-    finally:
-        dist.destroy_process_group()
+def test_compiled_programs_equal_eager_ones(world, precision):
+    batches = [_on(world, seed) for seed in range(2)]
+    have, want = (
+        _train(_parallel(make_llama(torch.float32).to(world), precision=precision, compile=compile), batches)
+        for compile in ("inductor", "eager")
+    )
+    tolerance = 5e-2 if precision else 1e-5
+    assert loss_error(have["losses"], want["losses"]) < tolerance
+    if precision is None:
+        assert largest_error(have["grads"], want["grads"]) < tolerance
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("strategy", ["dp1", "dp1+remat"])
-def test_a_step_takes_what_was_predicted_and_kernels_their_scratch(strategy):
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        options = {"layers": "4", "dim": "512", "heads": "8", "kv_heads": "8", "ffn": "2048", "vocab": "8192"}
-        model = _parallel(
-            load("llama", dtype=torch.float32, options=options).model.cuda(),
-            strategies={4096: strategy},
-            precision="bf16",
-            token_budget=4096,
-        )
-        batch = [torch.arange(4096, device="cuda") % 8192] * 2
-        model.train_step(batch)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        model.train_step(batch)
-        taken, predicted = torch.cuda.max_memory_allocated() - before, model.memory
-        kept = predicted.activation_bytes + predicted.gradient_bytes + predicted.staging_bytes
-        scratch = 4096 * 8192 * 4  # the logits in fp32, which the loss works on as a whole on a GPU
-        assert kept < taken < kept + 1.1 * scratch
-    finally:
-        dist.destroy_process_group()
+def test_a_step_takes_what_was_predicted_and_kernels_their_scratch(world, strategy):
+    shape = {"layers": "4", "dim": "512", "heads": "8", "kv_heads": "8", "ffn": "2048", "vocab": "8192"}
+    made = load("llama", dtype=torch.float32, options=shape).model.to(world)
+    model = _parallel(made, strategies={4096: strategy}, precision="bf16", token_budget=4096)
+    batch = [torch.arange(4096, device=world) % 8192] * 2
+    model.train_step(batch)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model.train_step(batch)
+    taken, predicted = torch.cuda.max_memory_allocated() - before, model.memory
+    kept = predicted.activation_bytes + predicted.gradient_bytes + predicted.staging_bytes
+    scratch = 4096 * 8192 * 4  # the logits in fp32, which the loss works on as a whole on a GPU
+    assert kept < taken < kept + 1.1 * scratch
