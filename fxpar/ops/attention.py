@@ -5,7 +5,7 @@ windows, a dense mask, a soft cap on the scores. Its graph is the same on every 
 behind it are not:
 
     CPU     `attention_cpu`   ATen's CPU flash, once per document; else blocks of query rows
-    CUDA    `attention_cuda`  ATen's flash, dense or packed; else blocks of query rows
+    CUDA    `attention_cuda`  ATen's flash or memory-efficient kernel, dense or packed; else blocks of query rows
 
 With q [B, H, Sq, E], k [B, Hkv, Skv, E], v [B, Hkv, Skv, Ev], query head h reads key/value head
 `h // (H // Hkv)`, and

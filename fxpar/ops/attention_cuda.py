@@ -1,12 +1,13 @@
-"""Kernels of `fxpar::attention` on CUDA: ATen's flash kernels, else blocks of plain ATen calls.
+"""Kernels of `fxpar::attention` on CUDA: ATen's flash and memory-efficient kernels, else blocks of plain ATen calls.
 
-- plain, causal and windowed attention in bf16 or fp16: flash on [B, S, H, E]
-- packed documents, else as above: flash on [B * S, H, E] with cumulative lengths, the call that
-  `torch.nn.attention.varlen` makes
-- a mask, a soft cap, fp32, fp64, other head sizes, ids that come back after another id: blocks of
-  query rows (`attention_cpu.forward_blocks`), whose memory is bounded whatever S is
+- **flash**: plain, causal and windowed attention in bf16 or fp16 with heads of up to 256, on [B, S, H, E]; packed
+  documents on [B * S, H, E] with cumulative lengths, the call that `torch.nn.attention.varlen` makes
+- **efficient** (`attention_efficient`): plain and causal attention, packed or not, in fp32, and with head sizes that are
+  too large for flash or differ between keys and values
+- a mask, a soft cap, a window in fp32, fp64, ids that come back after another id: blocks of query rows
+  (`attention_cpu.forward_blocks`), whose memory is bounded whatever S is
 
-The packed kernel's grid and scratch memory grow with the number of documents that it is told of,
+The packed kernels' grid and scratch memory grow with the number of documents that they are told of,
 so padding the lengths up to one document per token is out of the question. The lengths are read on
 the host instead: one synchronisation per `document_ids` tensor, not per call, because all layers
 and the backward share the tensor and the answer is kept as long as the tensor lives unchanged.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpar.ops import attention_efficient
 from fxpar.ops.attention_cpu import MaskRule, backward_blocks, bshe, forward_blocks
 from fxpar.torch_api import kernels
 
@@ -87,6 +89,23 @@ def _flash_fits(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> bool:
     )
 
 
+@lru_cache
+def _device_has_efficient(index: int) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(index)[0] >= 8
+
+
+def _efficient_fits(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> bool:
+    """Whether ATen's memory-efficient kernels compute this call."""
+    if rule.mask is not None or rule.softcap or rule.window > 0 or 0 in k.shape:
+        return False
+    if not _device_has_efficient(q.device.index):
+        return False
+    if rule.ids is None:
+        return attention_efficient.fits(q, v, q.shape[0], q.shape[2])
+    lengths, longest = _packing(rule.ids, q.shape[0])[2:]
+    return lengths is not None and attention_efficient.fits(q, v, lengths.shape[0] - 1, longest)
+
+
 def _rows(x: Tensor, packed: bool) -> Tensor:
     """x [B, H, S, E] as [B, S, H, E], or as [B * S, H, E] if packed; rows of E in one stretch."""
     x = x.transpose(1, 2)
@@ -112,7 +131,10 @@ def _lengths(q: Tensor, k: Tensor, rule: MaskRule) -> tuple[Tensor | None, Tenso
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fxpar::attention` on CUDA."""
     if not _flash_fits(q, k, v, rule):
-        return forward_blocks(q, k, v, rule)
+        if not _efficient_fits(q, k, v, rule):
+            return forward_blocks(q, k, v, rule)
+        lengths, _, longest, _ = _lengths(q, k, rule)
+        return attention_efficient.forward(q, k, v, rule.causal, rule.scale, lengths, longest)
     packed = rule.ids is not None
     left, right = _window(rule)
     out, lse, *_ = kernels.flash_attention_cuda(
@@ -136,7 +158,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `fxpar::attention` on CUDA."""
     if not _flash_fits(q, k, v, rule):
-        return backward_blocks(dout, q, k, v, out, lse, rule)
+        if not _efficient_fits(q, k, v, rule):
+            return backward_blocks(dout, q, k, v, out, lse, rule)
+        lengths, _, longest, _ = _lengths(q, k, rule)
+        return attention_efficient.backward(dout, q, k, v, out, lse, rule.causal, rule.scale, lengths, longest)
     packed = rule.ids is not None
     left, right = _window(rule)
     if packed:

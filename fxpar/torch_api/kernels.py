@@ -11,4 +11,6 @@ flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 flash_attention_cuda = torch.ops.aten._flash_attention_forward.default
 flash_attention_cuda_backward = torch.ops.aten._flash_attention_backward.default
+efficient_attention = torch.ops.aten._efficient_attention_forward.default
+efficient_attention_backward = torch.ops.aten._efficient_attention_backward.default
 to_copy = torch.ops.aten._to_copy.default

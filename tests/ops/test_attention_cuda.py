@@ -155,6 +155,7 @@ def test_flash_is_called_as_it_wants(flash, causal, window, documents):
 )
 def test_what_flash_cannot_do_goes_to_blocks(flash_library, monkeypatch, change):
     monkeypatch.setattr(attention_cuda, "_device_has_flash", lambda index: True)
+    monkeypatch.setattr(attention_cuda, "_device_has_efficient", lambda index: False)
     E = 6 if change == "head size" else 8
     dtype = torch.float32 if change == "dtype" else torch.bfloat16
     S = 0 if change == "empty" else 5
