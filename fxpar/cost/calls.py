@@ -126,8 +126,7 @@ class _Walk:
     def _kernel(self, part: str, node: fx.Node) -> NodeCost:
         counts = tuple(flops(node, sizes) for sizes in self._samples)
         kind: Kind = "memory" if not any(counts) else "attention" if node.target in ATTENTION else "product"
-        if kind == "attention" and self.cluster.sustained.attention_block:
-            block = self.cluster.sustained.attention_block
+        if kind == "attention" and (block := self.cluster.sustained.attention_block_of(_dtype(node))):
             counts = tuple(flops(node, sizes, block) for sizes in self._samples)
         moved = tuple(self._bytes_of(meta) for meta in touched(node))
         key = kind, counts, moved, SWEEPS.get(node.target, 1), _dtype(node)

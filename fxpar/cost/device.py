@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # a strategy and a cluster are read without torch
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _WHOLE = ("nodes", "devices_per_node")
-_BY_DTYPE = ("tflops", "attention_tflops")
-_RATES = (*_BY_DTYPE, "memory_gb_per_s", "cache_gb_per_s")
+_BY_DTYPE = ("tflops", "attention_tflops", "attention_block")
+_RATES = ("tflops", "attention_tflops", "memory_gb_per_s", "cache_gb_per_s")
 _MAY_BE_ZERO = ("latency_us", "all_reduce_latency_us", "launch_us", "attention_block")
 
 
@@ -29,7 +29,8 @@ class Device:
     every kernel; `memory_gb` (1e9 bytes) is how much it holds, None if that is not known.
 
     `attention_tflops` (as `tflops`) is what attention sustains in long documents; None: as much as products. Its
-    kernels take `attention_block` keys at once, so that a query computes with half a block more than it sees.
+    kernels take `attention_block` keys at once (a number or a table too), so that a query computes with half a block
+    more than it sees.
     Tensors of up to `cache_mb` (1e6 bytes) are read and written at `cache_gb_per_s`; None: all at `memory_gb_per_s`.
 
     `shared_by` ranks take turns on what computes, as several on a core of a CPU: all figures are what one of them gets
@@ -43,7 +44,7 @@ class Device:
     launch_us: float
     memory_gb: float | None = None
     attention_tflops: float | Mapping[str, float] | None = field(default=None, hash=False)
-    attention_block: float = 0.0
+    attention_block: float | Mapping[str, float] = field(default=0.0, hash=False)
     cache_mb: float | None = None
     cache_gb_per_s: float | None = None
     shared_by: float = 1.0
@@ -57,11 +58,15 @@ class Device:
         """Operations per second of products in `dtype`. One that the table lacks counts as the next wider one, in which
         it would be computed; one that is wider than all of them as the widest.
         """
-        return _rate(self.tflops, dtype)
+        return _of_dtype(self.tflops, dtype) * 10**12
 
     def attention_flops_per_s(self, dtype: torch.dtype) -> Fraction:
         """The same of attention."""
-        return _rate(self.tflops if self.attention_tflops is None else self.attention_tflops, dtype)
+        return _of_dtype(self.tflops if self.attention_tflops is None else self.attention_tflops, dtype) * 10**12
+
+    def attention_block_of(self, dtype: torch.dtype) -> Fraction:
+        """Keys that attention in `dtype` takes at once."""
+        return _of_dtype(self.attention_block, dtype)
 
     def bytes_per_s_of(self, nbytes: Fraction | int) -> Fraction:
         """At which a tensor of so many bytes is read or written."""
@@ -122,13 +127,15 @@ def check_keys(cls: type, data: Mapping[str, Any], source: str, prefix: str = ""
         raise ClusterError(source, f"lacks {', '.join(missing)}")
 
 
-def check_numbers(data: Mapping[str, Any], source: str, prefix: str = "") -> None:
+def check_numbers(
+    data: Mapping[str, Any], source: str, prefix: str = "", may_be_zero: Container[str] = _MAY_BE_ZERO
+) -> None:
     """That all values of a description are numbers that can be. Raises ClusterError."""
     for key, value in data.items():
         if key in _BY_DTYPE and isinstance(value, Mapping):
             _check_dtypes(value, source, key)
             continue
-        whole, least_ok = key in _WHOLE, key in _MAY_BE_ZERO
+        whole, least_ok = key in _WHOLE, key in may_be_zero
         name = f"{prefix}{key} = {value!r}"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise ClusterError(source, f"{name} must be {'an integer' if whole else 'a number'}")
@@ -143,7 +150,7 @@ def _check_dtypes(table: Mapping[str, Any], source: str, key: str) -> None:
         if name not in FLOATS:
             hint = nearest(name, FLOATS) or f"; there are {', '.join(FLOATS)}"
             raise ClusterError(source, f"device.{key} has {name!r}, which is not a dtype{hint}")
-    check_numbers(table, source, f"device.{key}.")
+    check_numbers(table, source, f"device.{key}.", table if key in _MAY_BE_ZERO else ())
 
 
 def _scaled(rate: Any, factor: float) -> Any:
@@ -152,15 +159,15 @@ def _scaled(rate: Any, factor: float) -> Any:
     return None if rate is None else rate * factor
 
 
-def _rate(tflops: float | Mapping[str, float], dtype: torch.dtype) -> Fraction:
-    if not isinstance(tflops, Mapping):
-        return Fraction(tflops) * 10**12
+def _of_dtype(table: float | Mapping[str, float], dtype: torch.dtype) -> Fraction:
+    if not isinstance(table, Mapping):
+        return Fraction(table)
     import torch
 
-    by_width = sorted((getattr(torch, name).itemsize, name) for name in tflops)
+    by_width = sorted((getattr(torch, name).itemsize, name) for name in table)
     exact = str(dtype).removeprefix("torch.")
     name = next((name for width, name in by_width if width >= dtype.itemsize), by_width[-1][1])
-    return Fraction(tflops[exact if exact in tflops else name]) * 10**12
+    return Fraction(table[exact if exact in table else name])
 
 
 GPU = Device(tflops=300.0, memory_gb_per_s=2000.0, launch_us=4.0)

@@ -2,8 +2,8 @@
 
 - **flash**: plain, causal and windowed attention in bf16 or fp16 with heads of up to 256, on [B, S, H, E]; packed
   documents on [B * S, H, E] with cumulative lengths, the call that `torch.nn.attention.varlen` makes
-- **efficient** (`attention_efficient`): plain and causal attention, packed or not, in fp32, and with head sizes that are
-  too large for flash or differ between keys and values
+- **efficient** (`attention_efficient`): plain and causal attention, packed or not, in fp32, and with head sizes that
+  are too large for flash or differ between keys and values
 - a mask, a soft cap, a window in fp32, fp64, ids that come back after another id: blocks of query rows
   (`attention_cpu.forward_blocks`), whose memory is bounded whatever S is
 

@@ -20,7 +20,6 @@ from fxpar.profiling.points import LEAST_TRIALS, Point
 
 VERSION = 2  # of the table MEASURED
 FASTER = 1.5  # than memory: what a cache must be to count as one
-TRAINS_IN = {"cuda": "bfloat16"}  # the dtype whose blocks of attention count; on others the first one
 FLAT = 1.5  # times as long, at the least, is what several times the tokens take where a device is busy
 
 
@@ -77,7 +76,7 @@ def _device(points: Sequence[Point], device: torch.device, local_world: int, thr
         launch_us=_short(by_kind["launch"][0].seconds * 1e6),
         memory_gb=_short(memory_bytes(device, local_world) / 1e9),
         attention_tflops={name: _short(rate / 1e12) for name, (rate, _) in attention.items()},
-        attention_block=_short(attention[TRAINS_IN.get(device.type, next(iter(dtypes)))][1]),
+        attention_block={name: _short(block) for name, (_, block) in attention.items()},
         shared_by=ranks_per_core(local_world, threads) if device.type == "cpu" else 1.0,
         **memory_rates([*by_kind["copy"], *by_kind["add"]]),
     )

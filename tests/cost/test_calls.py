@@ -191,6 +191,9 @@ def test_attention_computes_with_half_a_block_more():
         assert other.flops.c2 == one.flops.c2
         assert other.flops.c1 == 512 * one.flops.c2  # (n + 512) * n instead of n * n
         assert other.seconds.c2 == 4 * one.seconds.c2
+    table = on(attention_block={"float32": 512.0, "bfloat16": 64.0}, attention_tflops=100.0)
+    for one, other in zip(plain, of_kind(table, "attention"), strict=True):
+        assert other.flops.c1 == 64 * one.flops.c2  # the model's dtype
 
 
 def test_all_reduces_have_links_of_their_own():

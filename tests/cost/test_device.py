@@ -50,6 +50,19 @@ def test_attention_has_its_own_speed_where_it_was_measured():
     assert measured != TABLE
 
 
+def test_blocks_of_attention_may_differ_by_dtype():
+    assert (
+        TABLE.attention_block_of(torch.float32),
+        replace(TABLE, attention_block=64).attention_block_of(torch.float32),
+    ) == (0, 64)
+    table = replace(TABLE, attention_block={"bfloat16": 2000, "float32": 0})
+    assert (table.attention_block_of(torch.float16), table.attention_block_of(torch.float32)) == (2000, 0)
+    with pytest.raises(ClusterError, match=r"device.attention_block.float32 = -1 must be >= 0"):
+        replace(TABLE, attention_block={"float32": -1})
+    with pytest.raises(ClusterError, match=r"device.tflops.float32 = 0 must be > 0"):
+        replace(TABLE, tflops={"float32": 0})
+
+
 def test_small_tensors_are_in_a_cache():
     cached = replace(TABLE, cache_mb=32, cache_gb_per_s=8000)
     assert (cached.bytes_per_s_of(32_000_000), cached.bytes_per_s_of(32_000_001)) == (8000 * 10**9, 2000 * 10**9)
