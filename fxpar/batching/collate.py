@@ -44,7 +44,19 @@ def check_sequences(sequences: Sequence[Tokens]) -> tuple[int, ...]:
     """
     if not isinstance(sequences, list | tuple):
         raise MiniBatchError(sequences)
-    return tuple(_columns(i, sequence)["input_ids"].shape[0] for i, sequence in enumerate(sequences))
+    found = [_columns(i, sequence) for i, sequence in enumerate(sequences)]
+    _check_devices(found)
+    return tuple(columns["input_ids"].shape[0] for columns in found)
+
+
+def _check_devices(sequences: Sequence[Columns]) -> None:
+    """Raise SequenceError for a tensor that lies elsewhere than those before it: a row is made of them."""
+    known: dict[str, torch.device] = {}
+    for index, columns in enumerate(sequences):
+        for key, value in columns.items():
+            first = known.setdefault(key, value.device)
+            if value.device != first:
+                raise SequenceError(index, f"has {key!r} on {value.device}, those before it on {first}; move it there")
 
 
 def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> None:

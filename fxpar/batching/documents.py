@@ -78,7 +78,9 @@ def cut_in_documents(inputs: Collection[Input], row: Row) -> dict[str, Tensor]:
     ranks that have a half each would keep them apart by themselves.
     """
     token = dim_symbol("T")
-    length = next((row[i.fqn].shape[1] for i in inputs if i.fqn in row and i.meta.shape == (1, token)), 0)
+    like = next((row[i.fqn] for i in inputs if i.fqn in row and i.meta.shape == (1, token)), torch.empty(1, 0))
+    length = like.shape[1]
     if document_starts(row) is not None or length < 2:
         return dict(row)
-    return {**row, "document_ids": 1 + (torch.arange(length) >= min(length // 2 + 1, length - 1)).long()[None]}
+    second = torch.arange(length, device=like.device) >= min(length // 2 + 1, length - 1)
+    return {**row, "document_ids": 1 + second.long()[None]}

@@ -64,9 +64,9 @@ class Device:
         """The same of attention."""
         return _of_dtype(self.tflops if self.attention_tflops is None else self.attention_tflops, dtype) * 10**12
 
-    def attention_block_of(self, dtype: torch.dtype) -> Fraction:
+    def attention_block_of(self, dtype: torch.dtype) -> float:
         """Keys that attention in `dtype` takes at once."""
-        return _of_dtype(self.attention_block, dtype)
+        return float(_of_dtype(self.attention_block, dtype))
 
     def bytes_per_s_of(self, nbytes: Fraction | int) -> Fraction:
         """At which a tensor of so many bytes is read or written."""

@@ -16,7 +16,7 @@ import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -130,13 +130,12 @@ _KINDS = {
 
 def collective_kind(node: fx.Node) -> str | None:
     """Kind of a `_c10d_functional` collective node; None for any other node."""
-    return _kind_of(node.target) if node.op == "call_function" else None
+    return _kind_of(node.target) if isinstance(node.target, OpOverload) else None
 
 
-@functools.cache
-def _kind_of(target: Callable[..., Any]) -> str | None:
-    """Cached, as passes ask for every node."""
-    name = str(target)
+@functools.cache  # as passes ask for every node; of ops alone, as a method would keep what it is bound to
+def _kind_of(op: OpOverload) -> str | None:
+    name = str(op)
     return _KINDS.get(name.split(".")[1]) if name.startswith("_c10d_functional.") else None
 
 
@@ -318,11 +317,9 @@ def substitute_tokens(graph: fx.Graph, groups: dict[str, str], indices: dict[str
 
 
 @functools.cache
-def _makes_tensors(target: Any) -> bool:
+def _makes_tensors(op: OpOverload) -> bool:
     """Whether an op takes a device and no tensor that could tell it one."""
-    if not isinstance(target, OpOverload):
-        return False
-    arguments = target._schema.arguments
+    arguments = op._schema.arguments
     return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
 
 
@@ -331,5 +328,5 @@ def make_tensors_on(graph: fx.Graph, device: torch.device) -> None:
     ops and not as functions of torch they also pass `with device:` by.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and _makes_tensors(node.target):
+        if isinstance(node.target, OpOverload) and _makes_tensors(node.target):
             node.kwargs = {**node.kwargs, "device": device}

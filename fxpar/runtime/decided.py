@@ -31,6 +31,7 @@ from fxpar.runtime.options import (
 )
 from fxpar.store import check_order
 from fxpar.store.folder import Given
+from fxpar.tracer.signature import model_device
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def decide(
     world = dist.get_world_size()
     groups = length_groups(strategies, world=world, token_budget=options.token_budget)
     names = strategy_names([group.strategy for group in groups])
-    device = device_of(module)
+    device = model_device(module)
     cluster = cluster_here(options.cluster, world, device)
     given = None if options.weights is None else Given.to(module, options.weights)
     compiled = options.compiled or compile_strategies(
@@ -162,12 +163,3 @@ def with_multiples(
                 f"promise lengths that divide: length_multiple={group.multiple}"
             )
     return tuple(found)
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Where it will run. Raises ParallelizeError for a module on several devices."""
-    types = {t.device.type for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"}
-    if len(types) > 1:
-        raise ParallelizeError(f"the module is on several devices: {', '.join(sorted(types))}")
-    kind = next(iter(types), "cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -40,11 +40,11 @@ from fxpar.errors import FxparError, ModelLengthError, NanLossError
 from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
-from fxpar.runtime.deterministic import deterministic_kernels
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
 from fxpar.runtime.mini_batch import GroupWork, MiniBatch
+from fxpar.runtime.modes import cast_as_captured, deterministic_kernels
 from fxpar.runtime.report import StepReport, metrics_of
 from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
 from fxpar.runtime.switching import Switching
@@ -65,7 +65,7 @@ class Watcher(Protocol):
 class EngineOptions:
     """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next;
     `split` runs the documents of a sequence as sequences of their own; `overlap` moves weights and gradients beside the
-    groups.
+    groups. `autocast` is what was on when the step was captured.
     """
 
     packed: bool = True
@@ -78,6 +78,7 @@ class EngineOptions:
     check_batches: bool = True
     deterministic: bool = False
     overlap: bool = False
+    autocast: torch.dtype | None = None
 
 
 @dataclass
@@ -157,10 +158,15 @@ class Engine:
         """Run one mini-batch; home gradients are added to. `buffers` (by FQN) are replaced by their new values. The
         summed loss is divided by `denominator`, without one by the number of valid tokens.
 
-        Raises NanLossError, DenominatorError, BatchMismatchError, the errors of `fxpar.batching`, and what the watcher
-        makes of a rank that is gone.
+        Raises AutocastError, NanLossError, DenominatorError, BatchMismatchError, the errors of `fxpar.batching`, and
+        what the watcher makes of a rank that is gone.
         """
-        with deterministic_kernels(self.options.deterministic), self.watched(f"step {self.steps + 1}"):
+        options = self.options
+        with (
+            cast_as_captured(self.device, options.autocast),
+            deterministic_kernels(options.deterministic),
+            self.watched(f"step {self.steps + 1}"),
+        ):
             return self._step(sequences, buffers, denominator)
 
     def watched(self, phase: str) -> AbstractContextManager[object]:

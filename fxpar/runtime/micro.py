@@ -68,7 +68,10 @@ def as_one_sequence(inputs: Sequence[Input], batch: Mapping[str, Tensor], index:
     """A batch whose row counts as sequence `index`, where the graph with these inputs asks for numbers of tokens."""
     shape = next((info.meta.shape for info in inputs if info.fqn == TOKEN_NUMBERS), None)
     like = next((info.fqn for info in inputs if info.meta.shape == shape and info.fqn in batch), None)
-    return dict(batch) if like is None else with_token_numbers(inputs, batch, [(index, batch[like].shape[-1])])
+    if like is None:
+        return dict(batch)
+    made = with_token_numbers(inputs, batch, [(index, batch[like].shape[-1])])
+    return {**made, TOKEN_NUMBERS: made[TOKEN_NUMBERS].to(batch[like].device)}
 
 
 def replica_of(program: Program, rank: int) -> int:

@@ -41,6 +41,7 @@ from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
+from fxpar.tracer.signature import autocast_dtype
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
 
@@ -158,6 +159,7 @@ def _engine(
             seed=options.seed,
             deterministic=options.deterministic,
             overlap=overlap,
+            autocast=autocast_dtype(device),
         ),
         scaler=_scaler(store, options),
         recorder=Recorder(device) if options.record else None,

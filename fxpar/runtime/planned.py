@@ -13,12 +13,12 @@ from fxpar.errors import AutoStrategiesError, ParallelizeError, nearest
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
 from fxpar.runtime.auto import Search, read_rows
-from fxpar.runtime.decided import device_of
 from fxpar.runtime.opening import require_ranks
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.search.lengths import as_lengths, mini_batches
 from fxpar.search.plan_file import Plan, plan_of
 from fxpar.search.price import Depth
+from fxpar.tracer.signature import model_device
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ def _searched(module: nn.Module, options: ParallelizeOptions) -> Plan:
             longest=int(lengths.max()),
             tokens_per_step=options.tokens_per_step,
             world=dist.get_world_size(),
-            device=device_of(module),
+            device=model_device(module),
             cluster=options.cluster,
             memory_budget_bytes=options.memory_budget_bytes,
             overlap=options.overlap,

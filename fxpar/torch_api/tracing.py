@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
 )
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -238,6 +240,36 @@ def autocast_on_cpu(device_types: Sequence[str]) -> Iterator[None]:
             yield
         finally:
             cls.__init__ = original
+
+
+@contextlib.contextmanager
+def told_to_be_on(device: torch.device) -> Iterator[None]:
+    """Inside the block, code that asks a traced CPU tensor for its device is told this one: a model's forward, but
+    neither torch nor fxpar. A fake tensor answers by a property of its class, which no TorchFunctionMode sees.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    known: Any = FakeTensor.device
+
+    def told(self: FakeTensor) -> torch.device:
+        found = known.fget(self)
+        asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return found if found.type != "cpu" or asks in ("torch", "fxpar") else device
+
+    FakeTensor.device = known.getter(told)
+    try:
+        yield
+    finally:
+        FakeTensor.device = known
+
+
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """Inside a trace: a copy that the trace does not see; of fake tensors and those without data the same one."""
+    if isinstance(tensor, FakeTensor) or tensor.device.type in ("cpu", "meta"):
+        return tensor
+    with _disable_current_modes():
+        return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
 
 
 def is_computed_from(value: Tensor, kind: str) -> bool:

@@ -6,7 +6,7 @@ classes that are registered with it (the outputs of Hugging Face models are).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     """The leaves of a value and its structure; a value that is no known container is a leaf itself."""
     leaves, spec = pytree.tree_flatten(value)
     return leaves, Structure(spec)
+
+
+def mapped(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
+    """The value with `function(leaf)` in place of each leaf of this kind."""
+    return pytree.tree_map_only(kind, function, value)
 
 
 def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:

@@ -21,7 +21,7 @@ from fxpar.tracer.context import CaptureContext
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic
 from fxpar.tracer.finish import canonical_graph
 from fxpar.tracer.provenance import Provenance, calls_user_code
-from fxpar.tracer.signature import make_signature, make_world, model_device, named_batch
+from fxpar.tracer.signature import autocast_dtype, make_signature, make_world, model_device, named_batch
 from fxpar.tracer.step import RawTrace, Traced
 
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))
@@ -89,8 +89,7 @@ def call_key(
         (key, t.dtype, t.requires_grad, tuple(map(str, dims.expressions(key, t)))) for key, t in call.tensors.items()
     )
     constants = tuple((type(c).__qualname__, repr(c)) for c in call.constants)
-    device = model_device(model).type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_dtype(model_device(model))
     modes = tuple(module.training for module in model.modules())
     trained = tuple(p.requires_grad for p in model.parameters())
     return str(call.structure), call.names, tensors, constants, autocast, modes, trained

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import DeviceError, FixedLengthError
-from fxpar.torch_api.tracing import OpOverload, OpOverloadPacket
+from fxpar.torch_api.tracing import OpOverload, OpOverloadPacket, copied_to_cpu
+from fxpar.torch_api.tree import mapped
 from fxpar.torch_api.varlen import varlen_attention
 from fxpar.tracer import documents, dropout, embedding, loss_functions, varlen
 from fxpar.tracer.context import CaptureContext
@@ -49,17 +50,27 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 _RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.fractional_max_pool2d}
 _COMPOSITE = {F.multi_head_attention_forward, torch.autograd.grad}
+# What a forward is told of the device that it will run on; of `x.device` see `tracing.told_to_be_on`.
+_IS: dict[Any, str] = {getattr(Tensor, f"is_{kind}").__get__: kind for kind in ("cpu", "cuda", "xpu", "mps")}
 
 
 class Redirect(TorchFunctionMode):
-    """Send calls to the handlers above, and keep tensors on the one traced device."""
+    """Send calls to the handlers above, and keep tensors on the one traced device, without telling the forward."""
 
     def __init__(self, context: CaptureContext) -> None:
         super().__init__()
         self.context = context
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # of constants of the model, with what they are copies of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.context.device.type != "cpu":
+            device = self.context.device
+            if func in _IS and args[0].device.type == "cpu":
+                return device.type == _IS[func]
+            if func is Tensor.get_device:
+                return -1 if device.index is None else device.index
+            args, kwargs = mapped(self._traced, Tensor, (args, kwargs))
         handler = _HANDLERS.get(func)
         if handler is not None:
             result = handler(*args, **kwargs)
@@ -99,6 +110,15 @@ class Redirect(TorchFunctionMode):
         names = sorted(self.context.world.named(tensor.shape[dim])) if tensor.dim() else ()
         if names:
             raise FixedLengthError(what, " and ".join(names), instead, user_line())
+
+    def _traced(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model that is neither parameter nor buffer comes to the CPU, always as the same one."""
+        if id(tensor) not in self._copies:
+            copy = copied_to_cpu(tensor)
+            if copy is tensor:
+                return tensor
+            self._copies[id(tensor)] = tensor, copy
+        return self._copies[id(tensor)][1]
 
     def _on_traced_device(self, value: Any) -> Any:
         """A device of the model -> the CPU, where it is traced; anything else unchanged."""

@@ -120,9 +120,9 @@ def make_signature(
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device type of the model's tensors, meta ones left out (cpu if there are no others).
+    """Where the model will run: where its tensors are. Those on the meta device go to a GPU if there is one.
 
-    Raises DeviceError if they lie on several, or on one that torch does not have.
+    Raises DeviceError if they lie on several devices.
     """
     devices: dict[str, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -131,7 +131,13 @@ def model_device(model: nn.Module) -> torch.device:
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise DeviceError(f"the model is on several devices: {where}. Move it to one device first")
-    return torch.device(next(iter(devices), "cpu"))
+    kind = next(iter(devices), "cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What `torch.autocast` casts to here on such a device; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _untied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[tuple[str, ...], Tensor]]:

@@ -144,6 +144,7 @@ class Traced(ABC):
             running(context),
             torch.device("cpu"),  # where tensors are made that name no device
             self.provenance.follow(),
+            tracing.told_to_be_on(self.device),
             torch.set_grad_enabled(self.differentiate),
             Redirect(context),  # in the backward too: a checkpoint runs user code there
         ):

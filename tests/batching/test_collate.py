@@ -327,3 +327,14 @@ def test_what_is_no_list_of_sequences(given, said):
 def test_a_list_of_numbers_is_no_sequence():
     with pytest.raises(SequenceError, match="sequence 0 of the mini-batch is a list"):
         check_sequences([[1, 2, 3]])
+
+
+class _OnGpu(torch.Tensor):
+    device = torch.device("cuda", 0)
+
+
+def test_sequences_on_two_devices():
+    tokens = torch.arange(3)
+    with pytest.raises(SequenceError, match=r"sequence 1 .*'input_ids' on cpu, those before it on cuda:0"):
+        check_sequences([tokens.as_subclass(_OnGpu), tokens])
+    assert check_sequences([{"input_ids": tokens.as_subclass(_OnGpu), "labels": tokens}]) == (3,)  # by column

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxpar.batching.documents import mark_documents
-from fxpar.ir.graph import LogicalGraph
+from fxpar.batching.documents import cut_in_documents, mark_documents
+from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
@@ -51,6 +51,14 @@ def captured(model: str) -> tuple[LogicalGraph, Any]:
 
 def _moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(ELSEWHERE) for name, value in tensors.items()}
+
+
+def test_what_a_check_adds_to_a_row_lies_where_the_row_does():
+    logical, loaded = captured("gpt")
+    row = {key: value.to(ELSEWHERE) for key, value in loaded.batches[0].items() if key in ("input_ids", "labels")}
+    made = cut_in_documents(logical.inputs, as_one_sequence(logical.inputs, row, 3))
+    assert {"document_ids", TOKEN_NUMBERS} <= made.keys()
+    assert {value.device for value in made.values()} == {ELSEWHERE}
 
 
 @pytest.mark.parametrize("strategy", ["dp1+remat", "dp2+zero3", "tp2+sp", "cp2"])

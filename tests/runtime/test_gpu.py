@@ -4,6 +4,7 @@ tests run too, so that those for a GPU do not rot where there is none.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.checking import check
 from fxpar.checkpoint import load_checkpoint, save_checkpoint
+from fxpar.errors import AutocastError
 from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
+from fxpar.runtime.engine import Engine
+from fxpar.runtime.runner import Runner
 from fxpar.tracer import capture
 from tests.runtime.hot import adamw, largest_error, loss_error, make_llama, one_device, sequences
 
@@ -85,6 +89,36 @@ def test_training_equals_one_device(world):
 )
 def test_training_in_other_ways(world, dtype, options, tolerance):
     assert max(_differs(world, dtype, **options)) < tolerance
+
+
+@on_both
+def test_a_session_that_is_let_go_leaves_nothing(world):
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), Runner | Engine) for one in gc.get_objects())
+
+    before = alive()
+    model = _parallel(make_llama().to(world))
+    model.train_step(_on(world, 0))
+    model.evaluate(_on(world, 1))
+    assert alive() > before
+    del model
+    assert alive() == before
+
+
+@on_both
+def test_autocast_around_a_step(world):
+    """Its casts are in the graph if it was on at the capture; else it would change nothing, and nobody would know."""
+    batch, casts = _on(world, 0), torch.autocast(world.type, torch.bfloat16)
+    plain = _parallel(make_llama(torch.float32).to(world))
+    with casts:
+        model = _parallel(make_llama(torch.float32).to(world))
+        inside = model.train_step(batch).loss
+        with pytest.raises(AutocastError, match="but was captured without it"):
+            plain.train_step(batch)
+    assert model.train_step(batch).loss == inside
+    assert inside == pytest.approx(plain.train_step(batch).loss, rel=5e-2)
+    assert inside != plain.train_step(batch).loss
 
 
 @on_gpu

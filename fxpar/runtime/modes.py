@@ -1,4 +1,4 @@
-"""Kernels that give the same bits every time."""
+"""Modes of torch around a step: kernels that give the same bits every time, no autocast."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from fxpar.errors import AutocastError
+from fxpar.tracer.signature import autocast_dtype
 
 
 @contextmanager
@@ -23,3 +26,16 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
     finally:
         if wanted:
             torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+@contextmanager
+def cast_as_captured(device: torch.device, captured: torch.dtype | None) -> Iterator[None]:
+    """Within the block autocast is off: a captured step has the casts that were on at its capture.
+
+    Raises AutocastError if others are on now.
+    """
+    now = autocast_dtype(device)
+    if now not in (None, captured):
+        raise AutocastError(device.type, now, captured)
+    with torch.autocast(device.type, enabled=False):
+        yield
