@@ -11,6 +11,8 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 # A file's tests share captured models and worlds: one worker runs them all.
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
+# Where tests share nothing, whoever is idle takes one.
+PYTEST_ALONE = $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
@@ -47,7 +49,7 @@ test: setup
 
 # Every benchmark in its tiny form.
 test-benchmarks: setup
-	$(PYTEST) -m "benchmarks and not titan" tests/benchmarks $(PYTEST_ARGS)
+	$(PYTEST_ALONE) -m "benchmarks and not titan" tests/benchmarks $(PYTEST_ARGS)
 
 # The pages of `fxpar viz`, and the search of the documentation, in a headless Chromium; skipped without one.
 test-browser: setup
@@ -59,7 +61,7 @@ test-packaging: setup
 
 # Every code block of README.md and docs/, the example package, and the examples.
 test-docs: setup
-	$(PYTEST) -m "not (nightly or browser)" tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
+	$(PYTEST_ALONE) -m "not (nightly or browser)" tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
 
 # The recipes, and torchtitan in processes of its own, stock and with fxpar: several minutes.
 test-titan: setup

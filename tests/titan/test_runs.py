@@ -73,8 +73,8 @@ def test_validation(tmp_path):
         return made
 
     one = train(1, make(None), tmp_path / "one")
-    for kind in (Validator, Mine):
-        two = train(2, make(SWITCHING, kind), tmp_path / kind.__name__)
+    for kind, strategies in ((Validator, SWITCHING), (Mine, {512: "tp2+sp"})):
+        two = train(2, make(strategies, kind), tmp_path / kind.__name__)
         assert one.validation.keys() == {1, 2} == two.validation.keys()
         assert max(abs(one.validation[step] - two.validation[step]) for step in one.validation) < 1e-5
 
