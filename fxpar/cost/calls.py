@@ -148,9 +148,10 @@ class _Walk:
             each = (one * (1 / rate) for one, rate in zip(tensors, rates, strict=True))
             return sum(each, seconds + again), total, work
         for one, rate in zip(tensors, rates, strict=True):
-            # What grows with T hides behind the arithmetic, but for what is larger than a cache.
+            # What grows with T hides behind the arithmetic, but for the exposed share, and what is larger than a cache.
             spills = device.cache_mb is not None and rate == device.bytes_per_s
-            seconds += (one if spills else Polynomial(one.c0)) * (1 / rate)
+            share = max(Fraction(device.exposed_traffic), Fraction(spills))
+            seconds += Polynomial(one.c0, one.c1 * share, one.c2 * share) * (1 / rate)
         rate = device.attention_flops_per_s(dtype) if kind == "attention" else device.flops_per_s(dtype)
         return seconds + work * (1 / rate), total, work
 

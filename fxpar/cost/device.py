@@ -17,7 +17,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_
 _WHOLE = ("nodes", "devices_per_node")
 _BY_DTYPE = ("tflops", "attention_tflops", "attention_block")
 _RATES = ("tflops", "attention_tflops", "memory_gb_per_s", "cache_gb_per_s")
-_MAY_BE_ZERO = ("latency_us", "all_reduce_latency_us", "launch_us", "attention_block")
+_MAY_BE_ZERO = ("latency_us", "all_reduce_latency_us", "launch_us", "attention_block", "exposed_traffic")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Device:
     `attention_tflops` (as `tflops`) is what attention sustains in long documents; None: as much as products. Its
     kernels take `attention_block` keys at once (a number or a table too), so that a query computes with half a block
     more than it sees.
+    Of what products and attention read and write, the share `exposed_traffic` takes time beside their arithmetic: none
+    on a GPU, whose threads wait for memory in turns.
+
     Tensors of up to `cache_mb` (1e6 bytes) are read and written at `cache_gb_per_s`; None: all at `memory_gb_per_s`.
 
     `shared_by` ranks take turns on what computes, as several on a core of a CPU: all figures are what one of them gets
@@ -48,6 +51,7 @@ class Device:
     cache_mb: float | None = None
     cache_gb_per_s: float | None = None
     shared_by: float = 1.0
+    exposed_traffic: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers(self.to_json(), "description", "device.")

@@ -17,10 +17,10 @@ LEAST_TRIALS = 3  # of a series: a line or a curve goes through them
 
 @dataclass(frozen=True)
 class Point:
-    """`seconds` is a median. `kind` is product, attention, copy, add, launch, send, all_reduce, all_gather or
-    reduce_scatter; `of` the dtype of a product, "memory", "kernel", or the level of links: "intra" (a node) or "inter".
-    `size` is the width of square matrices, the tokens of a document or the bytes of a tensor, `amount` the operations,
-    the bytes read and written, or those that a rank sends.
+    """`seconds` is a median. `kind` is product, thin product, attention, copy, add, launch, send, all_reduce,
+    all_gather or reduce_scatter; `of` the dtype of a product, "memory", "kernel", or the level of links: "intra" (a
+    node) or "inter". `size` is the width of (square) matrices, the tokens of a document or the bytes of a tensor,
+    `amount` the operations, the bytes read and written, or those that a rank sends.
     """
 
     kind: str

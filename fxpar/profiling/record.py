@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 from fxpar.cost.cluster import MEASURED, ClusterSpec, ranks_per_core, usual_cluster
 from fxpar.cost.device import Device
 from fxpar.profiling.points import LEAST_TRIALS, Point
+from fxpar.profiling.trials import THIN_ROWS
 
-VERSION = 2  # of the table MEASURED
+VERSION = 3  # of the table MEASURED
 FASTER = 1.5  # than memory: what a cache must be to count as one
 FLAT = 1.5  # times as long, at the least, is what several times the tokens take where a device is busy
 
@@ -70,16 +72,41 @@ def _device(points: Sequence[Point], device: torch.device, local_world: int, thr
     best = {
         name: max(point.amount / point.seconds for point in by_kind["product"] if point.of == name) for name in dtypes
     }
+    rates = memory_rates([*by_kind["copy"], *by_kind["add"]])
     attention = {name: fitted_attention([one for one in by_kind["attention"] if one.of == name]) for name in dtypes}
     return Device(
         tflops={name: _short(rate / 1e12) for name, rate in best.items()},
-        launch_us=_short(by_kind["launch"][0].seconds * 1e6),
+        launch_us=_short(_launch_s(by_kind, device) * 1e6),
         memory_gb=_short(memory_bytes(device, local_world) / 1e9),
         attention_tflops={name: _short(rate / 1e12) for name, (rate, _) in attention.items()},
         attention_block={name: _short(block) for name, (_, block) in attention.items()},
         shared_by=ranks_per_core(local_world, threads) if device.type == "cpu" else 1.0,
-        **memory_rates([*by_kind["copy"], *by_kind["add"]]),
+        exposed_traffic=_exposed_traffic(by_kind.get("thin product", []), best, rates["memory_gb_per_s"] * 1e9),
+        **rates,
     )
+
+
+def _launch_s(by_kind: Mapping[str, Sequence[Point]], device: torch.device) -> float:
+    """What a kernel takes beside its work. A GPU is given kernels ahead, so that starting them takes no time of it: the
+    rest is where the line through the two largest copies, and that through the two largest sums, meets no bytes.
+    """
+    if device.type != "cuda":
+        return by_kind["launch"][0].seconds
+    found = []
+    for kind in ("copy", "add"):
+        *_, small, large = sorted(by_kind[kind], key=lambda point: point.amount)
+        slope = (large.seconds - small.seconds) / (large.amount - small.amount)
+        found.append(max(0.0, small.seconds - slope * small.amount))
+    return statistics.mean(found)
+
+
+def _exposed_traffic(points: Sequence[Point], best: Mapping[str, float], bytes_per_s: float) -> float:
+    """What thin products take beyond their operations, in the time of reading and writing all of their matrices."""
+    found = []
+    for point in points:
+        nbytes = (2 * THIN_ROWS + point.size) * point.size * getattr(torch, point.of).itemsize
+        found.append((point.seconds - point.amount / best[point.of]) * bytes_per_s / nbytes)
+    return _short(max(0.0, statistics.median(found))) if found else 0.0
 
 
 def fitted_attention(points: Sequence[Point]) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -18,7 +20,9 @@ c10d = torch.ops._c10d_functional
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 DTYPES = ("float32", "bfloat16")
 DOCUMENTS = (256, 1024, 2048, 4096, 8192, 16384)  # tokens
-HEADS, HEAD_DIM = 4, 64
+HEADS, HEAD_DIM = {"cuda": 32}, 64  # as many as keep a GPU busy; on others 4
+THIN_ROWS, THIN_WIDTHS = 2048, (64, 128, 256, 512)
+KEPT_BYTES = 64 << 20  # of results: a step keeps its activations, so what comes next lies in other memory
 MEMORY_BYTES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 128 << 20)  # the last one is more than caches hold
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 LAUNCHES = 100
@@ -30,25 +34,42 @@ def device_series(
     device: torch.device, widths: Sequence[int] = WIDTHS, memory_bytes: Sequence[int] = MEMORY_BYTES
 ) -> list[Iterator[Trial]]:
     """Products and attention in each dtype, copies and sums in memory, launches of a tiny kernel."""
-    series = [made for name in DTYPES for made in (_products(device, name, widths), _attention(device, name))]
-    return [*series, _copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
+    made = ((_products(device, n, widths), _thin_products(device, n), _attention(device, n)) for n in DTYPES)
+    return [*itertools.chain(*made), _copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
 
 
 def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
     def prepare(width: int) -> Run:
         a, b = (torch.randn(width, width, device=device).to(getattr(torch, name)) for _ in range(2))
-        return lambda: a @ b
+        return _keeping(lambda: a @ b)
 
     for width in widths:
         yield Trial("product", name, width, 2.0 * width**3, partial(prepare, width))
 
 
+def _thin_products(device: torch.device, name: str, widths: Sequence[int] = THIN_WIDTHS) -> Iterator[Trial]:
+    """Of many rows, as tokens are, and few columns: more to read and write per operation."""
+
+    def prepare(width: int) -> Run:
+        a, b = (torch.randn(n, width, device=device).to(getattr(torch, name)) for n in (THIN_ROWS, width))
+        return _keeping(lambda: a @ b)
+
+    for width in widths:
+        yield Trial("thin product", name, width, 2.0 * THIN_ROWS * width**2, partial(prepare, width))
+
+
+def _keeping(run: Callable[[], Tensor]) -> Run:
+    """The same, with its latest results kept."""
+    kept: deque[Tensor] = deque(maxlen=max(1, KEPT_BYTES // run().nbytes))
+    return lambda: kept.append(run())
+
+
 def _attention(device: torch.device, name: str, documents: Sequence[int] = DOCUMENTS) -> Iterator[Trial]:
     """Causal, of one document, forward and backward: 3.5 times the operations of forward (`fxpar.cost.ops`)."""
-    options = None, None, True, 0, HEAD_DIM**-0.5, 0.0
+    options, heads = (None, None, True, 0, HEAD_DIM**-0.5, 0.0), HEADS.get(device.type, 4)
 
     def prepare(tokens: int) -> Run:
-        shape = 1, HEADS, tokens, HEAD_DIM
+        shape = 1, heads, tokens, HEAD_DIM
         q, k, v, dout = (torch.randn(shape, device=device).to(getattr(torch, name)) for _ in range(4))
 
         def run() -> object:
@@ -58,13 +79,13 @@ def _attention(device: torch.device, name: str, documents: Sequence[int] = DOCUM
         return run
 
     for tokens in documents:
-        yield Trial("attention", name, tokens, 7.0 * HEADS * HEAD_DIM * tokens**2, partial(prepare, tokens))
+        yield Trial("attention", name, tokens, 7.0 * heads * HEAD_DIM * tokens**2, partial(prepare, tokens))
 
 
 def _copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
     def prepare(nbytes: int) -> Run:
         (source,) = _tensors(1, nbytes, device)
-        return source.clone  # into new memory, as a step does
+        return _keeping(source.clone)
 
     for nbytes in sizes:
         yield Trial("copy", "memory", nbytes, 2.0 * nbytes, partial(prepare, nbytes))
@@ -73,7 +94,7 @@ def _copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
 def _sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
     def prepare(nbytes: int) -> Run:
         a, b = _tensors(2, nbytes, device)
-        return lambda: a + b
+        return _keeping(lambda: a + b)
 
     for nbytes in sizes:
         yield Trial("add", "memory", nbytes, 3.0 * nbytes, partial(prepare, nbytes))

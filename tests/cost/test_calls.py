@@ -185,6 +185,15 @@ def test_small_tensors_take_their_time_from_a_cache_and_large_ones_hide_no_longe
     assert longer == pytest.approx(logits / 2e12, rel=0.2)  # forward writes the logits, backward reads their gradient
 
 
+def test_a_share_of_what_products_read_and_write_takes_time():
+    """Weights in full, as they do without it; what grows with the tokens by its share; attention likewise."""
+    rate = 2000 * 10**9
+    for kind in ("product", "attention"):
+        for one, other in zip(of_kind(NODE, kind), of_kind(on(exposed_traffic=0.5), kind), strict=True):
+            assert other.seconds.c1 - one.seconds.c1 == other.nbytes.c1 / 2 / rate > 0
+            assert (other.seconds.c0, other.seconds.c2) == (one.seconds.c0, one.seconds.c2)
+
+
 def test_attention_computes_with_half_a_block_more():
     plain, blocks = of_kind(NODE, "attention"), of_kind(on(attention_block=512.0, attention_tflops=100.0), "attention")
     for one, other in zip(plain, blocks, strict=True):

@@ -12,6 +12,7 @@ from fxpar.cost.cluster import USUAL, ClusterSpec
 from fxpar.profiling.points import Point
 from fxpar.profiling.record import (
     VERSION,
+    _device,
     described,
     device_name,
     file_content,
@@ -19,6 +20,7 @@ from fxpar.profiling.record import (
     fitted_link,
     memory_rates,
 )
+from fxpar.profiling.trials import THIN_ROWS
 
 CPU = torch.device("cpu")
 DEVICE_POINTS = [
@@ -77,6 +79,35 @@ def test_one_rank_has_usual_links():
     assert (device.memory_gb_per_s, device.launch_us) == (20, 2.5)  # of the largest size
     assert device.memory_gb is not None
     assert device.shared_by == 1
+
+
+def test_a_gpu_is_given_kernels_ahead(monkeypatch):
+    """Copies and sums of an H200: their lines begin at 3.3 and 3.8 µs; to start a kernel from Python takes 15."""
+    seconds = {"copy": (9e-6, 19.0e-6, 66.1e-6), "add": (8e-6, 26.6e-6, 95.0e-6)}
+    points = [point for point in DEVICE_POINTS if point.kind not in ("copy", "add", "launch")]
+    points += [
+        Point(kind, "memory", size, times * size, s)
+        for (kind, found), times in zip(seconds.items(), (2, 3), strict=True)
+        for size, s in zip((1 << 20, 1 << 25, 1 << 27), found, strict=True)
+    ]
+    points.append(Point("launch", "kernel", 1, 1, 15e-6))
+    monkeypatch.setattr("fxpar.profiling.record.memory_bytes", lambda device, ranks: 1.5e11)
+    cuda = _device(points, torch.device("cuda"), 1, 1)
+    assert cuda.launch_us == pytest.approx(3.55, abs=0.1)
+    assert _device(points, CPU, 1, 1).launch_us == 15
+
+
+def test_thin_products_say_how_much_of_their_traffic_takes_time():
+    """Half of what copies would take, beside the operations."""
+    rows = [(dtype, width) for dtype in ("float32", "bfloat16") for width in (64, 256)]
+    points = list(DEVICE_POINTS)
+    for dtype, width in rows:
+        rate = 2 * 256**3 / 5e-4  # the best of each dtype
+        nbytes = (2 * THIN_ROWS * width + width**2) * (2 if dtype == "bfloat16" else 4)
+        amount = 2.0 * THIN_ROWS * width**2
+        points.append(Point("thin product", dtype, width, amount, amount / rate + 0.5 * nbytes / 20e9))
+    assert described(points, CPU, nodes=1, world=1).sustained.exposed_traffic == pytest.approx(0.5, rel=1e-3)
+    assert described(DEVICE_POINTS, CPU, nodes=1, world=1).sustained.exposed_traffic == 0  # nobody measured it
 
 
 def test_attention_has_a_rate_and_a_block():

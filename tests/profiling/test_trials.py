@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
+from fxpar.profiling import trials
 from fxpar.profiling.points import measured
 from fxpar.profiling.trials import device_series, link_series
 from fxpar.runtime.forked import run_forked
@@ -13,12 +16,29 @@ CPU = torch.device("cpu")
 SIZES = (1 << 10, 1 << 12)
 
 
+def test_results_are_kept(monkeypatch):
+    """What a step makes next lies in other memory than what it made last."""
+    monkeypatch.setattr(trials, "KEPT_BYTES", 3 << 12)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def run() -> torch.Tensor:
+        made.append(weakref.ref(out := torch.empty(1 << 10)))
+        return out
+
+    keeping = trials._keeping(run)
+    for _ in range(5):
+        keeping()
+    assert [one() is not None for one in made[1:]] == [False, False, True, True, True]
+
+
 def test_a_device():
     points = measured(device_series(CPU, (8, 16), (1 << 12, 1 << 14)), CPU, 0.005, lambda text: None)
     found = {(point.kind, point.of): point for point in points}
     assert set(found) == {
         ("product", "float32"),
         ("product", "bfloat16"),
+        ("thin product", "float32"),
+        ("thin product", "bfloat16"),
         ("attention", "float32"),
         ("attention", "bfloat16"),
         ("copy", "memory"),
