@@ -56,7 +56,7 @@ def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[Layo
     Raises DtypeError, and as `read_for_store` does.
     """
     wire = parse_dtype(source.dtype)
-    source = replace(source, dtype=GraphSource.dtype if source.is_file else str(wire).removeprefix("torch."))
+    source = replace(source, dtype=GraphSource.dtype)  # tables of some models stay in fp32, and would not fit
     with working() as status, collected_warnings([]):
         status.update(f"placing the parameters of {source.model}")
         found = read_layouts(source, strategies)

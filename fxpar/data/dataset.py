@@ -72,5 +72,7 @@ def dataset_source(path: Path, *, column: str = "text", split: str | None = None
         raise CorpusFormatError(str(path), "dataset", f"it has no splits; leave out `split` ({split!r})")
     if column not in found.column_names:
         columns = ", ".join(found.column_names)
-        raise CorpusFormatError(str(path), "dataset", f"no column {column!r}; it has {columns}: name one as `column`")
+        raise CorpusFormatError(
+            str(path), "dataset", f"no column {column!r}; it has {columns}: name one as `column` (`data.text` of a run)"
+        )
     return DatasetSource(found, column, str(path))

@@ -50,7 +50,8 @@ class JsonlSource:
     def hint(self) -> str:
         """Why there may be no document: the fields that lines do have."""
         if self._seen:
-            return f"no field {self._field!r}; its lines have {', '.join(sorted(self._seen))}: name one as `field`"
+            known = ", ".join(sorted(self._seen))
+            return f"no field {self._field!r}; its lines have {known}: name one as `field` (`data.text` of a run)"
         return self._files.hint()
 
     def _scan_file(self, index: int) -> Iterator[Document | Skip]:

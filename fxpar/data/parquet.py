@@ -61,7 +61,7 @@ class ParquetSource:
         """Why there may be no document: the columns that the files do have."""
         if self._columns:
             columns = ", ".join(sorted(self._columns))
-            return f"no column {self._column!r}; its files have {columns}: name one as `column`"
+            return f"no column {self._column!r}; its files have {columns}: name one as `column` (`data.text` of a run)"
         return self._files.hint()
 
     def _open(self, index: int) -> pyarrow.parquet.ParquetFile:

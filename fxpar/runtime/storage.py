@@ -87,10 +87,11 @@ def open_storage(
     first = next(iter(programs.values()))
     names = {i.fqn: (i.fqn, *i.aliases) for i in first.inputs if i.kind == "param"}
     on_meta = is_on_meta(module)
+    valued = {fqn for fqn in names if module.get_parameter(fqn).device.type != "meta"}
     store.adopt(module, names)
     if on_meta:
         taken = () if given is None else given.names
-        materialize(module, store, names, options.initializer, options.meta_init == "whole", taken)
+        materialize(module, store, names, options.initializer, options.meta_init == "whole", taken, valued)
     if given is not None:
         _read_home(given, module, store)
     return store, schedule_of(kept), memory

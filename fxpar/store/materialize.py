@@ -31,7 +31,7 @@ def is_on_meta(module: nn.Module) -> bool:
 @dataclass
 class _Filling:
     """`first` maps every FQN to the parameter's first one; `slices` are kept until `uses` modules have filled them.
-    Without a `seed` initializers get whole tensors.
+    Without a `seed` initializers get whole tensors. What has its values already is `valued`.
     """
 
     store: WeightStore
@@ -40,6 +40,7 @@ class _Filling:
     seed: int | None
     uses: dict[str, int]
     given: Collection[str]
+    valued: Collection[str]
     slices: dict[str, Slice] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
@@ -52,8 +53,10 @@ def materialize(
     initializer: Initializer | None = None,
     whole: bool = False,
     given: Collection[str] = (),
+    valued: Collection[str] = (),
 ) -> None:
     """Fill every module that has meta tensors of its own, children before their parents, and keep this rank's pieces.
+    Parameters that are `valued`, which were not on the meta device, stay as they are.
 
     `initializer` is called with a stand-in of each such module whose parameters show their whole shape, on the device;
     by default it is the module's `reset_parameters`. The seed is the next number of rank 0's random generator. `names`
@@ -68,7 +71,7 @@ def materialize(
     first = {alias: fqn for fqn, aliases in names.items() for alias in aliases}
     uses = {fqn: len(aliases) for fqn, aliases in names.items()}
     seed = None if whole else _shared_seed(store.device)
-    work = _Filling(store, first, initializer, seed, uses, given)
+    work = _Filling(store, first, initializer, seed, uses, given, valued)
     for prefix, owner in _children_first(module, ""):
         _fill_module(prefix, owner, work)
     missing = [fqn for fqn in work.left if fqn not in work.filled and fqn not in given]
@@ -109,7 +112,7 @@ def _fill_module(prefix: str, owner: nn.Module, work: _Filling) -> None:
             owner.register_buffer(name, value, name not in owner._non_persistent_buffers_set)
         elif buffer.device.type == "meta":
             empty.append(name)
-    if not empty and all(fqn in work.given for fqn in fqns.values()):
+    if not empty and all(fqn in work.given or fqn in work.valued for fqn in fqns.values()):
         return
     run = work.initializer or getattr(type(owner), "reset_parameters", None)
     if run is not None:
@@ -124,11 +127,13 @@ def _fill_module(prefix: str, owner: nn.Module, work: _Filling) -> None:
     elif empty:
         raise MetaBufferError(_join(prefix, empty[0]))
     else:
-        work.left += fqns.values()
+        work.left += [fqn for fqn in fqns.values() if fqn not in work.valued]
     for fqn in fqns.values():
         work.uses[fqn] -= 1
         if not work.uses[fqn] and fqn in work.slices:
-            work.store.fill_slice(fqn, work.slices.pop(fqn).value)
+            made = work.slices.pop(fqn).value
+            if fqn not in work.valued:
+                work.store.fill_slice(fqn, made)
 
 
 def _join(prefix: str, name: str) -> str:

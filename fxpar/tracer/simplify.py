@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import tensor_of
-from fxpar.ops.traits import FACTORIES, is_elementwise
+from fxpar.ops.traits import FACTORIES, is_elementwise, is_view
 
 aten = torch.ops.aten
 _SCALAR_OPS = (aten.mul.Scalar, aten.div.Scalar)
@@ -82,8 +82,18 @@ def _scale_before_expand(graph: fx.Graph, node: fx.Node) -> bool:
     with graph.inserting_before(node):
         scaled = _like(graph, node, node.target, (small, node.args[1]), tensor_of(small))
         expanded = _like(graph, node, aten.expand.default, (scaled, *source.args[1:]), tensor_of(node))
+    _copy_in_views(node)
     node.replace_all_uses_with(expanded)
     return True
+
+
+def _copy_in_views(node: fx.Node) -> None:
+    """Views of a tensor that is about to be an expanded one: what cannot be a view of that is copied."""
+    for user in node.users:
+        if user.target is aten.view.default:
+            user.target = aten.reshape.default
+        if user.op == "call_function" and is_view(user.target):
+            _copy_in_views(user)
 
 
 def _fold_scale(graph: fx.Graph, node: fx.Node) -> bool:

@@ -69,13 +69,14 @@ def run_steps(training: Training, first: int, steps: int, every: int, hooks: Hoo
         if training.traces is not None:
             training.traces.choose(wall_s)
         record = replace(record, cpu_s=cpu_s)
+        if stop or step == steps or (every and step % every == 0):  # before anything else can fail
+            hooks.phase(f"step {step}, saving a checkpoint")
+            hooks.save(step)
+            hooks.phase(f"step {step}")
         held_out = hooks.validate(step)
         if held_out is not None:
             record = replace(record, validation_loss=float(held_out), validation_metrics=held_out.metrics)
         hooks.done(record)
-        if stop or step == steps or (every and step % every == 0):
-            hooks.phase(f"step {step}, saving a checkpoint")
-            hooks.save(step)
         if stop:
             return step < steps
     return False

@@ -258,6 +258,7 @@ def _run(
     title = "train" if files else f"static {config.strategies[0][1]}"
     every = config.checkpoint.every if files and config.checkpoint.enabled else 0
     told: set[tuple[int, int]] = set()  # merged groups: once each
+    notes: list[str] = []  # for after the line of the step
     with open_view(place.console if place.rank == 0 else _silent(), config.run.steps, session.step, title) as view:
 
         def done(record: StepRecord) -> None:
@@ -268,13 +269,15 @@ def _run(
                 if pair not in told:
                     told.add(pair)
                     view.note(f"{merged_text(*pair)} (first in step {record.step})")
+            while notes:
+                view.note(notes.pop(0))
             for output in outputs:
                 output.write(record)
 
         def save(step: int) -> None:
             if files and config.checkpoint.enabled:
                 saved.append(session.save(step))
-                view.note(f"checkpoint {saved[-1]}")
+                notes.append(f"checkpoint {saved[-1]}")
 
         hooks = Hooks(
             done=done,

@@ -86,6 +86,31 @@ def test_what_nothing_fills_on_the_meta_device_is_named():
     assert run_forked(2, work) == [0, 0]
 
 
+@pytest.mark.parametrize("meta_init", ["slice", "whole"])
+def test_what_has_its_values_keeps_them(meta_init):
+    """A trunk that was trained before, under a new head; a module of which one parameter is new."""
+
+    def work(rank):
+        torch.manual_seed(3)
+        model = Meta(own=True)
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                param.fill_(1.0 + number)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.head = nn.Linear(16, 131, device="meta")
+        model.norm.bias = nn.Parameter(torch.empty(16, device="meta"))
+        with warnings.catch_warnings(action="error"):  # all that is new is filled
+            fxpar.parallelize(model, strategies={64: "tp2"}, monitor=False, meta_init=meta_init)
+        after = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+        return {name: torch.equal(after[name], value) for name, value in before.items()}, after
+
+    for same, after in run_forked(2, work):
+        kept = {"embed.weight", "norm.weight", "scale"}
+        assert {name for name, equal in same.items() if equal} == kept
+        assert (after["norm.bias"] == 0).all()
+        assert 0.1 < after["head.weight"].abs().max() <= 0.25
+
+
 def test_an_initializer_fills_a_tied_model_on_the_meta_device():
     """A shared weight has the values of the last module that fills it; `to_empty` keeps them. What needs whole tensors,
     or puts others in their place, has the same values everywhere too.

@@ -48,6 +48,18 @@ def test_saves_every_few_steps_and_at_the_end():
     assert saved == [7]
 
 
+def test_a_checkpoint_is_written_before_held_out_documents_are_read():
+    saved: list[int] = []
+
+    def validate(step: int) -> None:
+        if saved:
+            raise RuntimeError("no memory for it")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        run_steps(training(4), 0, 4, 3, Hooks(done=lambda r: None, save=saved.append, validate=validate))
+    assert saved == [3]
+
+
 @pytest.mark.parametrize(("ask_after", "done", "saves"), [(0, 0, []), (2, 2, [2]), (7, 7, [7])])
 def test_stop(ask_after, done, saves):
     records, saved = [], []
