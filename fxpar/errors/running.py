@@ -270,10 +270,9 @@ class AutocastError(FxparError):
     """`torch.autocast` is on in a step that was captured without it, or with another dtype."""
 
     def __init__(self, device: str, now: object, captured: object) -> None:
-        before = "without it" if captured is None else f"with {captured}"
         super().__init__(
-            f"train_step runs inside of torch.autocast({device!r}, {now}), but was captured {before}: autocast would "
-            "change nothing in it. Give fxpar.parallelize precision='bf16' or 'fp16', and call train_step outside"
+            f"train_step is inside of torch.autocast({device!r}, {now}), but was captured with {captured or 'no casts'}. "
+            "Give fxpar.parallelize precision='bf16' or 'fp16', and call train_step outside"
         )
 
 
