@@ -271,7 +271,7 @@ class AutocastError(FxparError):
 
     def __init__(self, device: str, now: object, captured: object) -> None:
         super().__init__(
-            f"train_step is inside of torch.autocast({device!r}, {now}), but was captured with {captured or 'no casts'}. "
+            f"train_step is in torch.autocast({device!r}, {now}), but was captured with {captured or 'no casts'}. "
             "Give fxpar.parallelize precision='bf16' or 'fp16', and call train_step outside"
         )
 
