@@ -44,6 +44,39 @@ def test_switch_text_and_json(cluster, tmp_path):
     assert sum(data["sent_bytes"]) == sum(data["received_bytes"])
 
 
+TURNED = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(32, 16), nn.Linear(16, 48), nn.Linear(16, 32)
+
+    def forward(self, ids):
+        q, k, v = self.qkv(self.embed(ids)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        table = torch.arange(ids.shape[1], dtype=torch.float32)[:, None].cos()
+        out = scaled_dot_product_attention(q * table, k * table, v, is_causal=True)
+        return self.head(out.transpose(1, 2).flatten(2))
+
+def make():
+    ids = torch.arange(12)[None]
+    loss = lambda model, batch: cross_entropy(model(batch["ids"]).transpose(1, 2), batch["ids"], reduction="sum")
+    return Turned(), loss, {"ids": ids}
+"""
+
+
+@pytest.mark.parametrize("words", [("switch", "--from", "dp2", "--to", "tp2"), ("order", "-s", "dp2,tp2")])
+def test_a_model_with_a_table_in_fp32_is_sent_in_bf16(cluster, tmp_path, words):
+    """Attention takes one dtype, which a model built in bf16 would not give it."""
+    file = tmp_path / "turned.py"
+    file.write_text(TURNED)
+    command, *rest = words
+    status, out, err = fxpar(command, f"{file}:make", *rest)
+    assert status == 0, out + err
+
+
 @pytest.mark.parametrize("planner", ["first_come", "round_robin", "hotspa", "relay"])
 def test_planners_and_dtype(cluster, planner):
     words = ("switch", "mlp", "--from", "tp4.dp2", "--to", "dp8", "--cluster", cluster, "--planner", planner)

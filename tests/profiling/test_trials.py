@@ -31,6 +31,13 @@ def test_results_are_kept(monkeypatch):
     assert [one() is not None for one in made[1:]] == [False, False, True, True, True]
 
 
+def test_attention_keeps_a_gpu_busy():
+    """With 4 heads an H200 waits below 8,192 tokens; nothing is prepared here, so that no GPU is needed."""
+    on_gpu, on_cpu = (next(trials._attention(torch.device(kind), "bfloat16")) for kind in ("cuda", "cpu"))
+    assert (on_gpu.size, on_gpu.amount) == (256, 7.0 * 32 * 64 * 256**2)
+    assert on_gpu.amount == 8 * on_cpu.amount
+
+
 def test_a_device():
     points = measured(device_series(CPU, (8, 16), (1 << 12, 1 << 14)), CPU, 0.005, lambda text: None)
     found = {(point.kind, point.of): point for point in points}
