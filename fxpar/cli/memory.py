@@ -17,7 +17,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory
+from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory, steady_micro_batches
 from fxpar.memory.prediction import prediction_of
 
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
@@ -59,7 +59,7 @@ def _predicted(
     request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None
 ) -> tuple[MemoryPrediction, tuple[str, ...]]:
     """The prediction, and what the lowering notes: kept, as a prediction runs the graph on the meta device."""
-    count = request.micro_batches or (strategy.pipeline_size if strategy.pipeline_size > 1 else 2)
+    count = request.micro_batches or steady_micro_batches(strategy)
 
     def build() -> tuple[dict[str, Any], tuple[str, ...]]:
         names = [] if request.tokens is None else [dim.name for dim in read_rows(request.source).dims]

@@ -60,7 +60,7 @@ MicroBatches = Annotated[
     typer.Option(
         min=1,
         max=_MOST_MICRO_BATCHES,
-        help="Micro-batches of a mini-batch; from 2 on gradients add up. Default: one per pp rank; 2 without pp.",
+        help="Micro-batches of a mini-batch; from 2 on gradients add up. Default: 2, with pp two per pp rank.",
         show_default=False,
     ),
 ]

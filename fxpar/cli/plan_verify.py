@@ -33,8 +33,10 @@ from fxpar.models import load
 from fxpar.models.options import parse_assignments
 from fxpar.search.plan_file import Plan, parse_plan
 from fxpar.search.verify import Factors, StepSeconds, VerifiedPlan, order_of, refit
+from fxpar.train.config import OptimizerConfig
 from fxpar.train.launch import run_ranks
 from fxpar.train.model import model_vocab
+from fxpar.train.optimize import make_optimizer
 from fxpar.train.preflight import RANKS_PER_CORE
 from fxpar.train.rank import choose_device
 from fxpar.train.worker import JOB, end_with_parent
@@ -183,7 +185,7 @@ def run_plan(job: VerifyJob, plan: Plan, device: torch.device) -> list[tuple[flo
     model = fxpar.parallelize(
         loaded.model, plan=plan, loss=loaded.loss_fn, cluster=cluster, precision=job.precision, monitor=False
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    optimizer = make_optimizer(model.parameters(), OptimizerConfig(lr=1e-5))
     alone = _compute_only(model, cluster)
     draw = torch.Generator().manual_seed(0)
     found = []

@@ -2,7 +2,7 @@
 
 from fxpar.memory.liveness import body_series
 from fxpar.memory.pipeline import pipeline_peak, schedule_of
-from fxpar.memory.predict import memory_over_time, predict_memory, program_peak, program_series
+from fxpar.memory.predict import memory_over_time, predict_memory, program_peak, program_series, steady_micro_batches
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory, StageMemory
 from fxpar.memory.series import KINDS, Moment, Peak, Series
 from fxpar.memory.workspace import Conditions
@@ -24,4 +24,5 @@ __all__ = [
     "program_peak",
     "program_series",
     "schedule_of",
+    "steady_micro_batches",
 ]

@@ -10,6 +10,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.sent import tokens_of
+from fxpar.ir.strategy import Strategy
 from fxpar.memory.liveness import ONE_THREAD, body_series
 from fxpar.memory.parts import accumulating
 from fxpar.memory.pipeline import pipeline_over_time
@@ -20,6 +21,11 @@ from fxpar.memory.workspace import Conditions
 from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.layout import layout_of
 from fxpar.switch.node_first import room_for_sums
+
+
+def steady_micro_batches(strategy: Strategy) -> int:
+    """So many that more of them take no more memory: gradients add up, and a pipeline (but GPipe) has been full."""
+    return 2 * strategy.pipeline_size
 
 
 def predict_memory(

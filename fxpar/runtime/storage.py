@@ -14,8 +14,8 @@ from fxpar.batching import LengthGroup
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
-from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
-from fxpar.memory import Conditions, predict_memory
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.memory import Conditions, predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import share_weights
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import (
@@ -142,7 +142,7 @@ def activation_bytes(
         predict_memory(
             program,
             {dim.name: tokens for dim in program.dims if dim.name == "T"},
-            micro_batches=None if isinstance(program, PipelineGraph) else 2,
+            micro_batches=steady_micro_batches(program.strategy),
             conditions=Conditions(threads, min(group.limit, tokens)),
         )
         for program, group, tokens in zip(programs, groups, most, strict=True)

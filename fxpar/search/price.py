@@ -22,7 +22,7 @@ from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, group_cost, of_strategy,
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import memory_over_time
+from fxpar.memory import memory_over_time, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.store.home import ParamSpec, home_layout
 from fxpar.store.weights import param_specs
@@ -222,7 +222,7 @@ class Candidate(Priced):
 
     def _of_program(self, program: TrainGraph, tokens: int) -> list[Memory]:
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
-        count = None if isinstance(program, PipelineGraph) else 2
+        count = steady_micro_batches(self.strategy)
         padding = ALIGN_BYTES * len(program.params())  # in the arena
         ranks = memory_over_time(program, sizes, micro_batches=count, cluster=self.cluster).ranks
         return [

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fxpar.train.config import OptimizerConfig, ScheduleConfig
 
+# One kernel for all parameters, by default: a loop calls DTensor a dozen times for each of them.
 _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
-    "auto": {},
+    "auto": {"fused": True},
     "fused": {"fused": True},
     "foreach": {"foreach": True},
     "loop": {"foreach": False},

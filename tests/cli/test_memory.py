@@ -69,7 +69,7 @@ def test_a_line_per_stage():
     assert status == 0, err
     lines = out.splitlines()
     assert lines[0] == "llama under dp2.pp2+zb_h1, 4 ranks, T = 512"
-    assert lines[1].startswith("zb_h1 (2 ranks, 2 micro-batches); ")
+    assert lines[1].startswith("zb_h1 (2 ranks, 4 micro-batches); ")
     assert " ".join(lines[2].split()) == "stage ranks from weights accumulators saved messages peak rank"
     assert re.match(r"0 +0-1 +the start .* 2 x \d", lines[3])
     assert re.match(r"1 +2-3 +layers\.1 .* 2 x \d", lines[4])

@@ -9,7 +9,7 @@ import pytest
 from fxpar.errors import DimNameError, MicroBatchCountError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
-from fxpar.memory import Conditions, pipeline_peak, predict_memory, schedule_of
+from fxpar.memory import Conditions, pipeline_peak, predict_memory, schedule_of, steady_micro_batches
 from tests.captured import llama
 from tests.memory.measured import model
 from tests.memory.measured_pipeline import rank_bytes
@@ -54,6 +54,17 @@ def test_peak(spec, tokens, options, strategy, micro_batches):
         predicted = pipeline_peak(program, plan, rank, captured.graph.example_dims(), conditions).whole.total_bytes
         measured = rank_bytes(captured, program, rank, micro_batches)
         assert 0.9 * measured <= predicted <= 1.1 * measured, f"rank {rank}: {predicted} is not {measured}"
+
+
+@pytest.mark.parametrize("strategy", ["pp2", "pp4", "pp4+zb_h1", "pp2+interleaved_1f1b(2)"])
+def test_two_micro_batches_per_rank_take_as_much_as_more(strategy):
+    """What the engine and the planner count with, but for messages of interleaved stages. As many as there are ranks
+    take less: gradients do not add up while the pipeline is full.
+    """
+    program = staged(strategy)
+    ranks, steady = program.strategy.pipeline_size, steady_micro_batches(program.strategy)
+    few, there, more = (predict_memory(program, micro_batches=n).peak_bytes for n in (ranks, steady, 3 * steady))
+    assert few < there <= more < 1.002 * there
 
 
 def test_stages():

@@ -142,6 +142,7 @@ def test_optimizers(name, implementation):
     before = model.weight.clone()
     optimizer.step()
     assert not torch.equal(before, model.weight)
+    assert bool(optimizer.defaults["fused"]) == (implementation in ("auto", "fused"))
 
 
 def test_another_number_of_steps_changes_the_schedule():
