@@ -202,10 +202,16 @@ def other_denominators(rank):
             model.train_step(batch, denominator=bad)
     with pytest.raises(errors.BatchMismatchError):
         model.train_step(batch, denominator=2.0 + rank)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(errors.NoGradError, match="outside of that block"):
+            model.train_step(batch)
+    with torch.set_grad_enabled(rank == 0), pytest.raises(errors.BatchMismatchError):
+        model.train_step(batch)
+    assert all(p.grad is None for p in model.parameters())
     return model.step_count
 
 
-def test_a_denominator_is_a_number_above_0_the_same_on_every_rank():
+def test_a_denominator_is_a_number_above_0_and_gradients_are_on_the_same_on_every_rank():
     assert other_denominators() == [0, 0]
 
 
