@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PackingError
-from fxpar.flow import TokenFlow, in_words, token_flow, unknown_padding
+from fxpar.flow import TokenFlow, in_words, token_flow
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.graph import Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
 from fxpar.ir.node_meta import is_size, size_of, tensor_of
@@ -74,9 +74,6 @@ def _padding_hazard(logical: LogicalGraph, flow: TokenFlow) -> str | None:
     """Why a row must not be padded by one more document, if it must not."""
     if flow.hazard is not None:
         return in_words(flow.hazard)
-    unknown = unknown_padding(logical, dim_symbol(_TOKENS))
-    if unknown is not None:
-        return unknown
     for node, out in zip(logical.results, logical.outputs, strict=True):
         found: Any = flow.flows.get(node)
         if out.kind == "loss" and found.padded != 0:

@@ -8,6 +8,6 @@ from __future__ import annotations
 from fxpar.batching.groups import LengthGroup, length_groups
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
 from fxpar.batching.planner import RunTime, plan_batch
-from fxpar.cost.group import GroupCost
+from fxpar.cost.group_cost import GroupCost
 
 __all__ = ["BatchPlan", "GroupCost", "GroupPlan", "LengthGroup", "MicroBatch", "RunTime", "length_groups", "plan_batch"]

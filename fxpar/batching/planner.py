@@ -12,7 +12,7 @@ from fxpar.batching.bounds import shared_lower_bound
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import TICKS_PER_S, PackingRule, SequenceItem, longest_first, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
-from fxpar.cost.group import GroupCost
+from fxpar.cost.group_cost import GroupCost
 from fxpar.errors import (
     EmptyMiniBatchError,
     GroupCostsError,

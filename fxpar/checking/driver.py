@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.batching.documents import cut_in_documents, mark_documents, split_documents
 from fxpar.checking.eager import NOISE, relative_error
+from fxpar.checking.terms import squares, summed_terms
 from fxpar.checking.widen import wide_tensor, widen
 from fxpar.errors import FxparError, NothingToCheckError
 from fxpar.flow import with_packing
@@ -95,8 +96,10 @@ def check(
 
     Replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse). `params` and `buffers` are whole
     tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the parameters' narrowest dtype: 1e-10
-    for float64 (float32 islands of the model are widened, see `fxpar.checking.widen`), 1e-5 for float32. A program is
-    run as it is: nothing of it is widened, and the narrowest dtype in the graph counts.
+    for float64 (float32 islands of the model are widened, see `fxpar.checking.widen`), 1e-5 for float32, 3e-2 for
+    narrower ones, where a gradient of a single number is compared with the root of its squared terms
+    (`fxpar.checking.terms`). A program is run as it is: nothing of it is widened, and the narrowest dtype in the graph
+    counts.
 
     Raises NothingToCheckError if the loss and all gradients of one device are 0.
     """
@@ -118,7 +121,7 @@ def check(
     unpacked = unpacked if _has_tokens(logical) else ""
     if rows.packing is not None and not ready:
         batches = [cut_in_documents(logical.inputs, row) for row in batches]
-    oracle = _Oracle(logical, params, buffers, scale)
+    oracle = _Oracle(logical, params, buffers, scale, low=dtype.itemsize < 4)
     setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, unpacked)
     return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
 
@@ -130,12 +133,22 @@ def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
 
 
 class _Oracle:
-    """The captured graph on one device, document by document; buffers go from one to the next of a replica."""
+    """The captured graph on one device, document by document; buffers go from one to the next of a replica. `terms` are
+    the parameters of a single number (with `low` dtypes): behind the results of the graph come the squared terms of
+    their gradients.
+    """
 
-    def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float) -> None:
+    def __init__(self, logical: LogicalGraph, params: Batch, buffers: Batch, scale: float, *, low: bool) -> None:
         self._logical, self._params, self._buffers, self._scale = logical, params, buffers, scale
         self._device = next((p.device for p in params.values()), torch.device("cpu"))
-        graph = copy_graph(logical.gm.graph)
+        new: dict[fx.Node, fx.Node] = {}
+        graph = copy_graph(logical.gm.graph, new)
+        terms = summed_terms(logical) if low else {}
+        self.terms = [*terms]
+        self._counts = [len(nodes) for nodes in terms.values()]
+        self._results = len(logical.outputs)
+        output = graph.output_node()
+        output.args = ((*output.args[0], *(new[node] for nodes in terms.values() for node in nodes)),)  # type: ignore
         make_tensors_on(graph, self._device)
         self._module = compile_graph(graph)
         self._constants = {name: value.to(self._device) for name, value in logical.constants.items()}
@@ -174,7 +187,9 @@ class _Oracle:
             else:
                 values.append(sources[info.kind][info.fqn])
         with torch.no_grad():
-            return list(self._module(*values))
+            found = list(self._module(*values))
+        results, terms = found[: self._results], iter(found[self._results :])
+        return [*results, *(squares([next(terms) for _ in range(count)]) for count in self._counts)]
 
 
 def assign(strategy: Strategy, count: int) -> list[list[int]]:
@@ -226,7 +241,7 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
     micro_batches = _micro_batches(program, setting.batches, in_rows)
     plan = assign(strategy, len(micro_batches))
     results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
-    expected = _sum(results, setting.rows)
+    expected = _sum(results, setting.rows, setting.oracle.terms)
     if not any(value.any() for value in expected.values()):
         raise NothingToCheckError
     begun, error = time.perf_counter(), ""
@@ -307,14 +322,14 @@ def local_params(program: TrainGraph, params: Batch, rank: int) -> dict[str, Ten
     }
 
 
-def _sum(results: list[list[Tensor]], logical: LogicalGraph) -> dict[tuple[str, str], Tensor]:
-    """Loss and gradients summed over micro-batches."""
+def _sum(results: list[list[Tensor]], logical: LogicalGraph, terms: Sequence[str]) -> dict[tuple[str, str], Tensor]:
+    """Loss, gradients, and squared terms of some of them ("terms"), summed over micro-batches."""
     total: dict[tuple[str, str], Tensor] = {}
+    keys = [*((info.kind, info.fqn) for info in logical.outputs), *(("terms", fqn) for fqn in terms)]
     for values in results:
-        for info, value in zip(logical.outputs, values, strict=True):
-            if info.kind == "buffer":
+        for key, value in zip(keys, values, strict=True):
+            if key[0] == "buffer":
                 continue
-            key = (info.kind, info.fqn)
             total[key] = value.clone() if key not in total else total[key] + value
     return total
 
@@ -336,14 +351,15 @@ def _compare(
                 places[info.fqn].append(stored.dist)
     errors: dict[str, float] = {}
     for fqn, parts in places.items():
-        truth = expected[("grad", fqn)]
+        truth, terms = expected[("grad", fqn)], expected.get(("terms", fqn))
+        least = floor if terms is None else max(floor, float(terms.sqrt()))
         if len(parts) > 1:
-            errors[fqn] = relative_error(_whole(fqn, parts, ranks, truth), truth, truth, floor)
+            errors[fqn] = relative_error(_whole(fqn, parts, ranks, truth), truth, truth, least)
             continue
         config, worst = parts[0], 0.0
         for rank in config.mesh.ranks:
             piece = config.take(truth, rank)  # padding included: it must be zero
-            worst = max(worst, relative_error(ranks[rank]["grads"][fqn], piece, truth, floor))
+            worst = max(worst, relative_error(ranks[rank]["grads"][fqn], piece, truth, least))
         errors[fqn] = worst
     return loss_error, errors
 

@@ -20,7 +20,8 @@ MOST_NODES = 4  # names of nodes in a row before the rest is counted
 EVERYWHERE = "root, or several modules"
 PRICE_LINE = (
     "price: extra bytes that one rank sends, over the best choice, if all nodes that are decided together take the "
-    "option and the rest of the graph may adapt; alone: if nothing else changes. Assumes {tokens} tokens, "
+    "option and the rest of the graph may adapt; moved: the part of it that is sent; unsharded: the rest, a charge for "
+    "work and memory that is not sharded; alone: the price if nothing else changes. Assumes {tokens} tokens, "
     "{bytes_per_float} bytes per float and {bytes_per_collective} extra bytes per collective"
 )
 

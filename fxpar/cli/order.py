@@ -9,7 +9,7 @@ from typing import Any
 from fxpar.cli.console import human_seconds, print_table, stdout_console
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.source import Layouts
-from fxpar.cli.switch import layouts_of, same_world
+from fxpar.cli.switch import layouts_of, predicted_for, same_world
 from fxpar.cli.switch_commands import OrderRequest
 from fxpar.errors import PlannerError
 from fxpar.ir.columns import human_bytes
@@ -61,7 +61,8 @@ def run_order(request: OrderRequest) -> None:
         "same_first": _figures(same_first, request.tokens),
     }
     if write_json(request.json, document):
-        _show(request, {"as given": given, "best, same first": same_first, "best": best}, document)
+        plans = {"as given": given, "best, same first": same_first, "best": best}
+        _show(request, predicted_for(request.cluster, cluster), plans, document)
 
 
 def training_of(found: Sequence[Layouts]) -> Training:
@@ -81,9 +82,10 @@ def _figures(plan: OrderPlan, tokens: int | None) -> dict[str, Any]:
     return {**plan.to_json(), "tokens": tokens, "per_token_bytes": sizes, "per_token_s": plan.predicted_s / tokens}
 
 
-def _show(request: OrderRequest, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:
+def _show(request: OrderRequest, where: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:
     console = stdout_console()
-    console.print(f"{request.source.model}, a mini-batch: {_FLOWS[request.gradients]}", markup=False)
+    head = f"{request.source.model}, a mini-batch: {_FLOWS[request.gradients]}; {where}"
+    console.print(head, markup=False, soft_wrap=True)
     rows = []
     for name, plan in plans.items():
         cells = [name, human_bytes(plan.inter_node_bytes), human_bytes(plan.intra_node_bytes)]

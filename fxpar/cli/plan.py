@@ -12,9 +12,9 @@ from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_co
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
-from fxpar.cli.request import collected_warnings, write_json, write_output
+from fxpar.cli.request import cluster_name, collected_warnings, write_json, write_output
 from fxpar.cli.shallow import Shallow, memory_of, set_json
-from fxpar.cost.cluster import ClusterSpec, shipped, usual_cluster
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.search.chosen import of_ranks, planned_for, problem_of, searched
 from fxpar.search.driver import Found, Problem
@@ -183,11 +183,8 @@ def _show(console: Console, request: PlanRequest, found: Found, problem: Problem
 
 def _devices(request: PlanRequest) -> str:
     """What it is predicted for. Where no cluster is described, with `--verify` it is what the plans run on."""
-    if request.cluster in shipped():
-        return f"{request.cluster} nodes, from data sheets"
-    if request.cluster is not None:
-        return request.cluster
-    return "usual CPUs" if request.verify and kind_here(request.source.world or 1) == "cpu" else "usual GPUs"
+    here = request.cluster is None and request.verify and kind_here(request.source.world or 1) == "cpu"
+    return "usual CPUs" if here else cluster_name(request.cluster)
 
 
 def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpar.cli.names import SUFFIX
-from fxpar.errors import FxparWarning, GraphFileError, OutputError, OverrideError, StrategySyntaxError, TokensError
+from fxpar.errors import (
+    FxparWarning,
+    GraphFileError,
+    OutputError,
+    OverrideError,
+    StrategySyntaxError,
+    TokensError,
+    UnequalWorldsError,
+)
 from fxpar.ir.strategy import Strategy
 
 if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none of these
@@ -59,6 +67,21 @@ def parse_strategies(texts: Sequence[str], overrides: Sequence[str], world: int 
     if not all(names):
         raise StrategySyntaxError(",".join(texts), ",", "a strategy in the list is empty")
     return [Strategy.parse(name, world=world, overrides=placements) for name in names]
+
+
+def same_ranks(strategies: Sequence[Strategy]) -> int:
+    """Of how many ranks all of them are. Raises UnequalWorldsError."""
+    ranks = {str(strategy): strategy.world for strategy in strategies}
+    if len({*ranks.values()}) > 1:
+        raise UnequalWorldsError(ranks)
+    return strategies[0].world
+
+
+def cluster_name(path: str | None) -> str:
+    """What the value of `--cluster` stands for, as a head line names it."""
+    from fxpar.cost.cluster import shipped
+
+    return "usual GPUs" if path is None else f"{path} nodes, from data sheets" if path in shipped() else path
 
 
 def load_model(

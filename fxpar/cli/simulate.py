@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
-from fxpar.cli.request import collected_warnings, write_json
+from fxpar.cli.request import cluster_name, collected_warnings, same_ranks, write_json
 from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
@@ -29,9 +29,7 @@ def run_simulate(request: SimulateRequest) -> None:
         return
     named = [Named.parse(text) for text in request.named]
     lengths = read_lengths(request.lengths or "", request.seed)
-    cluster = cluster_of(request, named[0].strategy.world)
-    for one in named:
-        one.strategy.check_world(named[0].strategy.world)
+    cluster = cluster_of(request, same_ranks([one.strategy for one in named]))
     source = replace(request.source, options=request.model_options)
     with working() as status, collected_warnings([]):
         status.update(f"capturing {source.model}")
@@ -76,7 +74,7 @@ def _show(console: Console, request: SimulateRequest, found: Simulated, pricer: 
     plan = found.plan
     console.print(
         f"{request.source.model} on {pricer.cluster.world} devices, {pricer.mean_tokens:,.0f} tokens per mini-batch; "
-        f"predicted for {request.cluster or 'usual GPUs'} ({pricer.cluster.sustained})",
+        f"predicted for {cluster_name(request.cluster)} ({pricer.cluster.sustained})",
         markup=False,
     )
     rows = [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.options import GraphSource
-from fxpar.cli.request import check_output, collected_warnings, write_json
+from fxpar.cli.request import check_output, cluster_name, collected_warnings, same_ranks, write_json
 from fxpar.cli.source import Layouts, read_layouts, strategies_of
 from fxpar.cli.switch_commands import SwitchRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
@@ -32,18 +32,16 @@ def run_switch(request: SwitchRequest) -> None:
     plan = plan_switch(before, after, cluster, request.planner)
     plan.verify()
     if write_json(request.json, plan.to_json()):
-        _show(request.source.model, plan)
+        _show(f"{request.source.model}: {before.name} -> {after.name}; {predicted_for(request.cluster, cluster)}", plan)
 
 
 def same_world(source: GraphSource, texts: Sequence[str], path: str | None) -> tuple[list[Strategy], ClusterSpec]:
     """The strategies, all of one world size, and the cluster of this file, which has so many devices; without a file
-    usual GPUs. Raises StrategySyntaxError, WorldSizeError, ClusterError.
+    usual GPUs. Raises StrategySyntaxError, UnequalWorldsError, ClusterError.
     """
     cluster = None if path is None else ClusterSpec.from_file(path)
     strategies = strategies_of(source, texts)
-    world = strategies[0].world
-    for strategy in strategies:
-        strategy.check_world(world)
+    world = same_ranks(strategies)
     if cluster is None:
         return strategies, usual_cluster(world)
     cluster.require(world)
@@ -63,10 +61,15 @@ def layouts_of(source: GraphSource, strategies: Sequence[Strategy]) -> list[Layo
     return [replace(each, params=each.params.with_dtype(wire)) for each in found]
 
 
-def _show(model: str, plan: SwitchPlan) -> None:
+def predicted_for(path: str | None, cluster: ClusterSpec) -> str:
+    """The end of a head line: the cluster, and the links that count for what is sent."""
+    return f"predicted for {cluster_name(path)} ({cluster.links})"
+
+
+def _show(head: str, plan: SwitchPlan) -> None:
     data = plan.to_json()
     console = stdout_console()
-    console.print(f"{model}: {plan.problem.source} -> {plan.problem.target}", markup=False, style="bold")
+    console.print(head, markup=False, style="bold", soft_wrap=True)
     rows = [
         ("planner", plan.planner if plan.planner == plan.chosen else f"{plan.planner} ({plan.chosen})"),
         ("inside nodes", human_bytes(data["intra_node_bytes"])),

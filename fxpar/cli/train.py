@@ -6,10 +6,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,7 +20,6 @@ from fxpar.cli.request import check_output, write_output
 from fxpar.cli.run_commands import TrainRequest
 from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, PlanFileError, RankFailedError
 from fxpar.ir.strategy import Strategy
-from fxpar.models.loaded import folder_of
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
 from fxpar.train.strategies import STATIC
@@ -72,16 +72,27 @@ def configured(request: TrainRequest) -> TrainConfig:
         words.append("checkpoint.resume=true")
     config = read_config(request.config, words) if request.config is not None else _demo(words)
     if plan is not None and request.plan is not None:
-        options = [f"{key}={value}" for key, value in config.model.options.items()]
-        plan.check(request.plan, config.model.name, options, config.run.ranks)
+        from fxpar.train.model import texts_of
+
+        options = [f"{key}={text}" for key, text in texts_of(config).items()]
+        plan.check(request.plan, config.model.name, options, config.run.ranks, partial(_resolved, config.model.name))
         _check_vocabulary(request.plan, plan)
     return config
+
+
+def _resolved(model: str, options: Sequence[str]) -> Mapping[str, Any]:
+    from fxpar.models.options import parse_assignments
+    from fxpar.models.resolved import resolved_options
+
+    return resolved_options(model, parse_assignments(options))
 
 
 def _check_vocabulary(path: str, plan: Plan) -> None:
     """A built-in model, or one of transformers without a folder, gets the tokenizer's: a plan for the tiny default is
     for a far smaller model. Raises PlanFileError.
     """
+    from fxpar.models.loaded import folder_of
+
     named = any(option.partition("=")[0].startswith("vocab") for option in plan.options)
     if not named and (plan.model in EXAMPLE_NAMES or plan.model.startswith("hf:")) and folder_of(plan.model) is None:
         key = "vocab" if plan.model in EXAMPLE_NAMES else "vocab_size"

@@ -100,6 +100,12 @@ class ClusterSpec:
             per_byte_s = 1 / (Fraction(self.all_reduce_gb_per_s) * 10**9)
         return latency_s, per_byte_s
 
+    @property
+    def links(self) -> str:
+        """Its nodes and what connects their devices, in words."""
+        between = f", {self.inter_gb_per_s:g} between" if self.nodes > 1 else ""
+        return f"{self.nodes} x {self.devices_per_node} devices, {self.intra_gb_per_s:g} GB/s inside a node{between}"
+
     def require(self, ranks: int) -> None:
         """Raise ClusterError unless the cluster has `ranks` devices."""
         if ranks > self.world:

@@ -2,94 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from fractions import Fraction
 
 from fxpar.cost.calls import NOMINAL_TOKENS, handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
-from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.schedule import KINDS
-from fxpar.schedule.mini_batch import FORWARD
-
-
-@dataclass(frozen=True)
-class GroupCost:
-    """Seconds of one micro-batch of one replica: fixed + per_token * T + per_square * sum(len**2).
-
-    T is the sum of the lengths of its sequences; attention, which stays inside of a sequence, is quadratic in each.
-
-    With `stages` > 1 a replica is a pipeline of that many ranks, `virtual` stages on each; the numbers are those of the
-    slowest ranks, and its micro-batches c_1 >= c_2 >= ... c_m, which start in this order, take
-
-        c_1 + ... + c_m + (stages - 1) / virtual * c_1
-
-    The last term is the time to fill and drain the pipeline (Narayanan et al. 2021, 2.2.1; interleaved: 2.2.2), there
-    for equal micro-batches. Of unequal ones the longest counts, not the mean: the ranks are a chain of equal machines,
-    where all others wait while the longest passes. That is exact for gpipe; 1f1b takes no more and, in this order,
-    hardly less, where the mean would promise up to 2.5 times too little. zb_h1 is exact too: a rank waits
-    (stages - 1) * 2 / 3 of the longest, less the weight parts, a third each, of the next micro-batches, at most
-    stages - 1 of them, which fill gaps (Qi et al. 2023, table 2, for equal ones). interleaved_1f1b is slower where
-    micro-batches of one round differ. It runs in rounds of `stages`: a last round that is not full is filled up with
-    idle micro-batches that cost as much as the last one.
-
-    `shared_by` ranks take turns on a core (`fxpar.cost.device.Device`), and those that wait leave it to the others:
-    then the numbers are those of the mean over a pipeline's ranks, and all replicas together take
-
-        max(their mean, bubbles left out; the slowest of them, bubble included, / shared_by)
-
-    Raises CostModelError for seconds that are negative or not finite, ScheduleOptionError for a count below 1.
-    """
-
-    fixed_s: float
-    per_token_s: float
-    per_square_s: float
-    stages: int = 1
-    virtual: int = 1
-    schedule: str = "1f1b"
-    shared_by: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name == "schedule":
-                if value not in KINDS:
-                    raise ScheduleOptionError(f"there is no kind {value!r}", f"Known are {', '.join(KINDS)}")
-            elif name in ("stages", "virtual"):
-                if value < 1:
-                    raise ScheduleOptionError(f"{name} is {value}", "It must be 1 or more")
-            elif not (math.isfinite(value) and value >= 0):
-                raise CostModelError(name, value)
-
-    def seconds(self, lengths: Sequence[int]) -> float:
-        """Time of a micro-batch of sequences with these lengths in tokens."""
-        squares = sum(length * length for length in lengths)
-        return self.fixed_s + self.per_token_s * sum(lengths) + self.per_square_s * squares
-
-    def replica_s(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Time of a replica that runs micro-batches of sequences with these lengths in tokens, bubble included."""
-        runs = sorted(map(self.seconds, micro_batches), reverse=True)
-        if not runs:
-            return 0.0
-        idle = -len(runs) % self.stages if self.virtual > 1 else 0
-        return sum(runs) + idle * runs[-1] + self._bubble(runs)
-
-    def _bubble(self, runs: Sequence[float]) -> float:
-        """How long ranks wait to fill and drain the pipeline."""
-        if self.schedule != "zb_h1":
-            return (self.stages - 1) / self.virtual * runs[0]
-        weight = (1 - FORWARD) / 2
-        return (self.stages - 1) * (1 - weight) * runs[0] - weight * sum(runs[1 : self.stages])
-
-    def sequence_s(self, length: int) -> float:
-        """What one more sequence of this length adds."""
-        return self.per_token_s * length + self.per_square_s * (length * length)
 
 
 def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,9 @@ class FileList:
         if self.names:
             return ""
         if self.globs and self.seen:
-            return f"none of its {self.seen:,} files matches {', '.join(self.globs)}; change the glob"
+            ends = Counter(Path(name).suffix or "no suffix" for name in list_files(self.root).names).most_common(4)
+            there = ", ".join(f"{count:,} {suffix}" for suffix, count in ends)
+            return f"none of its {self.seen:,} files ({there}) matches {', '.join(self.globs)}; change the glob"
         return "it holds no file; put text, JSONL or parquet files there, or name another source"
 
 

@@ -20,11 +20,12 @@ class MiniBatchLoader:
 
     A mini-batch is global and every rank gets the same one without communication: the order of an epoch is drawn from
     (seed, epoch) alone. Its budget is either `batch_tokens` (as many sequences as fit, at least one, even a longer one)
-    or `batch_sequences`. It never spans two epochs, so the last one of an epoch may be smaller. Without `epochs` the
-    loader goes on for ever. With `vocab_size` no id is that large or negative.
+    or `batch_sequences`. It never spans two epochs, so the last one of an epoch may be smaller: with `drop_last`
+    an epoch ends before it, unless it is the only one. Without `epochs` the loader goes on for ever. With `vocab_size`
+    no id is that large or negative.
 
     The loader is its own iterator: a second `for` goes on where the first one stopped. `state_dict` taken after a
-    mini-batch resumes with the next one, on any number of ranks and with another budget.
+    mini-batch resumes with the next one, on any number of ranks and with another budget or `drop_last`.
 
     Raises LoaderOptionError, OverlongError (overlong="error"), NoSequencesError; a mini-batch raises TokenIdError.
     """
@@ -41,6 +42,7 @@ class MiniBatchLoader:
         shuffle: bool = True,
         epochs: int | None = None,
         vocab_size: int | None = None,
+        drop_last: bool = False,
     ) -> None:
         if (batch_tokens is None) == (batch_sequences is None):
             raise LoaderOptionError("give the size of a mini-batch as one of batch_tokens and batch_sequences")
@@ -58,6 +60,7 @@ class MiniBatchLoader:
         self._batch_tokens = batch_tokens
         self._batch_sequences = batch_sequences
         self._vocab_size = vocab_size
+        self._drop_last = drop_last
         self._seed, self._shuffle, self._epochs = seed, shuffle, epochs
         self._fingerprint: dict[str, str | int | bool] = {
             **tokens.identity,
@@ -100,8 +103,7 @@ class MiniBatchLoader:
         sequences = [self._sequence(index) for index in chosen]
         self._check_ids(sequences)
         self._position += len(chosen)
-        if self._position == len(order):
-            self._epoch, self._position = self._epoch + 1, 0
+        self._end_epoch(order)
         return sequences
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +119,8 @@ class MiniBatchLoader:
         """Go on where `state_dict` was taken.
 
         Raises LoaderStateError if it was taken on another corpus, tokenizer or selection of documents, or with other
-        settings than this loader's; it says which. `batch_tokens`, `batch_sequences` and `epochs` may differ.
+        settings than this loader's; it says which. `batch_tokens`, `batch_sequences`, `drop_last` and
+        `epochs` may differ.
         """
         try:
             form, epoch, position = (_integer(state[key]) for key in ("format", "epoch", "position"))
@@ -134,6 +137,19 @@ class MiniBatchLoader:
         if epoch < 0 or not 0 <= position < len(self.lengths):
             raise LoaderStateError(f"epoch {epoch}, position {position} of {len(self.lengths)} does not exist")
         self._epoch, self._position = epoch, position
+        self._end_epoch(self._epoch_order())
+
+    def _end_epoch(self, order: np.ndarray) -> None:
+        """Go to the next epoch where nothing is left of this one, or (`drop_last`) too little for a mini-batch."""
+        left = order[self._position :]
+        if not len(left) or (self._drop_last and self._position and self._is_too_little(left)):
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def _is_too_little(self, left: np.ndarray) -> bool:
+        if self._batch_sequences is not None:
+            return len(left) < self._batch_sequences
+        assert self._batch_tokens is not None
+        return int(self.lengths[left[: self._batch_tokens // 2 + 1]].sum()) < self._batch_tokens
 
     def _check_ids(self, sequences: list[torch.Tensor]) -> None:
         size = self._vocab_size

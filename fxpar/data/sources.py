@@ -59,13 +59,13 @@ def open_corpus(source: str | Path, *, kind: str | None = None, **options: Any) 
     - python-stdlib: the source files of the running Python. `glob`, `tests` (False), `unit` ("file", or "definition":
       each function and class is a document).
 
-    Without `kind` it is told from the path: by suffix, by the files that mark a dataset, and a folder whose files are
-    all JSONL or all parquet is of that kind; anything else is text.
+    Without `kind` it is told from the path: by suffix, by the files that mark a dataset, and a folder whose files
+    (those that `glob` leaves) are all JSONL or all parquet is of that kind; anything else is text.
 
     Raises CorpusPathError, CorpusKindError, CorpusOptionError, CorpusFormatError, MissingDataPackageError,
     EmptyCorpusError.
     """
-    name = kind or (STDLIB if str(source) == STDLIB else kind_of(Path(source).expanduser()))
+    name = kind or (STDLIB if str(source) == STDLIB else kind_of(Path(source).expanduser(), options.get("glob")))
     if name not in KINDS:
         raise CorpusKindError(name, KINDS)
     found = KINDS[name]
@@ -75,13 +75,17 @@ def open_corpus(source: str | Path, *, kind: str | None = None, **options: Any) 
     return Corpus(found.open(check_source(source), **checked))
 
 
-def kind_of(path: Path) -> str:
-    """The kind of corpus at a path. Raises CorpusPathError if there is nothing."""
+def kind_of(path: Path, glob: Any = None) -> str:
+    """The kind of corpus at a path, of the files that `glob` (one or several patterns) leaves of a folder.
+
+    Raises CorpusPathError if there is nothing, CorpusOptionError for what is no pattern.
+    """
     if not path.exists():
         raise CorpusPathError(str(path), [STDLIB])
     if path.is_dir() and any((path / marker).is_file() for marker in dataset.MARKERS):
         return "dataset"
-    kinds = {_SUFFIX_KINDS.get(Path(name).suffix.lower(), "text") for name in list_files(path).names}
+    globs = () if glob is None else _checked("text", "glob", glob)
+    kinds = {_SUFFIX_KINDS.get(Path(name).suffix.lower(), "text") for name in list_files(path, globs).names}
     return kinds.pop() if len(kinds) == 1 else "text"
 
 

@@ -25,7 +25,17 @@ class WorldSizeError(FxparError):
     def __init__(self, strategy: str, product: int, world: int) -> None:
         super().__init__(
             f"strategy {strategy!r} needs {product} ranks (the product of its degrees), but the world has {world}. "
-            f"Change a degree so that the product is {world}, or start {product} ranks."
+            f"Change a degree so that the product is {world}, or use {product} ranks."
+        )
+
+
+class UnequalWorldsError(FxparError):
+    """Strategies between which weights move do not have equally many ranks."""
+
+    def __init__(self, ranks: Mapping[str, int]) -> None:
+        sizes = ", ".join(f"{strategy!r} has {count}" for strategy, count in ranks.items())
+        super().__init__(
+            f"strategies that take turns run on the same ranks, but {sizes}. Change degrees so that products are equal"
         )
 
 

@@ -1,4 +1,4 @@
-"""Errors of planning: lengths, profiles, plan files, what is asked of a plan, and models that fit nowhere."""
+"""Errors of planning: lengths, profiles, costs, plan files, what is asked of a plan, models that fit nowhere."""
 
 from __future__ import annotations
 
@@ -81,3 +81,27 @@ class NoCandidateError(FxparError):
 
     def __init__(self, reasons: Iterable[str]) -> None:
         super().__init__("the model runs under none of the strategies: " + "; ".join(reasons))
+
+
+class GroupCostsError(FxparError):
+    """Not one cost per length group."""
+
+    def __init__(self, groups: int, costs: int) -> None:
+        super().__init__(f"there are {groups} length groups but {costs} costs; pass one GroupCost per group, in order")
+
+
+class CostModelError(FxparError):
+    """A number of a cost model that no device can have."""
+
+    def __init__(self, name: str, value: float) -> None:
+        super().__init__(f"{name} = {value!r} must be finite and >= 0; measure it on one device")
+
+
+class CostContractError(FxparError):
+    """A cost model returned no cost."""
+
+    def __init__(self, strategy: str, found: object) -> None:
+        super().__init__(
+            f"the cost model returned {type(found).__name__} for '{strategy}'. It takes (program, cluster) and returns "
+            "a fxpar.batching.GroupCost"
+        )

@@ -179,30 +179,6 @@ class UnknownBudgetError(FxparError):
         )
 
 
-class GroupCostsError(FxparError):
-    """Not one cost per length group."""
-
-    def __init__(self, groups: int, costs: int) -> None:
-        super().__init__(f"there are {groups} length groups but {costs} costs; pass one GroupCost per group, in order")
-
-
-class CostModelError(FxparError):
-    """A number of a cost model that no device can have."""
-
-    def __init__(self, name: str, value: float) -> None:
-        super().__init__(f"{name} = {value!r} must be finite and >= 0; measure it on one device")
-
-
-class CostContractError(FxparError):
-    """A cost model returned no cost."""
-
-    def __init__(self, strategy: str, found: object) -> None:
-        super().__init__(
-            f"the cost model returned {type(found).__name__} for '{strategy}'. It takes (program, cluster) and returns "
-            "a fxpar.batching.GroupCost"
-        )
-
-
 class EmptyMiniBatchError(FxparError):
     """A mini-batch has no sequence at all."""
 
@@ -273,6 +249,16 @@ class AutocastError(FxparError):
         super().__init__(
             f"train_step is in torch.autocast({device!r}, {now}), but was captured with {captured or 'no casts'}. "
             "Give fxpar.parallelize precision='bf16' or 'fp16', and call train_step outside"
+        )
+
+
+class NoGradError(FxparError):
+    """A step of training where gradients are off: it would have added gradients all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "train_step is called with gradients off (torch.no_grad or torch.inference_mode), and all it makes is "
+            "gradients. Call it outside of that block; model.evaluate(sequences) gives the loss alone"
         )
 
 

@@ -23,7 +23,7 @@ from torch import fx
 from fxpar.errors import OpContractError
 from fxpar.flow import numbers, pairs
 from fxpar.flow.call import FlowCall, Question, Site
-from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, SIZES, STATEMENTS, UNREAD, Flows
+from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, POSITION_KEYS, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.ir.dist_config import Partial, Shard
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
@@ -50,10 +50,9 @@ PADDING: dict[str, int] = {
     "loss_mask": 0,
     TOKEN_NUMBERS: 0,
 }
-"""Batch key -> what stands at padded tokens."""
+"""Batch key -> what stands at padded tokens of whole numbers; in any other key, and in fractions, it is 0."""
 
-PADDED_KEYS = {*PADDING, "document_ids", "document_positions", "position_ids", "positions"}
-"""Batch keys whose padding is known: positions begin anew, and padding is a document of its own."""
+_COUNTED = {"document_ids", "document_positions", *POSITION_KEYS}  # positions begin anew, as one document more
 
 # Operands that are multiplied and then summed: zeros in one of them drop out.
 _CONTRACTIONS = MATRIX_PRODUCTS | {aten.sum.default, aten.sum.dim_IntList}
@@ -74,6 +73,16 @@ def token_flow(logical: LogicalGraph, token: sympy.Symbol, question: Question) -
     walk = _Walk(logical, token, question)
     walk.run()
     return TokenFlow(question, walk.flows, walk.sites, walk.hazard())
+
+
+def padding_of(key: str, dtype: torch.dtype) -> int | None:
+    """The number that stands at padded tokens of a batch key; None where they count up (positions, documents).
+
+    0 for a key that nobody knows: what padding has matters only where the flow proves that it adds nothing.
+    """
+    if key in _COUNTED:
+        return None
+    return 0 if dtype.is_floating_point or dtype.is_complex else PADDING.get(key, 0)
 
 
 def in_words(flow: Flow) -> str:
@@ -151,7 +160,7 @@ class _Walk:
             return row(node, "is one for the whole row")
         if len(dims) > 2:
             return row(node, "has more than two dims of tokens")
-        known = PADDING.get(info.fqn) if not info.meta.dtype.is_floating_point or info.fqn == "loss_mask" else None
+        known = padding_of(info.fqn, info.meta.dtype)
         return Flow(dims=dims, padded=None if known is None or len(dims) != 1 else float(known))
 
     # ------------------------------------------------------------------------------------------------- ops
@@ -362,4 +371,4 @@ def _is_whole(size: Size, shard: Shard, token: sympy.Symbol) -> bool:
     return bool(number.is_Integer) and len(set(shard.sections)) <= 1 and int(number) % (len(shard.sections) or 1) == 0
 
 
-__all__ = ["PADDED_KEYS", "PADDING", "TokenFlow", "in_words", "token_flow"]
+__all__ = ["PADDING", "TokenFlow", "in_words", "padding_of", "token_flow"]

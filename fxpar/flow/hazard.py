@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from fxpar.flow.analysis import PADDED_KEYS, in_words, token_flow
+from fxpar.flow.analysis import in_words, token_flow
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 
 
@@ -27,9 +27,6 @@ def padding_hazard(logical: LogicalGraph) -> str | None:
         return None
     if logical.packing is not None:
         return logical.packing.padding_hazard
-    unknown = unknown_padding(logical, token)
-    if unknown is not None:
-        return unknown
     flow = token_flow(logical, token, "padding")
     return None if flow.hazard is None else in_words(flow.hazard)
 
@@ -40,13 +37,3 @@ def with_packing(hazard: str, unpacked: str) -> str:
     """
     same_op = unpacked.split(" ")[0] == hazard.split(" ")[0]
     return hazard if same_op or not unpacked else f"{hazard} (and rows are not packed, since {unpacked})"
-
-
-def unknown_padding(logical: LogicalGraph, token: sympy.Symbol) -> str | None:
-    """The first tensor of the batch with tokens for which nobody knows how padding looks, in words."""
-    for info in logical.inputs:
-        tokens = [s for s in info.meta.shape if token in getattr(s, "free_symbols", ())]
-        floating = info.meta.dtype.is_floating_point and info.fqn != "loss_mask"
-        if info.kind == "batch" and tokens and (info.fqn not in PADDED_KEYS or floating):
-            return f"nothing is known that could stand for padding in batch[{info.fqn!r}]"
-    return None

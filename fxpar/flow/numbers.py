@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _result(call: FlowCall, known: list[float | None]) -> float | None:
         return known[0]
     if target in _SUMS:
         return 0.0 if known[0] == 0 else None
-    if target in _PRODUCTS and 0.0 in known:
+    if target in _PRODUCTS and 0.0 in known and all(math.isfinite(k) for k in known if k is not None):
         return 0.0  # of finite numbers; of others the loss is no number, which does not pass unnoticed
     if target is aten.where.self:
         return None if known[0] is None else known[1] if known[0] else known[2]

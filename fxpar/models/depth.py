@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fxpar.models.builtin import EXAMPLES
 from fxpar.models.hf_shrink import LAYER_NAMES
 from fxpar.models.loaded import folder_of
-from fxpar.models.options import with_options
+from fxpar.models.resolved import resolved_options
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,11 @@ def layer_option(spec: str, given: Mapping[str, str]) -> LayerOption | None:
     Raises as `fxpar.models.load` does for options.
     """
     if spec in EXAMPLES:
-        options = with_options(EXAMPLES[spec].options, given, f"the built-in {spec!r}")
-        layers = getattr(options, "layers", None)
+        layers = resolved_options(spec, given).get("layers")
         return None if layers is None else LayerOption("layers", layers)
     if not spec.startswith("hf:") or folder_of(spec) is not None:
         return None
-    from fxpar.models.huggingface import default_config, make_config
-
-    model_type, at, size = spec.removeprefix("hf:").partition("@")
-    config: dict[str, Any] = make_config(model_type, default_config(model_type), size if at else None, given).to_dict()
+    config = resolved_options(spec, given)
     names = [name for name in LAYER_NAMES if isinstance(config.get(name), int)]
     if len(names) != 1:
         return None

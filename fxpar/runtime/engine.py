@@ -36,7 +36,7 @@ from fxpar.batching.collate import (
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import FxparError, ModelLengthError, NanLossError
+from fxpar.errors import FxparError, ModelLengthError, NanLossError, NoGradError
 from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
@@ -158,8 +158,8 @@ class Engine:
         """Run one mini-batch; home gradients are added to. `buffers` (by FQN) are replaced by their new values. The
         summed loss is divided by `denominator`, without one by the number of valid tokens.
 
-        Raises AutocastError, NanLossError, DenominatorError, BatchMismatchError, the errors of `fxpar.batching`, and
-        what the watcher makes of a rank that is gone.
+        Raises AutocastError, NoGradError, NanLossError, DenominatorError, BatchMismatchError, the errors of
+        `fxpar.batching`, and what the watcher makes of a rank that is gone.
         """
         options = self.options
         with (
@@ -220,6 +220,8 @@ class Engine:
         alone = forward_keys is not None
         plan, valid, parts, problem = None, 0, sequences, None
         try:
+            if not (alone or torch.is_grad_enabled()):
+                raise NoGradError
             check_denominator(denominator)
             parts = self._apart(sequences, self.options.split or alone)
             check_present(sequences, forward_keys or ())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import PadError
-from fxpar.flow import PADDING
+from fxpar.flow import padding_of
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import Dim, Input
 
@@ -39,11 +39,8 @@ def _next_document(x: Tensor, dim: int, count: int) -> Tensor:
     return (x.narrow(dim, x.shape[dim] - 1, 1) + 1).repeat_interleave(count, dim)
 
 
-_LABELS = ("labels", "target", "targets")  # ignored by index; a float target is not ignored at all
-
-# Batch key -> how its padding looks.
-PAD_RULES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
-    **{key: _constant(value) for key, value in PADDING.items()},
+# Batch keys whose padding counts up; in all others it is one number, which the flow of tokens reckons with.
+_COUNTING: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "position_ids": _restart,
     "positions": _restart,
     "document_positions": _restart,
@@ -75,10 +72,10 @@ def pad_batch(
 ) -> dict[str, Tensor]:
     """`batch` with every dynamic dim padded to a multiple of its divisor.
 
-    Raises PadError for a key without a rule (`rules` adds to PAD_RULES), or if the padded size exceeds what the model
-    allows.
+    `rules` wins over what is known of a key. `hazard` is what in the model would see padding, in words. Raises PadError
+    if there is one, or if the padded size exceeds what the model allows.
     """
-    known = {**PAD_RULES, **(rules or {})}
+    known = {**_COUNTING, **(rules or {})}
     symbols = {d.symbol: d for d in dims}
     padded = dict(batch)
     for info in inputs:
@@ -97,9 +94,7 @@ def pad_batch(
             if hazard is not None:
                 why = f"{dim.name}={have} must be a multiple of {divisors[dim.name]}"
                 raise PadError(info.fqn, why, hazard)
-            rule = known.get(info.fqn)
-            if rule is None or (info.fqn in _LABELS and batch[info.fqn].is_floating_point()):
-                raise PadError(info.fqn, f"{dim.name}={have} must be a multiple of {divisors[dim.name]}")
+            rule = known.get(info.fqn) or _constant(padding_of(info.fqn, batch[info.fqn].dtype) or 0)
             so_far = padded[info.fqn]  # a [T, T] mask is padded twice
             padded[info.fqn] = torch.cat([so_far, rule(so_far, d, missing)], d)
     return padded

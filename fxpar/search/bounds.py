@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fxpar.cost.group import GroupCost
+from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
 
 

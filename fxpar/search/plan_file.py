@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
 from pathlib import Path
@@ -25,6 +25,10 @@ class PlanGroup:
     strategy: str
     token_budget: int
     seconds: float = 0.0
+
+
+Resolved = Callable[[Sequence[str]], Mapping[str, Any]]
+"""From options `key=value` of a model to their values, defaults included."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,28 @@ class Plan:
             raise PlanFileError(path, why, "Make one for it, or delete `parameters` if it is meant")
         self._check_world(path, world)
 
-    def check(self, path: str, model: str, options: Sequence[str], world: int | None) -> None:
+    def check(
+        self, path: str, model: str, options: Sequence[str], world: int | None, resolved: Resolved | None = None
+    ) -> None:
         """Raise PlanFileError if it is for another model or another number of ranks (None: any). A run may leave out
-        options that the plan names, such as a vocabulary that its tokenizer says.
+        options that the plan names, such as a vocabulary that its tokenizer says. Options that are written otherwise
+        are compared as `resolved` has them, by name from those that are given.
         """
-        if model != self.model or not set(options) <= set(self.options):
+        if model != self.model or not self._covers(options, resolved):
             mine, theirs = " ".join([self.model, *self.options]), " ".join([model, *options])
             words = " ".join([model, *(f"--set {option}" for option in options)])
             raise PlanFileError(path, f"it is for the model {mine}, not {theirs}", f"Make one with: fxpar plan {words}")
         self._check_world(path, world)
+
+    def _covers(self, options: Sequence[str], resolved: Resolved | None) -> bool:
+        """Whether all of these options are as in the plan, by their texts or by what they come to."""
+        others = set(options) - set(self.options)
+        if not others or resolved is None:
+            return not others
+        mine, theirs = resolved(self.options), resolved(options)
+        keys = {key for key in theirs if theirs[key] != mine.get(key)}
+        left_out = {one.partition("=")[0] for one in self.options} - {one.partition("=")[0] for one in options}
+        return keys <= left_out
 
     def _check_world(self, path: str, world: int | None) -> None:
         if world not in (None, self.world):

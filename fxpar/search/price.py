@@ -18,7 +18,8 @@ from fractions import Fraction
 from functools import cached_property
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import NOMINAL_TOKENS, GroupCost, group_cost, of_strategy, rank_costs
+from fxpar.cost.group import NOMINAL_TOKENS, group_cost, of_strategy, rank_costs
+from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy

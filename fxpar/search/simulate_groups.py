@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import GroupCost
+from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.published import COMBINATIONS, EDGES, LAYOUTS, OTHERS_S, SHORTEST_ROW, STATIC, Band
 from fxpar.switch import ParamLayout

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from fxpar.cost.group import GroupCost, of_strategy
+from fxpar.cost.group import of_strategy
+from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.search.price import Candidate, Memory, Priced, spread_layers
 

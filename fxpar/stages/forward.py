@@ -10,7 +10,7 @@ from torch import fx
 from fxpar.errors import NotAChainError, StageCountError, UnknownCutError, nearest
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import fqn_of, tensor_of, whole_meta
-from fxpar.stages.layers import balanced_cuts, find_layers, rerun
+from fxpar.stages.layers import find_layers, layer_cuts, module_cuts, rerun
 from fxpar.stages.nodes import Nodes, nbytes, producer
 
 
@@ -27,7 +27,7 @@ def choose_cuts(nodes: Nodes, stages: int, cuts: Sequence[str] | None) -> list[t
             model, f"{stages} stages have {stages - 1} boundaries, {len(cuts)} cuts are given", "Give one per boundary"
         )
     if cuts is None:
-        cuts = balanced_cuts(find_layers(nodes), stages, model) if stages > 1 else []
+        cuts = layer_cuts(nodes, stages) if stages > 1 else []
     found = [(_first_op(nodes, fqn), fqn) for fqn in cuts]
     for (before, first), (after, second) in itertools.pairwise(found):
         if after <= before:
@@ -115,7 +115,8 @@ def _suggestion(nodes: Nodes, near: int | None) -> str:
     layers = [layer for layer in find_layers(nodes) if _cuts_something_off(nodes, layer.start)]
     if near is not None:
         layers.sort(key=lambda layer: abs(layer.start - near))
-    if not layers:
-        return "No cut at a repeated layer works for this model; use dp, cp or tp instead of pp"
-    names = ", ".join(repr(layer.fqn) for layer in layers[:3])
+    found = [layer.fqn for layer in layers[:3]] or module_cuts(nodes, 2)
+    if not found:
+        return "No cut works for this model; use dp, cp or tp instead of pp"
+    names = ", ".join(map(repr, found))
     return f"Cuts that work are for example {names}"

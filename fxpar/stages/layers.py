@@ -82,14 +82,46 @@ def _dots(fqn: str) -> list[int]:
     return [0, *(i for i, c in enumerate(fqn) if c == ".")]
 
 
-def balanced_cuts(layers: list[Layer], stages: int, model: str) -> list[str]:
+def layer_cuts(nodes: Nodes, stages: int) -> list[str]:
+    """`balanced_cuts` of the layers of a model. Raises StageCountError, which says what counts as a layer."""
+    layers = find_layers(nodes)
+    if stages <= len(layers):
+        return balanced_cuts(layers, stages)
+    names = ", ".join(repr(layer.fqn) for layer in layers[:4]) + ", ..." * (len(layers) > 4)
+    counted = f" ({names})" if layers else ""
+    why = f"{stages} stages need {stages} layers, there are {len(layers)}{counted}"
+    what = "Numbered modules count (layers.0, layers.1) that run once and take a tenth of the forward. "
+    others = module_cuts(nodes, stages)
+    say = f", or say where they begin, for example +cut({'|'.join(others)})" if others else ""
+    raise StageCountError(nodes.logical.name, why, f"{what}Use fewer stages (a smaller pp){say}")
+
+
+def module_cuts(nodes: Nodes, stages: int) -> list[str]:
+    """As `layer_cuts`, at modules of any name, the outermost that are enough; none if there are not enough."""
+    costs = [busy_s(node, nodes.shape, _CLUSTER) for node in nodes.bound]
+    names = [fqn_of(node) if not is_backward(node) else "" for node in nodes.bound]
+    starts: dict[str, int] = {}
+    for i, name in enumerate(names):
+        for end in (*_dots(name)[1:], len(name)):
+            starts.setdefault(name[:end], i)
+    first_param = min((i for i, *_ in nodes.reads_params), default=len(names))
+    for depth in range(1, 2 + max((name.count(".") for name in names), default=0)):
+        outer = {starts[fqn]: fqn for fqn in starts if fqn and fqn.count(".") < depth}  # of two that begin here, inner
+        usable = [(i, fqn) for i, fqn in sorted(outer.items()) if i > first_param and not rerun(nodes, [(i, fqn)])]
+        begins = [(0, ""), *usable]
+        ends = [*(i for i, _ in usable), len(names)]
+        layers = [Layer(fqn, a, sum(costs[a:b], Fraction(0))) for (a, fqn), b in zip(begins, ends, strict=True)]
+        if stages <= len(layers):
+            found = balanced_cuts(layers, stages)
+            if not rerun(nodes, [(starts[fqn], fqn) for fqn in found]):
+                return found
+    return []
+
+
+def balanced_cuts(layers: list[Layer], stages: int) -> list[str]:
     """The layers with which stages 1, 2, ... begin, such that the dearest stage is as cheap as can be; of several such
-    cuts the one of least spread, and then the one whose first stages are larger. Raises StageCountError.
+    cuts the one of least spread, and then the one whose first stages are larger. There are as many layers or more.
     """
-    if stages > len(layers):
-        raise StageCountError(
-            model, f"{stages} stages need {stages} layers, there are {len(layers)}", "Use fewer stages (a smaller pp)"
-        )
     total = [Fraction(0)]
     for layer in layers:
         total.append(total[-1] + layer.seconds)

@@ -1,6 +1,7 @@
 """The configuration of a run: a TOML file, and `--set section.key=value` on top of it, as frozen dataclasses.
 
-`docs/train.md` lists every key. Paths are relative to the current folder.
+`docs/train.md` lists every key. Paths are relative to the current folder. What needs torch is imported where it is
+used: a file that is not there, or a key that is wrong, is told without.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from fxpar.batching import length_groups
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
 from fxpar.ir.strategy import Strategy
-from fxpar.models.loaded import folder_of
-from fxpar.precision import Precision
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, auto_problems, group_problems, read_strategies
 
@@ -45,7 +44,8 @@ class DataConfig:
     `text` is the field (JSONL) or column (parquet, dataset) that holds the text; `unit` is what of `python-stdlib` is a
     document: a "file", or a "definition" (function or class). A corpus without `tokenizer` (a file)
     gets a byte-pair tokenizer of `vocab` tokens. `validation` documents are held out; their
-    loss is measured each `validate_every` steps (0: never) and after the last one.
+    loss is measured each `validate_every` steps (0: never) and after the last one. The last mini-batch of an epoch has
+    what is left; `drop_last` leaves it out.
     """
 
     source: str
@@ -63,6 +63,7 @@ class DataConfig:
     validation: int = field(default=0, metadata={"least": 0})
     validate_every: int = field(default=0, metadata={"least": 0})
     shuffle: bool = True
+    drop_last: bool = False
     cache: str | None = None
 
 
@@ -120,6 +121,8 @@ class PrecisionConfig:
     @property
     def narrowest(self) -> str:
         """The name of the dtype that rounds most."""
+        from fxpar.precision import Precision
+
         low = Precision.parse(self.compute).param_dtype if self.compute else None
         return self.parameters if low is None else str(low).removeprefix("torch.")
 
@@ -254,6 +257,8 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
 
 def _tokenizer(config: TrainConfig, problems: list[str]) -> str | None:
     """The file of the tokenizer: trained weights know the tokens of one. Looks at the folders of a model too."""
+    from fxpar.models.loaded import folder_of
+
     model, data, folder = config.model, config.data, folder_of(config.model.name)
     for key in ("missing", "unused"):
         if getattr(model, key) is not None and model.weights is None and folder is None:
@@ -281,6 +286,8 @@ def check_together(config: TrainConfig, source: str) -> None:
     if not config.strategies:
         problems += auto_problems(config.run.ranks, asdict(config.engine))
     if config.precision.compute is not None:
+        from fxpar.precision import Precision
+
         try:
             Precision.parse(config.precision.compute)
         except FxparError as error:

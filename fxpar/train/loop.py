@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fxpar.errors import GradientNormError
 from fxpar.runtime.report import Evaluated
+from fxpar.train.alone import MINI_BATCHES
 from fxpar.train.records import GroupRecord, StepRecord
 from fxpar.train.traces import StepTraces
 
@@ -36,6 +38,7 @@ class Training:
     clip: float = 0.0
     nan: str = "error"
     traces: StepTraces | None = None
+    recent: deque[list[int]] = field(default_factory=lambda: deque(maxlen=MINI_BATCHES))  # lengths of mini-batches
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def one_step(training: Training, step: int) -> StepRecord:
     """One mini-batch and one optimizer step."""
     begun, cpu_begun = time.perf_counter(), time.process_time()
     sequences = next(training.batches)
+    training.recent.append([len(one) for one in sequences])
     lr = float(training.optimizer.param_groups[0]["lr"])
     engine_begun = time.perf_counter()
     report = training.model.train_step(sequences)

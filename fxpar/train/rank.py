@@ -31,6 +31,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
 from fxpar.runtime.planned import on_rank_0
 from fxpar.runtime.report import merged_text
+from fxpar.train.alone import faster_alone
 from fxpar.train.auto import compared_with, plan_line, search_plan, with_plan
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
@@ -199,6 +200,9 @@ def _train(job: Job, place: ThisRank) -> Outcome:
         totals = Totals.of(records)
         for line in summary_lines(totals, place.console.width if place.console.is_terminal else None):
             place.say(line)
+        alone = faster_alone(session.model.fxpar_session.engine, list(session.training.recent))
+        if alone is not None:
+            place.say(alone.line())
         _write_summary(config.folder, {"run": totals.to_json()})
     comparison = None
     if job.compare is not None and not stopped:

@@ -40,6 +40,10 @@ REPORT, TRACE = "report.html", "trace.json"
 MOST_NODES = (
     20_000  # of all strategies together; larger graphs take longer than half a minute, and are left to `fxpar viz`
 )
+ABOUT = (
+    "The head, and the graph, mesh and memory tabs, are predictions: a micro-batch is as large as the token budget of "
+    "its strategy. What ran is in the run and timeline tabs."
+)
 Section = Callable[[Sequence[Viewed]], "dict[str, Any] | None"]
 
 
@@ -133,7 +137,7 @@ def write_report(folder: Path, name: str, parts: ReportParts, comparison: Mappin
         **_model_sections(parts),
     }
     made_with = f"fxpar {__version__}"
-    document = view_document(f"run {name}", parts.views, sections, made_with=made_with, notes=parts.notes)
+    document = view_document(f"run {name}", parts.views, sections, made_with=made_with, notes=[*parts.notes, ABOUT])
     _write(folder / REPORT, page_html(document))
     return folder / REPORT
 

@@ -73,7 +73,7 @@ def open_corpus(config: DataConfig) -> data.Corpus:
     kind = None if config.kind == "auto" else config.kind
     options: dict[str, Any] = {"glob": config.glob, "unit": config.unit}
     if config.text is not None:
-        guessed = kind or kind_of(Path(config.source).expanduser())
+        guessed = kind or kind_of(Path(config.source).expanduser(), config.glob)
         options["field" if guessed == "jsonl" else "column"] = config.text
     return data.open_corpus(config.source, kind=kind, **options)
 
@@ -94,6 +94,7 @@ def make_loader(tokens: Tokens, config: TrainConfig, vocab_size: int) -> MiniBat
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         vocab_size=vocab_size,
+        drop_last=config.data.drop_last,
     )
 
 

@@ -89,8 +89,8 @@ def micro_batches_of(view: Viewed) -> int:
 
 
 def _strategy_json(view: Viewed, inside: Inside) -> dict[str, Any]:
-    """`ranks` have the moments; `peak` is the fullest moment of the fullest rank, by part; `table` reads as
-    `fxpar memory` prints it.
+    """`sizes` are padded, `asked` are those before. `ranks` have the moments; `peak` is the fullest moment of the
+    fullest rank, by part; `table` reads as `fxpar memory` prints it.
     """
     assert view.stored is not None
     program, count = view.stored, micro_batches_of(view)
@@ -105,6 +105,7 @@ def _strategy_json(view: Viewed, inside: Inside) -> dict[str, Any]:
     best = found.prediction
     return {
         "sizes": dict(best.sizes),
+        "asked": {dim.name: (view.sizes or {}).get(dim.name, dim.example) for dim in program.dims},
         "micro_batches": best.micro_batches,
         "schedule": best.schedule,
         "peak_bytes": best.peak_bytes,

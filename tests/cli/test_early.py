@@ -39,6 +39,9 @@ def test_answers_that_need_no_torch():
         "order llama -s dp2,",
         "plan llama --world 2 --lengths nothing.txt --tokens-per-step 9",
         "plan llama --cluster nothing.toml --lengths github:9 --tokens-per-step 9",
+        "train nothing.toml",
+        "train --demo --set run.stepz=3",
+        "train --demo --plan nothing.toml",
     )
     result = run(code=WITHOUT_TORCH.format(words=words))
     assert result.stdout.endswith("False\n"), result.stdout + result.stderr
@@ -51,6 +54,8 @@ def test_answers_that_need_no_torch():
         "cluster 'nothing.toml'",
         "--tokens '1'",
         "no function",
+        "'nothing.toml'",
+        "did you mean 'steps'",
     ):
         assert said in result.stderr
 
@@ -81,7 +86,7 @@ def test_lists_for_who_has_no_torch_are_those_of_the_modules():
 def test_one_set_of_names(name):
     """All commands take the same ones, as often as one likes; those for one strategy say that there are several."""
     status, _, err = fxpar("order", "mlp", name, "dp2", name, "tp4")
-    assert (status, "needs 4 ranks" in err) == (1, True), err
+    assert (status, "'tp4' has 4" in err) == (1, True), err
     for command in ("dump", "explain"):
         status, _, err = fxpar(command, "mlp", name, "dp2", name, "tp2")
         assert status == 2

@@ -34,7 +34,8 @@ def test_switch_text_and_json(cluster, tmp_path):
     words = ("switch", "llama", "--from", "pp2.tp4", "--to", "dp8", "--cluster", cluster, "--json", out_file)
     status, out, err = fxpar(*words)
     assert status == 0, out + err
-    assert "llama: pp2.tp4 -> dp8" in out
+    links = "2 x 4 devices, 200 GB/s inside a node, 25 between"
+    assert out.startswith(f"llama: pp2.tp4 -> dp8; predicted for {cluster} ({links})\n")
     assert "auto (relay)" in out
     data = json.loads(out_file.read_text())
     assert data.keys() >= KEYS
@@ -118,7 +119,8 @@ def test_order_counts_from_the_layout_of_the_optimizer(cluster):
     assert found["per_token_s"] == pytest.approx(found["predicted_s"] / 1000)
     out = fxpar(*words)[1]
     assert out.startswith(
-        "llama, a mini-batch: weights from the optimizer's layout, gradients back to it, as in training\n"
+        "llama, a mini-batch: weights from the optimizer's layout, gradients back to it, as in training; predicted for "
+        f"{cluster} (2 x 4 devices, 200 GB/s inside a node, 25 between)\n"
     )
     assert "per token of 1,000" in out
     assert "per token" not in fxpar(*words[:-2])[1]
@@ -127,7 +129,7 @@ def test_order_counts_from_the_layout_of_the_optimizer(cluster):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--from", "tp8", "--to", "dp4"), "strategy 'dp4' needs 4 ranks"),
+        (("--from", "tp8", "--to", "dp4"), "run on the same ranks, but 'tp8' has 8, 'dp4' has 4. Change degrees"),
         (("--from", "tp16", "--to", "dp16"), "too small for strategies on 16 ranks"),
         (("--from", "tp8", "--to", "dq8"), "unknown axis 'dq'"),
         (("--from", "pp8", "--to", "dp8"), "8 stages need 8 layers, there are 2"),

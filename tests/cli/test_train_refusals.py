@@ -77,7 +77,7 @@ def test_a_folder_without_files_before_any_rank_starts(config, monkeypatch):
     assert "all of its files are empty" in fxpar("train", "tiny.toml", "--set", "data.source=empty")[2]
     (config / "empty" / "one.txt").write_text("words " * 40)
     words = ("--set", "data.source=empty", "--set", "data.glob=*.md")
-    assert "none of its 1 files matches *.md; change the glob" in fxpar("train", "tiny.toml", *words)[2]
+    assert "none of its 1 files (1 .txt) matches *.md; change the glob" in fxpar("train", "tiny.toml", *words)[2]
 
 
 def test_more_ranks_than_a_machine_can_mean(config, monkeypatch):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fxpar.cost.calls import handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import GroupCost, group_cost, rank_costs
+from fxpar.cost.group import group_cost, rank_costs
+from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import ClusterError, CostModelError
 from tests.cost.programs import DEVICE, NODE, PAIR, program

@@ -115,6 +115,35 @@ def test_token_budget_is_filled_and_kept(lengths, limit):
     assert all(sum(batch) + after[0] > limit for batch, after in pairwise(made))
 
 
+@given(lengths=many_lengths, budget=budgets, seed=st.integers(0, 5))
+def test_drop_last_leaves_out_what_does_not_fill_a_mini_batch(lengths, budget, seed):
+    def epoch(drop_last):
+        return [
+            [s.tolist() for s in batch]
+            for batch in MiniBatchLoader(
+                in_memory(numbered(lengths)), max_length=6, seed=seed, epochs=1, drop_last=drop_last, **budget
+            )
+        ]
+
+    whole, full = epoch(False), epoch(True)
+    last = whole[-1]
+    asked = budget.get("batch_tokens", budget.get("batch_sequences"))
+    has = sum(map(len, last)) if "batch_tokens" in budget else len(last)
+    assert full == (whole[:-1] if has < asked and len(whole) > 1 else whole)
+
+
+def test_a_resumed_loader_may_drop_the_last_mini_batch():
+    def loader(drop_last):
+        return MiniBatchLoader(in_memory(numbered([3] * 5)), max_length=6, batch_sequences=2, drop_last=drop_last)
+
+    first = loader(False)
+    batches(first, 2)
+    resumed = loader(True)
+    resumed.load_state_dict(first.state_dict())
+    assert (first.epoch, first.position, resumed.epoch, resumed.position) == (0, 4, 1, 0)
+    assert [len(batch) for batch in batches(resumed, 4)] == [2, 2, 2, 2]
+
+
 def test_sequence_budget():
     loader = MiniBatchLoader(in_memory(numbered([3] * 7)), max_length=6, batch_sequences=3, epochs=1)
     assert [len(batch) for batch in loader] == [3, 3, 1]

@@ -133,13 +133,21 @@ def test_a_document_that_changes_is_an_error(tmp_path, change):
         corpus.text(2)
 
 
+def test_the_kind_is_that_of_the_files_which_the_glob_leaves(tmp_path):
+    write(tmp_path, {"README.md": "read", "a.jsonl": '{"text": "one"}\n', "b/c.jsonl": '{"text": "two"}\n'})
+    assert content(open_corpus(tmp_path, glob="*.jsonl")) == {"a.jsonl:1": "one", "b/c.jsonl:1": "two"}
+    assert "README.md" in content(open_corpus(tmp_path))
+    with pytest.raises(EmptyCorpusError, match=r"none of its 3 files \(2 \.jsonl, 1 \.md\) matches \*\.txt; change"):
+        open_corpus(tmp_path, glob="*.txt")
+
+
 def test_nothing_left_says_why(tmp_path):
     write(tmp_path, {"empty.txt": "", "latin.txt": b"\xe9"})
     with pytest.raises(
         EmptyCorpusError, match=r"1 empty \(empty\.txt\); skipped 1 undecodable \(latin\.txt at byte 0\)"
     ):
         open_corpus(tmp_path)
-    with pytest.raises(EmptyCorpusError, match=r"none of its 2 files matches \*\.py; change the glob"):
+    with pytest.raises(EmptyCorpusError, match=r"none of its 2 files \(2 \.txt\) matches \*\.py; change the glob"):
         open_corpus(tmp_path, glob="*.py")
     (tmp_path / "sub").mkdir()
     with pytest.raises(EmptyCorpusError, match="it holds no file"):

@@ -27,7 +27,7 @@ STRATEGIES = {
 
 
 class Model(nn.Module):
-    """Two blocks, so that there can be two stages."""
+    """Two blocks, so that there can be two stages. `idx` is a name that fxpar does not know: plain calls pad it too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head = nn.Linear(8, VOCAB)
 
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
+    def forward(self, idx):
+        x = self.embed(idx)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return self.head(x)
@@ -48,12 +48,12 @@ def make() -> nn.Module:
 
 
 def weights_of(ids):
-    """No key of the batch: nothing is known that could stand for padding in one, which tp2+sp needs."""
+    """One per token, a key of the batch: what it multiplies is nothing at padding, which tp2+sp needs."""
     return (ids % 5 + 1).double() / 7
 
 
 def weighted(model, batch):
-    logits, labels, weights = model(batch["input_ids"]), batch["labels"], weights_of(batch["input_ids"])
+    logits, labels, weights = model(batch["input_ids"]), batch["labels"], batch["weights"]
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
     valid = labels != -100
     confidence = torch.where(valid, logits.softmax(-1).amax(-1), 0.0).sum()
@@ -68,7 +68,7 @@ def weighted(model, batch):
 
 def example():
     ids = torch.zeros(1, 61, dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": ids, "weights": weights_of(ids)}
 
 
 def sequences(seed=1):
@@ -76,7 +76,7 @@ def sequences(seed=1):
     made = []
     for length in LENGTHS:
         ids = torch.randint(VOCAB, (length,), generator=generator)
-        made.append({"input_ids": ids, "labels": losses.next_token_labels(ids)})
+        made.append({"input_ids": ids, "labels": losses.next_token_labels(ids), "weights": weights_of(ids)})
     return made
 
 
@@ -202,10 +202,16 @@ def other_denominators(rank):
             model.train_step(batch, denominator=bad)
     with pytest.raises(errors.BatchMismatchError):
         model.train_step(batch, denominator=2.0 + rank)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(errors.NoGradError, match="outside of that block"):
+            model.train_step(batch)
+    with torch.set_grad_enabled(rank == 0), pytest.raises(errors.BatchMismatchError):
+        model.train_step(batch)
+    assert all(p.grad is None for p in model.parameters())
     return model.step_count
 
 
-def test_a_denominator_is_a_number_above_0_the_same_on_every_rank():
+def test_a_denominator_is_a_number_above_0_and_gradients_are_on_the_same_on_every_rank():
     assert other_denominators() == [0, 0]
 
 
@@ -218,9 +224,9 @@ def moody(model, batch):
 
 @WORLD.case
 def other_metrics(rank):
-    model = fxpar.parallelize(make(), strategies={128: "dp2"}, loss=moody, example=example(), monitor=False)
+    model = fxpar.parallelize(make(), strategies={128: "dp2"}, loss=moody, monitor=False)
     with pytest.raises(errors.EvaluateLossError, match=r"other metrics \(none\) than when it was captured \(tokens\)"):
-        model.evaluate(sequences())
+        model.evaluate([one["input_ids"] for one in sequences()])
     return True
 
 

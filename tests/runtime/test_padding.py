@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxpar import losses
 from fxpar.errors import PadError
 from fxpar.ir.graph import Dim, Input, TensorMeta, dim_symbol
-from fxpar.runtime.padding import PAD_RULES, batch_dims, pad_batch
+from fxpar.runtime.padding import batch_dims, pad_batch
 from tests.captured import Captured, llama, take, tokens
 from tests.repeat import crossed, thinned
 
@@ -33,6 +33,9 @@ def test_rules_by_key():
         "document_ids": torch.tensor([[2, 2, 9]]),
         "attention_mask": torch.tensor([[1, 1, 1]]),
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
+        "idx": torch.tensor([[3, 1, 2]]),
+        "weights": torch.tensor([[0.5, 2.0, 1.0]]),
+        "targets": torch.tensor([[0.5, 2.0, 1.0]]),
     }
     padded = pad_batch(inputs(**dict.fromkeys(batch, (1, T))), DIMS, {"T": 4}, batch)
     assert {key: value[0, 3:].tolist() for key, value in padded.items()} == {
@@ -42,6 +45,9 @@ def test_rules_by_key():
         "document_ids": [10],
         "attention_mask": [0],
         "loss_mask": [0.0],
+        "idx": [0],
+        "weights": [0.0],
+        "targets": [0.0],
     }
     assert all(torch.equal(padded[key][:, :3], value) for key, value in batch.items())
     assert all(padded[key].dtype == value.dtype for key, value in batch.items())
@@ -87,10 +93,10 @@ def test_sizes_of_a_batch():
     assert batch_dims(inputs(x=(2, T), y=(C,)), DIMS, batch) == {"T": 7, "C": 5}
 
 
-def test_unknown_keys_need_a_rule():
+def test_a_model_that_sees_padding_is_an_error():
     batch = {"pixels": torch.zeros(1, 7)}
-    with pytest.raises(PadError, match="batch key 'pixels' cannot be padded: T=7 must be a multiple of 4"):
-        pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch)
+    with pytest.raises(PadError, match="batch key 'pixels' cannot be padded: T=7 must be a multiple of 4; conv at x"):
+        pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch, hazard="conv at x")
     rules = {"pixels": lambda x, dim, count: torch.full((1, count), 9.0)}
     assert pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch, rules)["pixels"][0].tolist() == [0.0] * 7 + [9.0]
 
@@ -99,7 +105,6 @@ def test_rules_win_over_the_known_ones():
     batch = {"labels": torch.zeros(1, 3, dtype=torch.int64)}
     rules = {"labels": lambda x, dim, count: torch.full((1, count), -1)}
     assert pad_batch(inputs(labels=(1, T)), DIMS, {"T": 4}, batch, rules)["labels"][0, 3] == -1
-    assert PAD_RULES["labels"](torch.zeros(1, 3), 1, 2).tolist() == [[-100.0, -100.0]]
 
 
 def test_padding_beyond_what_the_model_allows():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.batching import LengthGroup, plan_batch
-from fxpar.cost.group import GroupCost
+from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.errors import PlanFileError
+from fxpar.models.options import parse_assignments
+from fxpar.models.resolved import resolved_options
 from fxpar.search.plan_file import Plan, PlanGroup, read_plan
 
 PLAN = Plan(
@@ -81,6 +84,29 @@ def test_another_model_or_world_is_refused():
         PLAN.check("p", "llama", ["layers=3"], 4)
     with pytest.raises(PlanFileError, match="for 4 ranks, not 8"):
         PLAN.check("p", "llama", ["layers=4"], 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        (["layers=4", "heads=4"], True),  # the default
+        (["layers=4", "theta=1e4", "tied=false"], True),
+        (["eps=0.00001"], True),  # its layers are left out
+        (["layers=4", "heads=8"], False),
+        (["layers= 3"], False),
+    ],
+)
+def test_options_are_compared_as_what_they_come_to(options, fits):
+    def resolved(given):
+        return resolved_options("llama", parse_assignments(given))
+
+    with nullcontext() if fits else pytest.raises(PlanFileError, match="for the model llama layers=4, not llama"):
+        PLAN.check("p", "llama", options, 4, resolved)
+
+
+def test_options_of_other_loaders_are_compared_as_values():
+    assert resolved_options("my.py:make", {"a": "1.0", "b": "True"}) == {"a": 1.0, "b": True}
+    assert resolved_options("hf:llama", {"num_hidden_layers": "3"})["num_hidden_layers"] == 3
 
 
 def test_a_model_without_a_name_is_told_by_its_parameters():

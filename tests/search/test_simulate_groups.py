@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fxpar.cost.group import GroupCost
+from fxpar.cost.group_cost import GroupCost
 from fxpar.search.published import COMBINATIONS, SPEEDUPS, STATIC_S, TOTALS
 from fxpar.search.simulate_groups import Dataset, packed, table_3
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from fxpar import losses
 from fxpar.errors import NotAChainError, StageCountError, UnknownCutError
 from fxpar.stages import StagedGraph, cut_stages
-from tests.captured import squared, vectors
+from tests.captured import squared, tokens, vectors
 from tests.repeat import examples, thinned
 from tests.stages.models import Model, loaded, odd, random_model, take
 from tests.stages.running import pipeline, runners_of, same, whole
@@ -195,7 +198,7 @@ def test_random_models(seed, stages):
 @pytest.mark.parametrize(
     ("stages", "cuts", "error", "words"),
     [
-        (6, None, StageCountError, "6 stages need 6 layers, there are 5"),
+        (6, None, StageCountError, r"6 stages need 6 layers, there are 5 \('layers.0', .*'layers.3', ...\)"),
         (0, None, StageCountError, "0 stages"),
         (3, ["layers.1"], StageCountError, "2 boundaries, 1 cuts are given"),
         (2, ["layer.2"], UnknownCutError, r"no module 'layer.2' runs .*did you mean 'layers.\d"),
@@ -223,6 +226,32 @@ def test_layers_that_run_twice():
     check(odd("twice"), cut_stages(graph, 2, cuts=["layers.0"]))
     with pytest.raises(NotAChainError, match=r"Cuts that work are for example 'layers.0'"):
         cut_stages(graph, 2, cuts=["layers.2"])
+
+
+class Named(nn.Module):
+    """No module has a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.front = nn.Embedding(31, 8), nn.Sequential()
+        self.front.first, self.front.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.back, self.head = nn.Linear(8, 8), nn.Linear(8, 31)
+
+    def forward(self, input_ids):
+        return self.head(self.back(self.front(self.embedding(input_ids)).tanh()).tanh())
+
+
+def test_a_model_without_layers_is_told_where_it_can_be_cut():
+    named = take(Named().double(), losses.causal_lm, tokens(31, 5, 8))
+    for stages, cuts in ((2, ["head"]), (3, ["back", "head"]), (5, ["front.first", "front.second", "back", "head"])):
+        words = rf"there are 0\. Numbered modules count .*, for example \+cut\({re.escape('|'.join(cuts))}\)$"
+        with pytest.raises(StageCountError, match=words):
+            cut_stages(named.graph, stages)
+        check(named, cut_stages(named.graph, stages, cuts=cuts))
+    with pytest.raises(StageCountError, match=r"Use fewer stages \(a smaller pp\)$"):
+        cut_stages(named.graph, 6)
+    with pytest.raises(UnknownCutError, match=r"Cuts that work are for example 'head'$"):
+        cut_stages(named.graph, 2, cuts=["tail"])
 
 
 def test_a_buffer_that_changes_has_one_stage():

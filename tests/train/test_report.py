@@ -41,6 +41,7 @@ def test_all_tabs_and_every_step(folder):
     assert path == folder / "report.html"
     data = page_data(path)
     assert data["title"] == "run tiny"
+    assert data["notes"] == [report.ABOUT]
     assert set(data["sections"]) == {"run", "graph", "mesh", "timeline", "memory"}
     assert data["sections"]["run"]["steps"] == [1, 2, 3, 4, 5, 6]
     assert data["sections"]["run"]["comparison"]["speedup"] == 1.5

@@ -31,6 +31,7 @@ def test_numbers_are_the_prediction(section, name):
     found, shown = predicted(name).prediction, section["by_strategy"][name]
     assert shown["peak_bytes"] == found.peak_bytes == sum(shown["peak"].values())
     assert (shown["micro_batches"], shown["schedule"]) == (found.micro_batches, found.schedule)
+    assert (shown["sizes"], shown["asked"]) == ({"T": 14 if "+sp" in name else 13}, {"T": 13})
     table = {what: size for what, size, _ in shown["table"]}
     assert table["peak"] == found.peak_bytes
     assert table["weights"] == shown["peak"]["weights"] == found.weight_bytes

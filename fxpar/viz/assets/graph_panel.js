@@ -135,6 +135,7 @@
       el("ul", { class: "legend" },
         kinds.map((kind) => el("li", {}, chip(kind), ` ${fxpar.words(kind)}`)),
         el("li", {}, placed("64@tp"), " 64 elements, cut over tp"),
+        el("li", {}, el("span", { class: "mono soft" }, "4", placed("@tp")), " behind the parameters of a module: 4 of them are cut over tp"),
         el("li", {}, placed("P(tp)"), " a partial sum: the terms lie on the ranks of tp")),
       el("p", { class: "soft" }, "Bytes and times are those of one rank. Times are predicted for the cluster in the head of the page, and nothing overlaps."));
   }

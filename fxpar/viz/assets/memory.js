@@ -65,7 +65,8 @@
       : view.micro_batches > 1
         ? `a micro-batch behind the first of ${view.micro_batches}: gradients add up`
         : "one micro-batch";
-    const sizes = Object.entries(view.sizes).map(([name, size]) => `${name} = ${count(size)}`).join(", ");
+    const asked = (name, size) => (view.asked[name] === size ? "" : ` (${count(view.asked[name])} and padding)`);
+    const sizes = Object.entries(view.sizes).map(([name, size]) => `${name} = ${count(size)}${asked(name, size)}`).join(", ");
     const shown = rank.x.length < rank.moments ? `; ${count(rank.x.length)} of ${count(rank.moments)} moments are drawn, all peaks among them` : "";
     root.append(el("div", { class: "card", style: "margin-top:12px" },
       el("div", { class: "row", style: "margin-bottom:4px" },

@@ -1,0 +1,135 @@
+"""Batch keys of any name: a padded row is the row alone where no hazard is seen, and where it is not, one is seen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxpar.flow import padding_hazard
+from fxpar.ir.graph import LogicalGraph
+from fxpar.runtime.padding import pad_batch
+from fxpar.tracer import capture
+from tests.flow.layers import VOCAB, WIDTH, Layer, Net, causal, per_token, rotary
+from tests.flow.test_pack_documents import distance, run
+from tests.repeat import examples
+
+Batch = dict[str, Tensor]
+LENGTH, MULTIPLE = 7, 5
+
+
+def _batch(length: int = LENGTH) -> Batch:
+    """No key has a name that fxpar knows; no number is what padding has."""
+    generator = torch.Generator().manual_seed(3)
+
+    def numbers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (1, length), generator=generator)
+
+    return {
+        "idx": numbers(1, VOCAB),
+        "wanted": numbers(1, VOCAB),
+        "kind": numbers(1, 4),
+        "real": numbers(1, 9) > 3,
+        "weight": 0.5 + torch.rand(1, length, generator=generator, dtype=torch.float64),
+        "seen": torch.randn(1, length, WIDTH, generator=generator, dtype=torch.float64),
+    }
+
+
+# How a key may change hidden values x [1, T, WIDTH]; all are harmless behind causal layers.
+USES: dict[str, Callable[[Net, Tensor, Batch], Tensor]] = {
+    "looked up": lambda net, x, b: x + F.embedding(b["kind"], net.positions),
+    "a number": lambda net, x, b: x * b["kind"][..., None] + b["wanted"][..., None],
+    "chosen by": lambda net, x, b: torch.where(b["real"][..., None], x, x.flip(-1)),
+    "features": lambda net, x, b: x + b["seen"] @ net.b,
+    "scaled": lambda net, x, b: x * (1 + b["weight"])[..., None],
+}
+# Losses of the losses of tokens [T], and whether they count padding.
+TERMS: dict[str, tuple[Callable[[Tensor, Batch], Tensor], bool]] = {
+    "weighted": (lambda each, b: (each * b["weight"][0]).sum(), False),
+    "weighted twice": (lambda each, b: (each * b["weight"][0].square() * (1 + b["kind"][0])).sum(), False),
+    "chosen": (lambda each, b: each.masked_fill(~b["real"][0], 0.0).sum(), False),
+    "by kind": (lambda each, b: (each * (b["kind"][0] > 2)).sum(), False),
+    "all": (lambda each, b: each.sum(), True),
+    "one more": (lambda each, b: (each * (b["weight"][0] + 1)).sum(), True),
+    "all but a kind": (lambda each, b: (each * (b["kind"][0] != 2)).sum(), True),
+    "divided": (lambda each, b: (b["weight"][0] * each / b["weight"][0]).sum(), True),
+}
+# Layers that show padding to the tokens before it.
+MIXING: dict[str, Layer] = {"mean": lambda net, x, ids: x.mean(1, keepdim=True), "flip": lambda net, x, ids: x.flip(1)}
+LAYERS: dict[str, Layer] = {f.__name__: f for f in (causal, rotary, per_token)} | MIXING
+
+
+class Keyed(Net):
+    """A net that uses further keys before each of its layers."""
+
+    def __init__(self, layers: tuple[str, ...], uses: tuple[str, ...]) -> None:
+        super().__init__([LAYERS[name] for name in layers])
+        self.uses = uses
+
+    def hidden(self, batch: Batch) -> Tensor:
+        x = F.embedding(batch["idx"], self.table)
+        for layer, use in zip(self.layers, self.uses, strict=True):
+            x = USES[use](self, x, batch).tanh()
+            x = x + layer(self, x, batch["idx"]).tanh()
+        return F.linear(x, self.head)
+
+
+def _loss(term: str, model: Keyed, batch: Batch) -> Tensor:
+    each = F.cross_entropy(model.hidden(batch)[0], batch["wanted"][0], reduction="none")
+    return TERMS[term][0](each, batch)
+
+
+@functools.cache
+def captured(layers: tuple[str, ...], uses: tuple[str, ...], term: str) -> tuple[Keyed, LogicalGraph]:
+    model = Keyed(layers, uses)
+    return model, capture(model, functools.partial(_loss, term), _batch())
+
+
+def gap(model: Keyed, logical: LogicalGraph) -> float:
+    """How far loss and gradients of the padded row are from those of plain torch for the row alone."""
+    batch: Any = _batch()
+    row = pad_batch(logical.inputs, logical.dims, {"T": MULTIPLE}, batch)
+    assert row["idx"].shape == (1, 10)
+    return distance(run(logical, model, row), run(logical, model, batch))
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_terms(term):
+    model, logical = captured(("causal",), ("a number",), term)
+    hazard, counts = padding_hazard(logical), TERMS[term][1]
+    assert (hazard is not None) == counts, hazard
+    if counts:
+        assert hazard is not None
+        assert "padding included" in hazard
+        assert not gap(model, logical) < 1e-6
+    else:
+        assert gap(model, logical) < 1e-10
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses(use):
+    model, logical = captured(("causal",), (use,), "weighted")
+    assert padding_hazard(logical) is None
+    assert gap(model, logical) < 1e-10
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([*LAYERS]), st.sampled_from([*USES])), min_size=1, max_size=3),
+    st.sampled_from([*TERMS]),
+)
+@settings(max_examples=examples(4), deadline=None)
+def test_stacks(stack, term):
+    """No hazard: exact. A layer that mixes, a loss that counts padding: a hazard."""
+    layers, uses = zip(*stack, strict=True)
+    model, logical = captured(layers, uses, term)
+    hazard = padding_hazard(logical)
+    assert (hazard is not None) == (TERMS[term][1] or any(name in MIXING for name in layers))
+    if hazard is None:
+        assert gap(model, logical) < 1e-10
