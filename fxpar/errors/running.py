@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from fxpar.errors.base import FxparError, a_type
 
@@ -95,6 +95,18 @@ class ProgramMismatchError(FxparError):
             f"rank {ranks} compiled another program for {strategy!r} than rank 0: the collectives would not match, or "
             "the numbers that model or loss hold as constants differ. Build the same model with the same options and "
             "the same versions on every rank"
+        )
+
+
+class DeviceMismatchError(FxparError):
+    """The ranks run on different kinds of devices."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        places = {kind: [str(rank) for rank, one in enumerate(kinds) if one == kind] for kind in dict.fromkeys(kinds)}
+        found = "; ".join(f"{kind!r} on rank {', '.join(ranks)}" for kind, ranks in places.items())
+        super().__init__(
+            f"the ranks hold their model on different kinds of devices: {found}. Every rank must pass it on the same "
+            "kind (`fxpar train`: run.device), as costs are predicted for one"
         )
 
 
