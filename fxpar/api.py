@@ -95,7 +95,7 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       says what mixes them, and each runs alone); True: without a proof; False: never.
     - `length_multiple`: a promise that all lengths are multiples of this, for models that would see padding.
     - `order`: the strategies in order of running; by default the cheapest, by switch plans. `merge=False` runs every
-      group under its own strategy however small it is.
+      sequence in the first group that takes it: no group joins another, no sequence rides in a longer one.
     - `home`: placement of masters by FQN glob ("S(1)", "R", a DistConfig); by default dim 0 over all ranks.
     - `memory_budget_bytes`: per rank, for weights, gradients, staging and predicted activations, without the states of
       the optimizer; layouts that do not fit take turns. `resident` names the strategies that stay in memory instead.

@@ -63,7 +63,8 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next;
+    """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next, and
+    short sequences ride in longer groups;
     `split` runs the documents of a sequence as sequences of their own; `overlap` moves weights and gradients beside the
     groups. `autocast` is what was on when the step was captured.
     """
@@ -201,6 +202,7 @@ class Engine:
             plan_s=planned - begun,
             groups=tuple(reports),
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
+            rides=tuple((self.groups[a].limit, self.groups[b].limit, number) for a, b, number in plan.rides),
             skipped=skipped,
             packed=self.options.packed,
             metrics=metrics_of(batch.metrics),
