@@ -222,6 +222,16 @@ class EmptyMiniBatchError(FxparError):
         super().__init__("the mini-batch has no sequence. Skip the step, or give it at least one")
 
 
+class MiniBatchesError(FxparError):
+    """What mini-batches are to be drawn from cannot be iterated over."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"plan_ahead was given {kind!r}, which is no series of mini-batches. Give it a loader, or a list of "
+            "mini-batches: for sequences in model.plan_ahead(loader): model.train_step(sequences)"
+        )
+
+
 class MiniBatchError(FxparError):
     """A mini-batch is no list of sequences."""
 
