@@ -117,15 +117,17 @@ def test_what_is_no_series_of_mini_batches(given):
 # --------------------------------------------------------------------------------------------------------- with ranks
 @PAIR.case
 def with_and_without(rank):
-    found = []
-    for ahead in (False, True):
-        model = parallel(small, strategies=TWO, merge=True)
-        made, engine = [], model.fxpar_session.engine
-        inner = engine._plan
-        engine._plan = lambda *args: made.append(threading.current_thread().name) or inner(*args)
-        losses = [model.train_step(one).loss for one in (model.plan_ahead(BATCHES) if ahead else BATCHES)]
-        found.append((losses, [name == "fxpar-plan" for name in made], threads()))
-    return found
+    return [losses_and_planners(ahead) for ahead in (False, True)]
+
+
+def losses_and_planners(ahead):
+    """Losses, whether each plan was made in a thread, and threads that are left."""
+    model = parallel(small, strategies=TWO, merge=True)
+    made, engine = [], model.fxpar_session.engine
+    inner = engine._plan
+    engine._plan = lambda *args: made.append(threading.current_thread().name) or inner(*args)
+    losses = [model.train_step(one).loss for one in (model.plan_ahead(BATCHES) if ahead else BATCHES)]
+    return losses, [name == "fxpar-plan" for name in made], threads()
 
 
 @PAIR.case
