@@ -255,8 +255,8 @@ class Engine:
         return ahead.result()
 
     def begin_plan(self, sequences: Sequence[Sequence_]) -> None:
-        """Make the plan of these in a thread, for the `step` that is given them. Two plans are kept; an older one that was
-        not taken is dropped.
+        """Make the plan of these in a thread, for the `step` that is given them. Two plans are kept; an older one that
+        was not taken is dropped.
         """
         self._ahead.append(PlanAhead(sequences, self._own_plan))
 
