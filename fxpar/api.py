@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from fxpar.batching import BatchPlan
 from fxpar.errors import ParallelizeError, nearest
 from fxpar.errors.base import one_line
 from fxpar.monitor import Monitor
+from fxpar.runtime.ahead import DrawnAhead
 from fxpar.runtime.notices import only_rank_0_warns
 from fxpar.runtime.opening import open_session
 from fxpar.runtime.options import ParallelizeOptions
@@ -81,7 +82,7 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
     `strategies` maps the longest sequence (tokens) that a strategy takes to the strategy; `train_step` refuses one
     beyond the last limit, and a limit beyond the positions of the model is a warning. Every rank must call this
     with the same module and arguments inside an initialised `torch.distributed`. The module is changed in place and
-    returned; its class becomes a subclass with `train_step`, `plan`, `memory`, `using`, `engine_state`.
+    returned; its class becomes a subclass with `train_step`, `plan`, `plan_ahead`, `memory`, `using`, `engine_state`.
 
     - `plan`: a file that `fxpar plan` wrote, or a `fxpar.search.plan_file.Plan`. It says strategies, token budgets and
       the memory budget instead; a memory budget that is given goes first.
@@ -95,7 +96,7 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       says what mixes them, and each runs alone); True: without a proof; False: never.
     - `length_multiple`: a promise that all lengths are multiples of this, for models that would see padding.
     - `order`: the strategies in order of running; by default the cheapest, by switch plans. `merge=False` runs every
-      group under its own strategy however small it is.
+      sequence in the first group that takes it: no group joins another, no sequence rides in a longer one.
     - `home`: placement of masters by FQN glob ("S(1)", "R", a DistConfig); by default dim 0 over all ranks.
     - `memory_budget_bytes`: per rank, for weights, gradients, staging and predicted activations, without the states of
       the optimizer; layouts that do not fit take turns. `resident` names the strategies that stay in memory instead.
@@ -221,6 +222,15 @@ class ParallelModule(nn.Module):
     def plan(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> BatchPlan:
         """What `train_step` would run, without running it."""
         return self._session().engine.plan(sequences)
+
+    def plan_ahead(self, batches: Iterable[Sequence[Tensor | Mapping[str, Tensor]]]) -> DrawnAhead:
+        """The mini-batches of `batches`, such as a loader, to iterate over. Before one is handed out the next one is
+        drawn, and a thread begins with its plan, which the `train_step` takes that is given the same sequences.
+
+        What is wrong with a mini-batch is raised in its step, what drawing it raises where it would be handed out. If
+        `batches` has a `state_dict`, so has the result: that after the last mini-batch that was handed out.
+        """
+        return DrawnAhead(batches, self._session().engine.begin_plan)
 
     @property
     def fxpar_session(self) -> Session:

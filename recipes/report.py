@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxpar.runtime.report import StepReport, merged_text
+from fxpar.runtime.report import StepReport, merged_text, ride_text
 
 
 def step_line(step: int, reports: Sequence[StepReport], seconds: float, ranks: int) -> str:
@@ -20,9 +20,11 @@ def step_line(step: int, reports: Sequence[StepReport], seconds: float, ranks: i
 
 
 def group_lines(report: StepReport) -> Iterator[str]:
-    """What each length group of a step was run under, in the order of running; first the groups that joined another."""
+    """What each length group of a step was run under, in the order of running; first what left its own group."""
     for joined, into in report.merged:
         yield f"[fxpar]   {merged_text(joined, into)}"
+    for own, into, number in report.rides:
+        yield f"[fxpar]   {number} {ride_text(own, into)}"
     for group in report.groups:
         yield (
             f"[fxpar]   <={group.limit} {group.strategy}: {group.sequences} documents, {group.tokens:,} tokens, "

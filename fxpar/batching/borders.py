@@ -77,10 +77,11 @@ class Borders:
 
     def _transfers(self, order: tuple[str, ...]) -> Mapping[GroupAction, float]:
         if order not in self._known:
-            took = self._known[order] = {}
+            took: dict[GroupAction, float] = {}
             for number, name in enumerate(order):
                 took[GroupAction("switch", number)] = self.switching.predicted_s(name, order[:number])
                 took[GroupAction("reduce", number)] = self.gradients.predicted_s(name)
+            self._known[order] = took  # whole: the next mini-batch is planned in another thread
         return self._known[order]
 
 

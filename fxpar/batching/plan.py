@@ -62,14 +62,16 @@ class GroupPlan:
 class BatchPlan:
     """A whole mini-batch: the groups that have sequences, by ascending limit.
 
-    `merged` lists (from, into): all sequences of group `from` run in group `into`. `switch_s` is the predicted time
-    that switches and reductions add, `predicted_s` the time of everything.
+    `merged` lists (from, into): all sequences of group `from` run in group `into`; `rides` lists (from, into, number):
+    so many of them do. `switch_s` is the predicted time that switches and reductions add, `predicted_s` the time of
+    everything.
     """
 
     groups: tuple[GroupPlan, ...]
     merged: tuple[tuple[int, int], ...] = ()
     switch_s: float = 0.0
     predicted_s: float = 0.0
+    rides: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -87,6 +89,7 @@ class BatchPlan:
         rows = [_TITLES, *(_row(group) for group in self.groups)]
         lines = [f"{head}, {_ms(self.switch_s)} of it switches and reductions", *columns(rows, right=_RIGHT)]
         lines += [f"the sequences of group {old} run in group {new}" for old, new in self.merged]
+        lines += [f"{number:,} of the sequences of group {old} ride in group {new}" for old, new, number in self.rides]
         return "\n".join(lines)
 
     def fingerprint(self) -> str:
@@ -99,6 +102,7 @@ class BatchPlan:
             "predicted_s": self.predicted_s,
             "switch_s": self.switch_s,
             "merged": [list(pair) for pair in self.merged],
+            "rides": [list(ride) for ride in self.rides],
             "groups": [
                 {
                     "group": g.group,

@@ -1,17 +1,18 @@
-"""`plan_batch`: groups by length, merges those that are not worth a switch, balances and packs each of them."""
+"""`plan_batch`: which group runs which sequences, and in which micro-batches of which replica."""
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fxpar.batching.balance import Share, share_out, shared_makespan
-from fxpar.batching.bounds import shared_lower_bound
 from fxpar.batching.groups import LengthGroup
-from fxpar.batching.packing import TICKS_PER_S, PackingRule, SequenceItem, longest_first, ticks
+from fxpar.batching.loads import Load, Member
+from fxpar.batching.packing import TICKS_PER_S, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
+from fxpar.batching.riding import Choice, with_riders
 from fxpar.cost.group_cost import GroupCost
 from fxpar.errors import (
     EmptyMiniBatchError,
@@ -43,6 +44,7 @@ def plan_batch(
     *,
     packed: bool = True,
     merge: bool = True,
+    ride: bool = True,
 ) -> BatchPlan:
     """Plan a mini-batch of sequences with these `lengths` in tokens.
 
@@ -51,13 +53,14 @@ def plan_batch(
     or in fewer micro-batches, may hide more of them, but no mini-batch may become shorter by running longer. Each
     sequence goes to the first group whose limit holds it. With `merge`, a group moves as a whole to the next larger one
     that runs if the predicted time of everything is then less: all choices of running groups are compared up to six
-    groups, beyond that by local search. Without `packed`, each sequence is a micro-batch of its own. Groups whose cost
-    has several pipeline stages get as many micro-batches as take least time, bubble included; all others as few as hold
-    the sequences.
+    groups, beyond that by local search. With `merge` and `ride`, single sequences then move to larger groups that run,
+    where that makes the mini-batch faster still (`fxpar.batching.riding`). Without `packed`, each sequence is a
+    micro-batch of its own. Groups whose cost has several pipeline stages get as many micro-batches as take least time,
+    bubble included; all others as few as hold the sequences.
 
     Every sequence is in exactly one micro-batch. Ranks that pass equal arguments get equal plans.
 
-    Groups with a `multiple` are not merged: not every sequence could follow.
+    Groups with a `multiple` are not merged, as not every sequence could follow; single ones may ride.
 
     Raises EmptyMiniBatchError, SequenceError (a length below 1), SequenceTooLongError, LengthMultipleError,
     GroupCostsError.
@@ -65,16 +68,20 @@ def plan_batch(
     if len(costs) != len(groups):
         raise GroupCostsError(len(groups), len(costs))
     planner = _Planner(groups, costs, border_s, packed, _by_group(lengths, groups))
-    start = tuple(g for g, members in enumerate(planner.members) if members)
-    merge = merge and all(group.multiple == 1 for group in groups)
-    return planner.plan(planner.search(start) if merge else start)
+    running = tuple(g for g, members in enumerate(planner.members) if members)
+    if merge and all(group.multiple == 1 for group in groups):
+        running = planner.search(running)
+    choice = planner.choice(running)
+    if merge and ride:
+        choice = with_riders(choice, planner.takes, planner.make, planner.price)
+    return planner.plan(choice)
 
 
-def _by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[list[tuple[int, int]]]:
+def _by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[list[Member]]:
     """(index, length) of the sequences of each group."""
     if not len(lengths):
         raise EmptyMiniBatchError
-    members: list[list[tuple[int, int]]] = [[] for _ in groups]
+    members: list[list[Member]] = [[] for _ in groups]
     for index, value in enumerate(lengths):
         length = operator.index(value)
         if length < 1:
@@ -88,15 +95,6 @@ def _by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[lis
     return members
 
 
-@dataclass(frozen=True)
-class _Load:
-    """Sequences that run together in one group; times in ticks."""
-
-    items: tuple[SequenceItem, ...]
-    rule: PackingRule
-    bound: int
-
-
 @dataclass
 class _Planner:
     """Plans by the range of groups that run together; each is worked out once, and only if it may be the best."""
@@ -105,16 +103,23 @@ class _Planner:
     costs: Sequence[GroupCost]
     border_s: BorderSeconds
     packed: bool
-    members: list[list[tuple[int, int]]]
-    _loads: dict[tuple[int, int], _Load] = field(default_factory=dict)
-    _shares: dict[tuple[int, int], tuple[list[Share], int]] = field(default_factory=dict)
+    members: list[list[Member]]  # by the first group that takes them
+    _loads: dict[tuple[int, int], Load] = field(default_factory=dict)
 
-    def plan(self, running: Running) -> BatchPlan:
-        """The plan in which the groups `running` take all sequences."""
-        plans = tuple(self._group_plan(first, into) for first, into in _ranges(running))
-        merged = tuple((g, into) for first, into in _ranges(running) for g in range(first, into) if self.members[g])
-        time, runs = self._price(running)[0], sum(self._worked_out(*range_)[1] for range_ in _ranges(running))
-        return BatchPlan(plans, merged, (time - runs) / TICKS_PER_S, time / TICKS_PER_S)
+    def plan(self, choice: Choice) -> BatchPlan:
+        """The plan in which groups run these sequences."""
+        choice = {group: choice[group] for group in sorted(choice)}
+        time, runs = self.price(choice), sum(load.time for load in choice.values())
+        went = {index: group for group, load in choice.items() for index, _ in load.members}
+        merged, rides = [], []
+        for group, members in enumerate(self.members):
+            into = Counter(went[index] for index, _ in members)
+            if len(into) == 1 and group not in into:
+                merged += [(group, other) for other in into]
+            else:
+                rides += [(group, other, into[other]) for other in sorted(into) if other != group]
+        plans = tuple(self._group_plan(group, load) for group, load in choice.items())
+        return BatchPlan(plans, tuple(merged), (time - runs) / TICKS_PER_S, time / TICKS_PER_S, tuple(rides))
 
     def search(self, start: Running) -> Running:
         """The best choice of running groups."""
@@ -161,56 +166,47 @@ class _Planner:
 
     def _price(self, running: Running) -> tuple[int, int, Running]:
         """What the search minimises: time in ticks, then the number of groups that are merged."""
-        worked_out = [self._worked_out(first, into) for first, into in _ranges(running)]
-        time = self._with_borders(running, [(time, max(map(len, shares))) for shares, time in worked_out])
         moved = sum(bool(members) for g, members in enumerate(self.members) if g not in running)
-        return time, moved, running
+        return self.price(self.choice(running)), moved, running
 
     def _bound(self, running: Running) -> int:
         """Ticks that `running` cannot undercut."""
-        return self._with_borders(running, [(self._load(first, into).bound, 1) for first, into in _ranges(running)])
+        return self._with_borders(running, [(load.bound, 1) for load in self.choice(running).values()])
+
+    def choice(self, running: Running) -> Choice:
+        """Each sequence in the first of these groups that takes its like."""
+        return {into: self._load(first, into) for first, into in _ranges(running)}
+
+    def price(self, choice: Choice) -> int:
+        """Ticks of a mini-batch."""
+        running = tuple(sorted(choice))
+        return self._with_borders(running, [(choice[g].time, choice[g].micro_batches) for g in running])
 
     def _with_borders(self, running: Running, runs: Sequence[tuple[int, int]]) -> int:
         """Of runs in ticks, with their micro-batches."""
         border_s = self.border_s(running, tuple(RunTime(time / TICKS_PER_S, count) for time, count in runs))
         return sum(time for time, _ in runs) + ticks(border_s)
 
-    def _load(self, first: int, into: int) -> _Load:
+    def takes(self, group: int, length: int) -> bool:
+        return self.groups[group].takes(length)
+
+    def make(self, group: int, members: Sequence[Member]) -> Load:
+        return Load.of(members, self.groups[group], self.costs[group], self.packed)
+
+    def _load(self, first: int, into: int) -> Load:
         """The sequences of the groups `first` to `into`, as group `into` sees them."""
         if (first, into) not in self._loads:
             members = [member for g in range(first, into + 1) for member in self.members[g]]
-            group, cost = self.groups[into], self.costs[into]
-            by_length = {n: ticks(cost.sequence_s(n)) for n in {n for _, n in members}}
-            items = tuple(longest_first(SequenceItem(index, length, by_length[length]) for index, length in members))
-            rule = PackingRule(
-                group.replicas,
-                group.token_budget,
-                ticks(cost.fixed_s),
-                lockstep=group.lockstep,
-                packed=self.packed,
-                stages=cost.stages,
-                virtual=cost.virtual,
-                shared_by=cost.shared_by,
-            )
-            self._loads[first, into] = _Load(items, rule, shared_lower_bound(items, rule))
+            self._loads[first, into] = self.make(into, members)
         return self._loads[first, into]
 
-    def _worked_out(self, first: int, into: int) -> tuple[list[Share], int]:
-        """The micro-batches of each replica, and their time."""
-        if (first, into) not in self._shares:
-            load = self._load(first, into)
-            shares = share_out(load.items, load.rule)
-            self._shares[first, into] = shares, shared_makespan(shares, load.rule)
-        return self._shares[first, into]
-
-    def _group_plan(self, first: int, into: int) -> GroupPlan:
-        shares, time = self._worked_out(first, into)
+    def _group_plan(self, number: int, load: Load) -> GroupPlan:
         replicas = tuple(
-            tuple(MicroBatch(tuple(item.index for item in one.items), one.tokens) for one in share) for share in shares
+            tuple(MicroBatch(tuple(item.index for item in one.items), one.tokens) for one in share)
+            for share in load.shares
         )
-        least = self._load(first, into).bound
-        group, timed = self.groups[into], (time / TICKS_PER_S, least / TICKS_PER_S)
-        return GroupPlan(into, replicas, *timed, group.lockstep, str(group.strategy), group.limit)
+        group, timed = self.groups[number], (load.time / TICKS_PER_S, load.bound / TICKS_PER_S)
+        return GroupPlan(number, replicas, *timed, group.lockstep, str(group.strategy), group.limit)
 
 
 def _ranges(running: Running) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from fxpar.errors.base import FxparError, a_type
 
@@ -98,6 +98,18 @@ class ProgramMismatchError(FxparError):
         )
 
 
+class DeviceMismatchError(FxparError):
+    """The ranks run on different kinds of devices."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        places = {kind: [str(rank) for rank, one in enumerate(kinds) if one == kind] for kind in dict.fromkeys(kinds)}
+        found = "; ".join(f"{kind!r} on rank {', '.join(ranks)}" for kind, ranks in places.items())
+        super().__init__(
+            f"the ranks hold their model on different kinds of devices: {found}. Every rank must pass it on the same "
+            "kind (`fxpar train`: run.device), as costs are predicted for one"
+        )
+
+
 class ValueMismatchError(FxparError):
     """The ranks hold different values of a parameter or buffer at the start."""
 
@@ -184,6 +196,16 @@ class EmptyMiniBatchError(FxparError):
 
     def __init__(self) -> None:
         super().__init__("the mini-batch has no sequence. Skip the step, or give it at least one")
+
+
+class MiniBatchesError(FxparError):
+    """What mini-batches are to be drawn from cannot be iterated over."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"plan_ahead was given {kind!r}, which is no series of mini-batches. Give it a loader, or a list of "
+            "mini-batches: for sequences in model.plan_ahead(loader): model.train_step(sequences)"
+        )
 
 
 class MiniBatchError(FxparError):

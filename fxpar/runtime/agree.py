@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxpar.errors import BatchMismatchError, ProgramMismatchError, ValueMismatchError
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import BatchMismatchError, DeviceMismatchError, ProgramMismatchError, ValueMismatchError
 from fxpar.ir.content import content
 from fxpar.ir.exec_graph import Program
 from fxpar.torch_api.since_2_13 import all_gather_single
@@ -100,3 +101,17 @@ def check_same_programs(programs: Mapping[str, Program], group: Any = None) -> N
     mine = {name: program.fingerprint() for name, program in programs.items()}
     for name, different in _different(mine, group).items():
         raise ProgramMismatchError(name, ", ".join(map(str, different)))
+
+
+def agreed_cluster(mine: ClusterSpec, kind: str, group: Any = None) -> ClusterSpec:
+    """Rank 0's cluster, on all ranks. Each rank describes the machine that it sees (what its launcher calls a node, the
+    file that lies there), and ranks with other figures would make other plans. `kind` is a `torch.device.type`.
+
+    Raises DeviceMismatchError on every rank if the kinds differ: no figures would hold for all.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (kind, mine), group=group)
+    kinds = [theirs for theirs, _ in everyone]
+    if len(set(kinds)) > 1:
+        raise DeviceMismatchError(kinds)
+    return everyone[0][1]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError, ModelLengthError, NanLossError, NoGradError
 from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
+from fxpar.runtime.ahead import OwnPlan, PlanAhead
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
@@ -63,7 +65,8 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next;
+    """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next, and
+    short sequences ride in longer groups;
     `split` runs the documents of a sequence as sequences of their own; `overlap` moves weights and gradients beside the
     groups. `autocast` is what was on when the step was captured.
     """
@@ -105,6 +108,7 @@ class Engine:
     steps: int = 0
 
     def __post_init__(self) -> None:
+        self._ahead: deque[PlanAhead] = deque(maxlen=2)  # of the next step, and of the one after it
         self._borders = Borders(self.switching, self.gradients, self.options.overlap, self.flowing())
 
     def flowing(self) -> dict[str, Pace]:
@@ -201,6 +205,7 @@ class Engine:
             plan_s=planned - begun,
             groups=tuple(reports),
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
+            rides=tuple((self.groups[a].limit, self.groups[b].limit, number) for a, b, number in plan.rides),
             skipped=skipped,
             packed=self.options.packed,
             metrics=metrics_of(batch.metrics),
@@ -217,24 +222,45 @@ class Engine:
         rank's. `forward_keys`: for a forward outside of the captured step, which reads these keys of a batch and would
         not keep documents apart.
         """
-        alone = forward_keys is not None
-        plan, valid, parts, problem = None, 0, sequences, None
         try:
             if not (alone or torch.is_grad_enabled()):
                 raise NoGradError
             check_denominator(denominator)
+            ahead = self._taken(sequences) if forward_keys is None else None
+            found = self._own_plan(sequences, forward_keys) if ahead is None else ahead
+        except FxparError as error:
+            found = OwnPlan(sequences, problem=error)
+        if self.options.check_batches and self.switching.world > 1:
+            mine = f"{found.plan.fingerprint()} {denominator}" if found.plan is not None else str(found.problem)
+            check_same_batch(sequences, mine, self.device, self.world_group)
+        if found.plan is None:
+            assert found.problem is not None
+            raise found.problem
+        return found.plan, found.valid, found.sequences
+
+    def _own_plan(self, sequences: Sequence[Sequence_], forward_keys: Collection[str] | None = None) -> OwnPlan:
+        """What this rank finds by itself; see `agreed_plan`."""
+        alone = forward_keys is not None
+        try:
             parts = self._apart(sequences, self.options.split or alone)
             check_present(sequences, forward_keys or ())
-            plan, valid = self._plan(parts, self.options.packed and not alone), valid_tokens(parts)
+            return OwnPlan(parts, self._plan(parts, self.options.packed and not alone), valid_tokens(parts))
         except FxparError as error:
-            problem = error
-        if self.options.check_batches and self.switching.world > 1:
-            mine = f"{plan.fingerprint()} {denominator}" if plan is not None else str(problem)
-            check_same_batch(sequences, mine, self.device, self.world_group)
-        if plan is None:
-            assert problem is not None
-            raise problem
-        return plan, valid, parts
+            return OwnPlan(sequences, problem=error)
+
+    def _taken(self, sequences: Sequence[Sequence_]) -> OwnPlan | None:
+        """What was found ahead of these; raises what that raised."""
+        ahead = next((one for one in self._ahead if one.is_of(sequences)), None)
+        if ahead is None:
+            return None
+        self._ahead.remove(ahead)
+        return ahead.result()
+
+    def begin_plan(self, sequences: Sequence[Sequence_]) -> None:
+        """Make the plan of these in a thread, for the `step` that is given them. Two plans are kept; an older one that
+        was not taken is dropped.
+        """
+        self._ahead.append(PlanAhead(sequences, self._own_plan))
 
     def _mini_batch(
         self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_], scale: float, buffers: dict[str, Tensor]

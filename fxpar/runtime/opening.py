@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision
-from fxpar.runtime.agree import check_same_programs, check_same_values
+from fxpar.runtime.agree import agreed_cluster, check_same_programs, check_same_values
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.decided import Decided, decide, tell
@@ -93,6 +94,7 @@ def _open(
     plain = _plain_strategy(options, decided.groups, decided.names)
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
+    decided = replace(decided, cluster=agreed_cluster(decided.cluster, decided.device.type, world_group))
     check_same_programs(compiled.programs, world_group)
     check_same_values(module, world_group)
     engine, memory = _engine(module, decided, options, process_groups, world_group, watcher)

@@ -64,6 +64,7 @@ class StepReport:
     plan_s: float
     groups: tuple[GroupReport, ...]
     merged: tuple[tuple[int, int], ...] = ()  # limits (from, into)
+    rides: tuple[tuple[int, int, int], ...] = ()  # (limit from, limit into, sequences)
     skipped: bool = False
     packed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -79,6 +80,11 @@ class StepReport:
 def merged_text(joined: int, into: int) -> str:
     """What a pair of `StepReport.merged` means."""
     return f"<={joined} joined <={into}: too small to be worth a switch of its own"
+
+
+def ride_text(own: int, into: int) -> str:
+    """What an entry of `StepReport.rides` means."""
+    return f"sequences of <={own} ride in <={into} where the mini-batch is predicted to be faster so"
 
 
 class Evaluated(float):

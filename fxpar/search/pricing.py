@@ -158,7 +158,8 @@ class SetPricer:
             return borders.exposed_s(borders.fastest(order, together), together)
 
         costs = [one.cost for _, one in chosen]
-        plans = [plan_batch(batch, groups, costs, border_s, packed=self.packed) for batch in self.batches]
+        # Without riders, as the bound has it: a run is predicted no slower than this.
+        plans = [plan_batch(batch, groups, costs, border_s, packed=self.packed, ride=False) for batch in self.batches]
         count = len(plans)
         seconds, tokens = [0.0] * len(groups), [0.0] * len(groups)
         switch_s = reduce_s = 0.0

@@ -124,6 +124,7 @@ def one_step(training: Training, step: int) -> StepRecord:
         optimizer_s=ended - optimizer_begun,
         groups=tuple(GroupRecord.of(group) for group in report.groups),
         merged=report.merged,
+        rides=report.rides,
         metrics=report.metrics,
     )
 

@@ -30,7 +30,7 @@ from fxpar.errors import (
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
 from fxpar.runtime.planned import on_rank_0
-from fxpar.runtime.report import merged_text
+from fxpar.runtime.report import merged_text, ride_text
 from fxpar.train.alone import faster_alone
 from fxpar.train.auto import compared_with, plan_line, search_plan, with_plan
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
@@ -261,7 +261,7 @@ def _run(
     outputs = _outputs(config, session.step, place) if files else []
     title = "train" if files else f"static {config.strategies[0][1]}"
     every = config.checkpoint.every if files and config.checkpoint.enabled else 0
-    told: set[tuple[int, int]] = set()  # merged groups: once each
+    told: set[str] = set()  # of groups that join others and sequences that ride: once each
     notes: list[str] = []  # for after the line of the step
     with open_view(place.console if place.rank == 0 else _silent(), config.run.steps, session.step, title) as view:
 
@@ -269,10 +269,11 @@ def _run(
             session.step = record.step
             records.append(record)
             view.step(record)
-            for pair in record.merged:
-                if pair not in told:
-                    told.add(pair)
-                    view.note(f"{merged_text(*pair)} (first in step {record.step})")
+            moved = [merged_text(*pair) for pair in record.merged] + [ride_text(*ride[:2]) for ride in record.rides]
+            for text in moved:
+                if text not in told:
+                    told.add(text)
+                    view.note(f"{text} (first in step {record.step})")
             while notes:
                 view.note(notes.pop(0))
             for output in outputs:

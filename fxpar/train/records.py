@@ -43,8 +43,8 @@ class GroupRecord(GroupReport):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. `step` counts from 1; `wall_s` is all of it, `engine_s` what `train_step` took; `merged` as in
-    `StepReport`.
+    """One step. `step` counts from 1; `wall_s` is all of it, `engine_s` what `train_step` took; `merged` and
+    `rides` as in `StepReport`.
 
     `cpu_s` are CPU seconds of all ranks together (of this rank, until they are added up).
     """
@@ -63,6 +63,7 @@ class StepRecord:
     optimizer_s: float
     groups: tuple[GroupRecord, ...]
     merged: tuple[tuple[int, int], ...] = ()
+    rides: tuple[tuple[int, int, int], ...] = ()
     validation_loss: float | None = None  # where it was measured, after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss function returns beside the loss
     validation_metrics: Mapping[str, float] = field(default_factory=dict)  # the same of the held-out documents

@@ -16,6 +16,7 @@ from fxpar.checkpoint.weights import HF_CONFIG, hf_config
 from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
+from fxpar.runtime.ahead import DrawnAhead
 from fxpar.runtime.report import Evaluated
 from fxpar.train.config import TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
@@ -35,6 +36,7 @@ class TrainSession:
     training: Training
     model: Any
     loader: MiniBatchLoader
+    batches: DrawnAhead  # of the loader
     parameters: int
     setup_s: float
     held_out: list[torch.Tensor]
@@ -47,7 +49,7 @@ class TrainSession:
         extra = {
             "step": step,
             "steps": self.config.run.steps,
-            "loader": self.loader.state_dict(),
+            "loader": self.batches.state_dict(),
             "engine": self.model.engine_state(),
             "scheduler": scheduler_state(self.training.scheduler),
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
@@ -75,7 +77,7 @@ class TrainSession:
         missing = {"step", "loader", "engine", "scheduler", "rng"} - set(extra)
         if missing:
             raise ResumeError(str(path), f"it was not written by `fxpar train` (it lacks {', '.join(sorted(missing))})")
-        self.loader.load_state_dict(extra["loader"])
+        self.batches.load_state_dict(extra["loader"])
         self.model.load_engine_state(extra["engine"])
         groups = len(self.training.optimizer.param_groups)
         self.training.scheduler.load_state_dict({**extra["scheduler"], "lr_lambdas": [None] * groups})
@@ -156,10 +158,18 @@ def open_session(
     )
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
-    training = Training(model, loader, optimizer, scheduler, config.optimizer.clip, config.run.nan)
+    batches = model.plan_ahead(loader)
+    training = Training(model, batches, optimizer, scheduler, config.optimizer.clip, config.run.nan)
     training.traces = StepTraces() if config.run.report else None
     return TrainSession(
-        config, training, model, loader, count, time.perf_counter() - begun, held_out_sequences(held_out, config)
+        config,
+        training,
+        model,
+        loader,
+        batches,
+        count,
+        time.perf_counter() - begun,
+        held_out_sequences(held_out, config),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -48,7 +49,8 @@ def check_plan(
     placed = [i for group in plan.groups for micro in group.micro_batches() for i in micro.sequences]
     assert sorted(placed) == list(range(len(lengths)))
     assert list(plan.order) == sorted(set(plan.order))
-    into = dict(plan.merged)
+    into, rides = dict(plan.merged), dict(((own, other), number) for own, other, number in plan.rides)
+    rode: Counter[tuple[int, int]] = Counter()
     for part in plan.groups:
         group = groups[part.group]
         assert len(part.replicas) == group.replicas
@@ -58,10 +60,13 @@ def check_plan(
             assert micro.sequences
             assert micro.tokens == sum(lengths[i] for i in micro.sequences) <= group.token_budget
         for i in part.sequences:
-            own = next(g for g, candidate in enumerate(groups) if lengths[i] <= candidate.limit)
-            assert into.get(own, own) == part.group >= own
+            assert group.takes(lengths[i])
+            own = next(g for g, candidate in enumerate(groups) if candidate.takes(lengths[i]))
+            rode[own, part.group] += own not in into and part.group != own
+            assert into.get(own, part.group) == part.group >= own
         assert abs(part.predicted_s - seconds(part, costs[part.group], lengths)) <= 1e-9 * part.predicted_s + 1e-12
         assert part.lower_bound_s <= part.predicted_s
+    assert +rode == rides
     assert abs(plan.predicted_s - plan.switch_s - sum(g.predicted_s for g in plan.groups)) <= 1e-9
 
 

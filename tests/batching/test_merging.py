@@ -124,7 +124,7 @@ def test_the_best_choice_is_found(case, hops, hidden):
         hides = [run.seconds / 2 * (1 + 1 / run.micro_batches) if hidden else 0.0 for run in runs]
         return sum(max(0.0, hops[g] - run) for g, run in zip(order, [0.0, *hides], strict=False))
 
-    plan = plan_batch(lengths, groups, costs, border_s)
+    plan = plan_batch(lengths, groups, costs, border_s, ride=False)
     assert plan.predicted_s == pytest.approx(brute_force(lengths, groups, costs, border_s), rel=1e-9, abs=1e-12)
 
 

@@ -81,3 +81,8 @@ def test_groups_that_joined_another_are_named():
     first, second, _ = group_lines(merged)
     assert first == "[fxpar]   <=64 joined <=256: too small to be worth a switch of its own"
     assert second.startswith("[fxpar]   <=128 joined <=256")
+
+
+def test_riders_are_counted():
+    line, _ = group_lines(replace(report(1, 1000, SHORT), rides=((64, 256, 3),)))
+    assert line == "[fxpar]   3 sequences of <=64 ride in <=256 where the mini-batch is predicted to be faster so"

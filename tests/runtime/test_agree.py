@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.errors import ProgramMismatchError, ValueMismatchError
+from fxpar.cost.cluster import usual_cluster
+from fxpar.errors import DeviceMismatchError, ProgramMismatchError, ValueMismatchError
 from fxpar.ir.content import content
-from fxpar.runtime.agree import check_same_programs, check_same_values, digest
+from fxpar.runtime.agree import agreed_cluster, check_same_programs, check_same_values, digest
 from fxpar.torch_api.threaded import run_threads
 from tests.captured import lowered, mlp
 
@@ -123,3 +124,20 @@ def test_the_fingerprint_of_a_program_has_all_that_ranks_must_share(change):
     program = lowered(mlp(), "dp2")
     assert replace(program, **change(program)).fingerprint() != program.fingerprint()
     assert replace(program, timings={}).fingerprint() == program.fingerprint()
+
+
+def test_the_cluster_is_that_of_rank_0():
+    found = run_threads(3, lambda rank: agreed_cluster(usual_cluster(4, 1 + rank, "cpu"), "cpu"))
+    assert found == [usual_cluster(4, 1, "cpu")] * 3
+
+
+def test_different_kinds_of_devices_are_refused_on_all_ranks():
+    def agree(rank: int) -> str:
+        try:
+            agreed_cluster(usual_cluster(3), "cpu" if rank == 1 else "cuda")
+        except DeviceMismatchError as error:
+            return str(error)
+        return ""
+
+    for said in run_threads(3, agree):
+        assert re.search(r"'cuda' on rank 0, 2; 'cpu' on rank 1\. Every rank must pass it on the same", said)

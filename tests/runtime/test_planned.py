@@ -63,6 +63,16 @@ def by_hand(rank):
 
 
 @PAIR.case
+def of_unlike_machines(rank):
+    """To rank 1 a switch seems to take forever: by itself it would let all groups join."""
+    slow = fxpar.Device(tflops=1e-6, memory_gb_per_s=1.0, launch_us=0.0)
+    cluster = fxpar.ClusterSpec(1, 2, 1e-6 if rank else 100.0, inter_gb_per_s=1.0, latency_us=0.0, device=slow)
+    model = fxpar.parallelize(small(), plan=PLAN, **planned(merge=True, cluster=cluster))
+    report = model.train_step(sequences(3))
+    return model.fxpar_session.engine.cluster, [group.limit for group in report.groups], report.loss
+
+
+@PAIR.case
 def of_another_world(rank):
     plan = replace(PLAN, world=4, groups=(PlanGroup(64, "dp4", 64),))
     with pytest.raises(PlanFileError, match="it is for 4 ranks, not 2"):
@@ -154,6 +164,13 @@ def test_strategies_and_budgets_are_those_of_the_plan():
     assert first == decorated == hand == groups
     assert (budget, own) == (10**9, 10**8)  # what the user says of memory goes first
     assert loss == other == third
+
+
+def test_ranks_that_see_unlike_machines_plan_for_that_of_rank_0():
+    first, second = of_unlike_machines()
+    assert first == second
+    assert first[0].intra_gb_per_s == 100.0
+    assert first[1] == [64, 512]
 
 
 def test_a_plan_for_other_ranks_is_refused():

@@ -12,13 +12,21 @@ from torch import nn
 
 
 class FakeModel(nn.Module):
-    """Bigrams; groups are invented: up to 8 tokens "dp4", longer ones "cp4" with a switch. `merged` by step."""
+    """Bigrams; groups are invented: up to 8 tokens "dp4", longer ones "cp4" with a switch. `merged` and `rides` by
+    step.
+    """
 
-    def __init__(self, vocab: int = 11, bad_steps: tuple[int, ...] = (), merged: dict[int, Any] | None = None) -> None:
+    def __init__(
+        self,
+        vocab: int = 11,
+        bad_steps: tuple[int, ...] = (),
+        merged: dict[int, Any] | None = None,
+        rides: dict[int, Any] | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.logits = nn.Embedding(vocab, vocab)
-        self.bad_steps, self.steps, self.merged = bad_steps, 0, merged or {}
+        self.bad_steps, self.steps, self.merged, self.rides = bad_steps, 0, merged or {}, rides or {}
 
     def train_step(self, sequences):
         self.steps += 1
@@ -41,6 +49,7 @@ class FakeModel(nn.Module):
             skipped=skipped,
             groups=tuple(groups),
             merged=self.merged.get(self.steps, ()),
+            rides=self.rides.get(self.steps, ()),
         )
 
 

@@ -16,11 +16,12 @@ from tests.train.test_config import SMALL, parse
 from tests.train.test_loop import training
 
 
-def test_groups_that_joined_another_are_told_once_and_written_in_every_step(tmp_path, monkeypatch):
+def test_groups_that_joined_another_and_riders_are_told_once_and_written_in_every_step(tmp_path, monkeypatch):
     monkeypatch.setattr("fxpar.train.rank.agree", lambda asked, cpu_s, wall_s, device: (asked, cpu_s, wall_s))
     merged = {1: ((8, 64), (16, 64)), 2: ((8, 64),), 4: ((8, 32),)}
+    rides = {2: ((16, 32, 5),), 3: ((16, 32, 7),)}
     words = (f'run.folder="{tmp_path}"', "run.steps=4", "run.tensorboard=false", "checkpoint.enabled=false")
-    one = training(4, merged=merged)
+    one = training(4, merged=merged, rides=rides)
     session = SimpleNamespace(config=parse(SMALL, *words), step=0, training=one, validate=lambda step: None)
     out = Console(file=io.StringIO(), soft_wrap=True)
     monitor = SimpleNamespace(phase=lambda name: None)
@@ -31,7 +32,10 @@ def test_groups_that_joined_another_are_told_once_and_written_in_every_step(tmp_
     assert [line for line in lines if not line.startswith("step ")] == [
         f"<=8 joined <=64: {why} (first in step 1)",
         f"<=16 joined <=64: {why} (first in step 1)",
+        "sequences of <=16 ride in <=32 where the mini-batch is predicted to be faster so (first in step 2)",
         f"<=8 joined <=32: {why} (first in step 4)",
     ]
     written = [json.loads(line)["merged"] for line in (tmp_path / METRICS).read_text().splitlines()]
     assert written == [[[8, 64], [16, 64]], [[8, 64]], [], [[8, 32]]]
+    written = [json.loads(line)["rides"] for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert written == [[], [[16, 32, 5]], [[16, 32, 7]], []]

@@ -1,0 +1,65 @@
+"""`Load`: sequences that run together in one group, with their micro-batches and times in ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpar.batching.balance import Share, share_out, shared_makespan
+from fxpar.batching.bounds import shared_lower_bound
+from fxpar.batching.groups import LengthGroup
+from fxpar.batching.packing import PackingRule, SequenceItem, longest_first, ticks
+from fxpar.cost.group import GroupCost
+
+Member = tuple[int, int]  # a sequence: its index in the mini-batch, its tokens
+
+
+@dataclass(frozen=True)
+class Load:
+    """`items`, dearest first, on the replicas of a group. What takes time to find is found when it is asked for."""
+
+    items: tuple[SequenceItem, ...]
+    rule: PackingRule
+
+    @classmethod
+    def of(cls, members: Iterable[Member], group: LengthGroup, cost: GroupCost, packed: bool) -> Load:
+        """These sequences in this group."""
+        found = list(members)
+        by_length = {length: ticks(cost.sequence_s(length)) for length in {length for _, length in found}}
+        rule = PackingRule(
+            group.replicas,
+            group.token_budget,
+            ticks(cost.fixed_s),
+            lockstep=group.lockstep,
+            packed=packed,
+            stages=cost.stages,
+            virtual=cost.virtual,
+            shared_by=cost.shared_by,
+        )
+        return cls(tuple(longest_first(SequenceItem(i, length, by_length[length]) for i, length in found)), rule)
+
+    @property
+    def members(self) -> list[Member]:
+        """What it was made of, dearest first."""
+        return [(item.index, item.tokens) for item in self.items]
+
+    @cached_property
+    def bound(self) -> int:
+        """A time that no plan of these sequences undercuts."""
+        return shared_lower_bound(self.items, self.rule)
+
+    @cached_property
+    def shares(self) -> list[Share]:
+        """The micro-batches of each replica."""
+        return share_out(self.items, self.rule)
+
+    @cached_property
+    def time(self) -> int:
+        """What they take."""
+        return shared_makespan(self.shares, self.rule)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the replica that has most."""
+        return max(map(len, self.shares))
