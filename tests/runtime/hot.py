@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}
 
 @functools.cache
 def _captured(make: Callable[[], nn.Module]) -> LogicalGraph:
+    _assert_once(f"capture {make.__name__}")
     return compile_strategies(make(), {512: "dp1"}, packed_lm_loss).logical
 
 
@@ -43,9 +45,14 @@ def _rows(make: Callable[[], nn.Module]) -> LogicalGraph:
 
 @functools.cache
 def _lowered(make: Callable[[], nn.Module], strategy: str, precision: str | None) -> TrainGraph:
+    _assert_once(f"lower {make.__name__} for {strategy}")
     how = as_precision(precision)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
     return lower(with_precision(_rows(make), how), strategy, for_store=True, **dtypes)
+
+
+def _assert_once(what: str) -> None:
+    assert multiprocessing.parent_process() is None, f"every rank would {what}: `precompile` it before they are forked"
 
 
 def compiled(
