@@ -113,6 +113,37 @@ def small() -> nn.Module:
     return Small().double()
 
 
+class Stack(nn.Module):
+    """Four layers like that of `Small`, for stages: two share a weight, and so do the embedding and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.layers = nn.Embedding(131, 16), nn.ModuleList(Residual() for _ in range(4))
+        self.head = nn.Linear(16, 131, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers[2].down_proj.weight = self.layers[0].down_proj.weight
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + torch.sin(position_ids)[..., None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(torch.tanh(self.up_proj(x)))
+
+
+def stacked() -> nn.Module:
+    return Stack().double()
+
+
 def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **kwargs})
 

@@ -17,7 +17,7 @@ from fxpar.models import load
 from fxpar.runtime.forked import run_forked
 from fxpar.schedule import mini_batch as schedule
 from tests.runtime.delays import LIMIT, drawn, error_of
-from tests.runtime.hot import World, make_llama, parallel, precompile, sequences, shallow, small
+from tests.runtime.hot import World, make_llama, parallel, precompile, sequences, shallow, small, stacked
 
 ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 # On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
@@ -63,52 +63,27 @@ def returning() -> nn.Module:
     return model
 
 
-class Stack(nn.Module):
-    """What `returning` has of shared weights, in layers whose tokens do not meet: captured in a quarter of the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embedding, self.layers = nn.Embedding(131, 16), nn.ModuleList(Residual() for _ in range(4))
-        self.head = nn.Linear(16, 131, bias=False)
-        self.head.weight = self.embedding.weight
-        self.layers[2].down_proj.weight = self.layers[0].down_proj.weight
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(input_ids) + torch.sin(position_ids)[..., None]
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down_proj(torch.tanh(self.up_proj(x)))
-
-
-def stacked() -> nn.Module:
-    return Stack().double()
-
-
 CASES = {
     "stages and chunks": (stacked, {"strategies": STAGES_AND_CHUNKS, "order": list(STAGES_AND_CHUNKS.values())}),
     "taking turns": (
-        shallow,
+        small,
         {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
     ),
     "buffers": (normed, {"strategies": DENSE, "order": list(DENSE.values())}),
-    "one strategy": (shallow, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
+    "one strategy": (small, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
 }
 NIGHTLY = {
     "stages": (tied, {"strategies": PIPELINES, "order": list(PIPELINES.values())}),
-    "stages and chunks, attention": (
+    # Those above in models with attention.
+    "stages and chunks, llama": (
         returning,
         {"strategies": STAGES_AND_CHUNKS, "order": list(STAGES_AND_CHUNKS.values())},
     ),
+    "taking turns, llama": (
+        shallow,
+        {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
+    ),
+    "one strategy, llama": (shallow, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
     "chunks": (returning, {"strategies": CHUNKS, "order": list(CHUNKS.values())}),
     "stages, arena, through nodes": (
         tied,
