@@ -273,7 +273,8 @@ def failing_backward(bound):
 @WORLD.case
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
-    return {(where, turn): steps_with_fault(rank, where, turn, small, ORDER) for where, turn in FAULTS}
+    model = opened(small, True, rank)
+    return {(where, turn): steps_with_fault(model, where, turn, ORDER[-1]) for where, turn in FAULTS}
 
 
 STAGES = {16: "dp2.pp2+zb_h1", 512: "tp2.pp2+gpipe"}
@@ -283,13 +284,13 @@ STAGES = {16: "dp2.pp2+zb_h1", 512: "tp2.pp2+gpipe"}
 def faults_of_stages(rank):
     """Before a rank has sent or received anything, and when all gradients have been handed over."""
     order = list(STAGES.values())
-    wheres = ("none", "_batch", "finish")
-    return {(where, 1): steps_with_fault(rank, where, 1, stacked, order, strategies=STAGES) for where in wheres}
+    model = opened(stacked, True, rank, strategies=STAGES, order=order)
+    return {(where, 1): steps_with_fault(model, where, 1, order[-1]) for where in ("none", "_batch", "finish")}
 
 
-def steps_with_fault(rank, where, turn, make, order, **options):
-    model = opened(make, True, rank, order=order, **options)
-    engine, seen, last = model._session().engine, [], order[-1]
+def steps_with_fault(model, where, turn, last):
+    """Of one session, fault after fault: its weights stay, as no optimizer has them."""
+    engine, seen = model._session().engine, []
     if where in ("run_all", "_batch", "finish"):
         failing_once(engine.bound[last], where, turn)
     elif where == "backward":
