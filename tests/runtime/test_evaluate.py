@@ -9,7 +9,7 @@ from torch import nn
 import fxpar
 from fxpar import losses
 from fxpar.errors import BatchMismatchError
-from tests.runtime.hot import World, parallel, precompile, sequences, shallow
+from tests.runtime.hot import World, parallel, precompile, sequences, small
 
 TWO = {32: "dp2", 128: "tp2"}
 LENGTHS = (5, 60, 8, 33)
@@ -41,7 +41,7 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-WORLD = World(2, lambda: precompile(shallow, TWO))
+WORLD = World(2, lambda: precompile(small, TWO))
 
 
 @WORLD.case
@@ -64,7 +64,7 @@ def test_each_module_keeps_its_mode():
 @WORLD.case
 def other_sequences(rank):
     """What differs is all of them (a share of the data per rank), or one that is an error."""
-    model, given = parallel(shallow, strategies=TWO), sequences(1, LENGTHS)
+    model, given = parallel(small, strategies=TWO), sequences(1, LENGTHS)
     for differing in (sequences(2, LENGTHS), [given[0], torch.zeros(0, dtype=torch.int64)], None):
         with pytest.raises(BatchMismatchError, match=r"mini-batch on rank 1 differs .* evaluate"):
             model.evaluate(differing if rank == 1 else given)
