@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -75,12 +77,17 @@ def test_ranks_with_other_sequences_are_named_before_anything_moves():
     assert len(set(other_sequences())) == 1
 
 
-THREE = World(3, lambda: None)
-
-
 def counted(model, batch):
     labels = batch["labels"]
     return losses.cross_entropy_sum(model(batch["input_ids"]), labels), {"count": (labels != -100).sum()}
+
+
+@functools.cache
+def of_three(strategy):
+    return fxpar.compile_strategies(Deep(), {128: strategy}, counted)
+
+
+THREE = World(3, lambda: [of_three("tp3"), of_three("pp3")])
 
 
 @THREE.case
@@ -88,7 +95,8 @@ def counts(rank):
     """Thirds of 7 do not add up to 7."""
     found = []
     for strategy in ("tp3", "pp3"):
-        model = fxpar.parallelize(Deep(), strategies={128: strategy}, loss=counted, monitor=False)
+        options = {"loss": counted, "compiled": of_three(strategy), "monitor": False}
+        model = fxpar.parallelize(Deep(), strategies={128: strategy}, **options)
         found.append([model.evaluate(sequences(1, (n + 1,))).metrics["count"] for n in (7, 14, 25, 62)])
     return found
 
