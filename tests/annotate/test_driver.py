@@ -296,7 +296,7 @@ def test_strategies_with_the_same_degree_of_an_axis_are_solved_once():
 # ----------------------------------------------------------------------------------------------- once for several
 def test_one_search_is_for_all_that_saves_memory(monkeypatch):
     """The programs are those of a search for each."""
-    graph, searched = llama(layers=2).graph, []
+    graph, searched = llama().graph, []
     monkeypatch.setattr(driver, "search_placements", lambda g: (searched.append(g.strategy), search_placements(g))[1])
     ladder = [AnnotateOnce(), *default_passes(for_store=True)[1:]]
     names = ("dp2.tp2+sp", "dp2.tp2+sp+zero3", "dp2.tp2+sp+remat", "dp2.tp2+sp+zero3+remat(selective)", "dp2.cp2")

@@ -30,15 +30,21 @@ KEYS = {
 }
 
 
-def test_all_agree(tmp_path):
-    file = tmp_path / "out.json"
-    words = ("check", "llama", "--strategies", "dp2,tp2+sp", "--dtype", "float64", "--tokens", "24,13", "--json", file)
-    status, out, err = fxpar(*words)
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """What `fxpar check` of four strategies prints, and its JSON."""
+    file = tmp_path_factory.mktemp("check") / "out.json"
+    words = ("--dtype", "float64", "--tokens", "24,13", "--json", file)
+    status, out, err = fxpar("check", "llama", "--strategies", "dp2,tp2+sp,pp2,dp2.pp2+zb_h1", *words)
     assert status == 0, out + err
-    assert "2 of 2 strategies agree" in out
-    data = json.loads(file.read_text())
+    return out, json.loads(file.read_text())
+
+
+def test_all_agree(checked):
+    out, data = checked
+    assert "4 of 4 strategies agree" in out
     assert (data["model"], data["dtype"]) == ("llama", "float64")
-    first, second = data["results"]
+    first, second = data["results"][:2]
     assert set(first) >= KEYS
     assert (first["strategy"], first["world"], first["ok"]) == ("dp2", 2, True)
     assert first["collectives"] == {"all_reduce": 1}
@@ -47,16 +53,11 @@ def test_all_agree(tmp_path):
     assert second["collective_bytes"] > 0
     assert second["capture_cpu_s"] > 0
     assert "\ndocuments packed in rows\nstrategy" in out
-    assert [result["documents"] for result in data["results"]] == ["in rows", "in rows"]
+    assert [result["documents"] for result in data["results"]] == ["in rows"] * 4
 
 
-def test_pipelines(tmp_path):
-    file = tmp_path / "out.json"
-    words = ("--dtype", "float64", "--tokens", "24,13", "--json", file)
-    status, out, err = fxpar("check", "llama", "-s", "pp2,dp2.pp2+zb_h1", *words)
-    assert status == 0, out + err
-    assert "2 of 2 strategies agree" in out
-    for result in json.loads(file.read_text())["results"]:
+def test_pipelines(checked):
+    for result in checked[1]["results"][2:]:
         assert result["collectives"]["send"] == 2
         assert result["collective_bytes"] > 0 == result["loss_rel_err"]
 

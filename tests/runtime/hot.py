@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}
 
 @functools.cache
 def _captured(make: Callable[[], nn.Module]) -> LogicalGraph:
+    _assert_once(f"capture {make.__name__}")
     return compile_strategies(make(), {512: "dp1"}, packed_lm_loss).logical
 
 
@@ -43,9 +45,14 @@ def _rows(make: Callable[[], nn.Module]) -> LogicalGraph:
 
 @functools.cache
 def _lowered(make: Callable[[], nn.Module], strategy: str, precision: str | None) -> TrainGraph:
+    _assert_once(f"lower {make.__name__} for {strategy}")
     how = as_precision(precision)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
     return lower(with_precision(_rows(make), how), strategy, for_store=True, **dtypes)
+
+
+def _assert_once(what: str) -> None:
+    assert multiprocessing.parent_process() is None, f"every rank would {what}: `precompile` it before they are forked"
 
 
 def compiled(
@@ -104,6 +111,37 @@ class Small(nn.Module):
 def small() -> nn.Module:
     """A fifth of the nodes of `shallow`."""
     return Small().double()
+
+
+class Stack(nn.Module):
+    """Four layers like that of `Small`, for stages: two share a weight, and so do the embedding and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.layers = nn.Embedding(131, 16), nn.ModuleList(Residual() for _ in range(4))
+        self.head = nn.Linear(16, 131, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers[2].down_proj.weight = self.layers[0].down_proj.weight
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + torch.sin(position_ids)[..., None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(torch.tanh(self.up_proj(x)))
+
+
+def stacked() -> nn.Module:
+    return Stack().double()
 
 
 def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:

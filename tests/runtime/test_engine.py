@@ -104,14 +104,16 @@ def test_every_order_gives_the_same_gradients():
 
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
 BATCHES = [sequences(seed) for seed in (3, 4)]
+HOME = {"turns": "R", "up_proj.weight": "S(1)"}
+HOME_OF_LLAMA = {"*norm*": "R", "*.q_proj.weight": "S(1)"}
 OPTIONS = {
-    "chain, home rules": {"gradients": "chain", "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"}},
+    "chain, home rules": {"gradients": "chain", "home": HOME},
     "one resident": {"resident": ["dp2.tp2+sp"], "order": ["cp2.tp2", "dp2.tp2+sp", "dp4"]},
     "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 16, "resident": []},
     "zero3 and zero2": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"}},
     "sums of nodes first": {
         "cluster": SLOW_NETWORK,
-        "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"},
+        "home": HOME,
         "staging_bytes": 1 << 14,  # one tensor at a time, or slices of it
     },
 }
@@ -127,18 +129,21 @@ MORE_OPTIONS = {
     "by turns, chain, home rules": {
         "planner": "turns",
         "gradients": "chain",
-        "home": {"*norm*": "R", "*.q_proj.weight": "S(1)"},
+        "home": HOME_OF_LLAMA,
     },
 }
 FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
-    **{name: Case(BATCHES, options, shallow) for name, options in OPTIONS.items()},
+    **{name: Case(BATCHES, options, small) for name, options in OPTIONS.items()},
     "few sequences": Case([*(sequences(11, lengths) for lengths in FEW), sequences(12)], make=shallow),
     "fused optimizer": Case(
         [sequences(seed, (5, 60, 33, 17, 130, 8)) for seed in range(3)], make=shallow, optimizer={"fused": True}
     ),
 }
-MORE = {name: Case(BATCHES, options, shallow) for name, options in MORE_OPTIONS.items()}
+MORE = {
+    name: Case(BATCHES, {**options, "home": HOME_OF_LLAMA} if "home" in options else options, shallow)
+    for name, options in {**OPTIONS, **MORE_OPTIONS}.items()
+}
 
 
 @WORLD.case

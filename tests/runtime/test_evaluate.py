@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 import fxpar
 from fxpar import losses
 from fxpar.errors import BatchMismatchError
-from tests.runtime.hot import World, parallel, precompile, sequences, shallow
+from tests.runtime.hot import World, parallel, precompile, sequences, small
 
 TWO = {32: "dp2", 128: "tp2"}
 LENGTHS = (5, 60, 8, 33)
@@ -41,7 +43,7 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-WORLD = World(2, lambda: precompile(shallow, TWO))
+WORLD = World(2, lambda: precompile(small, TWO))
 
 
 @WORLD.case
@@ -64,7 +66,7 @@ def test_each_module_keeps_its_mode():
 @WORLD.case
 def other_sequences(rank):
     """What differs is all of them (a share of the data per rank), or one that is an error."""
-    model, given = parallel(shallow, strategies=TWO), sequences(1, LENGTHS)
+    model, given = parallel(small, strategies=TWO), sequences(1, LENGTHS)
     for differing in (sequences(2, LENGTHS), [given[0], torch.zeros(0, dtype=torch.int64)], None):
         with pytest.raises(BatchMismatchError, match=r"mini-batch on rank 1 differs .* evaluate"):
             model.evaluate(differing if rank == 1 else given)
@@ -75,12 +77,17 @@ def test_ranks_with_other_sequences_are_named_before_anything_moves():
     assert len(set(other_sequences())) == 1
 
 
-THREE = World(3, lambda: None)
-
-
 def counted(model, batch):
     labels = batch["labels"]
     return losses.cross_entropy_sum(model(batch["input_ids"]), labels), {"count": (labels != -100).sum()}
+
+
+@functools.cache
+def of_three(strategy):
+    return fxpar.compile_strategies(Deep(), {128: strategy}, counted)
+
+
+THREE = World(3, lambda: [of_three("tp3"), of_three("pp3")])
 
 
 @THREE.case
@@ -88,7 +95,8 @@ def counts(rank):
     """Thirds of 7 do not add up to 7."""
     found = []
     for strategy in ("tp3", "pp3"):
-        model = fxpar.parallelize(Deep(), strategies={128: strategy}, loss=counted, monitor=False)
+        options = {"loss": counted, "compiled": of_three(strategy), "monitor": False}
+        model = fxpar.parallelize(Deep(), strategies={128: strategy}, **options)
         found.append([model.evaluate(sequences(1, (n + 1,))).metrics["count"] for n in (7, 14, 25, 62)])
     return found
 

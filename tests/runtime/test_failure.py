@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from fxpar.errors import PeerLostError
 from fxpar.runtime.forked import reserved_port
 from fxpar.torch_api.fork import forget_parent_threads
-from tests.runtime.hot import make_llama, parallel, precompile, sequences
+from tests.runtime.hot import parallel, precompile, sequences, small
 
 VICTIM, TIMEOUT_S = 2, 8.0
 
@@ -26,7 +26,7 @@ def rank_main(rank: int, port: int, folder: Path, where: str, how: signal.Signal
     forget_parent_threads()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=4, timeout=timedelta(seconds=TIMEOUT_S))
-    model = parallel(make_llama, monitor=True, timeout_s=TIMEOUT_S, resident=[])
+    model = parallel(small, monitor=True, timeout_s=TIMEOUT_S, resident=[])
     model.train_step(sequences(1))
     engine = model._session().engine
     if rank == VICTIM:
@@ -64,7 +64,7 @@ def hit_during(engine, where: str, how: signal.Signals) -> None:
 
 @pytest.mark.parametrize(("where", "how"), [("graph", signal.SIGKILL), ("switch", signal.SIGSTOP)], ids=str)
 def test_the_others_name_the_rank_that_is_gone(tmp_path, where, how):
-    precompile()
+    precompile(small)
     torch.set_num_threads(1)
     context = mp.get_context("fork")
     survivors = [r for r in range(4) if r != VICTIM]

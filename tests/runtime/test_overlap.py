@@ -17,7 +17,7 @@ from fxpar.models import load
 from fxpar.runtime.forked import run_forked
 from fxpar.schedule import mini_batch as schedule
 from tests.runtime.delays import LIMIT, drawn, error_of
-from tests.runtime.hot import World, make_llama, parallel, precompile, sequences, shallow, small
+from tests.runtime.hot import World, make_llama, parallel, precompile, sequences, shallow, small, stacked
 
 ORDER = ["dp2.tp2+sp", "dp4", "cp2.tp2"]
 # On two of four ranks a quarter lies outside of the half that the rank holds, so the two take more than one.
@@ -64,16 +64,26 @@ def returning() -> nn.Module:
 
 
 CASES = {
-    "stages and chunks": (returning, {"strategies": STAGES_AND_CHUNKS, "order": list(STAGES_AND_CHUNKS.values())}),
+    "stages and chunks": (stacked, {"strategies": STAGES_AND_CHUNKS, "order": list(STAGES_AND_CHUNKS.values())}),
     "taking turns": (
-        shallow,
+        small,
         {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
     ),
     "buffers": (normed, {"strategies": DENSE, "order": list(DENSE.values())}),
-    "one strategy": (shallow, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
+    "one strategy": (small, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
 }
 NIGHTLY = {
     "stages": (tied, {"strategies": PIPELINES, "order": list(PIPELINES.values())}),
+    # Those above in models with attention.
+    "stages and chunks, llama": (
+        returning,
+        {"strategies": STAGES_AND_CHUNKS, "order": list(STAGES_AND_CHUNKS.values())},
+    ),
+    "taking turns, llama": (
+        shallow,
+        {"strategies": TAKING_TURNS, "order": list(TAKING_TURNS.values()), "resident": []},
+    ),
+    "one strategy, llama": (shallow, {"strategies": ALONE, "order": None, "cluster": SLOW_NETWORK}),
     "chunks": (returning, {"strategies": CHUNKS, "order": list(CHUNKS.values())}),
     "stages, arena, through nodes": (
         tied,
@@ -93,6 +103,7 @@ def prepare() -> None:
     for make, options in CASES.values():
         precompile(make, options.get("strategies"))
     precompile(small)
+    precompile(stacked, STAGES)
 
 
 WORLD = World(4, prepare)
@@ -150,7 +161,8 @@ def opened(make, overlap, rank, **options):
     model = parallel(make, **{"order": ORDER, "overlap": overlap, **options})
     engine, delays = model._session().engine, random.Random(rank)
     assert engine.options.overlap == overlap
-    late = {"dp2.pp2+interleaved_1f1b(2)"} if make is returning else set()  # what is added up waits for the end
+    # What is added up waits for the end.
+    late = {"dp2.pp2+interleaved_1f1b(2)"} if make in (returning, stacked) else set()
     assert set(engine.flowing()) == (set(engine.bound) - late if engine.gradients.mode == "home" else set())
     if overlap:
         delayed(engine.switching, "to", delays)
@@ -261,7 +273,8 @@ def failing_backward(bound):
 @WORLD.case
 def faults(rank):
     """Errors that all ranks raise and the script catches: in each stream, in the first step and in a later one."""
-    return {(where, turn): steps_with_fault(rank, where, turn, small, ORDER) for where, turn in FAULTS}
+    model = opened(small, True, rank)
+    return {(where, turn): steps_with_fault(model, where, turn, ORDER[-1]) for where, turn in FAULTS}
 
 
 STAGES = {16: "dp2.pp2+zb_h1", 512: "tp2.pp2+gpipe"}
@@ -271,13 +284,13 @@ STAGES = {16: "dp2.pp2+zb_h1", 512: "tp2.pp2+gpipe"}
 def faults_of_stages(rank):
     """Before a rank has sent or received anything, and when all gradients have been handed over."""
     order = list(STAGES.values())
-    wheres = ("none", "_batch", "finish")
-    return {(where, 1): steps_with_fault(rank, where, 1, tied, order, strategies=STAGES) for where in wheres}
+    model = opened(stacked, True, rank, strategies=STAGES, order=order)
+    return {(where, 1): steps_with_fault(model, where, 1, order[-1]) for where in ("none", "_batch", "finish")}
 
 
-def steps_with_fault(rank, where, turn, make, order, **options):
-    model = opened(make, True, rank, order=order, **options)
-    engine, seen, last = model._session().engine, [], order[-1]
+def steps_with_fault(model, where, turn, last):
+    """Of one session, fault after fault: its weights stay, as no optimizer has them."""
+    engine, seen = model._session().engine, []
     if where in ("run_all", "_batch", "finish"):
         failing_once(engine.bound[last], where, turn)
     elif where == "backward":

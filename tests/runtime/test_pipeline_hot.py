@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from tests.runtime.hot import (
     parallel,
     precompile,
     sequences,
+    stacked,
 )
 
 PIPELINES = {16: "dp2.pp2", 64: "pp4", 512: "tp2.cp2"}
@@ -56,15 +59,16 @@ OPTIONS = {
 }
 # The head's term of the gradient is made on the last stage, under every strategy on other ranks.
 CASES = {
-    "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep_tied),
+    "several micro-batches": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, stacked),
     # At last few sequences and empty groups.
     "chain, arena only": Case(
         [*BATCHES, sequences(11, (2,)), sequences(12, (9, 300))],
         {"strategies": PIPELINES, "resident": [], "checked": True, "gradients": "chain"},
-        deep_tied,
+        stacked,
     ),
 }
 NIGHTLY = {
+    **{f"{name}, llama": replace(case, make=deep_tied) for name, case in CASES.items()},
     "untied": Case([sequences(0, LENGTHS)], {"strategies": LIMITED, "token_budget": 130}, deep),
     "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
     **{name: Case(BATCHES[:1], options, deep) for name, options in OPTIONS.items()},
