@@ -10,7 +10,7 @@ from fxpar.batching.balance import Share, share_out, shared_makespan
 from fxpar.batching.bounds import shared_lower_bound
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import PackingRule, SequenceItem, longest_first, ticks
-from fxpar.cost.group import GroupCost
+from fxpar.cost.group_cost import GroupCost
 
 Member = tuple[int, int]  # a sequence: its index in the mini-batch, its tokens
 

@@ -223,7 +223,7 @@ class Engine:
         not keep documents apart.
         """
         try:
-            if not (alone or torch.is_grad_enabled()):
+            if forward_keys is None and not torch.is_grad_enabled():
                 raise NoGradError
             check_denominator(denominator)
             ahead = self._taken(sequences) if forward_keys is None else None
