@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
+from fxpar.cli.plan_sizes import show_sizes, sizes_json
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import cluster_name, collected_warnings, write_json, write_output
 from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
-from fxpar.search.chosen import of_ranks, planned_for, problem_of, searched
+from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
+from fxpar.search.chosen import of_ranks, planned_for, problem_of
 from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
@@ -53,26 +57,21 @@ def _galvatron(request: PlanRequest) -> GalvatronRequest:
 
 def _run(request: PlanRequest) -> None:
     lengths = read_lengths(request.lengths or "", request.seed)
-    tokens = request.tokens_per_step or 1
     cluster = _cluster(request)
     if request.verify is not None:
         check_verify(request.verify, cluster.world, request.source.is_file)
     memory = request.memory_bytes or memory_of(cluster)
+    tried = _sizes(request, cluster, int(lengths.max()))
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")
         model = Shallow(request.source)
         if "input_ids" not in model.inputs:
             why = "its batch has no input_ids, and a plan is for sequences of tokens"
             raise PlanOptionError("MODEL", request.source.model, why)
-        batches = mini_batches(lengths, tokens, request.samples, request.seed)
-        problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory)
-        problem = replace(
-            problem,
-            max_strategies=request.max_strategies,
-            overlap=request.overlap or (request.verify is not None and kind_here(cluster.world) == "cpu"),
-            keep=max(request.best, request.verify or 0),
-        )
-        found = searched(problem, model.rows, status.update)
+        problem_of_size = functools.partial(_problem, request, model, cluster, lengths, memory)
+        rated = rated_sizes(tried, problem_of_size, model.lower, model.outlines, status.update)
+        taken = smallest_near(rated)
+        problem, found, tokens = taken.problem, taken.found, taken.tokens_per_step
         planned = planned_for(request.source.model, request.source.options, tokens, problem, model.rows)
         plans = [planned.plan(found, one) for one in found.plans]
         runs: list[VerifiedPlan] = []
@@ -83,14 +82,38 @@ def _run(request: PlanRequest) -> None:
     if request.output is not None:
         remarks = _remarks(found, request.output, fastest)
         write_output(request.output, plans[fastest].to_toml([*remarks, *_measured(runs, fastest)]))
-    if write_json(request.json, document(found) | ({"verified": verified_json(runs)} if runs else {})):
+    more = {"verified": verified_json(runs)} if runs else {}
+    if write_json(request.json, document(found, tokens) | sizes_json(rated) | more):
         console = stdout_console()
-        _show(console, request, found, problem)
+        _show(console, request, taken)
+        if request.tokens_per_step is None:
+            show_sizes(console, rated, taken)
         if runs:
             show_verified(console, runs)
         if request.output is not None:
             how = ", the fastest as measured," if runs else ""
             console.print(f"plan {fastest + 1}{how} is in {request.output}", markup=False)
+
+
+def _sizes(request: PlanRequest, cluster: ClusterSpec, longest: int) -> tuple[int, ...]:
+    """Tokens of the mini-batches to plan for. Raises PlanOptionError."""
+    if request.tokens_per_step is not None:
+        return (request.tokens_per_step,)
+    return sizes(longest, request.max_tokens_per_step or max(MOST_PER_DEVICE * cluster.world, longest))
+
+
+def _problem(
+    request: PlanRequest, model: Shallow, cluster: ClusterSpec, lengths: np.ndarray, memory: int | None, tokens: int
+) -> Problem:
+    """For mini-batches of so many tokens."""
+    batches = mini_batches(lengths, tokens, request.samples, request.seed)
+    problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory)
+    return replace(
+        problem,
+        max_strategies=request.max_strategies,
+        overlap=request.overlap or (request.verify is not None and kind_here(cluster.world) == "cpu"),
+        keep=max(request.best, request.verify or 0),
+    )
 
 
 def _job(request: PlanRequest, problem: Problem, found: Found, plans: Sequence[Plan]) -> VerifyJob:
@@ -133,9 +156,10 @@ def _remarks(found: Found, path: str, number: int) -> list[str]:
     return [alone if len(plan.strategies) == 1 else faster, use]
 
 
-def document(found: Found) -> dict[str, Any]:
+def document(found: Found, tokens_per_step: int) -> dict[str, Any]:
     """What `--json` writes."""
     return {
+        "tokens_per_step": tokens_per_step,
         "plans": [set_json(plan) | {"lower_bound_s": found.lower_bound_s} for plan in found.plans],
         "best_static": {"strategy": found.best_static.strategies[0], "predicted_s": found.best_static.predicted_s},
         "speedup": found.speedup,
@@ -147,10 +171,9 @@ def document(found: Found) -> dict[str, Any]:
     }
 
 
-def _show(console: Console, request: PlanRequest, found: Found, problem: Problem) -> None:
-    best = found.plans[0]
-    tokens = sum(map(sum, problem.batches)) / len(problem.batches)
-    asked = request.tokens_per_step or 1
+def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
+    problem, found, asked = taken.problem, taken.found, taken.tokens_per_step
+    best, tokens = found.plans[0], problem.mean_tokens
     whole = f" (the mean: as many whole sequences as fit into {asked:,})" if round(tokens) != asked else ""
     if any(sum(batch) > asked for batch in problem.batches):
         whole = f" (the mean: as many whole sequences as fit into {asked:,}, or one that is longer)"

@@ -12,7 +12,7 @@ from fxpar.cli.commands import CAPACITY, capacity_bytes
 from fxpar.cli.options import Cluster, DeviceMemory, GraphSource, Json, Lengths, Offered, Overlap, TokensPerStep
 from fxpar.cost.cluster import shipped
 
-_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "output", "verify")
+_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "max_tokens_per_step", "output", "verify")
 _OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches", "layers", "hidden")
 
 
@@ -28,6 +28,10 @@ class PlanRequest:
     cluster: Cluster = None
     lengths: Lengths = None
     tokens_per_step: TokensPerStep = None
+    max_tokens_per_step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=2**40, help="Of the sizes that are tried without it.", show_default=False),
+    ] = None
     max_strategies: Annotated[int, typer.Option(metavar="K", min=1, max=6, help="Strategies at most.")] = 3
     memory: DeviceMemory = None
     best: Annotated[int, typer.Option(min=1, max=16, help="Different plans to show, best first.")] = 3
@@ -89,7 +93,10 @@ class PlanRequest:
             raise typer.BadParameter("the profile is the model of --cost galvatron", param_hint="MODEL")
         if not galvatron and not self.source.model:
             raise typer.BadParameter("name a model, such as hf:llama@8b", param_hint="MODEL")
-        needed = ("profiles", "devices", "batch", "seq_len", "memory") if galvatron else ("lengths", "tokens_per_step")
+        if self.tokens_per_step is not None and self.max_tokens_per_step is not None:
+            why = "it is for a search of the size, and --tokens-per-step says it; leave one of them out"
+            raise typer.BadParameter(why, param_hint="--max-tokens-per-step")
+        needed = ("profiles", "devices", "batch", "seq_len", "memory") if galvatron else ("lengths",)
         for name in needed:
             if getattr(self, name) is None:
                 raise typer.BadParameter("it is missing", param_hint=_option(name))

@@ -53,6 +53,7 @@ def lower(
     reduce: torch.dtype | None = None,
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
+    verified: bool = True,
 ) -> TrainGraph:
     """Place and lower `logical` for `strategy`; no process group, no device, no weights.
 
@@ -62,7 +63,8 @@ def lower(
     `accumulate` at least and leave in `reduce` at most (by default as they add up).
     `sizes` are the dynamic dims of a micro-batch by name, by default the example's; a budget of `remat(200MB)` is meant
     at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified after every
-    pass. `passes` stand in for `default_passes`, which then takes those options; the first attaches the placements.
+    pass, unless `verified` is False: for what is priced and never run. `passes` stand in for `default_passes`, which
+    then takes those options; the first attaches the placements.
 
     A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
 
@@ -78,9 +80,9 @@ def lower(
         raise GivenPassesError(given)
     ladder = default_passes(**options) if passes is None else checked_ladder(passes)
     if strategy.pipeline_size > 1:
-        return lower_pipeline(logical, strategy, ladder, on_pass)
+        return lower_pipeline(logical, strategy, ladder, on_pass, verified)
     started = time.process_time()
-    graph, report = run_passes(logical, strategy, ladder, on_pass)
+    graph, report = run_passes(logical, strategy, ladder, on_pass, verified=verified)
     result = split_phases(graph)
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report

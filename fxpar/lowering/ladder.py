@@ -95,13 +95,14 @@ def run_passes(
     ladder: list[GraphPass],
     on_pass: OnPass | None,
     last: str | None = None,
+    verified: bool = True,
 ) -> tuple[AnnotatedGraph, tuple[dict[str, Any], ...]]:
     """The graph after all passes, or behind the one called `last`, and a report on each of them."""
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     with collector_paused():
         graph = unplaced(logical, strategy)
-        return graph, climb(graph, ladder, on_pass, last)
+        return graph, climb(graph, ladder, on_pass, last, verified)
 
 
 def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]:
@@ -113,10 +114,14 @@ def remaining(graph: AnnotatedGraph, ladder: list[GraphPass]) -> list[GraphPass]
 
 
 def climb(
-    graph: AnnotatedGraph, ladder: list[GraphPass], on_pass: OnPass | None = None, last: str | None = None
+    graph: AnnotatedGraph,
+    ladder: list[GraphPass],
+    on_pass: OnPass | None = None,
+    last: str | None = None,
+    verified: bool = True,
 ) -> tuple[dict[str, Any], ...]:
-    """Run the passes on `graph`, which is verified after each; a report on each of them. It stops behind the pass
-    called `last`, if there is one. Raises VerifyError.
+    """Run the passes on `graph`, which is verified after each, unless `verified` is False; a report on each of them. It
+    stops behind the pass called `last`, if there is one. Raises VerifyError.
     """
     report = []
     seen: dict[fx.Node, tuple[Any, ...]] = {}
@@ -124,7 +129,8 @@ def climb(
     for step in ladder:
         begun = time.process_time()
         known = {node.name for node in graph.graph.nodes}  # a foreign pass may build all nodes anew
-        verify_needs(graph, step.name)
+        if verified:
+            verify_needs(graph, step.name)
         returned: object = step(graph)  # type: ignore[func-returns-value]
         if returned is not None:
             why = f"it returned {a_type(returned)}; a pass changes the graph in place and returns nothing"
@@ -133,17 +139,19 @@ def climb(
         for node in graph.graph.nodes:
             if node.name not in known:
                 node.meta.setdefault("pass", step.name)
-        nodes = changed(graph.graph.nodes, seen)
-        verify(graph, step.name, nodes)
-        verify_kept(graph, step.name, nodes)
-        if not graph.is_local:  # rules speak of whole tensors
-            verify_placements(graph, step.name, resharded=False, nodes=nodes, known=legal)
+        if verified:
+            nodes = changed(graph.graph.nodes, seen)
+            verify(graph, step.name, nodes)
+            verify_kept(graph, step.name, nodes)
+            if not graph.is_local:  # rules speak of whole tensors
+                verify_placements(graph, step.name, resharded=False, nodes=nodes, known=legal)
         report.append(_report(step.name, graph, time.process_time() - begun))
         if on_pass:
             on_pass(step.name, graph)
         if step.name == last:
             return tuple(report)
-    verify_end(graph)
+    if verified:
+        verify_end(graph)
     return tuple(report)
 
 

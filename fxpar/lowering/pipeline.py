@@ -24,7 +24,11 @@ from fxpar.stages import StagedGraph, StageGraph, cut_stages, split_parts
 
 
 def lower_pipeline(
-    logical: LogicalGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None = None
+    logical: LogicalGraph,
+    strategy: Strategy,
+    ladder: list[GraphPass],
+    on_pass: OnPass | None = None,
+    verified: bool = True,
 ) -> PipelineGraph:
     """Cut `logical` as the strategy says and run the passes on every stage, without the pp axis.
 
@@ -35,7 +39,7 @@ def lower_pipeline(
     """
     staged = cut(logical, strategy)
     started = time.process_time()
-    stages = tuple(_lower_stage(stage, strategy, ladder, on_pass) for stage in staged.stages)
+    stages = tuple(_lower_stage(stage, strategy, ladder, on_pass, verified) for stage in staged.stages)
     timings = {**staged.timings, **_sums(stages), "lower_cpu_s": 0.0}
     timings["lower_cpu_s"] = time.process_time() - started - timings.get("annotate_cpu_s", 0.0)
     whole = fields_of_stages(logical, strategy, stages)
@@ -68,9 +72,9 @@ def cut(logical: LogicalGraph, strategy: Strategy) -> StagedGraph:
 
 
 def _lower_stage(
-    stage: StageGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None
+    stage: StageGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None, verified: bool
 ) -> StageProgram:
-    graph, report = run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass)
+    graph, report = run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass, verified=verified)
     parts = split_parts(graph)
     return StageProgram(**common_fields(graph), passes=report, index=stage.index, **vars(parts))
 

@@ -6,6 +6,7 @@ other in one graph, whose storages are traced together, and each part gets its o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -156,10 +157,17 @@ def _apart(part: Part) -> Part:
 
 def accumulating(part: Part, keep: tuple[int, ...] = ()) -> Part:
     """The part that adds its results, but those at `keep`, to earlier ones."""
-    copy = copy_graph(part.graph)
+    graph = accumulating_graph(part.graph, keep)
+    more = len(graph.find_nodes(op="placeholder")) - len(part.sources)
+    return Part(graph, (*part.sources, *(("accumulator", i) for i in range(more))))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=16)  # a search asks for the same few graphs, at several sizes
+def accumulating_graph(graph: fx.Graph, keep: tuple[int, ...] = ()) -> fx.Graph:
+    """A copy of the graph that adds its results, but those at `keep`, to earlier ones; not to be changed."""
+    copy = copy_graph(graph)
     accumulate(copy, keep)
-    more = len(copy.find_nodes(op="placeholder")) - len(part.sources)
-    return Part(copy, (*part.sources, *(("accumulator", i) for i in range(more))))  # type: ignore[arg-type]
+    return copy
 
 
 def _finals(joined: _Joined, last: str, storages: Storages, stage: StageProgram) -> set[int]:

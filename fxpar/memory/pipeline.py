@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -26,9 +26,10 @@ def pipeline_over_time(
     staging_bytes: int,
     conditions: Conditions,
     sums_bytes: int = 0,
+    positions: Sequence[int] | None = None,
 ) -> MemoryOverTime:
-    """All pipeline ranks, and the prediction for the fullest one with all stages; `micro_batches` per replica, by
-    default one per pipeline rank. `sizes` are padded. Raises MicroBatchCountError.
+    """All pipeline ranks (or those at `positions`), and the prediction for the fullest one with all their stages;
+    `micro_batches` per replica, by default one per pipeline rank. `sizes` are padded. Raises MicroBatchCountError.
     """
     ranks = program.strategy.pipeline_size
     plan = schedule_of(program, micro_batches or ranks)
@@ -36,7 +37,7 @@ def pipeline_over_time(
     masters, optimizer, gradients = home_bytes(program)
     found: list[RankMemory] = []
     stages: list[StageMemory] = []
-    for position in range(ranks):
+    for position in range(ranks) if positions is None else positions:
         peak = pipeline_peak(program, plan, position, dims, conditions)
         mine = [stage for stage in program.stages if plan.rank_of(stage.index) == position]
         place = mine[0].mesh.ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import sympy
 
@@ -12,7 +12,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.sent import tokens_of
 from fxpar.ir.strategy import Strategy
 from fxpar.memory.liveness import ONE_THREAD, body_series
-from fxpar.memory.parts import accumulating
+from fxpar.memory.parts import accumulating_graph
 from fxpar.memory.pipeline import pipeline_over_time
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
@@ -65,8 +65,11 @@ def memory_over_time(
     staging_bytes: int = 64 << 20,
     conditions: Conditions = ONE_THREAD,
     cluster: ClusterSpec | None = None,
+    positions: Sequence[int] | None = None,
 ) -> MemoryOverTime:
-    """The prediction with all moments that it is the maximum of; arguments and errors as in `predict_memory`."""
+    """The prediction with all moments that it is the maximum of; arguments and errors as in `predict_memory`. Of a
+    pipeline only ranks at `positions` are looked at; None: at all.
+    """
     whole = padded_sizes(program, sizes or {})
     dims = {dim.symbol: whole[dim.name] for dim in program.dims}
     sums = 0
@@ -74,7 +77,7 @@ def memory_over_time(
         cluster.require(program.strategy.world)
         sums = room_for_sums(home_layout(param_specs(program), program.strategy.world), cluster, staging_bytes)
     if isinstance(program, PipelineGraph):
-        return pipeline_over_time(program, whole, dims, micro_batches, staging_bytes, conditions, sums)
+        return pipeline_over_time(program, whole, dims, micro_batches, staging_bytes, conditions, sums, positions)
     layout, count = layout_of(program), micro_batches or 1
     masters, optimizer, gradients = home_bytes(program)
     grads = [s for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.kind == "grad"]
@@ -116,7 +119,7 @@ def program_series(
 ) -> Series:
     """What that rank holds at each call of the body; with several micro-batches in the later ones, which add up."""
     kept = tuple(i for i, node in enumerate(program.body.results) if "buffer" in node.meta)
-    graph = program.body.graph if micro_batches == 1 else accumulating(program.body, kept).graph
+    graph = program.body.graph if micro_batches == 1 else accumulating_graph(program.body.graph, kept)
     last = {axis: degree - 1 for axis, degree in program.strategy.axes}
     places = [{}, last] if program.strategy.world > 1 else [{}]
     return body_series(graph, dims, places, conditions)

@@ -11,25 +11,26 @@ bound        each mini-batch cut at its own best limits, without borders and res
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import FxparError, NoCandidateError, SequenceFitsNowhereError
+from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
+from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Candidate, Depth, Lower, Priced, candidate, optimizer_s
-from fxpar.search.pricing import Outlines, PricedSet, SetPricer
+from fxpar.search.price import Depth, Lower, Priced, optimizer_s
+from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.sets import RankedSet, ranked_sets
 from fxpar.search.space import SAVINGS, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
+from fxpar.search.switching import Outlines
 
 PLANNED = 48  # sets that are planned at most
 DIFFERENT = 0.01  # of the tokens: what a second set has to run otherwise to be another one
-Said = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,20 @@ class Problem:
     packed: bool = True
     overlap: bool = False
     keep: int = 3
+
+    @property
+    def anchors(self) -> tuple[int, int]:
+        """Tokens of the micro-batches for which memory is predicted."""
+        return min(256, self.longest), max(*map(sum, self.batches), 2 * self.longest)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a mini-batch."""
+        return sum(map(sum, self.batches)) / len(self.batches)
+
+    def known(self, lower: Lower, outlines: Outlines) -> KnownModel:
+        """What `find_plan_of` starts with."""
+        return KnownModel(lower, outlines, self.cluster, self.depth, self.anchors)
 
 
 @dataclass(frozen=True)
@@ -79,8 +94,13 @@ def find_plan(problem: Problem, lower: Lower, outlines: Outlines, said: Said = l
 
     Raises NoCandidateError, SequenceFitsNowhereError.
     """
+    return find_plan_of(problem, problem.known(lower, outlines), said)
+
+
+def find_plan_of(problem: Problem, known: KnownModel, said: Said = lambda _: None) -> Found:
+    """`find_plan` for a model of which something may be known from other problems with the same cluster."""
     begun = time.process_time()
-    search = _Search(problem, lower, outlines, said)
+    search = _Search(problem, known, said)
     search.lower_all()
     return search.found(begun)
 
@@ -88,30 +108,26 @@ def find_plan(problem: Problem, lower: Lower, outlines: Outlines, said: Said = l
 @dataclass
 class _Search:
     problem: Problem
-    lower: Lower
-    outlines: Outlines
+    known: KnownModel
     said: Said
     candidates: list[Priced] = field(default_factory=list)
     budgets: list[list[int | None]] = field(default_factory=list)
     seconds: list[np.ndarray] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
     pruned: int = 0
-    lowered: dict[str, Candidate | None] = field(default_factory=dict)  # of those that were guessed at
     priced: dict[tuple[tuple[int, int], ...], PricedSet | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
         self.intervals = Intervals(length_edges(problem.longest), problem.batches)
-        most = max(map(sum, problem.batches))
-        self.anchors = (min(256, problem.longest), max(most, 2 * problem.longest))
         self.pricer = SetPricer(
             problem.cluster,
             problem.depth,
-            self.outlines,
+            self.known.outlines,
             problem.batches,
             problem.memory_bytes,
             problem.packed,
             problem.overlap,
+            switches=self.known.switches,
         )
 
     # ------------------------------------------------------------------------------------------------ candidates
@@ -123,14 +139,14 @@ class _Search:
             left = [(shape, level + 1) for shape, level, more in tried if more and level + 1 < len(SAVINGS)]
             left = [one for one in left if self._may_help(*one)]
         if not self.candidates:
-            raise NoCandidateError(f"{name}: {why}" for name, why in self.refused.items())
+            raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
 
     def _add(self, shape: Strategy, level: int) -> bool:
         """Lower a strategy, if it is one; whether a shape may need more savings."""
         strategy = with_savings(shape, level)
         if strategy is None:
             return True
-        one = self._guessed(strategy) or self._lowered(strategy)
+        one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
         if one is None:
             return False
         budgets = self.pricer.budgets(one, self.intervals.edges)
@@ -140,28 +156,12 @@ class _Search:
         wanted = self.pricer.largest if self.problem.packed else 0
         return any(budget is None or budget < wanted for budget in budgets)
 
-    def _lowered(self, strategy: Strategy) -> Candidate | None:
-        """None, and the reason among the refused, if the model cannot run under it."""
-        self.said(f"lowering {strategy}")
-        try:
-            one = candidate(self.lower, strategy, self.problem.cluster, self.problem.depth, self.anchors)
-        except FxparError as error:
-            self.refused[str(strategy)] = str(error)
-            return None
-        if one.multiple > 1:
-            self.refused[one.name] = f"it takes only lengths that are multiples of {one.multiple}"
-            return None
-        return one
-
     def _guessed(self, strategy: Strategy) -> StagedGuess | None:
-        """For a pipeline, from the same strategy without stages, if that was priced from two samples."""
-        if strategy.pipeline_size == 1:
+        """For a pipeline, from the same strategy without stages, if that can be priced from two samples."""
+        if strategy.pipeline_size == 1 or len(self.problem.depth.samples(1)) == 1:
             return None
-        flat = without_stages(strategy)
-        known = next((one for one in self.candidates if one.strategy == flat), None)
-        if not isinstance(known, Candidate) or len(known.samples) == 1:
-            return None
-        return StagedGuess(strategy, self.problem.cluster, self.anchors, known)
+        flat = self.known.candidate(without_stages(strategy), self.said)
+        return None if flat is None else StagedGuess(strategy, self.problem.cluster, self.known.anchors, flat)
 
     def _may_help(self, shape: Strategy, level: int) -> bool:
         """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
@@ -196,7 +196,7 @@ class _Search:
             evaluated=len(self.candidates),
             pruned=self.pruned,
             planned_sets=sum(one is not None for one in self.priced.values()),
-            refused=self.refused,
+            refused=dict(self.known.refused),
             search_cpu_s=time.process_time() - begun,
         )
 
@@ -241,11 +241,7 @@ class _Search:
 
     def _settled_one(self, one: Priced) -> Priced | None:
         """Lowered itself, where it was guessed at."""
-        if not isinstance(one, StagedGuess):
-            return one
-        if one.name not in self.lowered:
-            self.lowered[one.name] = self._lowered(one.strategy)
-        return self.lowered[one.name]
+        return self.known.candidate(one.strategy, self.said) if isinstance(one, StagedGuess) else one
 
     def _guessed_borders(self) -> list[float]:
         """What a strategy's weights and gradients take at least on the slowest link of a rank: a guess that orders sets

@@ -23,20 +23,25 @@ def guessed_layout(one: Priced, layers: int) -> ParamLayout | None:
     """Of a model with so many layers, under the strategy of `one`; None where it was not priced from shallow models
     without stages, or they have as many layers.
     """
-    flat = one.flat if isinstance(one, StagedGuess) else one
-    if not isinstance(flat, Candidate) or flat.strategy.pipeline_size > 1 or len(flat.samples) == 1:
+    flat = one.flat or one if isinstance(one, Candidate) else one.flat if isinstance(one, StagedGuess) else None
+    blocks = None if flat is None else list_of_layers(flat)
+    if flat is None or blocks is None or layers < flat.samples[1]:
         return None
-    if layers < flat.samples[1]:
-        return None
-    few, more = (layout_of(program) for program in flat.programs)
-    added = [fqn for fqn in more.params if fqn not in few.params]
-    lists = {_list_of(fqn) for fqn in added}
-    if len(lists) != 1 or "" in lists:
-        return None
-    deep = _deepened(more, lists.pop(), flat.samples, layers)
+    deep = _deepened(layout_of(flat.programs[1]), blocks, flat.samples, layers)
     tied = {info.fqn for info in flat.programs[0].inputs if info.aliases}
     cut = deep if one is flat else _cut(deep, one.strategy, layers, tied)
     return ParamLayout(one.name, one.strategy.world, {fqn: param for fqn, (param, _) in cut.items()})
+
+
+def list_of_layers(flat: Candidate) -> str | None:
+    """The name of the list that all layers are in (`model.layers`); None if there is no such list, or if `flat` was not
+    priced from two shallow models without stages.
+    """
+    if flat.strategy.pipeline_size > 1 or len(flat.samples) == 1:
+        return None
+    few, more = ({info.fqn for info, _ in program.params()} for program in flat.programs)
+    lists = {_list_of(fqn) for fqn in more - few}
+    return lists.pop() or None if len(lists) == 1 else None
 
 
 Deep = dict[str, tuple[PlacedParam, int]]  # by name: where it lies, its layer (-1: before all, `layers`: behind)

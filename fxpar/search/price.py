@@ -35,6 +35,7 @@ Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model
 STAGING_BYTES = 64 << 20
 ADAM_BYTES = 16 + 12  # of fp32 that AdamW reads and writes for each parameter
 MOMENTS_BYTES = 8  # of them are its two moments
+DEEPEST = 9  # layers that are captured; what needs more is put together from shallower models
 _NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
@@ -54,6 +55,11 @@ class Depth:
         # single layer may even be placed otherwise.
         few, more = 2 * stages * self.period, 3 * stages * self.period
         return (self.layers,) if self.whole or more >= self.layers else (few, more)
+
+    @property
+    def most_stages(self) -> int:
+        """Of a pipeline: as many as layers, of a model that is too deep to be captured whole half as many."""
+        return self.layers if self.whole or self.layers <= DEEPEST else self.layers // (2 * self.period)
 
     def beyond(self, samples: Sequence[int]) -> Fraction:
         """By how many steps from the first sample to the second the model is larger than the first."""
@@ -176,11 +182,14 @@ class Priced(ABC):
 
 @dataclass
 class Candidate(Priced):
-    """A strategy and its programs, one for each number of layers in `samples`."""
+    """A strategy and its programs, one for each number of layers in `samples`. A pipeline whose stages between the
+    first and the last are all the same one has the strategy without stages as `flat`.
+    """
 
     samples: tuple[int, ...]
     steps: Fraction
     programs: tuple[TrainGraph, ...]
+    flat: Candidate | None = None
     _samples: dict[int, list[list[Memory]]] = field(default_factory=dict, init=False)
 
     @property
@@ -225,7 +234,9 @@ class Candidate(Priced):
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
         count = steady_micro_batches(self.strategy)
         padding = ALIGN_BYTES * len(program.params())  # in the arena
-        ranks = memory_over_time(program, sizes, micro_batches=count, cluster=self.cluster).ranks
+        # Of equal stages the second has most micro-batches under way.
+        looked_at = None if self.flat is None else (0, 1, self.strategy.stages - 1)
+        ranks = memory_over_time(program, sizes, micro_batches=count, cluster=self.cluster, positions=looked_at).ranks
         return [
             Memory(
                 home_bytes=one.master_bytes + one.home_gradient_bytes,

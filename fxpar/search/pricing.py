@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from fxpar.batching import LengthGroup, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.exec_graph import Outline
-from fxpar.ir.strategy import Strategy
-from fxpar.search.layouts import guessed_layout
-from fxpar.search.price import Depth, Priced, extrapolated
-from fxpar.store import ParamSpec, SwitchSchedule, home_layout, wire_layout
-from fxpar.switch import ParamLayout, layout_of
-
-Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
+from fxpar.search.price import Depth, Priced
+from fxpar.search.switching import ModelSwitches, Outlines
 
 
 @dataclass(frozen=True)
@@ -52,32 +45,6 @@ class PricedSet:
         return tuple(dict.fromkeys(group.strategy for group in self.groups))
 
 
-@dataclass
-class SetSwitches:
-    """Switches among the strategies of a set, home included; as `fxpar.batching.borders` asks for them."""
-
-    schedules: Sequence[SwitchSchedule]
-    steps: float
-    resident: Collection[str]
-    _orders: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
-
-    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
-        if (name in visited and name in self.resident) or (visited and visited[-1] == name):
-            return 0.0
-        return max(0.0, extrapolated([one.plan(name, visited).predicted_s for one in self.schedules], self.steps))
-
-    def order(self, names: Collection[str]) -> tuple[str, ...]:
-        """The order of these strategies with the fastest switches."""
-        key = frozenset(names)
-        if key not in self._orders:
-            known = [name for name in self.schedules[0].layouts if name in key]
-            self._orders[key] = min(itertools.permutations(known), key=self._total_s)
-        return self._orders[key]
-
-    def _total_s(self, order: Sequence[str]) -> float:
-        return sum(self.predicted_s(name, order[:number]) for number, name in enumerate(order))
-
-
 @dataclass(frozen=True)
 class SetReductions:
     """Gradients on their way home, by strategy."""
@@ -90,7 +57,9 @@ class SetReductions:
 
 @dataclass
 class SetPricer:
-    """Prices sets on `batches`; a device holds `memory_bytes` (None: nobody counts)."""
+    """Prices sets on `batches`; a device holds `memory_bytes` (None: nobody counts). `switches` may be those that other
+    sets of the model have had.
+    """
 
     cluster: ClusterSpec
     depth: Depth
@@ -100,11 +69,16 @@ class SetPricer:
     packed: bool = True
     overlap: bool = False
     optimizer_s: float = 0.0
+    switches: ModelSwitches | None = None
 
     @cached_property
     def largest(self) -> int:
         """Tokens of the largest mini-batch: no micro-batch needs more room."""
         return max(map(sum, self.batches))
+
+    @cached_property
+    def _switches(self) -> ModelSwitches:
+        return self.switches or ModelSwitches(self.cluster, self.depth, self.outlines)
 
     @cached_property
     def mean_tokens(self) -> float:
@@ -147,7 +121,7 @@ class SetPricer:
             return None
         unique = {one.name: one for _, one in chosen}
         kept = self._resident(unique, groups)
-        switching = self._switches(unique, kept, settle)
+        switching = self._switches.of_set(unique, kept, guess=not settle)
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
         borders = Borders(switching, reductions, self.overlap)
         names = [one.name for _, one in chosen]
@@ -206,21 +180,3 @@ class SetPricer:
             memory = one.memory(group.token_budget)
             found[one.name] = max(found.get(one.name, 0), memory.stays_bytes + held + memory.beside_bytes)
         return found
-
-    def _switches(self, unique: Mapping[str, Priced], kept: Collection[str], settle: bool) -> SetSwitches:
-        """Of a model with as many layers as the most stages, and twice as many."""
-        samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
-        schedules = []
-        for layers in samples:
-            layouts = {name: self._layout(one, layers, settle) for name, one in unique.items()}
-            params = next(iter(layouts.values())).params
-            specs = [ParamSpec(fqn, param.shape, param.dtype) for fqn, param in params.items()]
-            world = next(iter(unique.values())).strategy.world
-            wire = wire_layout(home_layout(specs, world), specs)
-            schedules.append(SwitchSchedule(layouts, wire, kept, self.cluster))
-        return SetSwitches(schedules, float(self.depth.beyond(samples)), kept)
-
-    def _layout(self, one: Priced, layers: int, settle: bool) -> ParamLayout:
-        """How parameters lie under a strategy; guessed, if that can be and the set is not to be settled."""
-        guess = None if settle else guessed_layout(one, layers)
-        return guess or layout_of(self.outlines(one.strategy, layers), one.name)

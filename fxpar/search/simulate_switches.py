@@ -11,8 +11,8 @@ import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.strategy import Strategy
-from fxpar.search.pricing import Outlines
 from fxpar.search.published import A800, FIGURE_8_GB, LAYERS_32B, LAYOUTS
+from fxpar.search.switching import Outlines
 from fxpar.switch import ParamLayout, SwitchPlan, layout_of, plan_switch
 from fxpar.switch.planners import PLANNERS
 

@@ -39,6 +39,8 @@ def test_it_shows_what_it_writes(planned):
     assert data["speedup"] == data["best_static"]["predicted_s"] / best["predicted_s"]
     assert data["evaluated"] > 2
     assert data["search_cpu_s"] > 0
+    assert data["tokens_per_step"] == plan.tokens_per_step == 2048
+    assert [one["tokens_per_step"] for one in data["batch_sizes"]] == [2048]
 
 
 def test_it_knows_its_model_by_the_number_of_parameters(planned):
@@ -65,7 +67,8 @@ def test_a_run_takes_the_plan(planned):
     [
         (["plan"], "name a model"),
         (["plan", "llama", "--world", "2"], "--lengths"),
-        (["plan", "llama", "--world", "2", "--lengths", "github:64"], "--tokens-per-step"),
+        ([*WORDS, "--max-tokens-per-step", "4096"], "leave one of them out"),
+        ([*WORDS[:6], "--max-tokens-per-step", "100"], "the longest sequence has 256 tokens"),
         (["plan", "llama", "--lengths", "github:64", "--tokens-per-step", "9"], "name a cluster file"),
         (
             ["plan", "llama", "--cluster", "h100", "--lengths", "github:64", "--tokens-per-step", "9"],
@@ -102,3 +105,16 @@ def test_a_plan_of_fxpars_is_not_imported(tmp_path):
     (tmp_path / "mine.toml").write_text("fxpar_plan = 1\n")
     status, _, err = fxpar("plan", "--import", tmp_path / "mine.toml")
     assert (status, "fxpar train CONFIG --plan " in err) == (1, True)
+
+
+def test_without_a_size_the_smallest_that_is_near_the_best_rate_is_taken(tmp_path):
+    path, data = tmp_path / "plan.toml", tmp_path / "plan.json"
+    words = [*WORDS[:6], "--max-tokens-per-step", "2048", "--samples", "2", "--max-strategies", "1", "-o", str(path)]
+    status, text, err = fxpar(*words, "--json", str(data))
+    assert (status, err) == (0, "")
+    found = json.loads(data.read_text())
+    rates = {one["tokens_per_step"]: one["tokens_per_s"] for one in found["batch_sizes"]}
+    assert sorted(rates, reverse=True) == [2048 >> number for number in range(len(rates))]
+    near = [size for size, rate in rates.items() if rate >= 0.98 * max(rates.values())]
+    assert found["tokens_per_step"] == read_plan(str(path)).tokens_per_step == min(near)
+    assert f"{min(near):,} tokens per step: of the sizes tried the smallest within 2% of the best rate" in text

@@ -62,7 +62,7 @@ def test_no_set_is_better_than_the_one_that_is_found():
     """All sets of two strategies and one edge, each planned with its borders."""
     given = problem(names=("dp2", "tp2+sp"))
     found = find_plan(given, lowered, outlined)
-    search = _Search(given, lowered, outlined, lambda _: None)
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
     search.lower_all()
     search.pricer.optimizer_s = found.plans[0].optimizer_s
     edges, best = search.intervals.edges, np.inf
@@ -80,7 +80,8 @@ def test_no_set_is_better_than_the_one_that_is_found():
 
 def test_savings_are_tried_where_they_could_help():
     """`cp2` may do without: that matters if nothing else is as fast as it would be with unlimited memory."""
-    search = _Search(problem(None, names=("dp2", "cp2")), lowered, outlined, lambda _: None)
+    given = problem(None, names=("dp2", "cp2"))
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
     search.lower_all()
     shape = Strategy.parse("cp2")
     search.seconds[0][:] = 0.0
@@ -106,7 +107,8 @@ def test_larger_micro_batches_are_neither_better_nor_below_the_bound():
 
 def test_savings_are_tried_for_larger_micro_batches_too():
     """`dp2` holds every sequence, but not many of them at a time: with recomputation it is faster."""
-    search = _Search(problem(7_000_000, names=("dp2",)), lowered, outlined, lambda _: None)
+    given = problem(7_000_000, names=("dp2",))
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
     search.lower_all()
     assert None not in search.budgets[0]
     assert len(search.candidates) > 1

@@ -1,0 +1,79 @@
+"""What searches learn about a model, for all of its problems: strategies that were lowered, and switches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import FxparError
+from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.search.layouts import list_of_layers
+from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, candidate
+from fxpar.search.repeated import FEW, of_few_stages, repeated
+from fxpar.search.space import without_stages
+from fxpar.search.switching import ModelSwitches, Outlines
+
+Said = Callable[[str], object]
+
+
+@dataclass
+class KnownModel:
+    """A model on a cluster. `anchors` are the tokens of micro-batches for which memory is predicted: of several
+    problems those of the largest mini-batch. `refused` are strategies that it cannot run under, with the reason.
+    """
+
+    lower: Lower
+    outlines: Outlines
+    cluster: ClusterSpec
+    depth: Depth
+    anchors: tuple[int, int]
+    refused: dict[str, str] = field(default_factory=dict)
+    _candidates: dict[Strategy, Candidate | None] = field(default_factory=dict)
+
+    @cached_property
+    def switches(self) -> ModelSwitches:
+        """Each planned once."""
+        return ModelSwitches(self.cluster, self.depth, self.outlines)
+
+    def candidate(self, strategy: Strategy, said: Said) -> Candidate | None:
+        """Lowered once; None, and the reason among the refused, if the model cannot run under it."""
+        if strategy not in self._candidates:
+            said(f"lowering {strategy}")
+            self._candidates[strategy] = self._lowered(strategy)
+        return self._candidates[strategy]
+
+    def _lowered(self, strategy: Strategy) -> Candidate | None:
+        try:
+            one = self._repeated(strategy) or candidate(self.lower, strategy, self.cluster, self.depth, self.anchors)
+        except FxparError as error:
+            self.refused[str(strategy)] = str(error)
+            return None
+        if one.multiple > 1:
+            self.refused[one.name] = f"it takes only lengths that are multiples of {one.multiple}"
+            return None
+        return one
+
+    def _repeated(self, strategy: Strategy) -> Candidate | None:
+        """A pipeline for which more than DEEPEST layers would have to be captured, from one of few stages; None for
+        another one, and where a stage would have less than two layers.
+        """
+        each, more = 2 * self.depth.period, 3 * self.depth.period
+        few, many = each * strategy.stages, more * strategy.stages
+        if self.depth.whole or strategy.stages <= FEW or many <= DEEPEST or few > self.depth.layers:
+            return None
+        flat = self._candidates.get(without_stages(strategy))
+        layers = None if flat is None else list_of_layers(flat)
+        if layers is None:
+            return None
+        programs = tuple(self._of_stages(strategy, layers, count) for count in (each, more))
+        steps = Fraction(self.depth.layers - few, many - few)
+        return Candidate(strategy, self.cluster, self.anchors, (few, many), steps, programs, flat)
+
+    def _of_stages(self, strategy: Strategy, layers: str, each: int) -> PipelineGraph:
+        program = self.lower(of_few_stages(strategy, layers, each), FEW * each)
+        assert isinstance(program, PipelineGraph)
+        return repeated(program, strategy, layers, each)

@@ -1,0 +1,121 @@
+"""Switches among the strategies of a set: each is planned once, for all sets that have it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.exec_graph import Outline
+from fxpar.ir.strategy import Strategy
+from fxpar.search.layouts import guessed_layout
+from fxpar.search.price import DEEPEST, Depth, Priced, extrapolated
+from fxpar.store import ParamSpec, home_layout, wire_layout
+from fxpar.switch import ParamLayout, layout_of, plan_large_switch
+
+Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
+
+
+def placement_of(strategy: Strategy) -> str:
+    """Names how parameters lie: what is recomputed moves none."""
+    return str(replace(strategy, remat=None))
+
+
+@dataclass
+class KnownSwitches:
+    """Layouts of a model with some number of layers by `placement_of`, and seconds of the switches between them and
+    from home. Where `guess` is set, layouts are guessed if they can be.
+    """
+
+    cluster: ClusterSpec
+    outlines: Outlines
+    layers: int
+    guess: bool
+    _layouts: dict[str, ParamLayout] = field(default_factory=dict)
+    _home: list[ParamLayout] = field(default_factory=list)
+    _seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
+
+    def add(self, strategies: Iterable[Priced]) -> None:
+        """Learn how these lie."""
+        for one in strategies:
+            name = placement_of(one.strategy)
+            if name not in self._layouts:
+                guess = guessed_layout(one, self.layers) if self.guess else None
+                self._layouts[name] = guess or layout_of(self.outlines(one.strategy, self.layers), one.name)
+
+    def seconds(self, target: str, sources: Sequence[str]) -> float:
+        """Of the switch to the placement `target`, where `sources` still hold their weights, in this order; home always
+        does.
+        """
+        key = (target, *sources)
+        if key not in self._seconds:
+            holders = [self._layouts[name] for name in sources]
+            plan = plan_large_switch(self._at_home(), self._layouts[target], self.cluster, extra_holders=holders)
+            plan.verify()
+            self._seconds[key] = plan.predicted_s
+        return self._seconds[key]
+
+    def _at_home(self) -> ParamLayout:
+        """In the dtypes that travel."""
+        if not self._home:
+            one = next(iter(self._layouts.values()))
+            specs = [ParamSpec(fqn, param.shape, param.dtype) for fqn, param in one.params.items()]
+            self._home.append(wire_layout(home_layout(specs, one.world), specs))
+        return self._home[0]
+
+
+@dataclass
+class SetSwitches:
+    """Switches among the strategies of a set, home included; as `fxpar.batching.borders` asks for them. `placed` are
+    their placements by name; `known` the numbers of layers from which those of the whole model follow, which has so
+    many `steps` more.
+    """
+
+    known: Sequence[KnownSwitches]
+    steps: float
+    placed: Mapping[str, str]
+    resident: Collection[str]
+    _orders: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
+
+    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
+        if (name in visited and name in self.resident) or (visited and visited[-1] == name):
+            return 0.0
+        sources = [place for one, place in self.placed.items() if one in visited and one in self.resident]
+        seconds = [one.seconds(self.placed[name], sources) for one in self.known]
+        return max(0.0, extrapolated(seconds, self.steps))
+
+    def order(self, names: Collection[str]) -> tuple[str, ...]:
+        """The order of these strategies with the fastest switches."""
+        key = frozenset(names)
+        if key not in self._orders:
+            mine = [name for name in self.placed if name in key]
+            self._orders[key] = min(itertools.permutations(mine), key=self._total_s)
+        return self._orders[key]
+
+    def _total_s(self, order: Sequence[str]) -> float:
+        return sum(self.predicted_s(name, order[:number]) for number, name in enumerate(order))
+
+
+@dataclass
+class ModelSwitches:
+    """Switches of a model, for all sets that are priced."""
+
+    cluster: ClusterSpec
+    depth: Depth
+    outlines: Outlines
+    _known: dict[tuple[int, bool], KnownSwitches] = field(default_factory=dict)
+
+    def of_set(self, unique: Mapping[str, Priced], resident: Collection[str], guess: bool) -> SetSwitches:
+        """Of a model with two layers for each of the most stages, and with three. Without `guess` layouts are guessed
+        where more than DEEPEST layers would have to be captured.
+        """
+        samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
+        known = []
+        for layers in samples:
+            guesses = guess or layers > DEEPEST
+            fresh = KnownSwitches(self.cluster, self.outlines, layers, guesses)
+            known.append(self._known.setdefault((layers, guesses), fresh))
+            known[-1].add(unique.values())
+        placed = {name: placement_of(one.strategy) for name, one in unique.items()}
+        return SetSwitches(known, float(self.depth.beyond(samples)), placed, resident)
