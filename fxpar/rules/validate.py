@@ -201,12 +201,13 @@ class _Call:
             groups = [config.mesh.group_of(rank, axes) for rank in range(self.degree)]
             local = [_reduce(torch.stack([local[member] for member in group]), op) for group in groups]
         if isinstance(placement, Shard | OuterShard):
-            joined = torch.zeros_like(whole)
+            joined, padded = torch.zeros_like(whole), bool(config.padded_dims(whole.shape))
             for rank, piece in enumerate(local):
                 config.put(joined, piece, rank)
-                padding = config.take(torch.ones_like(whole, dtype=torch.bool), rank).logical_not()
-                if piece[padding].count_nonzero():
-                    return "padding of a result of the graph is not zero"
+                if padded:
+                    padding = config.take(torch.ones_like(whole, dtype=torch.bool), rank).logical_not()
+                    if piece[padding].count_nonzero():
+                        return "padding of a result of the graph is not zero"
             return _gap(joined, whole, tolerance)
         return next((gap for piece in local if (gap := _gap(piece, whole, tolerance))), "")
 

@@ -55,7 +55,7 @@ def rms_norm_backward() -> Iterator[None]:
 @pytest.mark.parametrize("degree", [2, 3])
 def test_options_are_exact(cases, degree):
     for case in GROUPS[cases]:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps the stack of each call: milliseconds
         found = trials(case.target, case.args(), case.kwargs, degree, tolerance=case.tolerance)
         assert_exact(case, found)
         plain = {_plain(trial.option) for trial in found}
@@ -66,7 +66,7 @@ def test_options_are_exact(cases, degree):
 def test_options_on_sub_axes_are_exact(cases):
     """Four ranks as 2 x 2: cut in two pieces, and on the inner sub-axis the same or terms of a sum."""
     for case in GROUPS[cases]:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         assert_exact(case, trials(case.target, case.args(), case.kwargs, 4, sections=(), tolerance=case.tolerance))
 
 
@@ -106,7 +106,7 @@ def test_attention_on_four_ranks(note):
         (own.attention.default, cases_own.forward),
         (own.attention_backward.default, cases_own.backward),
     ):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         found = trials(target, make(B, H, Hkv, extras.get(note, lambda: (None, None))(), False), None, 4)
         assert [str(t) for t in found if t.error] == []
         found = [t for t in found if not _on_sub_axes(t.option)]
@@ -129,7 +129,7 @@ def test_attention_with_fewer_key_value_heads_than_ranks(degree, heads, kv_heads
         (own.attention.default, cases_own.forward, (1, 2)),
         (own.attention_backward.default, cases_own.backward, (2, 3)),
     ):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         args = make(2, heads, kv_heads, extras, False)
         option = narrow_attention(view_of(target, args), degree)
         assert option is not None

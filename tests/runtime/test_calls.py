@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -47,6 +48,11 @@ def loss_of_tells(model, batch):
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
+@functools.cache
+def compiled_tells():
+    return fxpar.compile_strategies(tells(), TWO, loss_of_tells)
+
+
 def uneven() -> nn.Module:
     """Its feed-forward layer does not divide by two: a rank of tp2 has a column that is padding."""
     return Small(25).double()
@@ -56,6 +62,7 @@ def prepare() -> None:
     precompile(small, TWO)
     precompile(uneven, TWO)
     precompile(uneven, SHARDED)
+    compiled_tells()
 
 
 WORLD = World(2, prepare)
@@ -214,7 +221,8 @@ def test_weights_that_wait_for_a_backward_stay_where_they_are():
 
 @WORLD.case
 def told(rank):
-    model = fxpar.parallelize(tells(), strategies=TWO, loss=loss_of_tells, resident=[], monitor=False)
+    options = {"loss": loss_of_tells, "compiled": compiled_tells(), "resident": [], "monitor": False}
+    model = fxpar.parallelize(tells(), strategies=TWO, **options)
     want, ids = tells().head.bias.detach(), torch.arange(24)[None]
     with torch.no_grad(), model.using("dp2"):
         _, bias = model(ids, torch.arange(24)[None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -318,9 +319,15 @@ def test_loss_that_is_no_number():
     assert not_a_number() == [(True, True, False)] * 4
 
 
+@functools.cache
+def refusing():
+    """A session of this rank for tests whose steps are all refused."""
+    return parallel(small)
+
+
 @WORLD.case
 def different_batches(rank):
-    model = parallel(small)
+    model = refusing()
     batch = sequences(1)
     if rank == 2:
         batch[3] = batch[3] + 1
@@ -345,7 +352,7 @@ def bad_options(rank):
     for options, error, text in cases:
         with pytest.raises(error, match=text):
             parallel(small, **options)
-    model = parallel(small)
+    model = refusing()
     with pytest.raises(SequenceTooLongError, match="600"):
         model.train_step([torch.arange(10), torch.arange(600) % 131])
     unknown = [torch.arange(10), {"input_ids": torch.arange(10), "labels": torch.arange(122, 132)}]

@@ -1,8 +1,10 @@
-"""Training with torchtitan's trainer in forked ranks: what each step logged, and the weights at the end."""
+"""torchtitan in forked ranks: what its trainer logs in each step, the weights at the end, what its command prints."""
 
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from fxpar.recipes import llama3, qwen3
 from fxpar.recipes.convert import to_fxpar
 from fxpar.recipes.debug import debug_recipe
-from fxpar.runtime.forked import run_forked
+from fxpar.runtime.forked import reserved_port, run_forked
+from fxpar.torch_api.fork import forget_parent_threads
 
 STOCK = {"llama3": llama3.debug_stock, "qwen3": qwen3.debug_stock}
 STEPS = {"llama3": 10, "qwen3": 5}
@@ -122,3 +126,43 @@ def _train(config: Any, weights: bool, inspect: Callable[[Any], None] | None) ->
 def whole(value: torch.Tensor) -> torch.Tensor:
     """The global value of a DTensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def command(world: int, folder: Path, *arguments: str, timeout_s: float = 300.0) -> str:
+    """What rank 0 prints of `torchrun -m torchtitan.train ARGUMENTS`, whose ranks are forked: they would import
+    torchtitan for seconds each. Fails if a rank does.
+    """
+    import torchtitan.train  # noqa: F401 - here once
+
+    torch.set_num_threads(1)
+    context, log = mp.get_context("fork"), folder / "log.txt"
+    with reserved_port() as port:
+        ranks = [context.Process(target=_command, args=(rank, world, port, log, arguments)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout_s)
+            if process.is_alive():
+                process.kill()
+    assert [process.exitcode for process in ranks] == [0] * world, log.read_text()[-4000:]
+    return log.read_text()
+
+
+def _command(rank: int, world: int, port: int, log: Path, arguments: tuple[str, ...]) -> None:
+    forget_parent_threads()
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NO_COLOR": 1}
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    os.chdir(log.parent)
+    with open(log if rank == 0 else log.with_suffix(f".{rank}"), "w", buffering=1) as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        sys.stdout = sys.stderr = file
+        sys.argv = ["torchtitan.train", *arguments]
+        try:
+            sys.modules["torchtitan.train"].main()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+    os._exit(status)
