@@ -50,3 +50,12 @@ def test_scripts_are_plain():
         assert "innerHTML" not in text
         assert "</script" not in text
     assert asset("none.js") == ""
+
+
+def test_the_legend_explains_every_notation_of_the_graph():
+    """`64@tp` and `P(tp)` of values, and `4@tp` behind the parameters of a module."""
+    legend = asset("graph_panel.js").partition("function legend()")[2]
+    assert 'placed("64@tp")' in legend
+    assert 'placed("P(tp)")' in legend
+    assert '"4", placed("@tp")), " behind the parameters of a module' in legend
+    assert "view.asked[name]" in asset("memory.js")  # beside the padded sizes
