@@ -75,6 +75,7 @@ def configured(request: TrainRequest) -> TrainConfig:
         options = [f"{key}={value}" for key, value in config.model.options.items()]
         plan.check(request.plan, config.model.name, options, config.run.ranks)
         _check_vocabulary(request.plan, plan)
+        config = config.planned()
     return config
 
 

@@ -270,6 +270,8 @@ def _run(
                 if text not in told:
                     told.add(text)
                     view.note(f"{text} (first in step {record.step})")
+            if record.replanned:
+                view.note(f"step {record.step}: {record.replanned}")
             while notes:
                 view.note(notes.pop(0))
             for output in outputs:
