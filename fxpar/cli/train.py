@@ -35,7 +35,8 @@ def run_train(request: TrainRequest) -> None:
     from fxpar.train.rank import SUMMARY, Job
 
     check_output(request.json)
-    job = Job(config, compare)
+    plan = None if request.plan is None else (request.plan, read_plan(request.plan).to_toml())
+    job = Job(config, compare, plan)
     with _stdout_on_stderr() if request.json == "-" else nullcontext():
         interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)
     if request.json is not None and os.environ.get("RANK", "0") == "0":

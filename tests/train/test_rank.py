@@ -6,11 +6,16 @@ import io
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from rich.console import Console
 
+from fxpar.errors import PlanFileError
+from fxpar.runtime.planned import parameters_of
+from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.train.metrics import METRICS
-from fxpar.train.rank import ThisRank, _run
+from fxpar.train.model import shapes_for
+from fxpar.train.rank import Job, ThisRank, _run
 from fxpar.train.stop import StopRequest
 from tests.train.test_config import SMALL, parse
 from tests.train.test_loop import training
@@ -43,3 +48,16 @@ def test_groups_that_joined_another_and_riders_are_told_once_and_written_in_ever
     assert written == [[], [[16, 32, 5]], [[16, 32, 7]], []]
     written = [json.loads(line)["replanned"] for line in (tmp_path / METRICS).read_text().splitlines()]
     assert written == ["", "", "planned anew: why", ""]
+
+
+def test_a_plan_is_for_a_model_with_as_many_parameters():
+    config = parse(SMALL)
+    count = parameters_of(shapes_for(config, 320, {}).model)
+    groups = tuple(PlanGroup(limit, strategy, limit) for limit, strategy in config.strategies)
+    plan = Plan(config.model.name, config.world, 4096, groups, parameters=count)
+    job = Job(config, None, ("plan.toml", plan.to_toml()))
+    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    job.check_plan(320)
+    Job(config).check_plan(640)
+    with pytest.raises(PlanFileError, match=f"'plan.toml': it is for .* with {count:,} parameters, and this model has"):
+        job.check_plan(640)
