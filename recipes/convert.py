@@ -10,21 +10,18 @@ For a trainer of your own: `class Mine(FxparMixin, YourTrainer)`, and `to_fxpar(
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from os import PathLike
 from typing import Any
 
-import torch
-
 from fxpar.errors import UnsupportedRecipeError
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.checks import check_options, check_trainer
+from fxpar.recipes.plans import planned
 from fxpar.recipes.stock import prepare_host
 from fxpar.recipes.trainer import FxparConfig, FxparMixin, FxparTrainer
-from fxpar.runtime.planned import parameters_of
-from fxpar.search.plan_file import Plan, plan_of
+from fxpar.search.plan_file import Plan
 
 
 def to_fxpar(
@@ -56,32 +53,13 @@ def to_fxpar(
     trainer = _trainer(recipe, trainer)
     prepare_host()
     if plan is not None:
-        strategies, settings = _planned(recipe, plan, {"strategies": strategies, **settings})
+        strategies, settings = planned(recipe, plan, {"strategies": strategies, **settings})
     config: Any = trainer.Config(**{f.name: getattr(recipe, f.name) for f in fields(recipe)})
     config.fxpar = FxparConfig(strategies=None if strategies is None else dict(strategies), **settings)
     if strategies is not None:
         check_trainer(trainer, FxparMixin)
         check_options(config)
     return config
-
-
-def _planned(
-    recipe: Any, given: Plan | str | PathLike[str], settings: dict[str, Any]
-) -> tuple[dict[int, str], dict[str, Any]]:
-    """The strategies of a plan, and the settings with its budgets."""
-    said = [name for name in ("strategies", "token_budget", "token_budgets") if settings.pop(name, None) is not None]
-    if said:
-        why = "the plan says it already"
-        raise UnsupportedRecipeError(said[0], why, f"Leave out {said[0]}=, or edit the plan")
-    plan, path = plan_of(given)
-    with torch.device("meta"):
-        model = None if recipe.model_spec is None else recipe.model_spec.model.build()
-    world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None  # not of torchrun: a look at it
-    plan.check_module(path, plan.parameters if model is None else parameters_of(model), world)
-    settings["token_budgets"] = plan.token_budgets
-    if plan.memory_budget_bytes and settings.get("memory_budget_gib") is None:
-        settings["memory_budget_gib"] = plan.memory_budget_bytes / 2**30
-    return plan.strategies, settings
 
 
 def _trainer(recipe: Any, given: type[FxparMixin] | None) -> type[FxparMixin]:

@@ -30,6 +30,7 @@ from fxpar.recipes.checkpoint import FxparCheckpointManager
 from fxpar.recipes.checks import check_recipe, check_trainer, rows_of_step, validation_turns
 from fxpar.recipes.documents import Documents
 from fxpar.recipes.loader import LengthGroupedDataLoader
+from fxpar.recipes.plans import with_plan
 from fxpar.recipes.report import group_lines, step_line
 from fxpar.recipes.settings import unheard
 from fxpar.recipes.stock import prepare_host, stock, with_overrides
@@ -46,6 +47,9 @@ class FxparConfig:
     strategies: dict[int, str] | None = None
     """Strategy of each length group by its longest sequence, as in `512 dp4 4096 dp2.tp2+sp`; unset: stock torchtitan.
     The longest must take training.seq_len tokens."""
+
+    plan: str | None = None
+    """A file of `fxpar plan`: strategies, token budgets and the memory budget are as it says."""
 
     token_budget: int | None = None
     """Most tokens of one micro-batch of one replica; by default that of the group's longest sequence."""
@@ -95,6 +99,7 @@ class FxparMixin(Trainer):
 
     def __init__(self, config: Any) -> None:
         prepare_host()
+        config = with_plan(config)
         self.fxpar_settings, self.fxpar_given = config.fxpar, config
         # A seed checkpoint is the model's initial state on one device; nothing of a strategy shows in it.
         self.is_hot = self.fxpar_settings.strategies is not None and not config.checkpoint.create_seed_checkpoint

@@ -59,6 +59,7 @@ class Borders:
     gradients: PredictsReductions
     overlap: bool
     flowing: Mapping[str, Pace] = field(default_factory=dict)
+    factor: float = 1.0  # on what switches and reductions are predicted to take
     _known: dict[tuple[str, ...], Mapping[GroupAction, float]] = field(default_factory=dict)
 
     def exposed_s(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> float:
@@ -79,8 +80,8 @@ class Borders:
         if order not in self._known:
             took: dict[GroupAction, float] = {}
             for number, name in enumerate(order):
-                took[GroupAction("switch", number)] = self.switching.predicted_s(name, order[:number])
-                took[GroupAction("reduce", number)] = self.gradients.predicted_s(name)
+                took[GroupAction("switch", number)] = self.factor * self.switching.predicted_s(name, order[:number])
+                took[GroupAction("reduce", number)] = self.factor * self.gradients.predicted_s(name)
             self._known[order] = took  # whole: the next mini-batch is planned in another thread
         return self._known[order]
 

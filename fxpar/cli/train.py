@@ -35,7 +35,8 @@ def run_train(request: TrainRequest) -> None:
     from fxpar.train.rank import SUMMARY, Job
 
     check_output(request.json)
-    job = Job(config, compare)
+    plan = None if request.plan is None else (request.plan, read_plan(request.plan).to_toml())
+    job = Job(config, compare, plan)
     with _stdout_on_stderr() if request.json == "-" else nullcontext():
         interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)
     if request.json is not None and os.environ.get("RANK", "0") == "0":
@@ -77,6 +78,7 @@ def configured(request: TrainRequest) -> TrainConfig:
         options = [f"{key}={text}" for key, text in texts_of(config).items()]
         plan.check(request.plan, config.model.name, options, config.run.ranks, partial(_resolved, config.model.name))
         _check_vocabulary(request.plan, plan)
+        config = config.planned()
     return config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.schedule import KINDS
@@ -77,6 +77,11 @@ class GroupCost:
             return (self.stages - 1) / self.virtual * runs[0]
         weight = (1 - FORWARD) / 2
         return (self.stages - 1) * (1 - weight) * runs[0] - weight * sum(runs[1 : self.stages])
+
+    def times(self, factor: float) -> GroupCost:
+        """All seconds times a factor. Raises CostModelError as for any seconds."""
+        names = ("fixed_s", "per_token_s", "per_square_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def sequence_s(self, length: int) -> float:
         """What one more sequence of this length adds."""

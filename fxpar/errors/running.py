@@ -110,6 +110,16 @@ class DeviceMismatchError(FxparError):
         )
 
 
+class ReplanError(FxparError):
+    """Mini-batches cannot be planned with limits that are for other groups."""
+
+    def __init__(self, limits: Sequence[int], opened: Sequence[int]) -> None:
+        super().__init__(
+            f"limits {', '.join(map(str, limits))} do not suit groups with limits {', '.join(map(str, opened))}: there "
+            "must be as many, and the last one must stay. Take an engine state of a run with the same strategies"
+        )
+
+
 class ValueMismatchError(FxparError):
     """The ranks hold different values of a parameter or buffer at the start."""
 

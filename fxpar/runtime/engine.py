@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -37,7 +37,7 @@ from fxpar.batching.collate import (
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import FxparError, ModelLengthError, NanLossError, NoGradError
+from fxpar.errors import FxparError, ModelLengthError, NanLossError, NoGradError, ReplanError
 from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.ahead import OwnPlan, PlanAhead
@@ -53,6 +53,7 @@ from fxpar.runtime.switching import Switching
 from fxpar.schedule.mini_batch import Pace
 
 Sequence_ = Tensor | Mapping[str, Tensor]
+LATELY = 4  # mini-batches whose lengths are kept
 
 
 class Watcher(Protocol):
@@ -84,6 +85,22 @@ class EngineOptions:
     autocast: torch.dtype | None = None
 
 
+@dataclass(frozen=True)
+class Replanned:
+    """What mini-batches are planned with instead of what the engine was opened with: limits by group, factors on the
+    predicted seconds of the runs of each, and on those of switches and reductions. Plain data.
+    """
+
+    limits: tuple[int, ...]
+    factors: tuple[float, ...]
+    borders: float = 1.0
+
+    @classmethod
+    def of(cls, groups: Sequence[LengthGroup]) -> Replanned:
+        """What changes nothing."""
+        return cls(tuple(group.limit for group in groups), (1.0,) * len(groups))
+
+
 @dataclass
 class Engine:
     """Runs mini-batches on this rank. `names[g]` is the program of group g, `keys` what they read of a batch; all ranks
@@ -108,6 +125,9 @@ class Engine:
     steps: int = 0
 
     def __post_init__(self) -> None:
+        self.replanned: Replanned | None = None
+        self.opened, self._opened_costs = tuple(self.groups), tuple(self.costs)
+        self.lately: deque[list[int]] = deque(maxlen=LATELY)  # lengths of mini-batches
         self._ahead: deque[PlanAhead] = deque(maxlen=2)  # of the next step, and of the one after it
         self._borders = Borders(self.switching, self.gradients, self.options.overlap, self.flowing())
 
@@ -134,6 +154,41 @@ class Engine:
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
         return plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
+
+    # --------------------------------------------------------------------------------------------- planned otherwise
+    def replan(self, found: Replanned) -> None:
+        """Plan the mini-batches from now on with these limits and factors. All ranks call it alike.
+
+        Raises ReplanError if it is not for these groups.
+        """
+        if len(found.limits) != len(self.opened) or found.limits[-1] != self.opened[-1].limit:
+            raise ReplanError(found.limits, [group.limit for group in self.opened])
+        self.replanned = found
+        self.groups, self.costs, self._borders = self._as_planned(found)
+        self._ahead.clear()  # those were made of other groups
+
+    def _as_planned(self, found: Replanned) -> tuple[Sequence[LengthGroup], Sequence[GroupCost], Borders]:
+        costs = [cost.times(factor) for cost, factor in zip(self._opened_costs, found.factors, strict=True)]
+        return self.with_limits(found.limits), costs, replace(self._borders, factor=found.borders, _known={})
+
+    def with_limits(self, limits: Sequence[int]) -> list[LengthGroup]:
+        """The groups with other limits."""
+        return [replace(group, limit=limit) for group, limit in zip(self.opened, limits, strict=True)]
+
+    def predicted_with(self, found: Replanned) -> float:
+        """Seconds of the mini-batches that were run lately, as they would be planned with other limits and factors."""
+        groups, costs, borders = self._as_planned(found)
+        options = self.options
+
+        def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
+            together = by_strategy([self.names[g] for g in running], runs)
+            return borders.exposed_s(self._order_of_strategies(running), together)
+
+        plans = (
+            plan_batch(lengths, groups, costs, border_s, packed=options.packed, merge=options.merge)
+            for lengths in self.lately
+        )
+        return sum(plan.predicted_s for plan in plans)
 
     def border_seconds(self, groups: Sequence[int], runs: Sequence[RunTime]) -> float:
         """Predicted seconds that switches and reductions add to a mini-batch whose groups take so long."""
@@ -186,6 +241,7 @@ class Engine:
         with self._phase("compare mini-batches"):
             plan, valid, sequences = self.agreed_plan(sequences, denominator=denominator)
         planned = time.perf_counter()
+        self.lately.append([sequence_length(one) for one in sequences])
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
         by_strategy = self._in_order(plan.groups)
@@ -205,6 +261,7 @@ class Engine:
             plan_s=planned - begun,
             groups=tuple(reports),
             merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
+            predicted_s=plan.predicted_s,
             rides=tuple((self.groups[a].limit, self.groups[b].limit, number) for a, b, number in plan.rides),
             skipped=skipped,
             packed=self.options.packed,
@@ -271,7 +328,9 @@ class Engine:
             lengths = tuple(sequence_length(sequences[i]) for i in group.sequences)
             made = partial(self._micro_batches, self.bound[name], group, sequences, scale)
             works.append(GroupWork(self.groups[group.group], name, group, lengths, made))
-        return MiniBatch(works, self.bound, self.switching, self.gradients, buffers, self._phase, self.recorder)
+        return MiniBatch(
+            works, self.bound, self.switching, self.gradients, buffers, self._phase, self.recorder, self._borders.factor
+        )
 
     def _trace(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_]) -> StepTrace | None:
         """What was recorded of the mini-batch; None if nobody asked."""

@@ -49,6 +49,7 @@ class MiniBatch:
     buffers: dict[str, Tensor]
     phase: Phase
     recorder: Recorder | None = None
+    border_factor: float = 1.0  # on what switches and reductions are predicted to take
     losses: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)  # of each group, sums by the names of results
     _grads: dict[int, Handed] = field(default_factory=dict)
@@ -141,8 +142,8 @@ class MiniBatch:
             reduce_s=reduce,
             reduce_bytes=moved["reduce"],
             predicted_s=one.plan.predicted_s,
-            predicted_switch_s=self.switching.predicted_s(one.name, self._visited(number)),
-            predicted_reduce_s=self.gradients.predicted_s(one.name),
+            predicted_switch_s=self.border_factor * self.switching.predicted_s(one.name, self._visited(number)),
+            predicted_reduce_s=self.border_factor * self.gradients.predicted_s(one.name),
             lengths=length_counts(one.lengths),
         )
 

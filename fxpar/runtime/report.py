@@ -51,6 +51,7 @@ class StepReport:
     on every rank; groups in order of running. `metrics` are those that the loss function returns beside the loss, over
     the whole mini-batch and the same on every rank: sums, or for pairs quotients of sums (NaN for 0/0).
 
+    `predicted_s` is what the mini-batch was predicted to take: of `wall_s` all but `plan_s`.
     `packed`: several sequences may have shared a row; if not, each ran alone.
     `trace` is there if spans are recorded (`parallelize(..., record=True)`).
     """
@@ -64,6 +65,7 @@ class StepReport:
     plan_s: float
     groups: tuple[GroupReport, ...]
     merged: tuple[tuple[int, int], ...] = ()  # limits (from, into)
+    predicted_s: float = 0.0
     rides: tuple[tuple[int, int, int], ...] = ()  # (limit from, limit into, sequences)
     skipped: bool = False
     packed: bool = False

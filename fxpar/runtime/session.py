@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpar.batching import LengthGroup
 from fxpar.errors import ParallelizeError, warn
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.engine import Engine
+from fxpar.runtime.drift import Drift
+from fxpar.runtime.engine import Engine, Replanned
 from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.options import (
     CompiledModel,
@@ -93,12 +95,42 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         scaler = self.engine.scaler
-        found = {"steps": self.engine.steps, "seed": self.options.seed}
+        found: dict[str, Any] = {"steps": self.engine.steps, "seed": self.options.seed}
+        if self.engine.replanned is not None:
+            found["replanned"] = {"strategies": list(self.engine.names), **asdict(self.engine.replanned)}
         return found if scaler is None else {**found, "loss_scaler": scaler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or "steps" not in state:
             raise ParallelizeError("load_engine_state was not given what engine_state() returned")
         self.engine.steps = int(state["steps"])
+        self._take_replanned(state.get("replanned"))
         if self.engine.scaler is not None and "loss_scaler" in state:
             self.engine.scaler.load_state(state["loss_scaler"])
+
+    def _take_replanned(self, state: Any) -> None:
+        """What an earlier run planned with, if it had the same strategies for the same longest sequences."""
+        if state is None:
+            return
+        try:
+            limits, factors = tuple(map(int, state["limits"])), tuple(map(float, state["factors"]))
+            found = Replanned(limits, factors, float(state["borders"]))
+            same = list(state["strategies"]) == list(self.engine.names)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ParallelizeError(
+                f"load_engine_state was not given what engine_state() returned ({error!r})"
+            ) from error
+        if same and limits[-1] == self.engine.opened[-1].limit:
+            self.engine.replan(found)
+        else:
+            warn("limits and costs that the earlier run was planned anew with are not taken: it had other strategies")
+
+    def watch_drift(self, share: float) -> Drift:
+        """What is to be called after each step. Groups whose limits rise must do with the memory that there is."""
+        engine = self.engine
+        programs = [self.programs[name] for name in engine.names]
+
+        def needed(groups: Sequence[LengthGroup]) -> int:
+            return activation_bytes(programs, groups, engine.options.packed, engine.options.lengths)
+
+        return Drift(engine, share, lambda groups: needed(groups) <= needed(engine.opened))

@@ -54,7 +54,7 @@ def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     budgets = {str(limit): tokens for limit, tokens in plan.token_budgets.items()}
     memory = config.engine.memory_budget_bytes or plan.memory_budget_bytes or None
     engine = replace(config.engine, token_budgets=budgets, memory_budget_bytes=memory)
-    return replace(config, strategies=tuple(plan.strategies.items()), engine=engine)
+    return replace(config.planned(), strategies=tuple(plan.strategies.items()), engine=engine)
 
 
 def compared_with(compare: str | None, plan: Plan) -> str | None:

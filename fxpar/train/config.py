@@ -19,6 +19,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, auto_problems, group_problems, read_strategies
 
+DRIFT = 0.25  # of a plan
 _POSITIVE: dict[str, Any] = {"least": 1}
 
 
@@ -139,6 +140,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """When a run is planned anew: where steps take longer or shorter than predicted by more than the share `drift` (0:
+    never). None: 0.25 for strategies of a plan or "auto", never for others.
+    """
+
+    drift: float | None = field(default=None, metadata={"least": 0})
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Steps, ranks, and where results go."""
 
@@ -162,6 +172,7 @@ SECTIONS: dict[str, type] = {
     "schedule": ScheduleConfig,
     "precision": PrecisionConfig,
     "checkpoint": CheckpointConfig,
+    "plan": PlanConfig,
     "run": RunConfig,
 }
 _REQUIRED = ("model", "data", "strategies")
@@ -182,6 +193,7 @@ class TrainConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     precision: PrecisionConfig = PrecisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    plan: PlanConfig = PlanConfig()
     run: RunConfig = RunConfig()
 
     @property
@@ -207,6 +219,10 @@ class TrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def planned(self) -> TrainConfig:
+        """The same with strategies of a plan, which may drift, unless it says how far."""
+        return self if self.plan.drift is not None else replace(self, plan=PlanConfig(DRIFT))
 
 
 def read_config(path: str | Path, assignments: Sequence[str] = ()) -> TrainConfig:

@@ -29,7 +29,9 @@ class Trained(Protocol):
 
 @dataclass
 class Training:
-    """Everything that one step changes. `batches` yields mini-batches: lists of 1-D int64 tensors."""
+    """Everything that one step changes. `batches` yields mini-batches: lists of 1-D int64 tensors. `after_step(report)`
+    is called on all ranks; it returns in one line what it changed, or nothing.
+    """
 
     model: Trained
     batches: Iterator[list[Tensor]]
@@ -37,6 +39,7 @@ class Training:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     clip: float = 0.0
     nan: str = "error"
+    after_step: Callable[[Any], str] = lambda report: ""
     traces: StepTraces | None = None
     recent: deque[list[int]] = field(default_factory=lambda: deque(maxlen=MINI_BATCHES))  # lengths of mini-batches
 
@@ -107,6 +110,7 @@ def one_step(training: Training, step: int) -> StepRecord:
     training.scheduler.step()
     training.optimizer.zero_grad()
     ended = time.perf_counter()
+    replanned = training.after_step(report)
     if training.traces is not None:
         training.traces.take(step, report.trace, (optimizer_begun - engine_begun) * 1e3, (ended - engine_begun) * 1e3)
     return StepRecord(
@@ -125,6 +129,8 @@ def one_step(training: Training, step: int) -> StepRecord:
         groups=tuple(GroupRecord.of(group) for group in report.groups),
         merged=report.merged,
         rides=report.rides,
+        predicted_s=report.predicted_s,
+        replanned=replanned,
         metrics=report.metrics,
     )
 

@@ -29,14 +29,16 @@ from fxpar.errors import (
 )
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
-from fxpar.runtime.planned import on_rank_0
+from fxpar.runtime.planned import on_rank_0, parameters_of
 from fxpar.runtime.report import merged_text, ride_text
+from fxpar.search.plan_file import parse_plan
 from fxpar.train.alone import faster_alone
 from fxpar.train.auto import compared_with, plan_line, search_plan, with_plan
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps
 from fxpar.train.metrics import EventsFile, MetricsFile, finite
+from fxpar.train.model import shapes_for
 from fxpar.train.preflight import lock_folders, preflight, unlock_folders
 from fxpar.train.records import StepRecord, Totals
 from fxpar.train.report import REPORT, ReportParts, collect, write_report
@@ -53,17 +55,30 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is to do. `compare` is the strategy of the second run, or None."""
+    """What a rank is to do. `compare` is the strategy of the second run, or None; `plan` the file that strategies are
+    of, and its text.
+    """
 
     config: TrainConfig
     compare: str | None = None
+    plan: tuple[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"config": self.config.to_json(), "compare": self.compare}
+        return {"config": self.config.to_json(), "compare": self.compare, "plan": self.plan}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
-        return cls(config_from_json(data["config"]), data["compare"])
+        plan = None if data["plan"] is None else (data["plan"][0], data["plan"][1])
+        return cls(config_from_json(data["config"]), data["compare"], plan)
+
+    def check_plan(self, vocab_size: int) -> None:
+        """See that the plan is for a model with as many parameters as this one has with the tokenizer's vocabulary,
+        before anything is allocated. Raises PlanFileError.
+        """
+        if self.plan is not None:
+            path, text = self.plan
+            module = shapes_for(self.config, vocab_size, {}).model
+            parse_plan(text, path).check_module(path, parameters_of(module), self.config.world)
 
 
 @dataclass(frozen=True)
@@ -171,6 +186,7 @@ def _train(job: Job, place: ThisRank) -> Outcome:
     place.monitor.phase("prepare the data")
     place.say(f"preparing the data: {job.config.data.source}")
     prepared = _prepare(job.config, place)
+    job.check_plan(prepared.vocab_size)
     if not job.config.strategies:
         job = _chosen(job, prepared, place)
     config = job.config
@@ -274,6 +290,8 @@ def _run(
                 if text not in told:
                     told.add(text)
                     view.note(f"{text} (first in step {record.step})")
+            if record.replanned:
+                view.note(f"step {record.step}: {record.replanned}")
             while notes:
                 view.note(notes.pop(0))
             for output in outputs:

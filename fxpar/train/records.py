@@ -64,6 +64,8 @@ class StepRecord:
     groups: tuple[GroupRecord, ...]
     merged: tuple[tuple[int, int], ...] = ()
     rides: tuple[tuple[int, int, int], ...] = ()
+    predicted_s: float = 0.0  # of engine_s, as the mini-batch was planned
+    replanned: str = ""  # what was planned otherwise after the step
     validation_loss: float | None = None  # where it was measured, after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss function returns beside the loss
     validation_metrics: Mapping[str, float] = field(default_factory=dict)  # the same of the held-out documents

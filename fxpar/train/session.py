@@ -18,7 +18,7 @@ from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
 from fxpar.runtime.ahead import DrawnAhead
 from fxpar.runtime.report import Evaluated
-from fxpar.train.config import TrainConfig, described_cluster, token_budget
+from fxpar.train.config import PlanConfig, TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
 from fxpar.train.model import build_model, weights_of
 from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
@@ -160,6 +160,8 @@ def open_session(
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
     batches = model.plan_ahead(loader)
     training = Training(model, batches, optimizer, scheduler, config.optimizer.clip, config.run.nan)
+    if config.plan.drift:
+        training.after_step = model.fxpar_session.watch_drift(config.plan.drift).after
     training.traces = StepTraces() if config.run.report else None
     return TrainSession(
         config,
@@ -177,4 +179,5 @@ def static_config(config: TrainConfig, strategy: str) -> TrainConfig:
     """The same run under one strategy: own packing and own token budget, and no report."""
     engine = replace(config.engine, token_budget=None, token_budgets={}, order=None)
     strategies = ((config.strategies[-1][0], strategy),)
-    return replace(config, strategies=strategies, engine=engine, run=replace(config.run, report=False))
+    run = replace(config.run, report=False)
+    return replace(config, strategies=strategies, engine=engine, plan=PlanConfig(0.0), run=run)

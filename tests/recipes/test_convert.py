@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from fxpar.errors import PlanFileError, UnsupportedRecipeError
 from fxpar.recipes import cpu
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.attention import FOR_FXPAR, FOR_STOCK_ON_CPU
+from fxpar.recipes.checks import check_recipe
 from fxpar.recipes.convert import to_fxpar
+from fxpar.recipes.plans import with_plan
 from fxpar.recipes.stock import stock
 from fxpar.recipes.trainer import FxparConfig, FxparTrainer, one_device
 from fxpar.search.plan_file import Plan, PlanGroup
@@ -254,3 +257,49 @@ def test_an_unsupported_option_is_refused_when_converting():
     with pytest.raises(UnsupportedRecipeError, match=r"model_spec \(MoE\)"):
         to_fxpar(titan.stock_recipe("qwen3", "qwen3_moe_debug"), strategies={2048: "dp2"})
     assert to_fxpar(titan.stock_recipe("qwen3", "qwen3_moe_debug"), strategies=None).fxpar.strategies is None
+
+
+def with_plan_file(plan: Plan, tmp_path: Path, **settings: object) -> Any:
+    """A recipe with strategies, told a plan as on the command line."""
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    config = to_fxpar(recipe(), strategies={2048: "dp2"})
+    config.fxpar = replace(config.fxpar, plan=str(tmp_path / "plan.toml"), **settings)
+    return config
+
+
+def test_a_plan_on_the_command_line_goes_before_the_strategies_of_the_recipe(plan, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("fxpar.recipes.plans.logger.warning", said.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = with_plan_file(plan, tmp_path)
+    made = with_plan(config)
+    assert made.fxpar.strategies == plan.strategies
+    assert made.fxpar.token_budgets == plan.token_budgets
+    assert int(made.fxpar.memory_budget_gib * 2**30) == plan.memory_budget_bytes
+    assert config.fxpar.strategies == {2048: "dp2"}
+    assert said[-1:] == [f"[fxpar] fxpar.strategies are not used: {config.fxpar.plan} says strategies"]
+    check_recipe(made, made.fxpar, 2)
+    plain = to_fxpar(recipe(), strategies={2048: "dp2"})
+    assert with_plan(plain) is plain
+    config.checkpoint.create_seed_checkpoint = True
+    assert with_plan(config) is config
+
+
+def test_the_trainer_takes_the_plan_of_the_command_line(plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = []
+    monkeypatch.setattr("fxpar.recipes.trainer.check_recipe", lambda config, settings, world: asked.append(settings))
+    monkeypatch.setattr("fxpar.recipes.trainer.one_device", lambda *given: 1 / 0)  # far enough
+    with pytest.raises(ZeroDivisionError):
+        FxparTrainer(with_plan_file(plan, tmp_path))
+    assert asked[0].strategies == plan.strategies
+
+
+def test_a_plan_on_the_command_line_that_does_not_fit(plan, tmp_path, monkeypatch):
+    with pytest.raises(UnsupportedRecipeError, match="token_budget: the plan says it already"):
+        with_plan(with_plan_file(plan, tmp_path, token_budget=64))
+    with pytest.raises(PlanFileError, match="for llama with 7 parameters, and this model has 6,163,712"):
+        with_plan(with_plan_file(replace(plan, parameters=7), tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(PlanFileError, match="it is for 2 ranks, not 4"):
+        with_plan(with_plan_file(plan, tmp_path))

@@ -137,6 +137,7 @@ def test_strategies_on_the_command_line():
 def test_every_field_is_an_option():
     given = {
         "--fxpar.strategies": ("2048", "cp2+zero3+remat(*.feed_forward|*.attention)"),
+        "--fxpar.plan": ("plan.toml",),
         "--fxpar.token-budget": ("4096",),
         "--fxpar.token-budgets": ("2048", "8192"),
         "--fxpar.memory-budget-gib": ("2.5",),
@@ -149,6 +150,7 @@ def test_every_field_is_an_option():
     }
     expected = FxparConfig(
         strategies={2048: "cp2+zero3+remat(*.feed_forward|*.attention)"},
+        plan="plan.toml",
         token_budget=4096,
         token_budgets={2048: 8192},
         memory_budget_gib=2.5,

@@ -50,6 +50,7 @@ class FakeModel(nn.Module):
             groups=tuple(groups),
             merged=self.merged.get(self.steps, ()),
             rides=self.rides.get(self.steps, ()),
+            predicted_s=0.25,
         )
 
 

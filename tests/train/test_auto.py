@@ -15,6 +15,7 @@ from fxpar.train.model import build_model
 from fxpar.train.text import make_loader, open_tokens, prepare
 
 CPU = torch.device("cpu")
+UNTIL = 0.25  # what a plan may drift, unless the configuration says something else
 PLAN = Plan("llama", 2, 500, (PlanGroup(32, "dp2", 64), PlanGroup(128, "tp2+sp", 200)), predicted_s=0.25)
 CONFIG = """
 strategies = "auto"
@@ -83,3 +84,11 @@ def test_a_run_takes_the_plan(run):
 def test_what_is_said_and_compared():
     assert plan_line(PLAN) == ("chosen strategies <=32 dp2, <=128 tp2+sp: 0.25 s per step predicted, no set below 0 s")
     assert [compared_with(word, PLAN) for word in (None, "static", "cp2")] == [None, "tp2+sp", "cp2"]
+
+
+@pytest.mark.parametrize(("words", "drift"), [((), UNTIL), (("plan.drift=0",), 0.0), (("plan.drift=0.5",), 0.5)])
+def test_a_plan_may_drift(words, drift):
+    config = parse_config(CONFIG, "auto.toml", "auto", ["data.source=here", *words])
+    assert with_plan(config, PLAN).plan.drift == drift
+    assert config.plan.drift == (drift if words else None)
+    assert config_from_json(config.to_json()) == config

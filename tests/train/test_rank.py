@@ -6,11 +6,16 @@ import io
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from rich.console import Console
 
+from fxpar.errors import PlanFileError
+from fxpar.runtime.planned import parameters_of
+from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.train.metrics import METRICS
-from fxpar.train.rank import ThisRank, _run
+from fxpar.train.model import shapes_for
+from fxpar.train.rank import Job, ThisRank, _run
 from fxpar.train.stop import StopRequest
 from tests.train.test_config import SMALL, parse
 from tests.train.test_loop import training
@@ -22,6 +27,7 @@ def test_groups_that_joined_another_and_riders_are_told_once_and_written_in_ever
     rides = {2: ((16, 32, 5),), 3: ((16, 32, 7),)}
     words = (f'run.folder="{tmp_path}"', "run.steps=4", "run.tensorboard=false", "checkpoint.enabled=false")
     one = training(4, merged=merged, rides=rides)
+    one.after_step = lambda report: "planned anew: why" * (one.model.steps == 3)
     session = SimpleNamespace(config=parse(SMALL, *words), step=0, training=one, validate=lambda step: None)
     out = Console(file=io.StringIO(), soft_wrap=True)
     monitor = SimpleNamespace(phase=lambda name: None)
@@ -29,13 +35,29 @@ def test_groups_that_joined_another_and_riders_are_told_once_and_written_in_ever
     assert not _run(session, place, [], [])
     lines = out.file.getvalue().splitlines()
     why = "too small to be worth a switch of its own"
-    assert [line for line in lines if not line.startswith("step ")] == [
+    assert [line for line in lines if "/4  loss" not in line] == [
         f"<=8 joined <=64: {why} (first in step 1)",
         f"<=16 joined <=64: {why} (first in step 1)",
         "sequences of <=16 ride in <=32 where the mini-batch is predicted to be faster so (first in step 2)",
+        "step 3: planned anew: why",
         f"<=8 joined <=32: {why} (first in step 4)",
     ]
     written = [json.loads(line)["merged"] for line in (tmp_path / METRICS).read_text().splitlines()]
     assert written == [[[8, 64], [16, 64]], [[8, 64]], [], [[8, 32]]]
     written = [json.loads(line)["rides"] for line in (tmp_path / METRICS).read_text().splitlines()]
     assert written == [[], [[16, 32, 5]], [[16, 32, 7]], []]
+    written = [json.loads(line)["replanned"] for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert written == ["", "", "planned anew: why", ""]
+
+
+def test_a_plan_is_for_a_model_with_as_many_parameters():
+    config = parse(SMALL)
+    count = parameters_of(shapes_for(config, 320, {}).model)
+    groups = tuple(PlanGroup(limit, strategy, limit) for limit, strategy in config.strategies)
+    plan = Plan(config.model.name, config.world, 4096, groups, parameters=count)
+    job = Job(config, None, ("plan.toml", plan.to_toml()))
+    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    job.check_plan(320)
+    Job(config).check_plan(640)
+    with pytest.raises(PlanFileError, match=f"'plan.toml': it is for .* with {count:,} parameters, and this model has"):
+        job.check_plan(640)
