@@ -1,9 +1,9 @@
-"""Errors of planning: lengths, profiles, costs, plan files, what is asked of a plan, models that fit nowhere."""
+"""Errors of planning: lengths, costs, plans and their files, what is asked of a plan, models that fit nowhere."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fxpar.errors.base import FxparError, nearest, one_line
 
@@ -104,4 +104,24 @@ class CostContractError(FxparError):
         super().__init__(
             f"the cost model returned {type(found).__name__} for '{strategy}'. It takes (program, cluster) and returns "
             "a fxpar.batching.GroupCost"
+        )
+
+
+class ReplanError(FxparError):
+    """Mini-batches cannot be planned with limits that are for other groups."""
+
+    def __init__(self, limits: Sequence[int], opened: Sequence[int]) -> None:
+        super().__init__(
+            f"limits {', '.join(map(str, limits))} do not suit groups with limits {', '.join(map(str, opened))}: there "
+            "must be as many, and the last one must stay. Take an engine state of a run with the same strategies"
+        )
+
+
+class MiniBatchesError(FxparError):
+    """What mini-batches are to be drawn from cannot be iterated over."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"plan_ahead was given {kind!r}, which is no series of mini-batches. Give it a loader, or a list of "
+            "mini-batches: for sequences in model.plan_ahead(loader): model.train_step(sequences)"
         )

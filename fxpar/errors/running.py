@@ -110,16 +110,6 @@ class DeviceMismatchError(FxparError):
         )
 
 
-class ReplanError(FxparError):
-    """Mini-batches cannot be planned with limits that are for other groups."""
-
-    def __init__(self, limits: Sequence[int], opened: Sequence[int]) -> None:
-        super().__init__(
-            f"limits {', '.join(map(str, limits))} do not suit groups with limits {', '.join(map(str, opened))}: there "
-            "must be as many, and the last one must stay. Take an engine state of a run with the same strategies"
-        )
-
-
 class ValueMismatchError(FxparError):
     """The ranks hold different values of a parameter or buffer at the start."""
 
@@ -206,16 +196,6 @@ class EmptyMiniBatchError(FxparError):
 
     def __init__(self) -> None:
         super().__init__("the mini-batch has no sequence. Skip the step, or give it at least one")
-
-
-class MiniBatchesError(FxparError):
-    """What mini-batches are to be drawn from cannot be iterated over."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(
-            f"plan_ahead was given {kind!r}, which is no series of mini-batches. Give it a loader, or a list of "
-            "mini-batches: for sequences in model.plan_ahead(loader): model.train_step(sequences)"
-        )
 
 
 class MiniBatchError(FxparError):
