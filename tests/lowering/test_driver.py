@@ -25,10 +25,10 @@ from fxpar.ir.pass_base import Tier
 from fxpar.ir.pass_names import LADDER
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import default_passes, lower
+from fxpar.lowering import default_passes, ladder, lower
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
-from tests.captured import llama
+from tests.captured import llama, mlp
 
 
 def test_ladder():
@@ -201,3 +201,16 @@ def test_body_runs_as_a_plain_module():
     order = {id(node): i for i, node in enumerate(program.body.results)}
     assert len(order) == len(body)
     assert any(torch.equal(body[0], value) for value in whole)
+
+
+def test_a_program_that_is_not_verified_is_the_same(monkeypatch):
+    verified = lower(mlp().graph, "tp2", for_store=True)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("verified")
+
+    for name in ("verify_needs", "verify", "verify_kept", "verify_placements", "verify_end"):
+        monkeypatch.setattr(ladder, name, refuse)
+    assert lower(mlp().graph, "tp2", for_store=True, verified=False).fingerprint() == verified.fingerprint()
+    with pytest.raises(AssertionError, match="verified"):
+        lower(mlp().graph, "tp2", for_store=True)
