@@ -117,6 +117,16 @@ class ReplanError(FxparError):
         )
 
 
+class ReusedMiniBatchError(FxparError):
+    """Drawing a mini-batch writes to the one before, which has not been trained on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "drawing the next mini-batch changed the one before it, which would be lost: plan_ahead draws one ahead. "
+            "Make new tensors and a new list for each, or iterate over the loader itself"
+        )
+
+
 class MiniBatchesError(FxparError):
     """What mini-batches are to be drawn from cannot be iterated over."""
 

@@ -2,111 +2,104 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fxpar.batching import BatchPlan
-from fxpar.errors import FxparError, MiniBatchesError
+from fxpar.errors import MiniBatchesError, ReusedMiniBatchError
 
 Sequence_ = Tensor | Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class OwnPlan:
-    """What a rank finds of a mini-batch by itself: the plan, the number of valid tokens and what runs, or the problem
-    that all ranks are to raise once they agree on it.
-    """
-
-    sequences: Sequence[Sequence_]
-    plan: BatchPlan | None = None
-    valid: int = 0
-    problem: FxparError | None = None
+Lengths = tuple[int, ...]
 
 
 class PlanAhead:
-    """A thread that makes the plan of a mini-batch and ends. It is joined where the plan is taken; one that nobody
-    takes holds nothing up.
+    """A thread that finds the lengths of a mini-batch and its plan, and ends. It is joined where the plan is taken, and
+    at the end of the process: a thread that is cut off there ends it by a signal.
     """
 
-    def __init__(self, sequences: Sequence[Sequence_], make: Callable[[Sequence[Sequence_]], OwnPlan]) -> None:
-        self._sequences, self._make = sequences, make
-        self._values = _values(sequences)  # alive, so that no others get their ids
-        self._stamp = _stamp(self._values)
-        self._found: OwnPlan | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="fxpar-plan", daemon=True)
+    def __init__(self, make: Callable[[], tuple[Lengths, BatchPlan]]) -> None:
+        self._make = make
+        self._found: tuple[Lengths, BatchPlan] | None = None
+        self._thread = threading.Thread(target=self._run, name="fxpar-plan", daemon=False)
         self._thread.start()
 
     def _run(self) -> None:
-        try:
-            self._found = self._make(self._sequences)
-        except BaseException as error:
-            self._error = error
+        with contextlib.suppress(Exception):  # the step meets it again, and raises it on all ranks
+            self._found = self._make()
 
-    def is_of(self, sequences: Sequence[Sequence_]) -> bool:
-        """Whether it is the plan of just these sequences, and nobody wrote to them since."""
-        return _stamp(_values(sequences)) == self._stamp
-
-    def result(self) -> OwnPlan:
-        """Waits for it. Raises what making it raised."""
+    def plan_of(self, lengths: Lengths) -> BatchPlan | None:
+        """The plan if it is one of sequences of these lengths, which is all that a plan depends on. Waits for it."""
         self._thread.join()
-        if self._found is None:
-            assert self._error is not None
-            raise self._error
-        return self._found
+        return None if self._found is None or self._found[0] != lengths else self._found[1]
 
 
-def _values(sequences: object) -> list[tuple[object, object]]:
-    """All that a mini-batch consists of, each with its place."""
-    if not isinstance(sequences, list | tuple):
-        return [("", sequences)]
-    return [
-        ((number, key), value)
-        for number, one in enumerate(sequences)
-        for key, value in (one.items() if isinstance(one, Mapping) else (("", one),))
-    ]
+class PlansAhead:
+    """Of the next step, and of the one after it. An older plan that nobody took is dropped."""
 
+    def __init__(self) -> None:
+        self._plans: deque[PlanAhead] = deque(maxlen=2)
 
-def _stamp(values: Sequence[tuple[object, object]]) -> Hashable:
-    """Changes with the values, and with every write by torch to one of them."""
-    return tuple((place, id(one), _version(one)) for place, one in values)
+    def begin(self, make: Callable[[], tuple[Lengths, BatchPlan]]) -> None:
+        self._plans.append(PlanAhead(make))
 
+    def clear(self) -> None:
+        self._plans.clear()
 
-def _version(value: object) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    def take(self, lengths: Lengths) -> BatchPlan | None:
+        """The plan of sequences of these lengths, if it was begun."""
+        for one in tuple(self._plans):
+            plan = one.plan_of(lengths)
+            if plan is not None:
+                self._plans.remove(one)
+                return plan
+        return None
 
 
 class DrawnAhead:
     """The mini-batches of `batches`, one after the other. The next one is drawn, and `begin(it)` called, before one is
     handed out; an error of drawing is raised where its mini-batch would be handed out.
 
+    A second `for` goes on where the first one stopped, as that of a loader does; after the end it begins anew.
     `state_dict` is that of `batches` as if nothing were drawn ahead; `load_state_dict` goes on from one.
-    Raises MiniBatchesError for what cannot be iterated over.
+
+    Raises MiniBatchesError for what cannot be iterated over, ReusedMiniBatchError if drawing a mini-batch writes to the
+    one before.
     """
 
     def __init__(self, batches: Iterable[Sequence[Sequence_]], begin: Callable[[Sequence[Sequence_]], object]) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping):
             raise MiniBatchesError(type(batches).__name__)
-        self._batches: Any = batches
+        self.batches: Any = batches
         self._begin = begin
         self._iterator: Iterator[Sequence[Sequence_]] = iter(batches)
         self._drawn: Callable[[], Sequence[Sequence_]] | None = None
         self._state: Any = None
+        self._ended = False
 
     def __iter__(self) -> DrawnAhead:
+        if self._ended:
+            self._iterator, self._drawn, self._ended = iter(self.batches), None, False
         return self
 
     def __next__(self) -> Sequence[Sequence_]:
         drawn, self._drawn = self._drawn or self._draw(), None
-        current = drawn()
-        if hasattr(self._batches, "state_dict"):
-            self._state = copy.deepcopy(self._batches.state_dict())
+        try:
+            current = drawn()
+        except StopIteration:
+            self._ended = True
+            raise
+        if hasattr(self.batches, "state_dict"):
+            self._state = copy.deepcopy(self.batches.state_dict())
+        stamp = _stamp(current)
         self._drawn = self._draw(self._begin)
+        if _stamp(current) != stamp:
+            raise ReusedMiniBatchError
         return current
 
     def _draw(self, begin: Callable[[Sequence[Sequence_]], object] = lambda _: None) -> Callable[[], Any]:
@@ -120,11 +113,22 @@ class DrawnAhead:
 
     def state_dict(self) -> Any:
         """Where `batches` stood after the last mini-batch that was handed out."""
-        return self._batches.state_dict() if self._drawn is None else self._state
+        return self.batches.state_dict() if self._drawn is None else self._state
 
     def load_state_dict(self, state: Any) -> None:
-        self._batches.load_state_dict(state)
-        self._iterator, self._drawn = iter(self._batches), None
+        self.batches.load_state_dict(state)
+        self._iterator, self._drawn, self._ended = iter(self.batches), None, False
+
+
+def _stamp(sequences: Sequence[Sequence_]) -> Hashable:
+    """Changes if the list has other tensors, and with every write by torch to one of them that torch counts."""
+    rows = sequences if isinstance(sequences, list | tuple) else [sequences]
+    keyed = (one.items() if isinstance(one, Mapping) else [("", one)] for one in rows)
+    return tuple((key, id(value), _version(value)) for items in keyed for key, value in items)
+
+
+def _version(value: object) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _raiser(error: Exception) -> Callable[[], Any]:

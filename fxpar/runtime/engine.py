@@ -40,7 +40,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError, ModelLengthError, NanLossError, NoGradError, ReplanError
 from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
-from fxpar.runtime.ahead import OwnPlan, PlanAhead
+from fxpar.runtime.ahead import PlansAhead
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
@@ -127,8 +127,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.replanned: Replanned | None = None
         self.opened, self._opened_costs = tuple(self.groups), tuple(self.costs)
-        self.lately: deque[list[int]] = deque(maxlen=LATELY)  # lengths of mini-batches
-        self._ahead: deque[PlanAhead] = deque(maxlen=2)  # of the next step, and of the one after it
+        self.lately: deque[tuple[int, ...]] = deque(maxlen=LATELY)  # lengths of mini-batches
+        self._ahead = PlansAhead()
         self._borders = Borders(self.switching, self.gradients, self.options.overlap, self.flowing())
 
     def flowing(self) -> dict[str, Pace]:
@@ -149,7 +149,7 @@ class Engine:
 
     def _plan(self, sequences: Sequence[Sequence_], packed: bool) -> BatchPlan:
         options = self.options
-        lengths = [sequence_length(one) for one in sequences]
+        lengths = _lengths(sequences)
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
@@ -241,7 +241,7 @@ class Engine:
         with self._phase("compare mini-batches"):
             plan, valid, sequences = self.agreed_plan(sequences, denominator=denominator)
         planned = time.perf_counter()
-        self.lately.append([sequence_length(one) for one in sequences])
+        self.lately.append(_lengths(sequences))
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
         by_strategy = self._in_order(plan.groups)
@@ -279,45 +279,34 @@ class Engine:
         rank's. `forward_keys`: for a forward outside of the captured step, which reads these keys of a batch and would
         not keep documents apart.
         """
+        alone, parts, valid = forward_keys is not None, sequences, 0
+        plan, problem = None, None
         try:
-            if forward_keys is None and not torch.is_grad_enabled():
+            if not (alone or torch.is_grad_enabled()):
                 raise NoGradError
             check_denominator(denominator)
-            ahead = self._taken(sequences) if forward_keys is None else None
-            found = self._own_plan(sequences, forward_keys) if ahead is None else ahead
-        except FxparError as error:
-            found = OwnPlan(sequences, problem=error)
-        if self.options.check_batches and self.switching.world > 1:
-            mine = f"{found.plan.fingerprint()} {denominator}" if found.plan is not None else str(found.problem)
-            check_same_batch(sequences, mine, self.device, self.world_group)
-        if found.plan is None:
-            assert found.problem is not None
-            raise found.problem
-        return found.plan, found.valid, found.sequences
-
-    def _own_plan(self, sequences: Sequence[Sequence_], forward_keys: Collection[str] | None = None) -> OwnPlan:
-        """What this rank finds by itself; see `agreed_plan`."""
-        alone = forward_keys is not None
-        try:
             parts = self._apart(sequences, self.options.split or alone)
             check_present(sequences, forward_keys or ())
-            return OwnPlan(parts, self._plan(parts, self.options.packed and not alone), valid_tokens(parts))
+            ahead = None if alone else self._ahead.take(_lengths(parts))
+            plan, valid = ahead or self._plan(parts, self.options.packed and not alone), valid_tokens(parts)
         except FxparError as error:
-            return OwnPlan(sequences, problem=error)
-
-    def _taken(self, sequences: Sequence[Sequence_]) -> OwnPlan | None:
-        """What was found ahead of these; raises what that raised."""
-        ahead = next((one for one in self._ahead if one.is_of(sequences)), None)
-        if ahead is None:
-            return None
-        self._ahead.remove(ahead)
-        return ahead.result()
+            problem = error
+        if self.options.check_batches and self.switching.world > 1:
+            mine = f"{plan.fingerprint()} {denominator}" if plan is not None else str(problem)
+            check_same_batch(sequences, mine, self.device, self.world_group)
+        if plan is None:
+            assert problem is not None
+            raise problem
+        return plan, valid, parts
 
     def begin_plan(self, sequences: Sequence[Sequence_]) -> None:
-        """Make the plan of these in a thread, for the `step` that is given them. Two plans are kept; an older one that
-        was not taken is dropped.
-        """
-        self._ahead.append(PlanAhead(sequences, self._own_plan))
+        """Make the plan of these in a thread, for the `step` that is given them."""
+
+        def make() -> tuple[tuple[int, ...], BatchPlan]:
+            parts = self._apart(sequences, self.options.split)
+            return _lengths(parts), self._plan(parts, self.options.packed)
+
+        self._ahead.begin(make)
 
     def _mini_batch(
         self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_], scale: float, buffers: dict[str, Tensor]
@@ -398,3 +387,7 @@ class Engine:
 
     def _phase(self, text: str) -> AbstractContextManager[object]:
         return nullcontext() if self.watcher is None else self.watcher.phase(f"step {self.steps + 1}, {text}")
+
+
+def _lengths(sequences: Sequence[Sequence_]) -> tuple[int, ...]:
+    return tuple(sequence_length(one) for one in sequences)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,8 +11,8 @@ import pytest
 import torch
 
 from fxpar.batching import BatchPlan
-from fxpar.errors import MiniBatchesError, SequenceTooLongError
-from fxpar.runtime.ahead import DrawnAhead, OwnPlan, PlanAhead
+from fxpar.errors import MiniBatchesError, ReusedMiniBatchError, SequenceTooLongError
+from fxpar.runtime.ahead import DrawnAhead, PlansAhead
 from tests.runtime.hot import World, parallel, precompile, sequences, small
 
 TWO = {64: "dp2", 512: "tp2+sp"}
@@ -18,41 +20,51 @@ PAIR = World(2, lambda: precompile(small, TWO))
 BATCHES = [sequences(seed, (5, 60, 33, 130, 8)) for seed in range(3)]
 
 
-def own_plan(found):
-    return OwnPlan(found, BatchPlan(()), len(found))
-
-
 def threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name == "fxpar-plan"]
 
 
 # ------------------------------------------------------------------------------------------------------ without ranks
-def test_a_plan_is_of_just_these_sequences():
-    given = [torch.arange(5), {"input_ids": torch.arange(3), "labels": torch.arange(3)}]
-    plan = PlanAhead(given, own_plan)
-    assert plan.is_of(given)
-    assert plan.is_of(list(given))  # another list of the same
-    assert plan.result() == OwnPlan(given, BatchPlan(()), 2)
-    assert not plan.is_of(given[:1])
-    assert not plan.is_of([given[0].clone(), given[1]])
-    assert not plan.is_of([given[0], {**given[1], "labels": torch.arange(3)}])
-    assert not plan.is_of(given[0])
-    given[1]["labels"][1] = -100
-    assert not plan.is_of(given)
+def test_a_plan_is_of_just_these_lengths():
+    plans, made = PlansAhead(), [((5, 3), BatchPlan(())), ((5, 4), BatchPlan(())), ((5, 4), BatchPlan(()))]
+    plans.begin(lambda: made[0])
+    plans.begin(lambda: made[1])
+    assert plans.take((5,)) is None
+    assert plans.take((5, 4)) is made[1][1]
+    assert plans.take((5, 4)) is None
+    assert plans.take((5, 3)) is made[0][1]
+    for number in range(3):
+        plans.begin(lambda number=number: made[number])
+    assert plans.take((5, 3)) is None  # two are kept
+    plans.clear()
+    assert plans.take((5, 4)) is None
     assert not threads()
 
 
-def test_what_a_plan_raises_is_raised_where_it_is_taken():
-    plan = PlanAhead([], lambda found: 1 // len(found))
-    with pytest.raises(ZeroDivisionError):
-        plan.result()
+def test_what_a_thread_cannot_plan_is_left_to_the_step():
+    plans = PlansAhead()
+    plans.begin(lambda: 1 // 0)
+    assert plans.take(()) is None
 
 
 def test_a_plan_that_takes_long_is_waited_for():
-    plan = PlanAhead([], lambda found: time.sleep(0.2) or own_plan(found))
+    plans, plan = PlansAhead(), BatchPlan(())
+    plans.begin(lambda: time.sleep(0.2) or ((), plan))
     assert threads()
-    assert plan.result().valid == 0
+    assert plans.take(()) is plan
     assert not threads()
+
+
+def test_a_process_that_ends_waits_for_its_plan():
+    """Not ended by a signal because a thread of it is still in native code."""
+    text = (
+        "import sys, time, torch\n"
+        "from fxpar.runtime.ahead import PlansAhead\n"
+        "PlansAhead().begin(lambda: [time.sleep(0.3), print('planned'), torch.ones(3).sum()])\n"
+        "sys.exit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (3, "planned\n"), done.stderr
 
 
 class Loader:
@@ -106,6 +118,28 @@ def test_an_error_of_drawing_comes_with_its_mini_batch():
     assert [next(ahead), next(ahead)] == [[0], [1]]
     with pytest.raises(ValueError, match="no such file"):
         next(ahead)
+
+
+def test_a_loop_goes_on_where_it_stopped_and_begins_anew_after_the_end():
+    ahead = DrawnAhead([[0], [1], [2]], lambda found: None)
+    assert next(iter(ahead)) == [0]
+    assert list(ahead) == [[1], [2]]
+    assert list(ahead) == [[0], [1], [2]]
+    assert list(DrawnAhead(Loader(stop=1), print)) == [[0]]
+
+
+@pytest.mark.parametrize("kept", ["the tensors", "the list"])
+def test_a_loader_that_writes_over_what_it_gave_is_told(kept):
+    def reusing():
+        ids, found = torch.zeros(4, dtype=torch.int64), []
+        for number in range(3):
+            found = [ids.fill_(number)] if kept == "the tensors" else found
+            if kept == "the list":
+                found[:] = [torch.full((4,), number)]
+            yield found
+
+    with pytest.raises(ReusedMiniBatchError, match="Make new tensors and a new list for each"):
+        next(DrawnAhead(reusing(), lambda found: None))
 
 
 @pytest.mark.parametrize("given", [3, torch.zeros(4), {"input_ids": torch.zeros(4)}])
