@@ -132,6 +132,6 @@ class MiniBatchesError(FxparError):
 
     def __init__(self, kind: str) -> None:
         super().__init__(
-            f"plan_ahead was given {kind!r}, which is no series of mini-batches. Give it a loader, or a list of "
-            "mini-batches: for sequences in model.plan_ahead(loader): model.train_step(sequences)"
+            f"plan_ahead was given {kind!r}. Pass a loader or a list of mini-batches: for sequences in "
+            "model.plan_ahead(loader): model.train_step(sequences)"
         )

@@ -34,7 +34,7 @@ STRATEGIES = {16: "dp4", 64: "dp2.tp2+sp", 512: "cp2.tp2"}
 
 @functools.cache
 def _captured(make: Callable[[], nn.Module]) -> LogicalGraph:
-    _assert_once(f"capture {make.__name__}")
+    _assert_once(f"capture {getattr(make, '__name__', make)}")
     return compile_strategies(make(), {512: "dp1"}, packed_lm_loss).logical
 
 
@@ -45,7 +45,7 @@ def _rows(make: Callable[[], nn.Module]) -> LogicalGraph:
 
 @functools.cache
 def _lowered(make: Callable[[], nn.Module], strategy: str, precision: str | None) -> TrainGraph:
-    _assert_once(f"lower {make.__name__} for {strategy}")
+    _assert_once(f"lower {getattr(make, '__name__', make)} for {strategy}")
     how = as_precision(precision)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
     return lower(with_precision(_rows(make), how), strategy, for_store=True, **dtypes)

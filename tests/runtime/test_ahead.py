@@ -144,7 +144,7 @@ def test_a_loader_that_writes_over_what_it_gave_is_told(kept):
 
 @pytest.mark.parametrize("given", [3, torch.zeros(4), {"input_ids": torch.zeros(4)}])
 def test_what_is_no_series_of_mini_batches(given):
-    with pytest.raises(MiniBatchesError, match=rf"was given '{type(given).__name__}', which is no series"):
+    with pytest.raises(MiniBatchesError, match=rf"was given '{type(given).__name__}'\. Pass a loader or a list"):
         DrawnAhead(given, print)
 
 

@@ -41,7 +41,7 @@ def test_they_are_the_pipeline_that_is_lowered_whole(model, layers, text):
 
 
 def test_a_deep_pipeline_captures_no_deep_model():
-    rows, strategy = shallow("llama", 24), Strategy.parse("pp8")
+    rows, strategy = shallow("llama", 16), Strategy.parse("pp4")
     asked: list[int] = []
 
     def lower(one: Strategy, layers: int):
@@ -53,9 +53,9 @@ def test_a_deep_pipeline_captures_no_deep_model():
     found = known.candidate(strategy, lambda _: None)
     assert found is not None
     assert found.flat is flat
-    assert found.samples == (16, 24)
+    assert found.samples == (8, 12)
     assert max(asked) == 9
-    assert found.steps == 1
+    assert found.steps == 2
     looked_at = found.predicted(64)
     found.flat = None  # all positions are looked at
     found._samples.clear()
