@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,22 @@ TERMS: dict[str, tuple[Callable[[Tensor, Batch], Tensor], bool]] = {
 # Layers that show padding to the tokens before it.
 MIXING: dict[str, Layer] = {"mean": lambda net, x, ids: x.mean(1, keepdim=True), "flip": lambda net, x, ids: x.flip(1)}
 LAYERS: dict[str, Layer] = {f.__name__: f for f in (causal, rotary, per_token)} | MIXING
+# Running ops over what a dim is made of; they see padding where the tokens stand behind another factor.
+RUNNING: dict[str, tuple[Layer, bool]] = {
+    "tokens": (lambda net, x, ids: x.cumsum(1), False),
+    "tokens, then features": (lambda net, x, ids: x.flatten(1).cumsum(1).unflatten(1, (-1, WIDTH)), False),
+    "copies": (lambda net, x, ids: torch.stack([x, x], 1).flatten(1, 2).cumsum(1).unflatten(1, (2, -1))[:, 1], True),
+    "greatest": (
+        lambda net, x, ids: torch.stack([x, x], 1).flatten(1, 2).cummax(1).values.unflatten(1, (2, -1))[:, 1],
+        True,
+    ),
+    "features": (
+        lambda net, x, ids: x.transpose(1, 2).flatten(1).cumsum(1).unflatten(1, (WIDTH, -1)).transpose(1, 2),
+        True,
+    ),
+}
+STACKED = [*LAYERS]
+LAYERS |= {name: layer for name, (layer, _) in RUNNING.items()}
 
 
 class Keyed(Net):
@@ -120,8 +137,20 @@ def test_uses(use):
     assert gap(model, logical) < 1e-10
 
 
+@pytest.mark.parametrize("name", RUNNING)
+def test_running_ops(name):
+    """Harmless behind the last token, and nowhere else."""
+    model, logical = captured((name,), ("a number",), "weighted")
+    hazard = padding_hazard(logical)
+    assert (hazard is not None) == RUNNING[name][1], hazard
+    if hazard is None:
+        assert gap(model, logical) < 1e-10
+    else:
+        assert re.match(r"aten\.cum.* at .*test_keys\.py:\d+ runs through the tokens more than once", hazard)
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from([*LAYERS]), st.sampled_from([*USES])), min_size=1, max_size=3),
+    st.lists(st.tuples(st.sampled_from(STACKED), st.sampled_from([*USES])), min_size=1, max_size=3),
     st.sampled_from([*TERMS]),
 )
 @settings(max_examples=examples(4), deadline=None)
