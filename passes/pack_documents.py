@@ -78,7 +78,7 @@ def _padding_hazard(logical: LogicalGraph, flow: TokenFlow) -> str | None:
         found: Any = flow.flows.get(node)
         if out.kind == "loss" and found.padded != 0:
             return f"{in_words(replace(found, why='sums up all tokens, padding included'))}"
-    return None
+    return None if flow.unusable is None else in_words(flow.unusable)
 
 
 @dataclass

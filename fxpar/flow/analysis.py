@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import OpContractError
-from fxpar.flow import numbers, pairs
+from fxpar.flow import numbers, pairs, unusable
 from fxpar.flow.call import FlowCall, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, POSITION_KEYS, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
@@ -66,13 +66,17 @@ class TokenFlow:
     flows: Mapping[fx.Node, Flows]
     sites: Mapping[fx.Node, Site]
     hazard: Flow | None  # the first result of the graph that is of the row
+    unusable: Flow | None  # the first op that cannot use padding, under the question of documents
 
 
 def token_flow(logical: LogicalGraph, token: sympy.Symbol, question: Question) -> TokenFlow:
     """Follow the tokens through the forward of `logical`."""
     walk = _Walk(logical, token, question)
     walk.run()
-    return TokenFlow(question, walk.flows, walk.sites, walk.hazard())
+    hazard = walk.hazard()
+    if question == "padding":
+        return TokenFlow(question, walk.flows, walk.sites, hazard or walk.unusable, None)
+    return TokenFlow(question, walk.flows, walk.sites, hazard, walk.unusable)
 
 
 def padding_of(key: str, dtype: torch.dtype) -> int | None:
@@ -101,6 +105,7 @@ class _Walk:
     question: Question
     flows: dict[fx.Node, Flows] = field(default_factory=dict)
     sites: dict[fx.Node, Site] = field(default_factory=dict)
+    unusable: Flow | None = None
 
     def run(self) -> None:
         self.sizes = Sizes([d.symbol for d in self.logical.dims], DEGREE, self.token, others=OTHER_DIM)
@@ -121,6 +126,7 @@ class _Walk:
                 self.flows[node] = CONSTANT if not self._has_tokens(node) else row(node, "is as long as the example")
             if node.op != "call_function":
                 continue
+            self._note(node, unusable.operand(node, self.flows))
             if any(o in late for o in node.all_input_nodes) and node not in loss:
                 late.add(node)
                 continue
@@ -131,6 +137,10 @@ class _Walk:
                 self.flows[node] = found[node.args[1]] if isinstance(found, tuple) else found  # type: ignore[index]
             elif is_op(node):
                 self.flows[node] = self._op(node)
+
+    def _note(self, node: fx.Node, why: str) -> None:
+        if why and self.unusable is None:
+            self.unusable = row(node, why)
 
     def _loss_nodes(self) -> set[fx.Node]:
         """What is between the scale and the loss."""
@@ -303,6 +313,7 @@ class _Walk:
             return self._summed(call, loops, summed, dims, mixes)
         known = numbers.everywhere(call)
         padded = numbers.padded(call) if len(dims) <= 1 else None
+        self._note(call.node, unusable.result(call, Flow(dims=dims, everywhere=known, padded=padded)))
         infinite = pairs.may_be_infinite(call, dims)
         inside = not infinite and pairs.stay_inside(call, dims)
         return Flow(dims=dims, inside=inside, infinite=infinite, everywhere=known, padded=padded)

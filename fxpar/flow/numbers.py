@@ -12,7 +12,7 @@ from fxpar.flow.call import FlowCall
 from fxpar.flow.statements import MOVES
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import tensor_of, whole_meta
-from fxpar.ops.traits import is_elementwise
+from fxpar.ops.traits import MATRIX_PRODUCTS, is_elementwise
 
 aten = torch.ops.aten
 _FILLED: dict[Any, float] = {
@@ -29,8 +29,16 @@ _FILL_POSITION: dict[Any, int] = {
     aten.new_full.default: 2,
     aten.scalar_tensor.default: 0,
 }
-_PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.logical_and.default, aten.bitwise_and.Tensor}
-_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+# Of zero and anything they make zero.
+_ZERO_OF_ONE = MATRIX_PRODUCTS | {
+    *(aten.mul.Tensor, aten.mul.Scalar, aten.logical_and.default, aten.bitwise_and.Tensor),
+}
+# Of nothing but zeros they make zero.
+_SUMS = {
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default),
+    *(aten.linalg_vector_norm.default, aten.var.correction, aten.std.correction, aten.amax.default, aten.amin.default),
+}
+_JOINS = {aten.cat.default, aten.stack.default}
 
 
 def everywhere(call: FlowCall) -> float | None:
@@ -61,10 +69,13 @@ def _result(call: FlowCall, known: list[float | None]) -> float | None:
         return known[0]
     if target in _SUMS:
         return 0.0 if known[0] == 0 else None
-    if target in _PRODUCTS and 0.0 in known and all(math.isfinite(k) for k in known if k is not None):
-        return 0.0  # of finite numbers; of others the loss is no number, which does not pass unnoticed
+    if target in _JOINS:
+        return known[0] if len(set(known)) == 1 else None
+    if target in _ZERO_OF_ONE and 0.0 in known and all(math.isfinite(k) for k in known if k is not None):
+        return 0.0  # of finite numbers; where padding is what makes others, it is refused (`unusable`)
     if target is aten.where.self:
-        return None if known[0] is None else known[1] if known[0] else known[2]
+        same = known[1] if known[1] == known[2] else None
+        return same if known[0] is None else known[1] if known[0] else known[2]
     if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         return _filled(call.node, known)
     if None in known or not is_elementwise(target):
@@ -94,5 +105,8 @@ def _evaluated(node: fx.Node, known: list[float]) -> float | None:
         return None
     args = fx.node.map_arg(node.args, number)
     kwargs = fx.node.map_arg(node.kwargs, number)
-    found = node.target(*args, **kwargs)  # type: ignore[operator]
+    try:
+        found = node.target(*args, **kwargs)  # type: ignore[operator]
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):  # a whole number divided by zero, say
+        return None
     return float(found) if isinstance(found, torch.Tensor) and not found.is_complex() else None

@@ -86,12 +86,14 @@ def count_up(call: FlowCall) -> Flows | None:
 
 
 def running(call: FlowCall) -> Flows | None:
-    """`cumsum` and the like along the tokens: of what is before a token."""
+    """`cumsum` and the like along the tokens: of what is before a token, where tokens alone order the dim."""
     x = call.flows[0]
     over = Shard(call.view.dim(call.argument(1, "dim")))
     if not any(s.dim == over.dim for s in x.dims):
         return None
-    plain, single = over in x.dims and call.is_token(0, over.dim), len(x.dims) == 1
+    if over not in x.dims:  # the tokens repeat: behind the last one stands the first
+        return row(call.node, "runs through the tokens more than once")
+    plain, single = call.is_token(0, over.dim), len(x.dims) == 1
     outputs = len(call.view.outputs)
     if plain and single and call.node.target is aten.cumsum.default and _marks_starts(call):
         return Flow("number", x.dims)
