@@ -18,6 +18,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,11 @@ def profiled(passes: Sequence[Sequence[Point]]) -> ClusterSpec:
     return described(points, torch.device("cpu"), 1, WORLD)
 
 
-def points_now(seconds: float) -> list[Point]:
-    """What `fxpar profile` measures; about so many seconds for each point."""
+def points_now(seconds: float, most: int | None) -> list[Point]:
+    """What `fxpar profile` measures, at most so many points of a kind; about so many seconds for each."""
     device = torch.device("cpu")
-    return measured([*device_series(device), *link_series(device, 1)], device, seconds, lambda _: None)
+    series = [islice(one, most) for one in (*device_series(device), *link_series(device, 1))]
+    return measured(series, device, seconds, lambda _: None)
 
 
 def work(
@@ -142,8 +144,8 @@ def work(
     the bytes, predicted and measured, that a step of the longest sequences takes above what stays, on the fullest rank.
     """
     options, lengths, tokens = (TINY, TINY_LENGTHS, TINY_TOKENS) if args.tiny else (DEMO, LENGTHS, TOKENS)
-    seconds, draw = 0.01 if args.tiny else 0.15, torch.Generator().manual_seed(0)
-    passes = [points_now(seconds)]
+    seconds, most, draw = *((0.01, 3) if args.tiny else (0.15, None)), torch.Generator().manual_seed(0)
+    passes = [points_now(seconds, most)]
 
     def opened() -> dict[str, Subject]:
         cluster = profiled(passes)
@@ -158,7 +160,7 @@ def work(
                 if turn:
                     taken.setdefault((name, length), []).append(one)
         if turn in (args.rounds // 2, args.rounds):
-            passes.append(points_now(seconds))
+            passes.append(points_now(seconds, most))
     subjects, memory = opened(), dict[str, tuple[int, int]]()  # predictions by all of the profile
     longest = 2 * list(batches[max(lengths)])  # two micro-batches or more under each: gradients add up, as predicted
     for name, subject in subjects.items():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 ROUNDS, MOST_RUNS = 3, 1000
 LEAST_TRIALS = 3  # of a series: a line or a curve goes through them
+SLOW = 10  # times what a point is given: no trial takes longer but the first, so that an emulated dtype holds nobody up
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def measured(
     series: Iterable[Iterator[Trial]], device: torch.device, seconds: float, say: Callable[[str], object]
 ) -> list[Point]:
     """The points of each series, whose trials become larger. About `seconds` are spent on each point: a trial that is
-    expected to take longer ends its series, unless it is one of the first LEAST_TRIALS. All ranks call it with equal
-    series.
+    expected to take longer ends its series; one of the first LEAST_TRIALS only if that is SLOW times as long. All ranks
+    call it with equal series.
 
     All points are measured ROUNDS times, one after the other, so that what else the machine does hits all alike; the
     median counts.
@@ -59,9 +60,10 @@ def measured(
     for trials in series:
         mine: list[tuple[Trial, list[float]]] = []
         for trial in trials:
-            if len(mine) >= LEAST_TRIALS:
+            if mine:
                 last, (taken,) = mine[-1]
-                if taken * trial.amount / last.amount > seconds:
+                most_s = seconds if len(mine) >= LEAST_TRIALS else SLOW * seconds
+                if taken * trial.amount / last.amount > most_s:
                     break
             mine.append((trial, [_taken_s(trial, device, seconds / ROUNDS, say)]))
         kept += mine

@@ -44,8 +44,15 @@ def test_several_times_in_one_run():
 
 def test_a_series_ends_before_a_trial_that_would_take_too_long():
     assert [point.size for point in points_of(0.001, 0.002, 0.004, 0.4, budget=0.05)] == [1, 2, 4]
-    few = points_of(0.01, 0.02, 0.03, 0.04, budget=0.001)  # a line is put through three in any case
+    few = points_of(
+        0.01, 0.02, 0.03, 0.04, budget=0.005
+    )  # a line is put through three if that takes not ten times that
     assert [point.size for point in few] == [10, 20, 30]
+
+
+def test_a_slow_dtype_holds_nobody_up():
+    """bfloat16 on a CPU without instructions for it: a product of 1,024 takes 9 s."""
+    assert [point.size for point in points_of(0.01, 0.3, 0.6, budget=0.005)] == [10]
 
 
 def test_runs_are_bounded():
