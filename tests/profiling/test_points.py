@@ -46,7 +46,7 @@ def test_a_series_ends_before_a_trial_that_would_take_too_long():
     assert [point.size for point in points_of(0.001, 0.002, 0.004, 0.4, budget=0.05)] == [1, 2, 4]
     few = points_of(
         0.01, 0.02, 0.03, 0.04, budget=0.005
-    )  # a line is put through three if that takes not ten times that
+    )  # a line needs three
     assert [point.size for point in few] == [10, 20, 30]
 
 
