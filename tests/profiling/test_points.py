@@ -44,9 +44,7 @@ def test_several_times_in_one_run():
 
 def test_a_series_ends_before_a_trial_that_would_take_too_long():
     assert [point.size for point in points_of(0.001, 0.002, 0.004, 0.4, budget=0.05)] == [1, 2, 4]
-    few = points_of(
-        0.01, 0.02, 0.03, 0.04, budget=0.005
-    )  # a line needs three
+    few = points_of(0.01, 0.02, 0.03, 0.04, budget=0.005)  # a line needs three
     assert [point.size for point in few] == [10, 20, 30]
 
 
