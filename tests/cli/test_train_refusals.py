@@ -10,7 +10,7 @@ from fxpar.train.config import read_config
 from fxpar.train.model import build_model
 from fxpar.train.rank import Outcome
 from tests.cli.helpers import fxpar
-from tests.cli.test_train import CONFIG
+from tests.cli.training import CONFIG
 
 STDLIB = ["tiny.toml", "--set", "data.source=python-stdlib"]
 AUTO = ["tiny.toml", "--ranks", "2", "--set", "data.max_length=64", "--set", "strategies=auto"]
