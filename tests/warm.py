@@ -8,5 +8,6 @@ import importlib
 
 import torch
 
-importlib.import_module("fxpar.api")
+for module in ("fxpar.api", "scipy.optimize", "scipy.sparse"):
+    importlib.import_module(module)
 torch.compiler.list_backends()
