@@ -41,13 +41,18 @@ class Run:
     weights: dict[str, torch.Tensor]
 
 
-def recipe(family: str, strategies: dict[int, str] | None, **settings: Any) -> Any:
-    """A debug recipe in fp32 with two layers, a third of its own, and two rows of 512 tokens a step; of 256 for qwen3,
-    which is five times the size, and fewer steps.
-    """
+def shallow(family: str) -> Any:
+    """A debug recipe with two layers, a third of its own: each rank captures the model."""
     made = debug_recipe(family)
-    made.model_spec.model.layers = made.model_spec.model.layers[:2]  # each rank captures the model
-    config = to_fxpar(made, strategies=strategies, **settings)
+    made.model_spec.model.layers = made.model_spec.model.layers[:2]
+    return made
+
+
+def recipe(family: str, strategies: dict[int, str] | None, **settings: Any) -> Any:
+    """A shallow debug recipe in fp32 with two rows of 512 tokens a step; of 256 for qwen3, which is five times the size,
+    and fewer steps.
+    """
+    config = to_fxpar(shallow(family), strategies=strategies, **settings)
     config.training.seq_len = 256 if family == "qwen3" else 512
     config.training.local_batch_size = 2
     config.training.global_batch_size = 2
