@@ -49,8 +49,8 @@ def shallow(family: str) -> Any:
 
 
 def recipe(family: str, strategies: dict[int, str] | None, **settings: Any) -> Any:
-    """A shallow debug recipe in fp32 with two rows of 512 tokens a step; of 256 for qwen3, which is five times the size,
-    and fewer steps.
+    """A shallow debug recipe in fp32, two rows of 512 tokens a step; of 256 for qwen3, five times the size, and fewer
+    steps.
     """
     config = to_fxpar(shallow(family), strategies=strategies, **settings)
     config.training.seq_len = 256 if family == "qwen3" else 512
