@@ -116,17 +116,13 @@ class Case:
         return with_precision(self.graph, BF16)
 
 
-ONE_LAYER = {"vit": "layers", "hf:gemma2": "num_hidden_layers"}
-"""Model -> its option for that; these take longest to capture."""
-
-
 @functools.cache
 def case(spec: str) -> Case:
     if spec.startswith("hf:"):
         import pytest
 
         pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
-    loaded = load(spec, options={ONE_LAYER[spec]: "1"} if spec in ONE_LAYER else {})
+    loaded = load(spec, options={"layers": "1"} if spec == "vit" else {})
     return Case(loaded, capture(loaded.model, loaded.loss_fn, loaded.example_batch, name=loaded.name))
 
 
