@@ -21,6 +21,7 @@ from fxpar.errors import BackendOptionError, FxparWarning, StrategySyntaxError, 
 from fxpar.ir.strategy import Strategy
 from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.runtime.forked import run_forked
+from tests import warm  # noqa: F401
 from tests.captured import Norms
 from tests.repeat import thinned
 

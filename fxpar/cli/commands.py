@@ -7,7 +7,7 @@ Annotations are read as values, so they are not postponed here.
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
@@ -266,6 +266,8 @@ class ExplainRequest:
 @dataclass(frozen=True)
 class VizRequest:
     """Draw a model under strategies: one page that opens offline, with graph, mesh, timeline and memory."""
+
+    takes_plans: ClassVar[bool] = True  # MODEL may be a plan, which says model and strategies
 
     source: Annotated[GraphSource, Offered("options overrides world precision cache")]
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")]

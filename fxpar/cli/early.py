@@ -16,7 +16,7 @@ def check_early(request: Any) -> None:
     """Look at the words that a command is about to read anyway: its strategies, lengths, MODEL, files.
 
     Raises StrategySyntaxError, WorldSizeError, OverrideError, TokensError, UnknownModelError,
-    ModelFunctionError, OutputError, ClusterError, LengthsError.
+    ModelFunctionError, OutputError, ClusterError, LengthsError, PlanFileError.
     """
     source = getattr(request, "source", None)
     if not isinstance(source, GraphSource):
@@ -34,6 +34,11 @@ def check_early(request: Any) -> None:
 
         read_lengths(request.lengths)
     if not source.model or getattr(request, "table", None):  # a command that can do without one
+        return
+    if source.is_plan and getattr(request, "takes_plans", False):
+        from fxpar.search.plan_file import read_plan
+
+        read_plan(source.model)
         return
     if source.model.endswith(".py"):
         raise ModelFunctionError(

@@ -13,7 +13,7 @@ from fxpar.cli.names import SUFFIX
 
 _MODEL_HELP = (
     "hf:TYPE, hf:TYPE@SIZE or hf:./FOLDER (transformers), pkg.module:function, file.py:function, or llama, gpt, vit, "
-    "mlp (built in). Or FILE.fxpar, a graph that `fxpar dump -o` wrote."
+    "mlp (built in). Or FILE.fxpar, a graph that `fxpar dump -o` wrote; for `viz` also a plan of `fxpar plan -o`."
 )
 
 
@@ -161,6 +161,10 @@ class GraphSource:
     @property
     def is_file(self) -> bool:
         return self.model.endswith(SUFFIX)
+
+    @property
+    def is_plan(self) -> bool:
+        return self.model.endswith(".toml")
 
 
 @dataclass(frozen=True)

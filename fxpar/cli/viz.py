@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.cli.commands import VizRequest
-from fxpar.cli.console import stdout_console, working
+from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import token_dim
-from fxpar.errors import OpenStdoutError, SameOutputError, StageNeedsStrategyError
+from fxpar.errors import OpenStdoutError, PlanOptionError, SameOutputError, StageNeedsStrategyError
 from fxpar.graph_files import load_graph
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import LogicalGraph
@@ -25,6 +25,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
+from fxpar.search.plan_file import Plan, read_plan
 from fxpar.version import __version__
 from fxpar.viz import Viewed, page_html, view_document
 from fxpar.viz.chrome_trace import chrome_trace
@@ -44,10 +45,11 @@ def run_viz(request: VizRequest) -> None:
         raise SameOutputError(request.output)
     for path in (request.output, request.trace):
         check_output(path)
+    request, plan = _planned(request)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
-    notes: list[str] = []
+    notes = [] if plan is None else _said(plan)
     with working() as status, collected_warnings(notes):
-        views = _views(request, cluster, status.update)
+        views = _views(request, cluster, plan, status.update)
         status.update("drawing")
         written = _write(request, views, notes)
     if request.output != "-":
@@ -60,8 +62,39 @@ def run_viz(request: VizRequest) -> None:
         _open(request, written)
 
 
-def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str], object]) -> list[Viewed]:
+def _planned(request: VizRequest) -> tuple[VizRequest, Plan | None]:
+    """Where MODEL is a plan file: what to draw, and the plan. Raises PlanFileError, PlanOptionError."""
+    source = request.source
+    if not source.is_plan:
+        return request, None
+    plan = read_plan(source.model)
+    for option, given in (("--set", source.options), ("--strategy", request.strategies)):
+        if given:
+            raise PlanOptionError(option, " ".join(given), f"{source.model} says it: edit the plan, or name its model")
+    plan.check(source.model, plan.model, plan.options, source.world)
+    source = replace(source, model=plan.model, options=plan.options)
+    return replace(request, source=source, strategies=tuple(group.strategy for group in plan.groups)), plan
+
+
+def _said(plan: Plan) -> list[str]:
+    """What a plan says beside its strategies."""
+    took = f", {human_seconds(plan.predicted_s)} predicted" if plan.predicted_s else ""
+    lines = [f"planned for {plan.tokens_per_step:,} tokens per mini-batch{took}"]
+    for group in plan.groups:
+        took = f", {human_seconds(group.seconds)} of a mean mini-batch" if group.seconds else ""
+        micro = f"micro-batches of up to {group.token_budget:,} tokens"
+        lines.append(f"sequences of up to {group.limit:,} tokens: {group.strategy}, {micro}{took}")
+    return lines
+
+
+def _views(
+    request: VizRequest, cluster: ClusterSpec | None, plan: Plan | None, say: Callable[[str], object]
+) -> list[Viewed]:
     """One for each strategy, or the one of a graph file."""
+    budgets: dict[str, int] = {}
+    for group in plan.groups if plan else ():
+        name = str(Strategy.parse(group.strategy))
+        budgets[name] = max(group.token_budget, budgets.get(name, 0))
     source = request.source
     strategies = list({str(one): one for one in strategies_of(source, request.strategy_texts)}.values())
     for strategy in strategies:
@@ -82,8 +115,8 @@ def _views(request: VizRequest, cluster: ClusterSpec | None, say: Callable[[str]
     for graph, stored in pairs:
         if cluster:
             cluster.require(graph.strategy.world)
-        sizes = _sizes(graph, request.tokens)
         text = str(graph.strategy)
+        sizes = _sizes(graph, request.tokens or budgets.get(text))
         view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
         views.append(replace(view, tflops=request.tflops))
     return views

@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fxpar.runtime.forked import run_forked
+from tests import warm  # noqa: F401
 from tests.checkpoint.small import assert_same, make, step, whole
 
 

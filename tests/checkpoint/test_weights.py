@@ -14,6 +14,7 @@ from fxpar.checkpoint import export_checkpoint, save_checkpoint, save_weights
 from fxpar.checkpoint.weights import HF_CONFIG, hf_config
 from fxpar.errors import CheckpointWriteError, WeightsMismatchError
 from fxpar.runtime.forked import run_forked
+from tests import warm  # noqa: F401
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 30}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

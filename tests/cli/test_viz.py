@@ -61,6 +61,63 @@ def test_a_page_that_was_drawn_before_is_the_same_and_runs_no_program(monkeypatc
         assert section != json.loads(first)["sections"]["memory"]
 
 
+PLAN = """fxpar_plan = 1
+model = "llama"
+options = ["layers=1"]
+world = 2
+tokens_per_step = 4096
+predicted_s = 0.25
+
+[[groups]]
+limit = 64
+strategy = "dp2"
+token_budget = 512
+seconds = 0.125
+
+[[groups]]
+limit = 256
+strategy = "cp2"
+token_budget = 1024
+"""
+
+
+def test_a_plan_is_drawn(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    status, out, err = fxpar("viz", path, "-o", "-", "--format", "json")
+    assert status == 0, err
+    document = json.loads(out)
+    assert (document["title"], document["strategies"]) == ("llama", ["dp2", "cp2"])
+    assert document["notes"][:3] == [
+        "planned for 4,096 tokens per mini-batch, 250 ms predicted",
+        "sequences of up to 64 tokens: dp2, micro-batches of up to 512 tokens, 125 ms of a mean mini-batch",
+        "sequences of up to 256 tokens: cp2, micro-batches of up to 1,024 tokens",
+    ]
+    sizes = {name: dict(map(tuple, rows))["micro-batch"] for name, rows in document["about"].items()}
+    assert ("512" in sizes["dp2"], "1,024" in sizes["cp2"]) == (True, True), sizes
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "message"),
+    [
+        (("-s", "tp2"), {}, "--strategy = tp2: "),
+        (("--set", "layers=2"), {}, "--set = layers=2: "),
+        (("--world", "4"), {}, "it is for 2 ranks, not 4"),
+        ((), {"cp2": "cp4"}, "group 2 (limit 256): "),
+        ((), {"limit = 64": "limt = 64"}, "did you mean 'limit'?"),
+    ],
+)
+def test_mistakes_with_a_plan(tmp_path, words, change, message):
+    path, text = tmp_path / "plan.toml", PLAN
+    for old, new in change.items():
+        text = text.replace(old, new)
+    path.write_text(text)
+    status, out, err = fxpar("viz", path, *words, "-o", "-", "--format", "json")
+    assert (status, out) == (1, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
 def test_model_explorer(tmp_path):
     graph = tmp_path / "g.json"
     out = viz("-s", "dp2.tp2", "-o", graph, "--format", "model-explorer")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 
 from fxpar.runtime.forked import reserved_port, run_forked
+from tests import warm  # noqa: F401
 
 # Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
 torch.compiler.list_backends()

@@ -23,9 +23,7 @@ from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import with_precision
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import CompiledModel, as_precision, compile_strategies
-
-# Loads what optimizers and DTensor import lazily: here once, and not in every forked rank (seconds each).
-torch.compiler.list_backends()
+from tests import warm  # noqa: F401
 
 T = TypeVar("T")
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 1)

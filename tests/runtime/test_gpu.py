@@ -62,12 +62,16 @@ def _parallel(model: nn.Module, **options: Any) -> Any:
     return fxpar.parallelize(model, **options)
 
 
+def _llama(dtype: torch.dtype) -> nn.Module:
+    return make_llama(dtype, layers="1")
+
+
 def _differs(device: torch.device, dtype: torch.dtype, **options: Any) -> tuple[float, float]:
     """How far losses of two steps and gradients of the first are from those of one sequence at a time."""
     batches = [_on(device, seed) for seed in range(2)]
-    have = _train(_parallel(make_llama(dtype).to(device), **options), batches)
-    want = one_device(make_llama(dtype).to(device), batches)
-    grads = one_device(make_llama(dtype).to(device), batches[:1])["grads"]
+    have = _train(_parallel(_llama(dtype).to(device), **options), batches)
+    want = one_device(_llama(dtype).to(device), batches)
+    grads = one_device(_llama(dtype).to(device), batches[:1])["grads"]
     assert all(tensor.device.type == device.type for tensor in have["params"].values())
     return loss_error(have["losses"], want["losses"]), largest_error(have["grads"], grads)
 
@@ -98,7 +102,7 @@ def test_a_session_that_is_let_go_leaves_nothing(world):
         return sum(issubclass(type(one), Runner | Engine) for one in gc.get_objects())
 
     before = alive()
-    model = _parallel(make_llama().to(world))
+    model = _parallel(_Reset().to(world))
     model.train_step(_on(world, 0))
     model.evaluate(_on(world, 1))
     assert alive() > before
@@ -110,9 +114,9 @@ def test_a_session_that_is_let_go_leaves_nothing(world):
 def test_autocast_around_a_step(world):
     """Its casts are in the graph if it was on at the capture; else it would change nothing, and nobody would know."""
     batch, casts = _on(world, 0), torch.autocast(world.type, torch.bfloat16)
-    plain = _parallel(make_llama(torch.float32).to(world))
+    plain = _parallel(_llama(torch.float32).to(world))
     with casts:
-        model = _parallel(make_llama(torch.float32).to(world))
+        model = _parallel(_llama(torch.float32).to(world))
         inside = model.train_step(batch).loss
         with pytest.raises(AutocastError, match="but was captured with no casts"):
             plain.train_step(batch)
@@ -133,7 +137,7 @@ def test_training_in_half_precision(world, precision):
 @on_both
 def test_a_checkpoint_goes_on_where_it_was(world, tmp_path):
     batches = [_on(world, seed) for seed in range(3)]
-    model = _parallel(make_llama().to(world))
+    model = _parallel(_Reset().to(world))
     optimizer = adamw(model)
 
     def step(model: Any, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> float:
@@ -145,7 +149,7 @@ def test_a_checkpoint_goes_on_where_it_was(world, tmp_path):
     step(model, optimizer, batches[0])
     saved = save_checkpoint(tmp_path, 1, model, optimizer, {})
     want = [step(model, optimizer, batch) for batch in batches[1:]]
-    again = _parallel(load("llama", dtype=torch.float64, seed=7).model.to(world))
+    again = _parallel(_Reset().to(world))
     its = adamw(again)
     load_checkpoint(saved, again, its)
     assert [step(again, its, batch) for batch in batches[1:]] == want
@@ -206,7 +210,7 @@ def test_strategies_on_ranks_that_share_a_gpu(device, dtype):
 def test_compiled_programs_equal_eager_ones(world, precision):
     batches = [_on(world, seed) for seed in range(2)]
     have, want = (
-        _train(_parallel(make_llama(torch.float32).to(world), precision=precision, compile=compile), batches)
+        _train(_parallel(_llama(torch.float32).to(world), precision=precision, compile=compile), batches)
         for compile in ("inductor", "eager")
     )
     tolerance = 5e-2 if precision else 1e-5

@@ -12,6 +12,7 @@ from torch import nn
 import fxpar
 from fxpar.errors import FxparWarning, ParallelizeError
 from fxpar.runtime.forked import run_forked
+from tests import warm  # noqa: F401
 
 
 class Meta(nn.Module):

@@ -20,6 +20,7 @@ from fxpar.recipes.convert import to_fxpar
 from fxpar.recipes.debug import debug_recipe
 from fxpar.runtime.forked import reserved_port, run_forked
 from fxpar.torch_api.fork import forget_parent_threads
+from tests import warm  # noqa: F401
 
 STOCK = {"llama3": llama3.debug_stock, "qwen3": qwen3.debug_stock}
 STEPS = {"llama3": 10, "qwen3": 5}
@@ -40,11 +41,18 @@ class Run:
     weights: dict[str, torch.Tensor]
 
 
+def shallow(family: str) -> Any:
+    """A debug recipe with two layers, a third of its own: each rank captures the model."""
+    made = debug_recipe(family)
+    made.model_spec.model.layers = made.model_spec.model.layers[:2]
+    return made
+
+
 def recipe(family: str, strategies: dict[int, str] | None, **settings: Any) -> Any:
-    """A debug recipe in fp32 with two rows of 512 tokens a step; of 256 for qwen3, which is five times the size, and
-    fewer steps.
+    """A shallow debug recipe in fp32, two rows of 512 tokens a step; of 256 for qwen3, five times the size, and fewer
+    steps.
     """
-    config = to_fxpar(debug_recipe(family), strategies=strategies, **settings)
+    config = to_fxpar(shallow(family), strategies=strategies, **settings)
     config.training.seq_len = 256 if family == "qwen3" else 512
     config.training.local_batch_size = 2
     config.training.global_batch_size = 2

@@ -19,12 +19,11 @@ from torchtitan.trainer import Trainer
 
 from fxpar.recipes import debug
 from fxpar.recipes.convert import to_fxpar
-from fxpar.recipes.debug import debug_recipe
 from fxpar.recipes.stock import stock
 from tests.docs.blocks import find_blocks
 from tests.repeat import thinned
 
-from .runs import SWITCHING, command, recipe, train
+from .runs import SWITCHING, command, recipe, shallow, train
 
 pytestmark = pytest.mark.titan
 
@@ -38,7 +37,7 @@ def test_off_is_stock_to_the_bit(world, tmp_path):
         return config
 
     def without():
-        config = stock(debug_recipe("llama3"))
+        config = stock(shallow("llama3"))
         assert type(config) is Trainer.Config
         given = off()
         config.training, config.lr_scheduler = given.training, given.lr_scheduler
