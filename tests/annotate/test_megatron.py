@@ -49,11 +49,10 @@ def sizes_of_others(graph: LogicalGraph, strategy: str) -> list[int]:
     return sorted(n for c in program.communications() if c.part == "body" and (n := elements(c)) * 4 < whole)
 
 
-@pytest.mark.parametrize(("layers", "degree"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("layers", "degree"), [(2, 2), (1, 4)])
 def test_tensor_parallel(layers, degree):
     """Two all-reduces per layer and direction, one behind the embedding, one in front of the head's input."""
-    heads = 4
-    found = activations(llama(layers=layers, kv_heads=heads).graph, f"tp{degree}")
+    found = activations(llama(layers=layers, kv_heads=degree).graph, f"tp{degree}")
     assert found == {("all_reduce", "forward"): 2 * layers + 1, ("all_reduce", "backward"): 2 * layers + 1}
 
 
@@ -72,7 +71,7 @@ def test_sequence_parallel(layers):
 @pytest.mark.parametrize(("layers", "degree"), [(1, 4), (2, 2)])
 def test_context_parallel(layers, degree):
     """Ulysses: four all-to-alls per layer and direction, and no other traffic but the loss and the gradients."""
-    program = lower(llama(layers=layers, kv_heads=4).graph, f"cp{degree}")
+    program = lower(llama(layers=layers, kv_heads=degree).graph, f"cp{degree}")
     body = Counter((c.kind, c.backward) for c in program.communications() if c.part == "body")
     assert body == {("all_to_all", False): 4 * layers, ("all_to_all", True): 4 * layers, ("all_reduce", False): 1}
     assert [elements(c) for c in program.communications() if c.kind == "all_reduce" and c.part == "body"] == [1]
@@ -80,10 +79,10 @@ def test_context_parallel(layers, degree):
 
 def test_context_and_tensor_parallel_do_not_mix():
     """Under both, each axis does what it does alone."""
-    program = lower(llama(layers=2, kv_heads=4).graph, "cp2.tp2")
+    program = lower(llama(kv_heads=4).graph, "cp2.tp2")
     body = Counter((c.kind, c.axis) for c in program.communications() if c.part == "body")
-    assert body["all_to_all", "cp"] == 16
-    assert body["all_reduce", "tp"] == 2 * (2 * 2 + 1) + 1  # and one for the loss
+    assert body["all_to_all", "cp"] == 8
+    assert body["all_reduce", "tp"] == 2 * (2 * 1 + 1) + 1  # and one for the loss
     assert ("all_to_all", "tp") not in body
     assert ("all_gather", "cp") not in body
 
@@ -134,9 +133,9 @@ def test_weights_lie_as_in_megatron():
 
 # --------------------------------------------------------------------------- nothing depends on sizes or lengths
 def meta_llama(length: int, dim: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> LogicalGraph:
-    """A bf16 Llama of two layers on no device, captured on one row."""
+    """A bf16 Llama of one layer on no device, captured on one row."""
     with torch.device("meta"):
-        model = Llama(LlamaOptions(2, dim, heads, kv_heads, ffn, vocab)).bfloat16()
+        model = Llama(LlamaOptions(1, dim, heads, kv_heads, ffn, vocab)).bfloat16()
     row = torch.zeros(1, length, dtype=torch.int64)
     return capture(model, losses.causal_lm, {"input_ids": row, "labels": row, "position_ids": row})
 
@@ -177,14 +176,14 @@ def test_placements_do_not_depend_on_the_length(graphs, strategy):
     assert placements(graphs["8B"], strategy) == placements(graphs["8B short"], strategy)
 
 
-@pytest.mark.parametrize("strategy", ["tp2", "tp4", "cp2", "cp4", "cp2.tp2"])
+@pytest.mark.parametrize("strategy", thinned(["tp2", "tp4", "cp2", "cp4", "cp2.tp2"], ["tp4", "cp2", "cp2.tp2"]))
 def test_placements_do_not_depend_on_the_widths(graphs, strategy):
     small, large = lower(graphs["short"], strategy), lower(graphs["8B"], strategy)
     assert [s.dist.dims for s in small.stored_inputs] == [s.dist.dims for s in large.stored_inputs]
     assert traffic(small) == traffic(large)
 
 
-@pytest.mark.parametrize(("strategy", "gathers"), [("tp2+sp", 2 * 2 + 1), ("tp8+sp", 2 * 2 + 1)])
+@pytest.mark.parametrize(("strategy", "gathers"), [("tp2+sp", 2 * 1 + 1), ("tp8+sp", 2 * 1 + 1)])
 def test_sequence_parallel_at_8b(graphs, strategy, gathers):
     """The embedding's gradient needs the tokens of all ranks, not a table of 128256 rows."""
     program = lower(graphs["8B"], strategy)

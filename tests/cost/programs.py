@@ -12,7 +12,7 @@ from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.tracer import capture
 
-LAYERS, DIM, HEADS, FFN, VOCAB = 4, 512, 8, 1376, 4096
+LAYERS, DIM, HEADS, FFN, VOCAB = 2, 512, 8, 1376, 4096
 OPTIONS = {"layers": LAYERS, "dim": DIM, "heads": HEADS, "kv_heads": HEADS, "ffn": FFN, "vocab": VOCAB}
 DEVICE = Device(400.0, 2000.0, 4.0)
 NODE = ClusterSpec(1, 4, 400.0, 50.0, 10.0, device=DEVICE)

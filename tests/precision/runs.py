@@ -122,7 +122,7 @@ def case(spec: str) -> Case:
         import pytest
 
         pytest.importorskip("transformers", reason="the extra fxpar[hf] is not installed")
-    loaded = load(spec)
+    loaded = load(spec, options={"layers": "1"} if spec == "vit" else {})
     return Case(loaded, capture(loaded.model, loaded.loss_fn, loaded.example_batch, name=loaded.name))
 
 

@@ -206,7 +206,7 @@ def test_a_norm_is_known_by_what_it_computes():
 
 
 def test_norms_can_be_low():
-    graph = with_precision(case("hf:gpt2").graph, Precision.parse("bf16+low(norms)"))
+    graph = with_precision(case("gpt").graph, Precision.parse("bf16+low(norms)"))
     assert set(param_dtypes(graph).values()) == {LOW}
     assert LOW in floats(calls(graph, aten.native_layer_norm.default)[0])
 

@@ -7,13 +7,15 @@ from functools import cache
 
 import torch
 
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import outline
 from fxpar.models import load
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.tracer import capture
 
-LAYERS, CAPTURED = 60, 4
-SIZES = {"layers": CAPTURED, "dim": 6656, "heads": 64, "kv_heads": 64, "ffn": 17920, "vocab": 30592}
+LAYERS = 60
+SIZES = {"layers": 1, "dim": 6656, "heads": 64, "kv_heads": 64, "ffn": 17920, "vocab": 30592}
 STRATEGIES = {
     "S1": "dp1.pp2.tp16",
     "S2": "dp2.pp2.tp8",
@@ -25,22 +27,30 @@ STRATEGIES = {
 
 @cache
 def layouts_32b() -> dict[str, ParamLayout]:
-    """By S1 ... S5. Four layers are captured, each of which stands for fifteen: stages are cut behind layers 15, 30 and
-    45 (`benchmarks/bench_hotspa_32b.py` lowers all sixty, and moves the same bytes).
+    """By S1 ... S5. One layer is captured, which stands for all sixty (`benchmarks/bench_hotspa_32b.py` lowers them and
+    moves the same bytes).
     """
     options = {name: str(size) for name, size in SIZES.items()}
     loaded = load("llama", options=options, dtype=torch.bfloat16, device="meta")
     graph = capture(loaded.model, loaded.loss_fn, loaded.example_batch, name="32B")
-    return {name: _repeated(layout_of(outline(graph, text), name)) for name, text in STRATEGIES.items()}
+    return {name: _repeated(graph, name, Strategy.parse(text)) for name, text in STRATEGIES.items()}
 
 
-def _repeated(layout: ParamLayout) -> ParamLayout:
-    params, each = {}, LAYERS // CAPTURED
-    for fqn, param in layout.params.items():
-        parts = fqn.split(".")
-        if parts[0] != "layers":
-            params[fqn] = param
-            continue
-        for i in range(each):
-            params[".".join((parts[0], str(int(parts[1]) * each + i), *parts[2:]))] = param
-    return replace(layout, params=params)
+def _repeated(graph: LogicalGraph, name: str, strategy: Strategy) -> ParamLayout:
+    """A stage has its share of the layers, on its block of ranks."""
+    count = strategy.pipeline_size
+    axes = ("dp", "tp") if count > 1 else ("dp", "pp", "tp")
+    inside = layout_of(outline(graph, ".".join(f"{axis}{strategy.degree(axis)}" for axis in axes)))
+    stages = []
+    for k in range(count):
+        there = {}
+        for fqn, param in inside.params.items():
+            copies = (replace(d, mesh=replace(d.mesh, offset=k * inside.world)) for d in param.copies)
+            there[fqn] = replace(param, copies=tuple(copies))
+        stages.append(there)
+    block = [fqn for fqn in inside.params if fqn.startswith("layers.")]
+    first, *last = (fqn for fqn in inside.params if fqn not in block)
+    params = {first: stages[0][first]}
+    for i in range(LAYERS):
+        params |= {fqn.replace(".0.", f".{i}.", 1): stages[i * count // LAYERS][fqn] for fqn in block}
+    return ParamLayout(name, count * inside.world, params | {fqn: stages[-1][fqn] for fqn in last})

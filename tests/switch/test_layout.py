@@ -11,31 +11,28 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.terms import gradient_placements
-from tests.captured import Captured, llama
+from tests.captured import llama
 from tests.repeat import thinned
+from tests.stages.models import loaded
 
+FOUR = "cut(layers.0.ffn_norm|layers.1|layers.1.ffn_norm)"
 WHOLE = ["dp2", "dp2.tp2+sp", "dp2.tp2+zero1", "tp2.dp2+zero3", "cp2.dp2+zero3", "tp4"]
-STAGES = ["pp2.tp2", "dp2.pp2+zero3", "pp3+cut(layers.1|layers.2)", "pp2+interleaved_1f1b"]
+STAGES = ["pp2.tp2", "dp2.pp2+zero3", "pp3+cut(layers.1|layers.1.ffn)", f"pp2+interleaved_1f1b+{FOUR}"]
 
 
-def captured(layers: int) -> Captured:
-    """With several layers the embedding is tied to the head."""
-    return llama(layers=4, tied=True) if layers > 1 else llama()
-
-
-def taken(strategy: str | Strategy, layers: int = 4) -> ParamLayout:
-    return layout_of(outline(captured(layers).graph, strategy))
+def taken(strategy: str | Strategy, layers: int = 2) -> ParamLayout:
+    return layout_of(outline(llama(layers=layers).graph, strategy))
 
 
 @pytest.mark.parametrize(
     ("layers", "text"),
     thinned(
-        [*((1, text) for text in WHOLE), *((4, text) for text in STAGES + WHOLE)],
-        [(1, "dp2.tp2+zero1"), (1, "tp2.dp2+zero3"), (1, "tp4"), (4, "pp2.tp2"), (4, "dp2.pp2+zero3")],
+        [*((1, text) for text in WHOLE), *((2, text) for text in STAGES + WHOLE)],
+        [(1, "dp2.tp2+zero1"), (1, "tp2.dp2+zero3"), (1, "tp4"), (2, "pp2.tp2"), (2, "dp2.pp2+zero3")],
     ),
 )
 def test_as_the_lowered_program_takes_them(layers, text):
-    graph = captured(layers).graph
+    graph = llama(layers=layers).graph
     expected = layout_of(lower(graph, text, for_store=True))
     found = layout_of(outline(graph, text))
     assert found == expected
@@ -70,16 +67,17 @@ def stages(layout: ParamLayout, fqn: str) -> list[tuple[int, ...]]:
 def test_stages_are_consecutive_ranks_wherever_pp_stands(text):
     layout, first, last = taken(text), (0, 1, 2, 3), (4, 5, 6, 7)
     assert layout.world == 8
-    assert stages(layout, "embedding.weight") == [first, last]
-    assert [stages(layout, f"layers.{i}.ffn.up_proj.weight") for i in range(4)] == [[first]] * 2 + [[last]] * 2
+    assert stages(layout, "embedding.weight") == [first]
+    assert [stages(layout, f"layers.{i}.ffn.up_proj.weight") for i in range(2)] == [[first], [last]]
     assert stages(layout, "norm.weight") == [last]
-    dist = layout.params["layers.3.ffn.up_proj.weight"].copies[0]
+    dist = layout.params["layers.1.ffn.up_proj.weight"].copies[0]
     assert dist.mesh == Mesh((("dp", 2), ("tp", 2)), 4)
     assert str(dist) == "f64[_@tp, _]"
 
 
 def test_a_tied_embedding_lies_on_both_ends():
-    layout = taken("pp4.tp2")
+    cuts = "layers.0.norm_2|layers.1|layers.1.norm_2"
+    layout = layout_of(outline(loaded("gpt", layers=2, dropout=0.25).graph, f"pp4.tp2+cut({cuts})"))
     assert stages(layout, "embedding.weight") == [(0, 1), (6, 7)]
     assert "head.weight" not in layout.params
     assert stages(layout.scattered(), "embedding.weight") == [(0, 1)]

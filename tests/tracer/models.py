@@ -97,7 +97,7 @@ class ViT(nn.Module):
         self.token = nn.Parameter(torch.randn(1, 1, width))
         self.positions = nn.Parameter(torch.randn(1, 5, width))
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 1, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:

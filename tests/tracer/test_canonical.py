@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import operator
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxpar import losses
-from fxpar.ir.graph import TensorMeta, dim_symbol
+from fxpar.ir.graph import LogicalGraph, TensorMeta, dim_symbol
 from fxpar.tracer import capture, capture_forward
 from tests.tracer.helpers import check, ops
 from tests.tracer.models import ConvNet, Decoder, ViT
@@ -34,7 +35,7 @@ def graph(request):
     torch.manual_seed(0)
     if request.param in ("vit", "convnet"):
         return capture(ViT() if request.param == "vit" else ConvNet(), classify, IMAGES)
-    return capture(Decoder(tied=request.param == "tied"), losses.causal_lm, TOKENS)
+    return capture(Decoder(1, tied=True) if request.param == "tied" else Decoder(), losses.causal_lm, TOKENS)
 
 
 def test_signature(graph):
@@ -153,8 +154,13 @@ def test_source_is_a_line_of_the_model(graph):
     assert all(n.meta["source"] and "tests/tracer/models.py:" in n.meta["source"] for n in calls)
 
 
+@functools.cache
+def one_layer() -> LogicalGraph:
+    return capture(Decoder(layers=1), losses.causal_lm, TOKENS)
+
+
 def test_gradient_of_a_linear_layer_comes_from_its_module():
-    graph = capture(Decoder(layers=1), losses.causal_lm, TOKENS)
+    graph = one_layer()
     results = dict(zip(((o.kind, o.fqn) for o in graph.outputs), graph.results, strict=True))
     assert results["grad", "layers.0.gate.weight"].meta["fqn"] == "layers.0.gate"
     assert results["grad", "embed.weight"].meta["fqn"] == "embed"
@@ -164,7 +170,7 @@ def test_gradient_of_a_linear_layer_comes_from_its_module():
 
 
 def test_names_are_stable():
-    first, second = (capture(Decoder(layers=1), losses.causal_lm, TOKENS) for _ in range(2))
+    first, second = one_layer(), capture(Decoder(layers=1), losses.causal_lm, TOKENS)
     assert first.gm.code == second.gm.code
     assert [node.name for node in first.placeholders][-4:] == ["input_ids", "labels", "scale", "seed"]
     assert "mm_1" in {node.name for node in first.gm.graph.nodes}
@@ -225,7 +231,7 @@ def test_code_is_written_for_graphs_that_are_called_alone(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(fx.Graph, "python_code", never)
-        graph = capture(Decoder(), losses.causal_lm, TOKENS)
+        graph = capture(ConvNet(), classify, IMAGES)
     assert "torch.ops.aten.mm.default" in graph.gm.code
     assert copy.deepcopy(graph.gm).code == graph.gm.code
 

@@ -61,7 +61,15 @@ class Masking(transformers.LlamaForCausalLM):
             self.change(mask)
         if self.late is not None:
             self.late(padding)
-        return self.lm_head(self.model(inputs_embeds=embedded, attention_mask=mask).last_hidden_state)
+        return self.lm_head(embedded + attend(self, embedded, mask))
+
+
+def attend(model, x, mask, queries=None, **options):
+    """The attention interface of transformers by itself: nothing else of a layer has to do with masks."""
+    heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+    attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    options = {name: give(heads) for name, give in options.items()}
+    return attention(model, heads[:, :, :queries], heads, heads, mask, **options)[0].flatten(2)
 
 
 def first_hidden(model, ids):
@@ -128,11 +136,7 @@ class Attending(transformers.LlamaForCausalLM):
 
     def forward(self, input_ids):
         x = self.model.embed_tokens(input_ids)
-        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
-        attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        options = {name: give(heads) for name, give in self.options.items()}
-        found, _ = attention(self, heads[:, :, : self.queries], heads, heads, None, **options)
-        return self.lm_head(x + found.flatten(2))
+        return self.lm_head(x + attend(self, x, None, self.queries, **self.options))
 
 
 ATTENDING = {
@@ -227,5 +231,5 @@ def test_a_builder_that_a_release_lacks_costs_knowledge_only(monkeypatch):
 
     monkeypatch.setattr(hosts, "_rule_of", lambda function: None)
     monkeypatch.delattr(masks, "chunked_causal_mask_function")
-    graph = check(build("llama"), losses.causal_lm, [tokens(16), tokens(23)])
+    graph = check(Masking().double(), losses.causal_lm, [tokens(16), tokens(23)])
     assert all(node.args[4] is not None and not node.args[5] for node in attention_nodes(graph))

@@ -48,7 +48,7 @@ def alone(model, batch):
     return sum(losses.causal_lm(model, part) for part in parts)
 
 
-@pytest.mark.parametrize("name", thinned(["llama", "mistral", "gemma2", "gpt2", "opt", "falcon"], ["opt", "falcon"]))
+@pytest.mark.parametrize("name", thinned(["llama", "mistral", "gemma2", "gpt2", "opt", "falcon"], ["opt"]))
 def test_packed_documents_equal_documents_alone(name):
     batches = [tokens(16, [9, 4, 3], B=1), tokens(24, [2, 22], B=1)]
     layers = 2 if name == "gemma2" else 1
@@ -92,12 +92,12 @@ def test_the_models_own_mean_loss_becomes_a_sum():
 
 
 def test_gradient_checkpointing():
-    model = build("llama", 2)
+    model = build("llama")
     model.activation_checkpointing_enable()
     graph = check(model, losses.causal_lm, [tokens(12), tokens(17)])
-    assert len(attention_nodes(graph)) == 4
+    assert len(attention_nodes(graph)) == 2
     again = [n for n in attention_nodes(graph) if n.meta["backward"]]
-    assert [n.meta["fqn"] for n in again] == ["model.layers.1.self_attn", "model.layers.0.self_attn"]
+    assert [n.meta["fqn"] for n in again] == ["model.layers.0.self_attn"]
 
 
 def test_dropout_in_attention_and_elsewhere():
@@ -130,7 +130,13 @@ def test_nothing_is_left_changed():
 
 
 def test_meta_device_allocates_nothing():
-    options = LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256, "num_attention_heads": 64}
+    options = LLAMA | {
+        "num_hidden_layers": 1,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "vocab_size": 128256,
+        "num_attention_heads": 64,
+    }
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, dtype=torch.bfloat16))
     graph = capture(model, losses.causal_lm, tokens(16))
