@@ -201,14 +201,19 @@ class Candidate(Priced):
     def cost(self) -> GroupCost:
         if len(self.programs) == 1:
             return group_cost(self.programs[0], self.cluster)
-        found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
-        positions = [(few, more + few * -1) for few, more in zip(*found, strict=True)]
+        positions = self._positions
         return of_strategy(spread_layers(positions, self.steps * len(positions)), self.strategy, self.cluster)
+
+    @cached_property
+    def _positions(self) -> list[tuple[Polynomial, Polynomial]]:
+        """By position: seconds of the first sample, and of what the second has more."""
+        found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
+        return [(few, more + few * -1) for few, more in zip(*found, strict=True)]
 
     def per_step(self) -> tuple[Polynomial, Polynomial]:
         """Without stages: seconds of the first sample, and of what the second has more."""
-        few, more = (next(iter(rank_costs(program, self.cluster).values())) for program in self.programs)
-        return few, more + few * -1
+        (found,) = self._positions
+        return found
 
     def of_first(self, tokens: int) -> Memory:
         """Of the first sample, without stages."""
