@@ -61,7 +61,11 @@ def test_what_earlier_calls_worked_out_changes_nothing(monkeypatch):
     of = Load.of
     monkeypatch.setattr(Load, "of", lambda *given: made.append(given) or of(*given))
     for short, strategy, budget, cost, packed in itertools.product(
-        (30, 64), ("dp4", "dp2.pp2", "dp4+zero2"), (100, 200), (LINEAR, SQUARE, replace(SQUARE, stages=2)), (True, False)
+        (30, 64),
+        ("dp4", "dp2.pp2", "dp4+zero2"),
+        (100, 200),
+        (LINEAR, replace(LINEAR, per_square_s=1e-8), SQUARE, replace(SQUARE, stages=2)),
+        (True, False),
     ):
         groups = length_groups({short: strategy, 100: "tp4"}, world=4, token_budget=budget)
         given = (lengths, groups, (cost, SQUARE), no_switches)
