@@ -101,7 +101,8 @@ def measure_reduction(rank: int, mib: int, runs: int, cluster: ClusterSpec) -> d
 
     from fxpar.ir.dist_config import AxisShard
     from fxpar.switch.node_first import plan_node_first
-    from fxpar.switch.reduction import GradientPlacement, plan_reduction
+    from fxpar.switch.reduction import plan_reduction
+    from fxpar.switch.terms import GradientPlacement
     from fxpar.transport import Holding, reduction_on
 
     whole, home = layout("dp4", mib, ((), ())), layout("home", mib, ((AxisShard("x"),), ()))

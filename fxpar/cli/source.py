@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache 
 
     from fxpar.models import LoadedModel
     from fxpar.switch import ParamLayout
-    from fxpar.switch.reduction import GradientPlacement
+    from fxpar.switch.terms import GradientPlacement
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def read_layouts(source: GraphSource, strategies: Sequence[Strategy]) -> list[La
     Raises as `read_for_store` does.
     """
     from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
-    from fxpar.switch.reduction import GradientPlacement, gradient_placements
+    from fxpar.switch.terms import GradientPlacement, gradient_placements
 
     rows = functools.cache(lambda: read_rows(source))  # one capture for all that the cache lacks
 

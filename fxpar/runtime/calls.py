@@ -27,7 +27,7 @@ from fxpar.runtime.runner import Backend
 from fxpar.runtime.switching import Switching
 from fxpar.switch import ParamLayout, layout_of, plan_large_switch
 from fxpar.switch.node_first import cheapest_reduction
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.terms import gradient_placements
 from fxpar.torch_api.tree import flatten, unflatten
 from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward

@@ -23,7 +23,8 @@ from fxpar.runtime.switching import TransportOptions
 from fxpar.store.weights import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
-from fxpar.switch.reduction import AnyReductionPlan, gradient_placements, plan_large_reduction
+from fxpar.switch.reduction import AnyReductionPlan, plan_large_reduction
+from fxpar.switch.terms import gradient_placements
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 
 Mode = Literal["home", "chain"]

@@ -29,7 +29,7 @@ from fxpar.store.home import ParamSpec, home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.node_first import cheapest_reduction
-from fxpar.switch.reduction import GradientPlacement, gradient_placements
+from fxpar.switch.terms import GradientPlacement, gradient_placements
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
 STAGING_BYTES = 64 << 20

@@ -122,9 +122,14 @@ class ByTurns:
             total += len(cls.members) * one.sample
         return total
 
-    @cached_property
+    @property
     def predicted_s(self) -> float:
         """Seconds on the cluster of the problem, of the fullest sampled rank."""
+        return self.links_s
+
+    @cached_property
+    def links_s(self) -> float:
+        """Seconds that the links of the problem's cluster need for the fullest sampled rank."""
         cluster = self.problem.cluster
         rates = [float(cluster.bytes_per_s(between)) for between in (False, True)]
         by_step = (self._sample / (2 * rates)).max((0, 2))

@@ -21,21 +21,17 @@ from fxpar.schedule.mini_batch import bucket_bytes
 from fxpar.switch.boxes import refine
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.reduction import (
-    EVERYWHERE,
-    NOWHERE,
     Alike,
     AnyReductionPlan,
     Matched,
-    Placements,
     ReductionByTurns,
     ReductionPlan,
-    TermClass,
     matched,
     plan_large_reduction,
     reduction_of,
     tensor_class,
-    terms_held,
 )
+from fxpar.switch.terms import EVERYWHERE, NOWHERE, Placements, TermClass, terms_held
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from fxpar.errors import OrderError, nearest
 from fxpar.switch.api import plan_switch
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.node_first import cheapest_reduction
-from fxpar.switch.reduction import Placements
+from fxpar.switch.terms import Placements
 
 EXHAUSTIVE = 6  # graphs; 720 orders
 MAX_KEPT = 2  # graphs that may be kept at a time, of a limited memory

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.switch.problem import SwitchProblem
 
 
@@ -67,6 +68,15 @@ def _step_seconds(problem: SwitchProblem, load: LinkTraffic) -> float:
     return float(worst) + cluster.latency_us * 1e-6
 
 
+def adding_seconds(cluster: ClusterSpec, links_s: float, nbytes: float) -> float:
+    """Predicted time of a reduction whose links take `links_s`, and whose fullest rank reads and writes `nbytes` to add
+    what arrives: at the rate of its memory, beside the links; but ranks that share cores do one after the other.
+    """
+    device = cluster.sustained
+    adding_s = float(nbytes / device.bytes_per_s)
+    return links_s + adding_s if device.shared_by > 1 else max(links_s, adding_s)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TransferPlan:
     """What is known of any list of transfers on a cluster; a plan has `problem` and `transfers`."""
@@ -80,9 +90,14 @@ class TransferPlan:
         return traffic(self.problem, self.transfers)
 
     @cached_property
+    def links_s(self) -> float:
+        """Seconds that the links of the problem's cluster need."""
+        return seconds(self.problem, self.transfers)
+
+    @property
     def predicted_s(self) -> float:
         """Seconds on the cluster of the problem."""
-        return seconds(self.problem, self.transfers)
+        return self.links_s
 
     @property
     def intra_node_bytes(self) -> int:

@@ -1,97 +1,34 @@
 """Plans of reductions: gradients, as the ranks of a strategy hold them, summed straight into another layout.
 
-A gradient is a sum of *terms*: one for every coordinate of the partial axes of its placement (and, for a tied weight,
-of every stage that has it). Ranks that differ only on axes which neither shard nor are partial hold the same term.
-Each element of the target gets each term once: from the rank itself if it has it, else from a holder on the same node
-that has sent least inside nodes so far, else from the holder that has sent least between nodes (the rule of HotSPa's
-Algorithm 1, term by term). Terms are added in their order, so copies of a target on several ranks stay equal bit by
-bit.
+Each element of the target gets each term (see `terms`) once: from the rank itself if it has it, else from a holder on
+the same node that has sent least inside nodes so far, else from the holder that has sent least between nodes (the rule
+of HotSPa's Algorithm 1, term by term). Terms are added in their order, so copies of a target on several ranks stay
+equal bit by bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ReductionError, SwitchPlanError, nearest
 from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.exec_graph import Program
-from fxpar.switch.boxes import Grid, Holders, places, refine
+from fxpar.switch.boxes import Grid, Holders, refine
 from fxpar.switch.by_turns import LISTED, TURNS, ByTurns, Leg
-from fxpar.switch.layout import ParamLayout, PlacedParam
+from fxpar.switch.layout import ParamLayout
 from fxpar.switch.planners.groups import local_groups, remote_groups
-from fxpar.switch.predict import TransferPlan
+from fxpar.switch.predict import TransferPlan, adding_seconds
 from fxpar.switch.problem import SwitchProblem, TensorClass
+from fxpar.switch.terms import GradientPlacement, Placements, TermClass, terms_held, without_partial
 from fxpar.switch.transfers import TERM_TRANSFER, TRANSFER, joined, rows
 from fxpar.switch.turns import TransferRule
 from fxpar.switch.waterfill import pick
-
-NOWHERE, EVERYWHERE = -1, -2  # instead of a node
-
-
-@dataclass(frozen=True)
-class GradientPlacement:
-    """A gradient before its reduction: global shape, placement (with partial axes), dtype on the wire."""
-
-    shape: tuple[int, ...]
-    dist: DistConfig
-    dtype: torch.dtype
-
-
-Placements = Mapping[str, GradientPlacement | Sequence[GradientPlacement]]
-
-
-def gradient_placements(program: Program) -> dict[str, tuple[GradientPlacement, ...]]:
-    """How each gradient leaves the graph, partial axes included: once per pipeline stage that gives a term of it, but
-    only once per rank, which adds up what its stages give.
-    """
-    found: dict[str, dict[GradientPlacement, None]] = defaultdict(dict)
-    for part in program.placed:
-        for out, stored in zip(part.outputs, part.stored_outputs, strict=True):
-            if out.kind == "grad":
-                shape = tuple(int(s) for s in stored.meta.shape)
-                found[out.fqn][GradientPlacement(shape, stored.dist, stored.meta.dtype)] = None
-    return {out.fqn: tuple(found[out.fqn]) for out in program.outputs if out.kind == "grad"}
-
-
-@dataclass(frozen=True, eq=False)
-class TermClass:
-    """The terms of a class of tensors: `held` [slices, ranks] (of any term), and the term of each rank (-1: none).
-
-    `to` [slices, terms] says which ranks that need a slice get a term of it: those of a node, those EVERYWHERE, or
-    NOWHERE any; None is everywhere for all. `node_of` [ranks] is the node of each rank.
-    """
-
-    cls: TensorClass
-    term_of: np.ndarray
-    count: int
-    to: np.ndarray | None = None
-    node_of: np.ndarray | None = None
-
-    def term(self, number: int) -> TensorClass:
-        """The class with only the holders of one term, and who gets it."""
-        one = replace(self.cls, giving=self.term_of == number)
-        if self.to is None:
-            return one
-        there = self.to[:, number, None]
-        return replace(one, getting=(there == EVERYWHERE) | (there == self.node_of))
-
-    def own(self, rank: int) -> np.ndarray:
-        """[slices]: whether a rank that needs a slice adds the term of it that it has itself."""
-        held = self.cls.before.of(rank)
-        if self.to is None or self.node_of is None:
-            return held
-        there = self.to[:, self.term_of[rank]]
-        return held & ((there == EVERYWHERE) | (there == self.node_of[rank]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +39,14 @@ class ReductionPlan(TransferPlan):
     sources: ParamLayout  # partial axes left out
     target: ParamLayout
     most = None  # what a rank sends is in the table
+
+    @cached_property
+    def predicted_s(self) -> float:
+        """Seconds on the cluster of the problem: what travels, and what is added."""
+        adding = np.zeros(self.problem.world)
+        for one in self.terms:
+            adding += len(one.cls.members) * one.adding_bytes(_itemsize(self.target, self.problem, one.cls))
+        return adding_seconds(self.problem.cluster, self.links_s, float(adding.max()))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -148,6 +93,20 @@ class ReductionByTurns(ByTurns):
     terms: tuple[TermClass, ...]
     sources: ParamLayout
     target: ParamLayout
+
+    @cached_property
+    def predicted_s(self) -> float:
+        """Seconds on the cluster of the problem, of the fullest sampled rank; with what the fullest rank adds."""
+        adding = 0.0
+        for cls, one in self.classes:
+            per_byte = 1 + 2 * _itemsize(self.target, self.problem, cls) / cls.itemsize
+            adding += per_byte * len(cls.members) * one.rule.terms * cls.after.most(cls.nbytes)
+        return adding_seconds(self.problem.cluster, self.links_s, adding)
+
+
+def _itemsize(target: ParamLayout, problem: SwitchProblem, cls: TensorClass) -> int:
+    """Bytes of an element of these tensors' sums."""
+    return target.params[problem.tensors[cls.members[0]]].dtype.itemsize
 
 
 AnyReductionPlan = ReductionPlan | ReductionByTurns
@@ -231,7 +190,7 @@ def matched(sources: Placements, target: ParamLayout, cluster: ClusterSpec, name
     for fqn in sources:
         if fqn not in target.params:
             raise ReductionError(fqn, f"layout {target.name!r} has no such parameter{nearest(fqn, target.params)}")
-    plain = {fqn: _without_partial(placed) for fqn, placed in placements.items()}
+    plain = {fqn: without_partial(placed) for fqn, placed in placements.items()}
     world = max([target.world, *(dist.mesh.last + 1 for p in plain.values() for dist in p.copies)])
     cluster.require(world)
     alike: dict[tuple, list[int]] = {}
@@ -263,30 +222,12 @@ def _as_tuple(sources: Placements, fqn: str, target: ParamLayout) -> tuple[Gradi
     return placed
 
 
-def _without_partial(placed: tuple[GradientPlacement, ...]) -> PlacedParam:
-    return PlacedParam(placed[0].shape, placed[0].dtype, tuple(replace(one.dist, partial=()) for one in placed))
-
-
 def _term_class(alike: Alike, world: int) -> TermClass:
-    plain = _without_partial(alike.before)
+    plain = without_partial(alike.before)
     grid = refine(plain.shape, (*plain.copies, *alike.after))
     held, term_of, count = terms_held(alike.before, grid, world)
     needed = grid.holders(alike.after, world)
     return TermClass(tensor_class(alike, grid, held, needed), term_of, count)
-
-
-def terms_held(before: tuple[GradientPlacement, ...], grid: Grid, world: int) -> tuple[Holders, np.ndarray, int]:
-    """Which slices each rank has a term of, the term of each rank ([ranks]), how many there are."""
-    term_of, count = np.full(world, -1), 0
-    for one in before:
-        mesh = one.dist.mesh
-        ranks = np.array(mesh.ranks)
-        if (term_of[ranks] >= 0).any():
-            raise ReductionError(f"tensors of shape {list(one.shape)}", "two stages share a rank")
-        axes = [name for axis, _ in one.dist.partial for name in axis.split(".")]
-        term_of[ranks] = count + places(mesh, axes)
-        count += math.prod(mesh.degree(axis) for axis in axes)
-    return grid.holders(_without_partial(before).copies, world), term_of, count
 
 
 def tensor_class(alike: Alike, grid: Grid, held: Holders, needed: Holders) -> TensorClass:

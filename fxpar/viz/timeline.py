@@ -12,7 +12,7 @@ from fxpar.memory.state import home_bytes
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.node_first import cheapest_reduction
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.terms import gradient_placements
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
 from fxpar.viz.viewed import Viewed

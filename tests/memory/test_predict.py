@@ -16,7 +16,7 @@ from fxpar.memory import Conditions, body_series, predict_memory, program_peak
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.store import home_layout, param_specs
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.terms import gradient_placements
 from tests.captured import llama
 from tests.memory.measured import allocated_bytes, body_bytes, model
 from tests.repeat import thinned

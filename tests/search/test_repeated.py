@@ -15,7 +15,7 @@ from fxpar.search.repeated import of_few_stages, repeated
 from fxpar.search.space import without_stages
 from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.layout import layout_of
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.terms import gradient_placements
 from tests.repeat import thinned
 from tests.search.shallow import shallow
 

@@ -10,7 +10,7 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
 from fxpar.switch import ParamLayout, layout_of
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.terms import gradient_placements
 from tests.captured import Captured, llama
 from tests.repeat import thinned
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,11 +17,12 @@ from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction, plan_node_first
-from fxpar.switch.reduction import NOWHERE, GradientPlacement, ReductionPlan, plan_reduction
+from fxpar.switch.reduction import ReductionPlan, plan_reduction
+from fxpar.switch.terms import NOWHERE, GradientPlacement
 from tests.placements import configs
 from tests.repeat import examples
 from tests.switch.moving import SHAPES
-from tests.switch.test_reduction import Placements, gradients
+from tests.switch.test_reduction import Placements, added_bytes, added_elements, gradients
 
 NAN = float("nan")
 
@@ -96,6 +98,8 @@ def test_random_plans_are_dense_sums(case, sums_bytes):
     for one in plan.rounds:
         assert not one.inside.inter_node_bytes
         got = carried_out(one.between, carried_out(one.inside, ranks))
+        for exchange in (one.inside, one.between):
+            assert np.array_equal(added_bytes(exchange), 3 * added_elements(exchange))
         for fqn in one.sums.params:
             for rank in range(target.world):
                 there = torch.zeros(totals[fqn].shape)

@@ -12,7 +12,7 @@ from fxpar.switch import layout_of
 from fxpar.switch import order as order_module
 from fxpar.switch.node_first import cheapest_reduction
 from fxpar.switch.order import OrderSearch, Training
-from fxpar.switch.reduction import gradient_placements
+from fxpar.switch.terms import gradient_placements
 from tests.captured import llama
 from tests.repeat import thinned
 from tests.switch.large import layouts_32b

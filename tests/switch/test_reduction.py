@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import Device
 from fxpar.errors import ClusterError, ReductionError, SwitchPlanError
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
-from fxpar.switch.reduction import GradientPlacement, ReductionPlan, plan_reduction
+from fxpar.switch.reduction import ReductionPlan, plan_large_reduction, plan_reduction
+from fxpar.switch.terms import GradientPlacement
 from tests.placements import meshes, nestings
 from tests.repeat import examples
 from tests.switch.moving import SHAPES, copies_of
@@ -101,6 +103,41 @@ def test_random_plans_are_dense_sums(case):
     carry_out(plan, sources)
     assert plan.intra_node_bytes + plan.inter_node_bytes == plan.transfers["nbytes"].sum()
     assert plan.fingerprint == plan_reduction(sources, target, cluster).fingerprint
+    assert np.array_equal(added_bytes(plan), 3 * added_elements(plan))
+
+
+def added_bytes(plan: ReductionPlan) -> np.ndarray:
+    """[ranks]: what the plan says that each reads and writes to add float64 to float64."""
+    return sum((len(one.cls.members) * one.adding_bytes(8) for one in plan.terms), np.zeros(plan.problem.world))
+
+
+def added_elements(plan: ReductionPlan) -> np.ndarray:
+    """[ranks]: bytes of all terms that arrive at a rank, or are its own; transfer by transfer."""
+    total = np.zeros(plan.problem.world)
+    np.add.at(total, plan.transfers["dst"], plan.transfers["nbytes"])
+    for one in plan.terms:
+        for rank in range(plan.problem.world):
+            mine = one.own(rank) & one.cls.needed[:, rank]
+            total[rank] += len(one.cls.members) * one.cls.nbytes[mine].sum()
+    return total
+
+
+@pytest.mark.parametrize(("shared_by", "expected"), [(1, 0.024), (2, 0.024 + 0.006)])
+def test_adding_takes_the_time_of_its_memory(shared_by, expected):
+    """64 bytes on each of 4 ranks, 16 at home: 3 x 16 arrive; 4 terms of 16 bytes are read, sums read and written."""
+    ranks = Mesh((("x", 4),))
+    sources = {"w": GradientPlacement((16,), DistConfig(ranks, ((),), (("x", "sum"),)), torch.float32)}
+    home = PlacedParam((16,), torch.float32, (DistConfig(ranks, ((AxisShard("x"),),)),))
+    device = Device(tflops=1, memory_gb_per_s=32e-6, launch_us=1, shared_by=shared_by)
+    cluster = ClusterSpec(1, 4, 2e-6, 2e-6, 0, device=device)
+    plan = plan_reduction(sources, ParamLayout("home", 4, {"w": home}), cluster)
+    assert plan.links_s == pytest.approx(48 / 2e3)
+    assert plan.predicted_s == pytest.approx(expected)
+    by_turns = plan_large_reduction(sources, ParamLayout("home", 4, {"w": home}), cluster, planner="turns")
+    assert by_turns.predicted_s == pytest.approx(expected)
+    slow = replace(device, memory_gb_per_s=4e-6)
+    alone = plan_reduction(sources, ParamLayout("home", 4, {"w": home}), replace(cluster, device=slow))
+    assert alone.predicted_s == pytest.approx(0.048 + (0.024 if shared_by > 1 else 0))
 
 
 @settings(max_examples=examples(25))
@@ -176,7 +213,7 @@ def test_what_is_reduced_already_moves_once():
     plan = plan_reduction({"w0": partial(axes="")}, home(), FOUR_BY_TWO)
     plan.verify()
     assert len(plan.transfers) == 0
-    assert plan.predicted_s == 0
+    assert plan.links_s == 0
 
 
 def test_bad_input():

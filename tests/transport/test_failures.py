@@ -24,7 +24,8 @@ from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import plan_switch
 from fxpar.switch.node_first import plan_node_first
-from fxpar.switch.reduction import GradientPlacement, plan_reduction
+from fxpar.switch.reduction import plan_reduction
+from fxpar.switch.terms import GradientPlacement
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import Holding, Reduction, Switch, reduction_on
 from fxpar.transport.checksum import checksums

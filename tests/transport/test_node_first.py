@@ -15,7 +15,7 @@ from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.switch.node_first import plan_node_first
-from fxpar.switch.reduction import GradientPlacement
+from fxpar.switch.terms import GradientPlacement
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import Holding, NodeFirstReduction, Staging, reduction_on
 from fxpar.transport.node_first import SUMS_SLOT

@@ -16,7 +16,8 @@ from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import ParamLayout, PlacedParam
-from fxpar.switch.reduction import GradientPlacement, plan_large_reduction, plan_reduction
+from fxpar.switch.reduction import plan_large_reduction, plan_reduction
+from fxpar.switch.terms import GradientPlacement
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import Holding, Reduction
 from tests.placements import nestings, placed_mesh
