@@ -1,4 +1,4 @@
-"""`LowerAlike`: strategies that differ only in what is recomputed climb the ladder together, as far as that is chosen."""
+"""`LowerAlike`: strategies that differ only in what is recomputed climb together until that is chosen."""
 
 from __future__ import annotations
 

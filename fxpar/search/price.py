@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -86,6 +86,12 @@ class Memory:
     staging_bytes: int
 
     @property
+    def columns(self) -> tuple[int, ...]:
+        """As the constructor takes them."""
+        stays = self.home_bytes, self.optimizer_bytes, self.weight_bytes
+        return *stays, self.step_bytes, self.gradient_bytes, self.staging_bytes
+
+    @property
     def beside_bytes(self) -> int:
         """What there is beside home, optimizer and weights."""
         return self.step_bytes + self.staging_bytes
@@ -151,9 +157,9 @@ class Priced(ABC):
         """
         place = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
         low, high = self.anchors[place - 1], self.anchors[place]
-        share = Fraction(tokens - low, high - low)
-        pairs = zip(astuple(self.at(low)), astuple(self.at(high)), strict=True)
-        return Memory(*(math.ceil(one + (other - one) * share) for one, other in pairs))
+        above, width = tokens - low, high - low
+        pairs = zip(self.at(low).columns, self.at(high).columns, strict=True)
+        return Memory(*(one - (one - other) * above // width for one, other in pairs))  # rounded up
 
     def most_tokens(self, least: int, room_bytes: int, most: int) -> int | None:
         """The most tokens of a micro-batch that takes at most `room_bytes` beside masters and weights: `least` or more,
@@ -225,7 +231,8 @@ class Candidate(Priced):
         found = []
         for position in zip(*self._sampled(tokens), strict=True):
             # What a recomputation chooses may shrink from one sample to the next; more layers never take less.
-            columns = ((one[0], max(one[0], one[-1])) for one in zip(*map(astuple, position), strict=True))
+            samples = zip(*(sample.columns for sample in position), strict=True)
+            columns = ((one[0], max(one[0], one[-1])) for one in samples)
             found.append(Memory(*(round(extrapolated(column, steps)) for column in columns)))
         return max(found, key=lambda one: one.peak_bytes)
 
