@@ -118,14 +118,24 @@ def cheapest_seconds(
     repeat have them, are planned once. Raises what `plan_reduction` raises.
     """
     direct = plan_large_reduction(sources, target, cluster)
-    sums = None if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes else node_sums(target, cluster)
-    if sums is None:
+    if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes:
         return direct.predicted_s
-    through = 0.0
-    for fqns in _shares(sums, sums_bytes):
-        placed = tuple((sources[fqn], sums.params[fqn], target.params[fqn]) for fqn in fqns)
-        through += _round_s(placed, target.world, cluster)
-    return min(direct.predicted_s, through)
+    through = node_first_seconds(sources, target, cluster, sums_bytes)
+    return direct.predicted_s if through is None else min(direct.predicted_s, through)
+
+
+def node_first_seconds(
+    sources: Mapping[str, tuple[GradientPlacement, ...]],
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    sums_bytes: int = 64 << 20,
+) -> float | None:
+    """`predicted_s` of `plan_node_first`, or None."""
+    sums = node_sums(target, cluster)
+    if sums is None:
+        return None
+    rounds = (tuple((sources[f], sums.params[f], target.params[f]) for f in fqns) for fqns in _shares(sums, sums_bytes))
+    return sum(_round_s(placed, target.world, cluster) for placed in rounds)
 
 
 @functools.lru_cache(maxsize=1024)
