@@ -4,6 +4,7 @@ and storages but no data. Views share a storage as they do on a real device, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,12 +163,17 @@ def _given(
     target: Any = node.target
     if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
         args = (*args[:3], [args[0].shape[1]], *args[4:])
-    schema = getattr(target, "_schema", None)
-    if schema is not None and any(a.name == "device" for a in schema.arguments):
+    if _takes_device(target):
         makes = not any(map(_is_tensor, args))
         if makes or kwargs.get("device") is not None:
             kwargs["device"] = META
     return target, args, kwargs
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_device(target: Callable[..., Any]) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(a.name == "device" for a in schema.arguments)
 
 
 def _has_place(node: fx.Node) -> bool:
