@@ -42,18 +42,18 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
-    return trace_places(graph, dims, [coordinates or {}])[0]
+    return trace_and_compare(graph, dims, coordinates or {}, ())[0]
 
 
 def trace_places(
     graph: fx.Graph, dims: Mapping[sympy.Symbol, int], places: Sequence[Mapping[str, int]]
 ) -> tuple[Storages, ...]:
     """`trace_storages` at the first of `places`, and at those others where something differs from the first."""
-    found, differ = _traced(graph, dims, places[0], places[1:])
-    return (found, *(_traced(graph, dims, place, ())[0] for place in differ))
+    found, differ = trace_and_compare(graph, dims, places[0], places[1:])
+    return (found, *(trace_storages(graph, dims, place) for place in differ))
 
 
-def _traced(
+def trace_and_compare(
     graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
 ) -> tuple[Storages, list[Mapping[str, int]]]:
     """Storages at one place, and those of `others` where they differ: where no call that depends on the place makes
