@@ -29,6 +29,7 @@ from fxpar.ops.traits import SIZES
 aten = torch.ops.aten
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
+_Known = dict[tuple[int, int], tuple[TensorMeta, DistConfig, TensorMeta]]  # by identity, and what keeps that
 _END = 2**62  # slices to the end are written with a huge number
 
 
@@ -44,23 +45,30 @@ class GlobalToLocal:
         for node in list(graph.graph.nodes):
             if node.op == "call_function" and node.target is aten.sym_size.int:
                 _multiply_up(graph.graph, node)
+        known: _Known = {}  # layers that repeat share descriptions
         for node in list(graph.graph.nodes):
             if "dist" not in node.meta:
                 continue
-            _set_local(node)
+            _set_local(node, known)
             if node.op == "call_function":
                 with graph.graph.inserting_before(node):
                     _rewrite(node, Divider(graph.graph, divided))
 
 
-def _set_local(node: fx.Node) -> None:
-    found = tuple(_local(m, d) if m and d else None for m, d in zip(tensor_metas(node), dists_of(node), strict=True))
+def _set_local(node: fx.Node, known: _Known) -> None:
+    pairs = zip(tensor_metas(node), dists_of(node), strict=True)
+    found = tuple(_local(meta, dist, known) if meta and dist else None for meta, dist in pairs)
     if found:
         node.meta["local"] = found if isinstance(whole_meta(node), tuple) else found[0]
 
 
-def _local(meta: TensorMeta, dist: DistConfig) -> TensorMeta:
-    return TensorMeta(dist.local_shape(meta.shape), meta.dtype) if any(dist.dims) else meta
+def _local(meta: TensorMeta, dist: DistConfig, known: _Known) -> TensorMeta:
+    if not any(dist.dims):
+        return meta
+    key = id(meta), id(dist)
+    if key not in known:
+        known[key] = meta, dist, TensorMeta(dist.local_shape(meta.shape), meta.dtype)
+    return known[key][2]
 
 
 def _multiply_up(graph: fx.Graph, node: fx.Node) -> None:

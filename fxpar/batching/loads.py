@@ -15,6 +15,20 @@ from fxpar.cost.group_cost import GroupCost
 Member = tuple[int, int]  # a sequence: its index in the mini-batch, its tokens
 
 
+def rule_of(group: LengthGroup, cost: GroupCost, packed: bool) -> PackingRule:
+    """How a group runs."""
+    return PackingRule(
+        group.replicas,
+        group.token_budget,
+        ticks(cost.fixed_s),
+        lockstep=group.lockstep,
+        packed=packed,
+        stages=cost.stages,
+        virtual=cost.virtual,
+        shared_by=cost.shared_by,
+    )
+
+
 @dataclass(frozen=True)
 class Load:
     """`items`, dearest first, on the replicas of a group. What takes time to find is found when it is asked for."""
@@ -23,20 +37,10 @@ class Load:
     rule: PackingRule
 
     @classmethod
-    def of(cls, members: Iterable[Member], group: LengthGroup, cost: GroupCost, packed: bool) -> Load:
-        """These sequences in this group."""
+    def of(cls, members: Iterable[Member], rule: PackingRule, cost: GroupCost) -> Load:
+        """These sequences in a group that runs so."""
         found = list(members)
         by_length = {length: ticks(cost.sequence_s(length)) for length in {length for _, length in found}}
-        rule = PackingRule(
-            group.replicas,
-            group.token_budget,
-            ticks(cost.fixed_s),
-            lockstep=group.lockstep,
-            packed=packed,
-            stages=cost.stages,
-            virtual=cost.virtual,
-            shared_by=cost.shared_by,
-        )
         return cls(tuple(longest_first(SequenceItem(i, length, by_length[length]) for i, length in found)), rule)
 
     @property

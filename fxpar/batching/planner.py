@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fxpar.batching.groups import LengthGroup
-from fxpar.batching.loads import Load, Member
-from fxpar.batching.packing import TICKS_PER_S, ticks
+from fxpar.batching.loads import Load, Member, rule_of
+from fxpar.batching.packing import TICKS_PER_S, PackingRule, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
 from fxpar.batching.riding import Choice, with_riders
 from fxpar.cost.group_cost import GroupCost
@@ -33,6 +33,7 @@ class RunTime(NamedTuple):
     micro_batches: int
 
 
+KnownLoads = dict[tuple[tuple[Member, ...], PackingRule, GroupCost], Load]
 BorderSeconds = Callable[[Running, tuple[RunTime, ...]], float]
 
 
@@ -45,6 +46,7 @@ def plan_batch(
     packed: bool = True,
     merge: bool = True,
     ride: bool = True,
+    known: KnownLoads | None = None,
 ) -> BatchPlan:
     """Plan a mini-batch of sequences with these `lengths` in tokens.
 
@@ -60,6 +62,8 @@ def plan_batch(
 
     Every sequence is in exactly one micro-batch. Ranks that pass equal arguments get equal plans.
 
+    `known` keeps what was worked out for calls to come: sets of groups share many.
+
     Groups with a `multiple` are not merged, as not every sequence could follow; single ones may ride.
 
     Raises EmptyMiniBatchError, SequenceError (a length below 1), SequenceTooLongError, LengthMultipleError,
@@ -67,7 +71,7 @@ def plan_batch(
     """
     if len(costs) != len(groups):
         raise GroupCostsError(len(groups), len(costs))
-    planner = _Planner(groups, costs, border_s, packed, _by_group(lengths, groups))
+    planner = _Planner(groups, costs, border_s, packed, _by_group(lengths, groups), {} if known is None else known)
     running = tuple(g for g, members in enumerate(planner.members) if members)
     if merge and all(group.multiple == 1 for group in groups):
         running = planner.search(running)
@@ -104,6 +108,7 @@ class _Planner:
     border_s: BorderSeconds
     packed: bool
     members: list[list[Member]]  # by the first group that takes them
+    known: KnownLoads
     _loads: dict[tuple[int, int], Load] = field(default_factory=dict)
 
     def plan(self, choice: Choice) -> BatchPlan:
@@ -191,7 +196,11 @@ class _Planner:
         return self.groups[group].takes(length)
 
     def make(self, group: int, members: Sequence[Member]) -> Load:
-        return Load.of(members, self.groups[group], self.costs[group], self.packed)
+        rule = rule_of(self.groups[group], self.costs[group], self.packed)
+        key = tuple(members), rule, self.costs[group]
+        if key not in self.known:
+            self.known[key] = Load.of(members, rule, self.costs[group])
+        return self.known[key]
 
     def _load(self, first: int, into: int) -> Load:
         """The sequences of the groups `first` to `into`, as group `into` sees them."""

@@ -13,9 +13,10 @@ Nothing is taken to overlap, so times add up:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -23,18 +24,19 @@ import torch
 from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.ops import SizesOf, flops, is_kernel, local_metas, touched, touched_bytes
+from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
 from fxpar.cost.polynomial import Polynomial, Sizes, fitted, sent_bytes
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.node_meta import comm_of, fqn_of, is_backward
+from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ops.traits import ATTENTION, SWEEPS
+from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, SWEEPS
 
 NOMINAL_TOKENS = 4096  # of a micro-batch, where something depends on the length that is not known yet
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
 Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+_NOTHING = Polynomial()
 COMPUTE = ("product", "attention", "memory")
 
 
@@ -91,13 +93,14 @@ Counts = tuple[Fraction | int, ...]  # at three numbers of tokens
 
 @dataclass
 class _Walk:
-    """Layers repeat: a polynomial is worked out once for calls with the same counts."""
+    """Layers repeat: what a call costs is worked out once for those with the same operands."""
 
     program: Program
     cluster: ClusterSpec
     _nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
-    _links: dict[tuple[str, str], tuple[Fraction, Fraction]] = field(default_factory=dict)
+    _links: dict[tuple[str, str, TensorMeta], tuple[Polynomial, Polynomial]] = field(default_factory=dict)
     _kernels: dict[tuple[Any, ...], tuple[Polynomial, ...]] = field(default_factory=dict)
+    _alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._samples = [Sizes(self.program, k) for k in (1, 2, 3)]
@@ -112,18 +115,44 @@ class _Walk:
 
     def _collective(self, part: str, node: fx.Node, kind: str) -> NodeCost:
         axis, sent = comm_of(node)
-        fqn, backward = fqn_of(node), is_backward(node)
-        found = Communication(kind, axis, sent, part, fqn, backward)
-        if (kind, axis) not in self._links:
-            between = crosses_nodes(self.program.mesh, axis, self.cluster)
-            self._links[kind, axis] = self.cluster.collective_s(kind, between)
-        latency_s, per_byte_s = self._links[kind, axis]
-        elements = self._fit([sizes.numel(sent) for sizes in self._samples])
-        nbytes = elements * _bytes_per_element(found, self.program.strategy.mesh.degree(axis))
-        seconds = nbytes * per_byte_s + Polynomial(latency_s)
-        return NodeCost(part, node.name, fqn, kind, axis, backward, seconds, nbytes, Polynomial())  # type: ignore[arg-type]
+        if (kind, axis, sent) not in self._links:
+            self._links[kind, axis, sent] = self._link_costs(kind, axis, sent)
+        seconds, nbytes = self._links[kind, axis, sent]
+        return NodeCost(
+            part,
+            node.name,
+            fqn_of(node),
+            kind,  # type: ignore[arg-type]
+            axis,
+            is_backward(node),
+            seconds,
+            nbytes,
+            _NOTHING,
+        )
+
+    def _link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
+        """Seconds, and bytes that a rank sends."""
+        between = crosses_nodes(self.program.mesh, axis, self.cluster)
+        latency_s, per_byte_s = self.cluster.collective_s(kind, between)
+        one = Communication(kind, axis, TensorMeta((1,), sent.dtype), "", "", False)
+        degree = self.program.strategy.mesh.degree(axis)
+        each = Fraction(one.wire_bytes(degree, {})).limit_denominator(10**9)  # bytes for an element that it puts in
+        nbytes = self._fit([sizes.numel(sent) for sizes in self._samples]) * each
+        return nbytes * per_byte_s + Polynomial(latency_s), nbytes
 
     def _kernel(self, part: str, node: fx.Node) -> NodeCost:
+        key = _looks(node)
+        if key is None or key not in self._alike:
+            found = self._called(node)
+            if key is not None:
+                self._alike[key] = found
+        else:
+            found = self._alike[key]
+        kind, (seconds, total, work) = found
+        return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work)
+
+    def _called(self, node: fx.Node) -> tuple[Kind, tuple[Polynomial, ...]]:
+        """The kind of a kernel; its seconds, bytes and operations."""
         counts = tuple(flops(node, sizes) for sizes in self._samples)
         kind: Kind = "memory" if not any(counts) else "attention" if node.target in ATTENTION else "product"
         if kind == "attention" and (block := self.cluster.sustained.attention_block_of(_dtype(node))):
@@ -132,8 +161,7 @@ class _Walk:
         key = kind, counts, moved, SWEEPS.get(node.target, 1), _dtype(node)
         if key not in self._kernels:
             self._kernels[key] = self._kernel_costs(*key)
-        seconds, total, work = self._kernels[key]
-        return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work)
+        return kind, self._kernels[key]
 
     def _kernel_costs(
         self, kind: Kind, counts: Counts, moved: tuple[Counts, ...], sweeps: int, dtype: torch.dtype
@@ -164,12 +192,15 @@ class _Walk:
         return fitted(counts, self._samples[0].tokens)
 
 
-def _bytes_per_element(found: Communication, degree: int) -> Fraction:
-    """Bytes that a rank sends for each element that it puts in."""
-    one = replace(found, sent=TensorMeta((1,), found.sent.dtype))
-    return Fraction(one.wire_bytes(degree, {})).limit_denominator(10**9)
+def _looks(node: fx.Node) -> tuple[Any, ...] | None:
+    """What a kernel's cost follows from; None where it is not in the tensors alone."""
+    if not is_plain(node.target):
+        return None
+    first = node.args[:2] if node.target in ADDED_PRODUCTS else node.args[:1]
+    return node.target, tuple(touched(node)), tuple(map(local_meta, (one for one in first if isinstance(one, fx.Node))))
 
 
+@functools.lru_cache(maxsize=1024)  # a thousand ranks have many process groups
 def crosses_nodes(mesh: Mesh, axis: str, cluster: ClusterSpec) -> bool:
     """Whether any process group of `axis` (axes joined by '.') has ranks on several nodes."""
     return any(len(set(map(cluster.node_of, group))) > 1 for group in mesh.groups(tuple(axis.split("."))))

@@ -80,6 +80,11 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
     return 0 if count is None else _declared(node, count, shape)
 
 
+def is_plain(target: Any) -> bool:
+    """Whether `flops` of a call follow from the shapes of its result and of its first two tensors alone."""
+    return target not in ATTENTION and target not in CONVOLUTIONS and declared(target).flops is None
+
+
 def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     args: Any = node.args
     first = ATTENTION[node.target]  # type: ignore[index]

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from fxpar.lowering.alike import LowerAlike
 from fxpar.lowering.driver import finish, graphs_after, lower, lower_forward, outline, split_phases
 from fxpar.lowering.ladder import default_passes
 
-__all__ = ["default_passes", "finish", "graphs_after", "lower", "lower_forward", "outline", "split_phases"]
+__all__ = [
+    "LowerAlike",
+    "default_passes",
+    "finish",
+    "graphs_after",
+    "lower",
+    "lower_forward",
+    "outline",
+    "split_phases",
+]

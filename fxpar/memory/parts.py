@@ -7,7 +7,7 @@ other in one graph, whose storages are traced together, and each part gets its o
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -20,7 +20,7 @@ from fxpar.memory.liveness import kind_of
 from fxpar.memory.workspace import Conditions, workspace_bytes
 from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
-from fxpar.remat import Storages, trace_storages
+from fxpar.remat import Storages, trace_and_compare
 
 Name = tuple[str, str]  # kind and FQN of an input
 
@@ -51,13 +51,15 @@ class PartTrace:
 @dataclass(frozen=True)
 class StageTrace:
     """The parts that one micro-batch runs, in order. `lasting` storages are not a micro-batch's own: parameters,
-    buffers, accumulators. `inputs`: the storages of batch pieces and received tensors.
+    buffers, accumulators. `inputs`: the storages of batch pieces and received tensors. `differ`: which of the other
+    places that were asked about have another trace.
     """
 
     parts: Mapping[str, PartTrace]
     nbytes: tuple[int, ...]
     lasting: frozenset[int]
     inputs: Mapping[Name, int]
+    differ: tuple[Mapping[str, int], ...] = ()
 
     def kept(self, after: str) -> frozenset[int]:
         """Storages that outlive part `after` of a micro-batch, as a later one reads them."""
@@ -104,15 +106,18 @@ def trace_stage(
     conditions: Conditions,
     *,
     again: bool,
+    others: Sequence[Mapping[str, int]] = (),
 ) -> StageTrace:
-    """Trace the parts `names`, forward first. `again`: gradients are added to those of earlier micro-batches."""
+    """Trace the parts `names`, forward first, at one place on the axes, which is compared with `others`. `again`:
+    gradients are added to those of earlier micro-batches.
+    """
     joined = _Joined()
     for name in names:
         part = _apart(getattr(stage, name)) if name in _HALVES else getattr(stage, name)
         sent = len(stage.given("sent_grad")) if name == "backward" else 0
         joined.add(name, accumulating(part, tuple(range(sent))) if again and name == names[-1] else part)
     joined.graph.output(tuple(node for results in joined.results.values() for node in results))
-    storages = trace_storages(joined.graph, dims, coordinates)
+    storages, differ = trace_and_compare(joined.graph, dims, coordinates, others)
     inputs: dict[Name, int] = {}
     for (source, i), node in joined.inputs.items():
         info = stage.inputs[i] if source == "input" else None
@@ -129,7 +134,7 @@ def trace_stage(
         made = {s for step in steps for s, _ in step.births}
         results = tuple(next(iter(storages.of[n]), None) for n in joined.results[name])
         parts[name] = PartTrace(steps, frozenset(reads[name] - made - lasting), frozenset(made), results)
-    return StageTrace(parts, storages.nbytes, lasting, inputs)
+    return StageTrace(parts, storages.nbytes, lasting, inputs, tuple(differ))
 
 
 def _reads(joined: _Joined, name: str, storages: Storages) -> set[int]:

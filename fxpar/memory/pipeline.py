@@ -79,10 +79,7 @@ def pipeline_peak(
     mesh = program.stages[0].mesh
     last = {axis: degree - 1 for axis, degree in mesh.axes}
     places: list[dict[str, int]] = [{}, last] if mesh.size > 1 else [{}]
-    return max(
-        (rank_peak(program, plan, position, dims, at, conditions) for at in places),
-        key=lambda peak: peak.whole.total_bytes,
-    )
+    return rank_peak(program, plan, position, dims, places, conditions)
 
 
 def _stage_memory(

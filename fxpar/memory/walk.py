@@ -7,7 +7,7 @@ goes on. What is sent stays until the next message is sent. A batch stays until 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -47,19 +47,24 @@ def rank_peak(
     plan: Schedule,
     position: int,
     dims: Mapping[sympy.Symbol, int],
-    coordinates: Mapping[str, int],
+    places: Sequence[Mapping[str, int]],
     conditions: Conditions,
 ) -> RankPeak:
-    """The peak of pipeline rank `position` over all micro-batches of `plan`, each with the dynamic dims at `dims`."""
+    """The peak of pipeline rank `position` over all micro-batches of `plan`, each with the dynamic dims at `dims`, on
+    the fullest of the ranks at `places` on the axes of a stage; those where nothing differs from the first are it.
+    """
     stages = {s.index: s for s in program.stages if plan.rank_of(s.index) == position}
     halves = any(action.part == "I" for action in plan.actions[position])
     names = ("forward", "input_part", "weight_part") if halves else ("forward", "backward")
     traces = {
-        (index, again): trace_stage(stage, names, dims, coordinates, conditions, again=again)
+        (index, again): trace_stage(stage, names, dims, places[0], conditions, again=again, others=places[1:])
         for index, stage in stages.items()
         for again in (False, True)
     }
-    return _Walk(program, plan, stages, traces, dims).run(with_transfers(plan)[position])
+    first = _Walk(program, plan, stages, traces, dims).run(with_transfers(plan)[position])
+    differ = [place for place in places[1:] if any(place in trace.differ for trace in traces.values())]
+    more = (rank_peak(program, plan, position, dims, [place], conditions) for place in differ)
+    return max([first, *more], key=lambda peak: peak.whole.total_bytes)
 
 
 @dataclass

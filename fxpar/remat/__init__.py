@@ -8,6 +8,7 @@ from fxpar.remat.storages import (
     saved_bytes,
     saved_storages,
     tensors_of,
+    trace_and_compare,
     trace_places,
     trace_storages,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "saved_bytes",
     "saved_storages",
     "tensors_of",
+    "trace_and_compare",
     "trace_places",
     "trace_storages",
 ]

@@ -29,7 +29,7 @@ class MetaTensor(NamedTuple):
 
 
 class _Scalar(NamedTuple):
-    """`1`, `1.0` and `True` are equal, and not the same operand."""
+    """`1`, `1.0` and `True` are equal, and not the same operand: all but whole numbers, the usual ones, are wrapped."""
 
     kind: type
     value: object
@@ -74,11 +74,11 @@ class MetaValues:
     def _numbered(self, value: Any, mine: list[int], fresh: dict[int, int]) -> Any:
         if isinstance(value, MetaTensor):
             if value.storage < len(mine):
-                return value._replace(storage=mine[value.storage])
+                return _stored(value, mine[value.storage])
             if value.storage not in fresh:
                 fresh[value.storage] = len(self.nbytes)
                 self.nbytes.append(value.nbytes)
-            return value._replace(storage=fresh[value.storage])
+            return _stored(value, fresh[value.storage])
         if type(value) in (list, tuple):
             return type(value)(self._numbered(one, mine, fresh) for one in value)
         return value
@@ -116,11 +116,20 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> MetaTensor:
 def _encoded(value: Any, storages: dict[int, int]) -> Any:
     """With a hash; storages are numbered in the order in which they are met."""
     if isinstance(value, MetaTensor):
-        return value._replace(storage=storages.setdefault(value.storage, len(storages)))
+        return _stored(value, storages.setdefault(value.storage, len(storages)))
     if isinstance(value, list | tuple):
         kind = list if isinstance(value, list) else tuple
         return _Many(kind, tuple([_encoded(one, storages) for one in value]))
+    if type(value) is int:
+        return value
     return _Scalar(type(value), value) if isinstance(value, bool | float | int) else value
+
+
+def _stored(one: MetaTensor, storage: int) -> MetaTensor:
+    """In the storage with this number."""
+    if one.storage == storage:
+        return one
+    return MetaTensor(one.shape, one.strides, one.offset, one.dtype, storage, one.nbytes)
 
 
 def _decoded(value: Any, storages: dict[int, Any]) -> Any:

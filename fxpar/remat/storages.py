@@ -4,6 +4,7 @@ and storages but no data. Views share a storage as they do on a real device, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,18 +42,18 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
-    return trace_places(graph, dims, [coordinates or {}])[0]
+    return trace_and_compare(graph, dims, coordinates or {}, ())[0]
 
 
 def trace_places(
     graph: fx.Graph, dims: Mapping[sympy.Symbol, int], places: Sequence[Mapping[str, int]]
 ) -> tuple[Storages, ...]:
     """`trace_storages` at the first of `places`, and at those others where something differs from the first."""
-    found, differ = _traced(graph, dims, places[0], places[1:])
-    return (found, *(_traced(graph, dims, place, ())[0] for place in differ))
+    found, differ = trace_and_compare(graph, dims, places[0], places[1:])
+    return (found, *(trace_storages(graph, dims, place) for place in differ))
 
 
-def _traced(
+def trace_and_compare(
     graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
 ) -> tuple[Storages, list[Mapping[str, int]]]:
     """Storages at one place, and those of `others` where they differ: where no call that depends on the place makes
@@ -162,12 +163,17 @@ def _given(
     target: Any = node.target
     if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
         args = (*args[:3], [args[0].shape[1]], *args[4:])
-    schema = getattr(target, "_schema", None)
-    if schema is not None and any(a.name == "device" for a in schema.arguments):
+    if _takes_device(target):
         makes = not any(map(_is_tensor, args))
         if makes or kwargs.get("device") is not None:
             kwargs["device"] = META
     return target, args, kwargs
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_device(target: Callable[..., Any]) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(a.name == "device" for a in schema.arguments)
 
 
 def _has_place(node: fx.Node) -> bool:

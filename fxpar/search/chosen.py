@@ -14,7 +14,7 @@ from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import default_passes, lower, outline
+from fxpar.lowering import LowerAlike, default_passes, lower, outline
 from fxpar.passes.pack_documents import DOCUMENTS
 from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
@@ -112,7 +112,13 @@ def lowering(rows: Rows) -> tuple[Lower, Outlines]:
     def outlined(strategy: Strategy, layers: int) -> Outline:
         return outline(rows(layers), strategy, passes=passes(strategy, layers))
 
+    @functools.cache
+    def alike(layers: int) -> LowerAlike:
+        return LowerAlike(rows(layers), [placed(layers), *default_passes(for_store=True)[1:]])
+
     def lowered(strategy: Strategy, layers: int) -> TrainGraph:
+        if strategy.pipeline_size == 1:
+            return alike(layers)(strategy)
         return lower(rows(layers), strategy, passes=passes(strategy, layers), verified=False)  # none of them runs
 
     # What is recomputed moves no parameter.

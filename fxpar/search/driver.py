@@ -18,6 +18,7 @@ import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.known import KnownModel, Said
@@ -146,13 +147,14 @@ class _Search:
         strategy = with_savings(shape, level)
         if strategy is None:
             return True
-        one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
-        if one is None:
-            return False
-        budgets = self.pricer.budgets(one, self.intervals.edges)
-        self.candidates.append(one)
-        self.budgets.append(budgets)
-        self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
+        with collector_paused():
+            one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
+            if one is None:
+                return False
+            budgets = self.pricer.budgets(one, self.intervals.edges)
+            self.candidates.append(one)
+            self.budgets.append(budgets)
+            self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
         wanted = self.pricer.largest if self.problem.packed else 0
         return any(budget is None or budget < wanted for budget in budgets)
 

@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.store.home import ParamSpec, home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
-from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.node_first import cheapest_seconds
 from fxpar.switch.terms import GradientPlacement, gradient_placements
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
@@ -84,6 +84,12 @@ class Memory:
     step_bytes: int
     gradient_bytes: int
     staging_bytes: int
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """As the constructor takes them."""
+        stays = self.home_bytes, self.optimizer_bytes, self.weight_bytes
+        return *stays, self.step_bytes, self.gradient_bytes, self.staging_bytes
 
     @property
     def beside_bytes(self) -> int:
@@ -151,9 +157,9 @@ class Priced(ABC):
         """
         place = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
         low, high = self.anchors[place - 1], self.anchors[place]
-        share = Fraction(tokens - low, high - low)
-        pairs = zip(astuple(self.at(low)), astuple(self.at(high)), strict=True)
-        return Memory(*(math.ceil(one + (other - one) * share) for one, other in pairs))
+        above, width = tokens - low, high - low
+        pairs = zip(self.at(low).columns, self.at(high).columns, strict=True)
+        return Memory(*(one - (one - other) * above // width for one, other in pairs))  # rounded up
 
     def most_tokens(self, least: int, room_bytes: int, most: int) -> int | None:
         """The most tokens of a micro-batch that takes at most `room_bytes` beside masters and weights: `least` or more,
@@ -201,14 +207,19 @@ class Candidate(Priced):
     def cost(self) -> GroupCost:
         if len(self.programs) == 1:
             return group_cost(self.programs[0], self.cluster)
-        found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
-        positions = [(few, more + few * -1) for few, more in zip(*found, strict=True)]
+        positions = self._positions
         return of_strategy(spread_layers(positions, self.steps * len(positions)), self.strategy, self.cluster)
+
+    @cached_property
+    def _positions(self) -> list[tuple[Polynomial, Polynomial]]:
+        """By position: seconds of the first sample, and of what the second has more."""
+        found = [list(rank_costs(program, self.cluster).values()) for program in self.programs]
+        return [(few, more + few * -1) for few, more in zip(*found, strict=True)]
 
     def per_step(self) -> tuple[Polynomial, Polynomial]:
         """Without stages: seconds of the first sample, and of what the second has more."""
-        few, more = (next(iter(rank_costs(program, self.cluster).values())) for program in self.programs)
-        return few, more + few * -1
+        (found,) = self._positions
+        return found
 
     def of_first(self, tokens: int) -> Memory:
         """Of the first sample, without stages."""
@@ -220,7 +231,8 @@ class Candidate(Priced):
         found = []
         for position in zip(*self._sampled(tokens), strict=True):
             # What a recomputation chooses may shrink from one sample to the next; more layers never take less.
-            columns = ((one[0], max(one[0], one[-1])) for one in zip(*map(astuple, position), strict=True))
+            samples = zip(*(sample.columns for sample in position), strict=True)
+            columns = ((one[0], max(one[0], one[-1])) for one in samples)
             found.append(Memory(*(round(extrapolated(column, steps)) for column in columns)))
         return max(found, key=lambda one: one.peak_bytes)
 
@@ -271,7 +283,7 @@ def _home_s(
     """Seconds in which gradients go home; once for all strategies under which they lie alike."""
     home, sources = home_layout(specs, world), dict(terms)
     target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in sources})
-    return cheapest_reduction(sources, target, cluster, sums_bytes=STAGING_BYTES).predicted_s
+    return cheapest_seconds(sources, target, cluster, sums_bytes=STAGING_BYTES)
 
 
 def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:

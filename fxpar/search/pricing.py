@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpar.batching import LengthGroup, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy
+from fxpar.batching.planner import KnownLoads
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.search.price import Depth, Priced
 from fxpar.search.switching import ModelSwitches, Outlines
@@ -70,6 +71,7 @@ class SetPricer:
     overlap: bool = False
     optimizer_s: float = 0.0
     switches: ModelSwitches | None = None
+    _loads: KnownLoads = field(default_factory=dict, init=False)
 
     @cached_property
     def largest(self) -> int:
@@ -133,7 +135,10 @@ class SetPricer:
 
         costs = [one.cost for _, one in chosen]
         # Without riders, as the bound has it: a run is predicted no slower than this.
-        plans = [plan_batch(batch, groups, costs, border_s, packed=self.packed, ride=False) for batch in self.batches]
+        plans = [
+            plan_batch(batch, groups, costs, border_s, packed=self.packed, ride=False, known=self._loads)
+            for batch in self.batches
+        ]
         count = len(plans)
         seconds, tokens = [0.0] * len(groups), [0.0] * len(groups)
         switch_s = reduce_s = 0.0

@@ -8,7 +8,8 @@ that several nodes have stays, if it can, on the node of the slice's target; a n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +32,7 @@ from fxpar.switch.reduction import (
     reduction_of,
     tensor_class,
 )
-from fxpar.switch.terms import EVERYWHERE, NOWHERE, Placements, TermClass, terms_held
+from fxpar.switch.terms import EVERYWHERE, NOWHERE, GradientPlacement, Placements, TermClass, terms_held
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +106,49 @@ def cheapest_reduction(
         return direct
     through = plan_node_first(sources, target, cluster, name, sums_bytes, bucketed)
     return direct if through is None or direct.predicted_s <= through.predicted_s else through
+
+
+def cheapest_seconds(
+    sources: Mapping[str, tuple[GradientPlacement, ...]],
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    sums_bytes: int = 64 << 20,
+) -> float:
+    """`predicted_s` of `cheapest_reduction`, for who wants no plan: rounds in which tensors lie alike, as layers that
+    repeat have them, are planned once. Raises what `plan_reduction` raises.
+    """
+    direct = plan_large_reduction(sources, target, cluster)
+    if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes:
+        return direct.predicted_s
+    through = node_first_seconds(sources, target, cluster, sums_bytes)
+    return direct.predicted_s if through is None else min(direct.predicted_s, through)
+
+
+def node_first_seconds(
+    sources: Mapping[str, tuple[GradientPlacement, ...]],
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    sums_bytes: int = 64 << 20,
+) -> float | None:
+    """`predicted_s` of `plan_node_first`, or None."""
+    sums = node_sums(target, cluster)
+    if sums is None:
+        return None
+    rounds = (tuple((sources[f], sums.params[f], target.params[f]) for f in fqns) for fqns in _shares(sums, sums_bytes))
+    return sum(_round_s(placed, target.world, cluster) for placed in rounds)
+
+
+@functools.lru_cache(maxsize=1024)
+def _round_s(
+    placed: tuple[tuple[tuple[GradientPlacement, ...], PlacedParam, PlacedParam], ...], world: int, cluster: ClusterSpec
+) -> float:
+    """Seconds of a round of tensors, each with its gradients, its sum and its target."""
+    numbered = {str(number): one for number, one in enumerate(placed)}
+    sums = ParamLayout("node sums", world, {name: one for name, (_, one, _) in numbered.items()})
+    target = ParamLayout("target", world, {name: one for name, (_, _, one) in numbered.items()})
+    gradients = matched({name: one for name, (one, _, _) in numbered.items()}, target, cluster, "gradients")
+    made = _round(gradients, sums, target, cluster)
+    return made.inside.predicted_s + made.between.predicted_s
 
 
 def plan_node_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.batching import GroupCost, length_groups, plan_batch
+from fxpar.batching import GroupCost, length_groups, plan_batch, planner
+from fxpar.batching.loads import Load
 from fxpar.errors import EmptyMiniBatchError, GroupCostsError, SequenceError, SequenceTooLongError
 from tests.batching.planning import (
     LINEAR,
@@ -50,6 +52,27 @@ def test_planning_again_gives_the_same(case):
     first, again = (plan_batch(given, groups, costs, no_switches) for given in (lengths, np.array(lengths)))
     assert first == again
     assert first.fingerprint() == again.fingerprint()
+
+
+def test_what_earlier_calls_worked_out_changes_nothing(monkeypatch):
+    """Groups of other limits, strategies, budgets and costs, with and without packing, on the same sequences."""
+    known: planner.KnownLoads = {}
+    made, lengths = [], [5, 9, 30, 31, 64, 64, 80, 100]
+    of = Load.of
+    monkeypatch.setattr(Load, "of", lambda *given: made.append(given) or of(*given))
+    for short, strategy, budget, cost, packed in itertools.product(
+        (30, 64),
+        ("dp4", "dp2.pp2", "dp4+zero2"),
+        (100, 200),
+        (LINEAR, replace(LINEAR, per_square_s=1e-8), SQUARE, replace(SQUARE, stages=2)),
+        (True, False),
+    ):
+        groups = length_groups({short: strategy, 100: "tp4"}, world=4, token_budget=budget)
+        given = (lengths, groups, (cost, SQUARE), no_switches)
+        assert plan_batch(*given, packed=packed, known=known) == plan_batch(*given, packed=packed)
+    count = len(made)
+    assert plan_batch(*given, packed=packed, known=known) == plan_batch(*given, packed=packed, known=known)
+    assert len(made) == count
 
 
 def fingerprint_of_a_long_plan() -> str:

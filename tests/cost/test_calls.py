@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpar import losses
+from fxpar.cost import calls
 from fxpar.cost.calls import NodeCost, busy_s, crosses_nodes, handed_on_s, node_costs
 from fxpar.cost.ops import SizesAt
 from fxpar.cost.polynomial import Polynomial, sent_bytes
+from fxpar.ir.graph import TensorMeta
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
+from fxpar.ops.traits import ATTENTION
 from fxpar.tracer import capture
 from tests.captured import mlp
 from tests.cost.programs import DEVICE, DIM, FFN, LAYERS, NODE, PAIR, VOCAB, program
@@ -56,6 +59,34 @@ def test_collectives_are_those_of_the_body():
     assert collectives(program("dp4")) == []
     gathered = sum(call.nbytes.c0 for call in collectives(program("dp4+zero3")))
     assert gathered > 2 * PRODUCT_WEIGHTS
+
+
+def test_calls_with_equal_operands_are_priced_once(monkeypatch):
+    """As each of them alone."""
+    lowered = program("tp4+sp")
+    found = node_costs(lowered, NODE)
+    monkeypatch.setattr(calls, "_looks", lambda node: None)
+    assert found == node_costs(lowered, NODE)
+    assert len({id(one.seconds) for one in found}) < len(found) / 2
+
+
+def test_what_tells_products_apart():
+    """Operands of other shapes in another order, and the one that is added."""
+    graph = fx.Graph()
+    a, b, c = (graph.placeholder(name) for name in "abc")
+    for node, shape in ((a, (4, 8)), (b, (8, 4)), (c, (4, 4))):
+        node.meta["tensor"] = TensorMeta(shape, torch.float32)
+    mm, addmm = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    made = [graph.call_function(mm, (a, b)), graph.call_function(addmm, (c, a, b)), graph.call_function(mm, (c, c))]
+    made += [graph.call_function(addmm, (c, c, c)), graph.call_function(torch.ops.aten.add.Tensor, (c, c))]
+    for node in made:
+        node.meta["tensor"] = TensorMeta((4, 4), torch.float32)
+    assert len({calls._looks(node) for node in made}) == len(made)
+    again = graph.call_function(mm, (a, b))
+    again.meta["tensor"] = TensorMeta((4, 4), torch.float32)
+    assert calls._looks(again) == calls._looks(made[0])
+    attention = next(n for n in program("dp4").body.graph.nodes if n.target in ATTENTION)
+    assert calls._looks(attention) is None
 
 
 def collectives(lowered: TrainGraph) -> list[NodeCost]:

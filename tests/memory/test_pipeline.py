@@ -10,7 +10,9 @@ import pytest
 from fxpar.errors import DimNameError, MicroBatchCountError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
-from fxpar.memory import Conditions, pipeline_peak, predict_memory, schedule_of, steady_micro_batches
+from fxpar.memory import Conditions, pipeline_peak, predict_memory, schedule_of, steady_micro_batches, walk
+from fxpar.memory.walk import rank_peak
+from fxpar.remat import storages
 from tests.captured import llama
 from tests.memory.measured import model
 from tests.memory.measured_pipeline import rank_bytes
@@ -59,6 +61,27 @@ def test_peak(spec, tokens, options, strategy, micro_batches):
         predicted = pipeline_peak(program, plan, rank, captured.graph.example_dims(), conditions).whole.total_bytes
         measured = rank_bytes(captured, program, rank, micro_batches)
         assert 0.9 * measured <= predicted <= 1.1 * measured, f"rank {rank}: {predicted} is not {measured}"
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_places_where_nothing_differs_are_looked_at_once(monkeypatch, differ):
+    """The last place on each axis is the first one, as far as memory goes; or else has a walk of its own."""
+    captured = model("llama", 256, **SIZES)
+    program = lower(captured.graph, "pp2.tp2+sp", for_store=True)
+    assert isinstance(program, PipelineGraph)
+    plan, dims = schedule_of(program, 4), captured.graph.example_dims()
+    places: list[dict[str, int]] = [{}, {"tp": 1}]
+    alone = [
+        max(rank_peak(program, plan, position, dims, [at], Conditions()).whole.total_bytes for at in places)
+        for position in range(2)
+    ]
+    traced, trace = [], walk.trace_stage
+    monkeypatch.setattr(walk, "trace_stage", lambda *given, **named: traced.append(given) or trace(*given, **named))
+    if differ:
+        monkeypatch.setattr(storages, "is_same_call", lambda *_: False)
+    found = [pipeline_peak(program, plan, position, dims, Conditions()).whole.total_bytes for position in range(2)]
+    assert found == alone
+    assert len(traced) == (8 if differ else 4)  # a first and a later micro-batch, at two positions
 
 
 @pytest.mark.parametrize("strategy", ["pp2", f"pp4+{FOUR}", "pp2+zb_h1", f"pp2+interleaved_1f1b+{FOUR}"])

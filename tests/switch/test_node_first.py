@@ -16,7 +16,13 @@ from fxpar.errors import ReductionError, SwitchPlanError
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
-from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction, plan_node_first
+from fxpar.switch.node_first import (
+    NodeFirstPlan,
+    cheapest_reduction,
+    cheapest_seconds,
+    node_first_seconds,
+    plan_node_first,
+)
 from fxpar.switch.reduction import ReductionPlan, plan_reduction
 from fxpar.switch.terms import NOWHERE, GradientPlacement
 from tests.placements import configs
@@ -45,6 +51,18 @@ def cut_over(draw, world: int, shape: tuple[int, ...]) -> PlacedParam:
     cut = draw(st.integers(-1, len(shape) - 1))
     dims = tuple((AxisShard("home"),) if d == cut else () for d in range(len(shape)))
     return PlacedParam(shape, torch.float64, (DistConfig(Mesh((("home", world),)), dims),))
+
+
+@given(reductions(), st.sampled_from([1, 500, 1 << 20]))
+@settings(max_examples=examples(20))
+def test_seconds_without_a_plan(case, sums_bytes):
+    """Of all rounds, planned together or once for those alike."""
+    sources, target, cluster = case
+    plan = cheapest_reduction(sources, target, cluster, sums_bytes=sums_bytes)
+    assert cheapest_seconds(sources, target, cluster, sums_bytes) == pytest.approx(plan.predicted_s, rel=1e-12)
+    through = plan_node_first(sources, target, cluster, sums_bytes=sums_bytes)
+    seconds = through and pytest.approx(through.predicted_s, rel=1e-12)
+    assert node_first_seconds(sources, target, cluster, sums_bytes) == seconds
 
 
 def terms_by_rank(sources: Placements, world: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:

@@ -1,0 +1,53 @@
+"""`LowerAlike`: strategies that differ only in what is recomputed climb together until that is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from fxpar.ir.collector import collector_paused
+from fxpar.ir.copies import copy_graph
+from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.pass_base import GraphPass
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering.driver import split_phases
+from fxpar.lowering.ladder import climb, run_passes
+from fxpar.passes.rematerialize import Rematerialize
+
+
+@dataclass(frozen=True)
+class LowerAlike:
+    """`lower(logical, strategy, passes=passes, verified=False)` for many strategies without pp; the graph in front of
+    `rematerialize` is kept for each that differs in more than what is recomputed.
+    """
+
+    logical: LogicalGraph
+    passes: Sequence[GraphPass]
+    _reached: dict[Strategy, AnnotatedGraph] = field(default_factory=dict)
+
+    def __call__(self, strategy: Strategy) -> ExecGraph:
+        """The program, equal to that of `lower`. Raises as `lower` does."""
+        names = [step.name for step in self.passes]
+        middle = names.index(Rematerialize.name)
+        with collector_paused():
+            graph = self._in_front(strategy, list(self.passes[:middle]))
+            climb(graph, list(self.passes[middle:]), verified=False)
+        return split_phases(graph)
+
+    def _in_front(self, strategy: Strategy, passes: list[GraphPass]) -> AnnotatedGraph:
+        """A graph of one's own."""
+        key = replace(strategy, remat=None)
+        if key not in self._reached:
+            self._reached[key] = run_passes(self.logical, key, passes, None, verified=False)[0]
+        found = self._reached[key]
+        return replace(
+            found,
+            graph=copy_graph(found.graph),
+            strategy=strategy,
+            divisors=dict(found.divisors),
+            notes=list(found.notes),
+            deferred=dict(found.deferred),
+            timings=dict(found.timings),
+            passes=list(found.passes),
+        )

@@ -1,0 +1,51 @@
+"""Programs of strategies that climb the ladder together are those of `lower`."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import LowerAlike, default_passes, lower
+from fxpar.models import load
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.tracer import capture
+
+TEXTS = ["dp2.tp2+sp", "dp2.tp2+sp+remat(selective)", "dp2.tp2+sp+remat", "dp4+zero3+remat", "dp4+zero3", "dp4"]
+
+
+@functools.cache
+def rows():
+    model = load("llama", options={"layers": "2", "vocab": "131"}, device="meta")
+    return packed_if_proved(capture(model.model, model.loss_fn, model.example_batch))[0]
+
+
+@functools.cache
+def alike() -> LowerAlike:
+    return LowerAlike(rows(), default_passes(for_store=True))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_equals_lower(text):
+    strategy = Strategy.parse(text)
+    assert alike()(strategy).fingerprint() == lower(rows(), strategy, for_store=True).fingerprint()
+
+
+def test_the_first_passes_run_once_for_what_differs_in_recomputation():
+    """And a program does not change with those lowered behind it."""
+    runs = []
+
+    class Counted:
+        name, tier = "counted", "exact"
+
+        def __call__(self, graph):
+            runs.append(str(graph.strategy))
+
+    mine = LowerAlike(rows(), [*(passes := default_passes(for_store=True))[:-5], Counted(), *passes[-5:]])
+    first = mine(Strategy.parse("dp2.tp2+sp"))
+    before = first.fingerprint()
+    for text in TEXTS[1:]:
+        mine(Strategy.parse(text))
+    assert first.fingerprint() == before
+    assert runs == ["dp2.tp2+sp", "dp4+zero3", "dp4"]
