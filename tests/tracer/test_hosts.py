@@ -92,12 +92,12 @@ def test_the_models_own_mean_loss_becomes_a_sum():
 
 
 def test_gradient_checkpointing():
-    model = build("llama")
+    model = build("llama", 2)
     model.activation_checkpointing_enable()
     graph = check(model, losses.causal_lm, [tokens(12), tokens(17)])
-    assert len(attention_nodes(graph)) == 2
+    assert len(attention_nodes(graph)) == 4
     again = [n for n in attention_nodes(graph) if n.meta["backward"]]
-    assert [n.meta["fqn"] for n in again] == ["model.layers.0.self_attn"]
+    assert [n.meta["fqn"] for n in again] == ["model.layers.1.self_attn", "model.layers.0.self_attn"]
 
 
 def test_dropout_in_attention_and_elsewhere():
