@@ -11,7 +11,7 @@ bound        each mini-batch cut at its own best limits, without borders and res
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,13 +25,12 @@ from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer
-from fxpar.search.sets import RankedSet, ranked_sets
+from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
 from fxpar.search.space import SAVINGS, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 
 PLANNED = 48  # sets that are planned at most
-DIFFERENT = 0.01  # of the tokens: what a second set has to run otherwise to be another one
 
 
 @dataclass(frozen=True)
@@ -112,10 +111,9 @@ class _Search:
     known: KnownModel
     said: Said
     candidates: list[Priced] = field(default_factory=list)
-    budgets: list[list[int | None]] = field(default_factory=list)
     seconds: list[np.ndarray] = field(default_factory=list)
     pruned: int = 0
-    priced: dict[tuple[tuple[int, int], ...], PricedSet | None] = field(default_factory=dict)
+    priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -153,7 +151,6 @@ class _Search:
                 return False
             budgets = self.pricer.budgets(one, self.intervals.edges)
             self.candidates.append(one)
-            self.budgets.append(budgets)
             self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
         wanted = self.pricer.largest if self.problem.packed else 0
         return any(budget is None or budget < wanted for budget in budgets)
@@ -187,10 +184,7 @@ class _Search:
         if not np.isfinite(bound):
             raise self._nothing_fits()
         self.pricer.optimizer_s = optimizer_s(self.candidates[0], self.problem.cluster)
-        static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
-        sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
-        plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
-        plans, static = self._settled(plans[: self.problem.keep]), self._settled([static])[0]
+        plans, static = self._chosen()
         return Found(
             plans=tuple(plans),
             best_static=static,
@@ -228,22 +222,53 @@ class _Search:
             self.priced[one.groups] = self.pricer.price(chosen)
         return self.priced[one.groups]
 
-    def _settled(self, plans: Sequence[PricedSet]) -> list[PricedSet]:
-        """With the tokens of micro-batches as predicted for just these. Raises SequenceFitsNowhereError."""
-        edges, found = self.intervals.edges, []
-        for plan in plans:
-            groups = next(groups for groups, priced in self.priced.items() if priced is plan)
-            chosen = [(edges[edge], self._settled_one(self.candidates[s])) for edge, s in groups]
-            known = [(limit, one) for limit, one in chosen if one is not None]
-            found.append(self.pricer.price(known, settle=True) if len(known) == len(chosen) else None)
-        kept = [one for one in found if one is not None]
-        if not kept:
+    def _chosen(self) -> tuple[list[PricedSet], PricedSet]:
+        """The best sets and the best single strategy, settled. A pipeline of theirs that holds less than was guessed is
+        taken as what it is, and the sets are ranked again. Raises SequenceFitsNowhereError.
+        """
+        while True:
+            static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
+            sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
+            plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
+            plans = plans[: self.problem.keep]
+            settled = [self._settled(plan) for plan in (static, *plans)]
+            refused = [plan for plan, one in zip((static, *plans), settled, strict=True) if one is None]
+            if not self._look_closer({s for plan in refused for _, s in self._groups_of(plan)}):
+                break
+        found, kept = settled[0], [one for one in settled[1:] if one is not None]
+        if found is None or not kept:
             raise self._nothing_fits()
-        return sorted(kept, key=_seconds)
+        return sorted(kept, key=_seconds), found
 
-    def _settled_one(self, one: Priced) -> Priced | None:
-        """Lowered itself, where it was guessed at."""
-        return self.known.candidate(one.strategy, self.said) if isinstance(one, StagedGuess) else one
+    def _groups_of(self, plan: PricedSet) -> Groups:
+        return next(groups for groups, priced in self.priced.items() if priced is plan)
+
+    def _settled(self, plan: PricedSet) -> PricedSet | None:
+        """With the tokens of micro-batches as predicted for just these; None if one of its strategies does not hold
+        them.
+        """
+        chosen = []
+        for edge, s in self._groups_of(plan):
+            one = self.candidates[s]
+            one = self.known.candidate(one.strategy, self.said) if isinstance(one, StagedGuess) else one
+            if one is None:
+                return None
+            chosen.append((self.intervals.edges[edge], one))
+        return self.pricer.price(chosen, settle=True)
+
+    def _look_closer(self, numbers: Collection[int]) -> bool:
+        """Replace those of these candidates that are guesses by what they are; whether there was one."""
+        guesses = {s for s in numbers if isinstance(self.candidates[s], StagedGuess)}
+        for s in guesses:
+            strategy = self.candidates[s].strategy
+            one = self.known.candidate(strategy, self.said)
+            if one is None:  # it cannot be lowered at all
+                self.seconds[s] = np.full_like(self.seconds[s], np.inf)
+                continue
+            self.candidates[s], budgets = one, self.pricer.budgets(one, self.intervals.edges)
+            self.seconds[s] = least_seconds(one.cost, strategy, budgets, self.intervals)
+        self.priced = {groups: one for groups, one in self.priced.items() if guesses.isdisjoint(s for _, s in groups)}
+        return bool(guesses)
 
     def _guessed_borders(self) -> list[float]:
         """What a strategy's weights and gradients take at least on the slowest link of a rank: a guess that orders sets

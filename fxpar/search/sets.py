@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,17 +11,20 @@ from fxpar.search.bounds import Intervals
 
 PER_INTERVAL = 6  # strategies that are kept for an interval of lengths
 KEPT = 64  # partial sets that are kept for a limit and a number of groups
+Groups = tuple[tuple[int, int], ...]
+DIFFERENT = 0.01  # of the tokens: what a second set has to run otherwise to be another one
 
 
 @dataclass(frozen=True, order=True)
 class RankedSet:
     """Groups as (index of the edge that is its limit, index of the strategy), ascending; `least_s` as it is bounded,
-    `guess_s` with what its borders are guessed to take.
+    `guess_s` with what its borders are guessed to take; (strategy, tokens) of a mean mini-batch.
     """
 
     guess_s: float
     least_s: float
-    groups: tuple[tuple[int, int], ...]
+    groups: Groups
+    tokens: tuple[tuple[int, float], ...] = ()
 
 
 def ranked_sets(
@@ -33,10 +35,14 @@ def ranked_sets(
     `seconds[s]` [mini-batches, i, j] as `least_seconds` gives them, `borders_s[s]` is a guess at what the switch to a
     strategy and the reduction after it add. Dynamic programming over the limits: for each limit and number of groups
     the KEPT best partial sets, so that there are second-best ones to compare. One strategy may have several limits.
+    Sets that run the same tokens under the same strategies, but for a few, come last, behind the best guess of each
+    kind: else a group that has nearly no sequences makes many of one set.
     """
     means = np.stack([one.mean(axis=0) for one in seconds])  # [s, i, j]
+    tokens = found.tokens.mean(axis=0)
     count = len(found.edges)
     borders = np.array(borders_s)
+    few = DIFFERENT * float(tokens[0, -1]) or 1.0
     start = RankedSet(0.0, 0.0, ())
     layer: list[list[RankedSet]] = [[start], *([] for _ in range(count))]
     finished: list[RankedSet] = []
@@ -50,26 +56,42 @@ def ranked_sets(
                 for s in np.argsort(column, kind="stable")[:PER_INTERVAL]:
                     if not np.isfinite(column[s]):
                         break
-                    following[j + 1] += [_with(one, j, int(s), means[s, i, j], borders_s[s]) for one in layer[i]]
-        layer = [heapq.nsmallest(KEPT, partial) for partial in following]
+                    cell = means[s, i, j], borders_s[s], float(tokens[i, j])
+                    following[j + 1] += [_with(one, j, int(s), *cell) for one in layer[i]]
+        layer = [_kinds_first(sorted(partial), few, KEPT // 2)[:KEPT] for partial in following]
         finished += layer[count]
         if number + 1 == count:
             break
-    return sorted(_distinct(finished))
+    return _kinds_first(_distinct(finished), few)
 
 
-def _with(one: RankedSet, edge: int, strategy: int, least_s: float, border_s: float) -> RankedSet:
-    again = strategy in {s for _, s in one.groups}
-    guess = one.guess_s + least_s + (0.0 if again else border_s)
-    return RankedSet(float(guess), float(one.least_s + least_s), (*one.groups, (edge, strategy)))
+def _with(one: RankedSet, edge: int, strategy: int, least_s: float, border_s: float, tokens: float) -> RankedSet:
+    held = dict(one.tokens)
+    guess = one.guess_s + least_s + (0.0 if strategy in held else border_s)
+    held[strategy] = held.get(strategy, 0.0) + tokens
+    groups = (*one.groups, (edge, strategy))
+    return RankedSet(float(guess), float(one.least_s + least_s), groups, tuple(sorted(held.items())))
+
+
+def _kinds_first(sets: Sequence[RankedSet], few: float, most: int | None = None) -> list[RankedSet]:
+    """The first one for each way to share out the tokens among strategies, to `few` tokens (at most `most`), then the
+    others.
+    """
+    kinds: dict[Groups, RankedSet] = {}
+    for one in sets:
+        rounded = ((s, round(tokens / few)) for s, tokens in one.tokens)
+        kinds.setdefault(tuple(each for each in rounded if each[1]), one)
+    first = list(kinds.values())[:most]
+    held = {one.groups for one in first}
+    return [*first, *(one for one in sets if one.groups not in held)]
 
 
 def _distinct(sets: Sequence[RankedSet]) -> list[RankedSet]:
     """Neighbouring groups of one strategy are one group."""
-    found: dict[tuple[tuple[int, int], ...], RankedSet] = {}
+    found: dict[Groups, RankedSet] = {}
     for one in sorted(sets):
         kept = tuple(
             group for group, after in zip(one.groups, (*one.groups[1:], (-1, -1)), strict=True) if after[1] != group[1]
         )
-        found.setdefault(kept, RankedSet(one.guess_s, one.least_s, kept))
-    return list(found.values())
+        found.setdefault(kept, replace(one, groups=kept))
+    return sorted(found.values())

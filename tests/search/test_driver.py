@@ -110,7 +110,7 @@ def test_savings_are_tried_for_larger_micro_batches_too():
     given = problem(7_000_000, names=("dp2",))
     search = _Search(given, given.known(lowered, outlined), lambda _: None)
     search.lower_all()
-    assert None not in search.budgets[0]
+    assert None not in search.pricer.budgets(search.candidates[0], search.intervals.edges)
     assert len(search.candidates) > 1
 
 

@@ -36,8 +36,21 @@ def test_the_first_set_is_the_best_of_all(tables, borders):
             for names in itertools.product(range(len(tables)), repeat=count):
                 every.append(guess(list(zip((*limits, 2), names, strict=True))))
     assert ranked[0].guess_s == min(every)
-    assert [one.guess_s for one in ranked] == sorted(one.guess_s for one in ranked)
     assert all(one.least_s <= one.guess_s for one in ranked)
+    assert len({one.groups for one in ranked}) == len(ranked)
+
+
+def test_sets_that_run_the_same_tokens_are_one_kind():
+    """No sequence has 9 to 16 tokens: a limit there makes no other set, and nor does a group of nothing else."""
+    found = Intervals(EDGES, ((*[4] * 50, *[30] * 20),))
+    fast, slow = (np.where(found.inside, each, np.inf)[None] for each in (1.0, 2.0))
+    ranked = ranked_sets([fast, slow], [0.0, 0.5], found, 3)
+    kinds = [{(s, round(tokens)) for s, tokens in one.tokens if tokens} for one in ranked]
+    first = [{(0, 800)}, {(0, 200), (1, 600)}, {(0, 600), (1, 200)}, {(1, 800)}]
+    assert sorted(map(sorted, kinds[:4])) == sorted(map(sorted, first))
+    assert kinds[0] == {(0, 800)}
+    assert len(ranked) > 4
+    assert all(kind in first for kind in kinds)
     assert len({one.groups for one in ranked}) == len(ranked)
 
 
@@ -48,7 +61,7 @@ def test_neighbours_of_one_strategy_are_one_group():
 
 
 def test_what_never_fits_is_in_no_set():
-    found = Intervals(EDGES, ((1,),))
+    found = Intervals(EDGES, ((1, 12, 20),))
     short = np.where(found.inside & np.array([True, True, False]), 1.0, np.inf)[None]
     whole = np.where(found.inside, 9.0, np.inf)[None]
     ranked = ranked_sets([short, whole], [0.0, 0.0], found, 2)
