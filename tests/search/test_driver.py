@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -17,9 +17,11 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.search import driver
+from fxpar.search.bounds import least_seconds
 from fxpar.search.driver import Problem, _Search, find_plan
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.price import Depth, candidate
+from fxpar.search.price import Candidate, Depth, candidate
 from fxpar.search.space import shapes, with_savings
 from fxpar.tracer import capture
 
@@ -112,6 +114,32 @@ def test_savings_are_tried_for_larger_micro_batches_too():
     search.lower_all()
     assert None not in search.pricer.budgets(search.candidates[0], search.intervals.edges)
     assert len(search.candidates) > 1
+
+
+class Optimist(Candidate):
+    """Holds all that one wants, until it is looked at."""
+
+    def most_tokens(self, limit: int, room: int, most: int) -> int:
+        return most
+
+
+def test_what_was_guessed_wrong_is_taken_as_what_it_is(monkeypatch):
+    """It is in the best sets as it was guessed, and in none of those that are found."""
+    given = problem(3_000_000)
+    want = find_plan(given, lowered, outlined)
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search.lower_all()
+    monkeypatch.setattr(driver, "StagedGuess", Optimist)
+    search.pricer.optimizer_s = want.plans[0].optimizer_s
+    for s, one in enumerate(search.candidates):
+        guess = Optimist(**{each.name: getattr(one, each.name) for each in fields(one) if each.init})
+        budgets = search.pricer.budgets(guess, search.intervals.edges)
+        search.candidates[s] = guess
+        search.seconds[s] = least_seconds(guess.cost, guess.strategy, budgets, search.intervals)
+    plans, static = search._chosen()
+    assert [plan.groups for plan in plans] == [plan.groups for plan in want.plans]
+    assert static.groups == want.best_static.groups
+    assert any(type(one) is Candidate for one in search.candidates)  # was looked at
 
 
 def test_each_plan_fits_and_holds_all_lengths():
