@@ -139,7 +139,7 @@ def test_longer_documents_take_more():
 def test_sums_of_a_node_are_those_of_the_reductions_plan():
     """What `cheapest_reduction` plans with, where the network is slow; nothing on one node."""
     program = lower(model("llama", 256, **SIZES).graph, "dp4", for_store=True)
-    slow = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
+    slow = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.01, latency_us=0)
     found = predict_memory(program, cluster=slow, staging_bytes=1 << 16)
     home = home_layout(param_specs(program), 4)
     plan = cheapest_reduction(gradient_placements(program), home, slow, "dp4", 1 << 16)

@@ -30,7 +30,7 @@ SETS = (
     {16: "dp2.pp2+zb_h1", 64: "pp2.tp2+interleaved_1f1b(2)", 512: "pp4+gpipe"},
 )
 PAUSES_S = (0, 0, 0, 1e-3, 5e-3, 2e-2)
-SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
+SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.01, latency_us=0)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def test_every_order_gives_the_same_gradients():
         assert largest_error(grads, want["grads"]) <= 1e-12
 
 
-SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
+SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.01, latency_us=0)
 BATCHES = [sequences(seed) for seed in (3, 4)]
 HOME = {"turns": "R", "up_proj.weight": "S(1)"}
 HOME_OF_LLAMA = {"*norm*": "R", "*.q_proj.weight": "S(1)"}

@@ -28,7 +28,7 @@ STAGES_AND_CHUNKS = {16: "dp2.pp2+interleaved_1f1b(2)", 64: "pp4+zb_h1", 512: "t
 CHUNKS = {16: "dp2.pp2+interleaved_1f1b(2)", 64: "pp2.tp2+zb_h1", 512: "tp4"}
 ZERO = {16: "dp4+zero3", 64: "dp4+zero2", 512: "dp2.tp2+zero1"}
 ALONE = {512: "dp4"}
-SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.1, latency_us=0)
+SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.01, latency_us=0)
 
 
 def dropping() -> nn.Module:
