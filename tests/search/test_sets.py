@@ -43,8 +43,8 @@ def test_the_first_set_is_the_best_of_all(tables, borders):
 def test_sets_that_run_the_same_tokens_are_one_kind():
     """No sequence has 9 to 16 tokens: a limit there makes no other set, and nor does a group of nothing else."""
     found = Intervals(EDGES, ((*[4] * 50, *[30] * 20),))
-    fast, slow = (np.where(found.inside, each, np.inf)[None] for each in (1.0, 2.0))
-    ranked = ranked_sets([fast, slow], [0.0, 0.5], found, 3)
+    fast, slow = (np.where(found.inside, each * found.tokens, np.inf) for each in (1.0, 1.5))
+    ranked = ranked_sets([fast, slow], [0.0, 0.0], found, 3)
     kinds = [{(s, round(tokens)) for s, tokens in one.tokens if tokens} for one in ranked]
     first = [{(0, 800)}, {(0, 200), (1, 600)}, {(0, 600), (1, 200)}, {(1, 800)}]
     assert sorted(map(sorted, kinds[:4])) == sorted(map(sorted, first))
