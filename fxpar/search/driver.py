@@ -10,7 +10,6 @@ bound        each mini-batch cut at its own best limits, without borders and res
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -224,18 +223,19 @@ class _Search:
         return self.priced[one.groups]
 
     def _chosen(self) -> tuple[list[PricedSet], PricedSet]:
-        """The best sets and the best single strategy, settled. Pipelines of theirs that were guessed at are taken as
-        what they are, and sets are ranked again, until no guess is in the best ones. Raises SequenceFitsNowhereError.
+        """The best sets and the best single strategy, settled. A pipeline of theirs that holds less than was guessed is
+        taken as what it is, and the sets are ranked again. Raises SequenceFitsNowhereError.
         """
         while True:
             static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
             sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
             plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
-            best = (static, *plans[: self.problem.keep])
-            if not self._look_closer({s for plan in best for _, s in self._groups_of(plan)}):
+            plans = plans[: self.problem.keep]
+            settled = [self._settled(plan) for plan in (static, *plans)]
+            refused = [plan for plan, one in zip((static, *plans), settled, strict=True) if one is None]
+            if not self._look_closer({s for plan in refused for _, s in self._groups_of(plan)}):
                 break
-        settled = (one for one in map(self._settled, plans) if one is not None)
-        kept, found = list(itertools.islice(settled, self.problem.keep)), self._settled(static)
+        found, kept = settled[0], [one for one in settled[1:] if one is not None]
         if found is None or not kept:
             raise self._nothing_fits()
         return sorted(kept, key=_seconds), found

@@ -124,7 +124,7 @@ class Optimist(Candidate):
 
 
 def test_what_was_guessed_wrong_is_taken_as_what_it_is(monkeypatch):
-    """It is in the best sets as it was guessed, and in none of those that are found."""
+    """It is among the best as it was guessed, and holds none of these; what is found holds its sequences."""
     given = problem(3_000_000)
     want = find_plan(given, lowered, outlined)
     search = _Search(given, given.known(lowered, outlined), lambda _: None)
@@ -137,8 +137,8 @@ def test_what_was_guessed_wrong_is_taken_as_what_it_is(monkeypatch):
         search.candidates[s] = guess
         search.seconds[s] = least_seconds(guess.cost, guess.strategy, budgets, search.intervals)
     plans, static = search._chosen()
-    assert [plan.groups for plan in plans] == [plan.groups for plan in want.plans]
     assert static.groups == want.best_static.groups
+    assert want.plans[0].predicted_s <= plans[0].predicted_s <= static.predicted_s
     assert any(type(one) is Candidate for one in search.candidates)  # was looked at
 
 
