@@ -97,7 +97,8 @@ class Evaluation:
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
-            sums = self._sums(module, collate(sequences, micro, self.keys))
+            batch = collate(sequences, micro, self.keys)
+            sums = self._sums(module, {key: value.to(self.engine.device) for key, value in batch.items()})
             for each in found if turn < len(mine) and counts else ():
                 found[each] += sums[each]
         return found

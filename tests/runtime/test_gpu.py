@@ -96,6 +96,13 @@ def test_training_in_other_ways(world, dtype, options, tolerance):
 
 
 @on_both
+def test_sequences_may_lie_on_the_cpu(world):
+    model = _parallel(_Reset().to(world))
+    for run in (lambda given: model.evaluate(given), lambda given: model.train_step(given).loss):
+        assert run(sequences(0, LENGTHS)) == run(_on(world, 0))
+
+
+@on_both
 def test_a_session_that_is_let_go_leaves_nothing(world):
     def alive() -> int:
         gc.collect()
