@@ -3,6 +3,7 @@ of gradients through the sums of each node against a direct one.
 
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py [--mib 32] [--runs 3] [--json OUT]
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 [--paced] [--only dp4] [--steps 8]
+    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 --plan commoncrawl [--paced] [--steps 8]
 
 Two network namespaces are joined by a pair of virtual links, each held to 200 Mbit/s by `tc tbf`; two gloo ranks run
 in each. The switch spreads weights that all four ranks share (tp4) to every rank (dp4); the reduction adds up the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -179,7 +181,7 @@ def show(found: Found, mib: int) -> bool:
     return good
 
 
-def step_of_rank(options: argparse.Namespace) -> dict[str, float]:
+def step_of_rank(options: argparse.Namespace) -> dict[str, Any]:
     """The probe, or the steps of `--comm-share`; the same figures on every rank."""
     import borders
     import torch
@@ -189,6 +191,11 @@ def step_of_rank(options: argparse.Namespace) -> dict[str, float]:
     dist.init_process_group("gloo")
     if options.mbit is None:
         found = borders.probe()
+    elif options.plan is not None:
+        import plan_nodes
+
+        plans = json.loads(Path(options.plans).read_text())
+        found = plan_nodes.measure(plans, options.plan, options.mbit, options.steps, options.paced)
     else:
         found = borders.measure(options.mbit, options.steps, options.paced, only=options.only)
     dist.barrier()
@@ -196,14 +203,32 @@ def step_of_rank(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def measure_borders(share: float, words: list[str]) -> Found:
-    """Steps on a network on which tp4+sp over both nodes spends `share` of its time in communication."""
+def network(share: float) -> float:
+    """Mbit/s with which tp4+sp over both nodes spends `share` of its time in communication."""
     with emulated_nodes(None):
         fast = json.loads(run_ranks(__file__, ["--comm-share", str(share)]).strip().splitlines()[-1])
-    mbit = fast["bytes"] * 8e-6 / (fast["wall_s"] * share / (1 - share))
+    return fast["bytes"] * 8e-6 / (fast["wall_s"] * share / (1 - share))
+
+
+def measure_steps(mbit: float, words: list[str]) -> dict[str, Any]:
+    """Steps on a network of so many Mbit/s."""
     with emulated_nodes(mbit):
-        output = run_ranks(__file__, ["--comm-share", str(share), "--mbit", f"{mbit:.0f}", *words])
-    return {"step": {"mbit": mbit, **json.loads(output.strip().splitlines()[-1])}}
+        output = run_ranks(__file__, ["--comm-share", "0", "--mbit", f"{mbit:.0f}", *words], timeout_s=1800)
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def measure_plan(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """What `--plan` asks for, and whether all targets are met."""
+    import plan_nodes
+
+    mbit = network(options.comm_share)
+    plans = plan_nodes.choose(options.plan, mbit)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plans.json")
+        path.write_text(json.dumps(plans))
+        words = ["--plan", options.plan, "--plans", str(path), "--steps", str(options.steps)]
+        found = measure_steps(mbit, [*words, *["--paced"] * options.paced])
+    return {"plan": found, "plans": plans, "mbit": mbit}, plan_nodes.show(found, plans, options.plan, mbit)
 
 
 def show_borders(found: Mapping[str, float], only: str | None = None) -> bool:
@@ -228,7 +253,11 @@ def main() -> None:
     parser.add_argument("--paced", action="store_true", help="groups wait for their priced time instead of computing")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", metavar="STRATEGY", help="whole steps under one strategy instead of three")
+    parser.add_argument(
+        "--plan", choices=("commoncrawl", "github"), help="a plan for these lengths, against one strategy"
+    )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plans", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--mbit", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -242,10 +271,15 @@ def main() -> None:
     if reason:
         print(f"two_nodes.py is left out: {reason}")
         return
-    if options.comm_share is not None:
+    if options.plan is not None:
+        if options.comm_share is None:
+            parser.error("--plan needs --comm-share, which says how slow the network is")
+        found, good = measure_plan(options)
+    elif options.comm_share is not None:
         words = ["--steps", str(options.steps), *["--paced"] * options.paced]
         words += [] if options.only is None else ["--only", options.only]
-        found = measure_borders(options.comm_share, words)
+        mbit = network(options.comm_share)
+        found = {"step": {"mbit": mbit, **measure_steps(mbit, words)}}
         good = show_borders(found["step"], options.only)
     else:
         with emulated_nodes(MBIT):

@@ -11,7 +11,7 @@ bound        each mini-batch cut at its own best limits, without borders and res
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 
 PLANNED = 48  # sets that are planned at most
+CLOSE = 0.01  # by so much a set may be slower than it was ranked
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class _Search:
     seconds: list[np.ndarray] = field(default_factory=list)
     pruned: int = 0
     priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
+    settled: dict[Groups, PricedSet] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -223,32 +225,47 @@ class _Search:
         return self.priced[one.groups]
 
     def _chosen(self) -> tuple[list[PricedSet], PricedSet]:
-        """The best sets and the best single strategy, settled. A pipeline of theirs that holds less than was guessed is
-        taken as what it is, and the sets are ranked again. Raises SequenceFitsNowhereError.
+        """The best sets and the best single strategy, settled. Sets are ranked again where one of them holds less than
+        was thought, or takes longer with the tokens that it holds. Raises SequenceFitsNowhereError.
         """
         while True:
             static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
             sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
             plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
-            plans = plans[: self.problem.keep]
-            settled = [self._settled(plan) for plan in (static, *plans)]
-            refused = [plan for plan, one in zip((static, *plans), settled, strict=True) if one is None]
-            if not self._look_closer({s for plan in refused for _, s in self._groups_of(plan)}):
+            best = [static, *plans[: self.problem.keep]]
+            groups = [self._groups_of(plan) for plan in best]
+            if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
-        found, kept = settled[0], [one for one in settled[1:] if one is not None]
-        if found is None or not kept:
-            raise self._nothing_fits()
+        found, *kept = [self.settled[one] for one in groups]
         return sorted(kept, key=_seconds), found
+
+    def _disappoints(self, groups: Groups, plan: PricedSet) -> bool:
+        """Whether a set is not what it was ranked as, which is then put right. A set with guesses in it is only where
+        it does not hold its tokens: what a guess is takes a lowering, and good sets tend to have guesses in them.
+        """
+        if groups in self.settled:
+            return False
+        guesses = {s for _, s in groups if isinstance(self.candidates[s], StagedGuess)}
+        settled = self._settled(groups)
+        if settled is None:
+            if not self._look_closer(guesses):
+                self.priced[groups] = None
+            return True
+        self.settled[groups] = settled
+        if guesses:
+            return False
+        self.priced[groups] = settled
+        return settled.predicted_s > (1 + CLOSE) * plan.predicted_s
 
     def _groups_of(self, plan: PricedSet) -> Groups:
         return next(groups for groups, priced in self.priced.items() if priced is plan)
 
-    def _settled(self, plan: PricedSet) -> PricedSet | None:
+    def _settled(self, groups: Groups) -> PricedSet | None:
         """With the tokens of micro-batches as predicted for just these; None if one of its strategies does not hold
         them.
         """
         chosen = []
-        for edge, s in self._groups_of(plan):
+        for edge, s in groups:
             one = self.candidates[s]
             one = self.known.candidate(one.strategy, self.said) if isinstance(one, StagedGuess) else one
             if one is None:
@@ -256,9 +273,8 @@ class _Search:
             chosen.append((self.intervals.edges[edge], one))
         return self.pricer.price(chosen, settle=True)
 
-    def _look_closer(self, numbers: Collection[int]) -> bool:
-        """Replace those of these candidates that are guesses by what they are; whether there was one."""
-        guesses = {s for s in numbers if isinstance(self.candidates[s], StagedGuess)}
+    def _look_closer(self, guesses: set[int]) -> bool:
+        """Replace these candidates by what they are; whether there was one."""
         for s in guesses:
             strategy = self.candidates[s].strategy
             one = self.known.candidate(strategy, self.said)

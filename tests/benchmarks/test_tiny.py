@@ -73,6 +73,17 @@ def test_the_borders_of_steps_on_two_nodes(script, capsys, paced):
     assert 0 < found["exposed"] < found["overlapped"]
 
 
+def test_a_plan_against_one_strategy_on_two_nodes(script, capsys):
+    module = script("plan_nodes")
+    plans = module.choose("github", 1e3, tiny=True, samples=2)
+    found = run_forked(4, lambda _: module.measure(plans, "github", 1e3, 1, True, tiny=True))[0]
+    module.show(found, plans, "github", 1e3)
+    assert "planned set" in capsys.readouterr().out
+    assert set(found) == set(plans)
+    # Paced groups wait for what is predicted.
+    assert all(one["measured_s"] > 0.9 * one["predicted_s"] for one in found.values())
+
+
 def test_make_bench_runs_the_commands_of_the_page(script):
     """As they stand there, in the same order; and it leaves no benchmark out."""
     run = [piece.words for piece in script("run_cpu").PIECES]

@@ -142,6 +142,28 @@ def test_what_was_guessed_wrong_is_taken_as_what_it_is(monkeypatch):
     assert any(type(one) is Candidate for one in search.candidates)  # was looked at
 
 
+def test_a_set_is_judged_by_the_tokens_that_it_holds(monkeypatch):
+    """Between its anchors memory is a guess: what was best by it may hold fewer tokens, or not even its sequences."""
+    given = problem(names=("cp2", "tp2+sp"))
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search.lower_all()
+    by_guess, alone = ([search.pricer.price([(512, c)], settle=s) for c in search.candidates] for s in (False, True))
+    guessed, best = (min((one for one in of if one), key=lambda one: one.predicted_s) for of in (by_guess, alone))
+    assert guessed.strategies != best.strategies
+    assert search.found(0.0).best_static.strategies == best.strategies
+
+    held, refused = Candidate.settled_tokens, best.strategies[0]
+
+    def settled(self: Candidate, *of: int) -> int | None:
+        return None if self.name == refused else held(self, *of)
+
+    monkeypatch.setattr(Candidate, "settled_tokens", settled)
+    again = _Search(given, search.known, lambda _: None)
+    again.lower_all()
+    found = again.found(0.0)
+    assert all(refused not in plan.strategies for plan in (found.best_static, *found.plans))
+
+
 def test_each_plan_fits_and_holds_all_lengths():
     given = problem(4_000_000, 3, FOUR)
     found = find_plan(given, lowered, outlined)
