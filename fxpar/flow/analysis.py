@@ -6,7 +6,8 @@ say (attention, positions, counts) stands in `fxpar.flow.statements`. Anything e
 the row: what is not known to be harmless counts as harmful.
 
 Only the forward is followed, recomputed parts of it included: gradients are its derivatives, so a loss that is the sum
-of the documents' losses for all weights has the sum of their gradients.
+of the documents' losses for all weights has the sum of their gradients. A backward of the model's own (an
+`autograd.Function`, a hook on a gradient) may make anything of them: such a graph is of the row.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def token_flow(logical: LogicalGraph, token: sympy.Symbol, question: Question) -
     walk = _Walk(logical, token, question)
     walk.run()
     hazard = walk.hazard()
+    if logical.own_backward is not None:
+        hazard = hazard or Flow("row", why=f"{logical.own_backward} may mix tokens")
     if question == "padding":
         return TokenFlow(question, walk.flows, walk.sites, hazard or walk.unusable, None)
     return TokenFlow(question, walk.flows, walk.sites, hazard, walk.unusable)

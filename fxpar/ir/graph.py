@@ -114,7 +114,8 @@ class LogicalGraph:
     """Forward + loss + backward of one replica with global shapes, as the model treats one sequence.
 
     With `packing` a row may be several documents (`fxpar.passes.pack_documents`). `averaged`: the user's loss function
-    returns the mean of which the graph has the sum.
+    returns the mean of which the graph has the sum. `own_backward` names code of the model's own that gradients go
+    through, so that they are not known to be the derivatives of the forward.
 
     Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
     (loss, gradients, buffers). The loss is `scale` times a sum over valid tokens. `constants` are tensors that the
@@ -130,6 +131,7 @@ class LogicalGraph:
     timings: dict[str, float] = field(default_factory=dict)
     packing: Packing | None = None
     averaged: bool = False
+    own_backward: str | None = None
 
     @property
     def placeholders(self) -> list[fx.Node]:

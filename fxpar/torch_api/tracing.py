@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -270,6 +271,24 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
         return tensor
     with _disable_current_modes():
         return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+
+
+def own_backward(results: Sequence[Tensor]) -> type | None:
+    """An `autograd.Function`, not of fxpar, that the gradients of `results` go through. Those of ops with a formula of
+    their own do not count: what such an op does is asked of the op.
+    """
+    todo = [value.grad_fn for value in results if value.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("GeneratedBackwardFor_"):
+            function: Any = type(node)._forward_cls  # type: ignore[attr-defined]
+            if function.__module__.partition(".")[0] != "fxpar":
+                return function
+        found = [before for before, _ in node.next_functions if before is not None and before not in seen]
+        seen.update(found)
+        todo += found
+    return None
 
 
 def is_computed_from(value: Tensor, kind: str) -> bool:

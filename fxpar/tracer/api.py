@@ -90,4 +90,5 @@ def _capture(
     raw = step.trace()
     if raw.unused:
         warn(f"the loss does not depend on {', '.join(raw.unused)}: no gradient, as in autograd")
-    return LogicalGraph(**canonical_graph(raw, world, dims, started), name=name, averaged=step.averaged)
+    fields = canonical_graph(raw, world, dims, started)
+    return LogicalGraph(**fields, name=name, averaged=step.averaged, own_backward=step.own_backward)

@@ -72,6 +72,7 @@ class CaptureContext:
     masks: list[tuple[Tensor, list[int], MaskRule]] = field(default_factory=list)  # with the versions of all tensors
     documents: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     restarting: set[str] = field(default_factory=set)  # keys of the batch whose zeros begin documents
+    gradient_hooks: list[str] = field(default_factory=list)  # where the model puts them on activations
 
     def unsupported(self, what: str, instead: str) -> UnsupportedOpError:
         """The error for something that the running module does, with its FQN and line."""

@@ -138,7 +138,8 @@ def capture_forward(
         raw = forward.trace()
         tracing.inputs_first(raw.gm)
         fields = canonical_graph(raw, world, dims, started)
-        return ForwardGraph(**fields, name=name or type(model).__name__, structure=forward.structure())
+        fields |= {"own_backward": forward.own_backward, "structure": forward.structure()}
+        return ForwardGraph(**fields, name=name or type(model).__name__)
 
 
 @calls_user_code
@@ -166,6 +167,8 @@ class Forward(Traced):
         leaves, self.returned = flatten(_call_model(self.model, args, kwargs))
         self.restarting = tuple(sorted(context.restarting))
         tensors = self._values(leaves)
+        if self.differentiate:
+            self.look_for_own_backward(context, tensors)
         grads = self._gradients(tensors, values) if self.differentiate else []
         return [*(t.detach() for t in tensors), *grads]
 

@@ -91,6 +91,8 @@ class Redirect(TorchFunctionMode):
             self._check_free(
                 "the number of turns of a loop over a tensor", args[0], dim, "compute on all of it at once"
             )
+        if func is Tensor.register_hook:
+            self.context.gradient_hooks.append(user_line() or "an unknown line")
         if func is Tensor.cuda:
             self._check_device("cuda")
             return args[0]

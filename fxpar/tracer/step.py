@@ -106,6 +106,7 @@ class Traced(ABC):
     outputs: list[Output] = field(default_factory=list)
     unused: tuple[str, ...] = ()
     differentiate: bool = True
+    own_backward: str | None = None
 
     @abstractmethod
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
@@ -152,6 +153,14 @@ class Traced(ABC):
             found = self.results(context, values)
             buffers = self._reassigned(inputs, values)
         return (*found, *buffers)
+
+    def look_for_own_backward(self, context: CaptureContext, results: Sequence[Tensor]) -> None:
+        """Whether gradients of `results` go through code of the model's own, of which no flow is known."""
+        function = tracing.own_backward(results)
+        if function is not None:
+            self.own_backward = f"the backward of {function.__name__}, an autograd.Function,"
+        elif context.gradient_hooks:
+            self.own_backward = f"a hook on a gradient, at {context.gradient_hooks[0]},"
 
     def trained(self, values: Sequence[Tensor]) -> list[tuple[Input, Tensor]]:
         """The inputs that want a gradient."""
@@ -217,6 +226,7 @@ class TracedStep(Traced):
         scale = tracing.retyped_input(scale, loss.dtype)
         measured = as_results(metrics, scale, context)
         loss = loss * scale
+        self.look_for_own_backward(context, [loss])
         grads = self._gradients(loss, self.trained(values))
         self.outputs = [
             *(Output("loss", name) for name in ("loss", *measured)),
