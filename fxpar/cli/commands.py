@@ -286,6 +286,9 @@ class VizRequest:
         str | None, typer.Option(metavar="FILE", help="Also write the predicted step for Perfetto.", show_default=False)
     ] = None
     open: Annotated[bool, typer.Option("--open", help="Open the page, or Model Explorer, once it is written.")] = False
+    trust_plan: Annotated[
+        bool, typer.Option("--trust-plan", help="Run the Python function that a plan names as its model.")
+    ] = False
 
     @property
     def strategy_texts(self) -> list[str]:

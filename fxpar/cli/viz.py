@@ -17,7 +17,7 @@ from fxpar.cli.request import check_output, collected_warnings, to_json, write_o
 from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, read_rows, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import token_dim
-from fxpar.errors import OpenStdoutError, PlanOptionError, SameOutputError, StageNeedsStrategyError
+from fxpar.errors import OpenStdoutError, PlanFileError, PlanOptionError, SameOutputError, StageNeedsStrategyError
 from fxpar.graph_files import load_graph
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import LogicalGraph
@@ -25,6 +25,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
+from fxpar.models.loaders import is_function
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.version import __version__
 from fxpar.viz import Viewed, page_html, view_document
@@ -71,6 +72,9 @@ def _planned(request: VizRequest) -> tuple[VizRequest, Plan | None]:
     for option, given in (("--set", source.options), ("--strategy", request.strategies)):
         if given:
             raise PlanOptionError(option, " ".join(given), f"{source.model} says it: edit the plan, or name its model")
+    if is_function(plan.model) and not request.trust_plan:
+        why = f"its model, {plan.model}, is a Python function, which would be imported and called"
+        raise PlanFileError(source.model, why, "If you know the function, and who wrote the plan, add --trust-plan")
     plan.check(source.model, plan.model, plan.options, source.world)
     source = replace(source, model=plan.model, options=plan.options)
     return replace(request, source=source, strategies=tuple(group.strategy for group in plan.groups)), plan

@@ -10,7 +10,7 @@ import torch
 from fxpar.errors import ModelFunctionError, ModelOptionError, UnknownModelError
 from fxpar.models.builtin import EXAMPLES, load_example
 from fxpar.models.loaded import LoadedModel
-from fxpar.models.loaders import check_loaded, loader_of, prefix_of
+from fxpar.models.loaders import check_loaded, is_function, loader_of, prefix_of
 from fxpar.models.user_function import load_function
 from fxpar.precision.precision import parse_dtype
 
@@ -43,7 +43,7 @@ def load(
     if prefix is not None:
         settings: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed, "tokens": tokens, "noise": noise}
         return check_loaded(spec, loader_of(prefix)(spec.removeprefix(f"{prefix}:"), given, **settings))
-    if ":" in spec:
+    if is_function(spec):
         if tokens is not None:
             raise ModelOptionError("tokens", "is for hf: and built-in models; return 'batches' from your function")
         return load_function(spec, given, dtype=dtype, device=device, seed=seed)

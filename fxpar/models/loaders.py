@@ -52,6 +52,11 @@ def prefix_of(spec: str) -> str | None:
     return prefix if colon and prefix in LOADERS.available() else None
 
 
+def is_function(spec: str) -> bool:
+    """Whether a MODEL is a Python function (`pkg.module:function`, `file.py:function`), which is imported and called."""
+    return ":" in spec and prefix_of(spec) is None
+
+
 def loader_of(prefix: str) -> Loader:
     """The loader of a prefix. Raises UnknownModelError, DuplicateNameError, EntryLoadError."""
     return LOADERS.get(prefix)

@@ -118,6 +118,21 @@ def test_mistakes_with_a_plan(tmp_path, words, change, message):
     assert "Traceback" not in err
 
 
+def test_a_plan_runs_no_code_unless_it_is_trusted(tmp_path):
+    """It may come from anybody; `os:system` with an option `command` would be a command of the shell."""
+    called = tmp_path / "called"
+    (tmp_path / "mine.py").write_text(f"def make():\n    open({str(called)!r}, 'w').close()\n    return 1\n")
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN.replace('"llama"', f'"{tmp_path / "mine.py"}:make"').replace('"layers=1"', ""))
+    status, _, err = fxpar("viz", path, "-o", "-", "--format", "json")
+    assert (status, called.exists()) == (1, False)
+    assert "mine.py:make, is a Python function, which would be imported and called" in err
+    assert "add --trust-plan" in err
+    status, _, err = fxpar("viz", path, "-o", "-", "--format", "json", "--trust-plan")
+    assert (status, called.exists()) == (1, True)
+    assert "returned int" in err
+
+
 def test_model_explorer(tmp_path):
     graph = tmp_path / "g.json"
     out = viz("-s", "dp2.tp2", "-o", graph, "--format", "model-explorer")
