@@ -53,7 +53,7 @@ def prefix_of(spec: str) -> str | None:
 
 
 def is_function(spec: str) -> bool:
-    """Whether a MODEL is a Python function (`pkg.module:function`, `file.py:function`), which is imported and called."""
+    """Whether a MODEL is a Python function (`pkg.module:function`, `file.py:function`): it is imported and called."""
     return ":" in spec and prefix_of(spec) is None
 
 

@@ -22,6 +22,7 @@ from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision
 from fxpar.runtime.agree import agreed_cluster, check_same_programs, check_same_values
+from fxpar.runtime.attributes import plain_attributes
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.decided import Decided, decide, tell
@@ -110,7 +111,8 @@ def _open(
         return with_precision(logical, compiled.precision)
 
     evaluation = Evaluation(engine, calls, loss, capture_again, tuple(decided.keys), compiled.logical.averaged)
-    return Session(compiled, store, engine, memory, options, calls, evaluation, hooked_modules(module))
+    told = hooked_modules(module), plain_attributes(module)
+    return Session(compiled, store, engine, memory, options, calls, evaluation, *told)
 
 
 def _engine(

@@ -13,6 +13,7 @@ from torch import nn
 from fxpar.batching import LengthGroup
 from fxpar.errors import ParallelizeError, warn
 from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.runtime.attributes import PlainAttribute
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.drift import Drift
 from fxpar.runtime.engine import Engine, Replanned
@@ -40,6 +41,7 @@ class Session:
     calls: PlainCalls
     evaluation: Evaluation
     hooks: dict[str, int] | None  # of modules, at the capture; None once a user was told
+    attributes: list[PlainAttribute]  # as they were at the capture, but for those of which a user was told
 
     @property
     def programs(self) -> Mapping[str, TrainGraph]:
@@ -59,6 +61,7 @@ class Session:
         """One mini-batch; buffers that the forward changes are written back to the module."""
         self.store.check_adopted(module, trained=True)
         self._warn_of_hooks(module)
+        self._warn_of_changes()
         buffers = dict(module.named_buffers(remove_duplicate=False))
         before = dict(buffers)
         report = self.engine.step(sequences, buffers, denominator)
@@ -81,15 +84,30 @@ class Session:
                     "what was captured and does not call it (plain calls and evaluate may). Register it before"
                 )
 
+    def _warn_of_changes(self) -> None:
+        """Once per attribute of a module that has another value than the captured graphs."""
+        changed = [one for one in self.attributes if one.changed()]
+        if changed:
+            self.attributes = [one for one in self.attributes if not one.changed()]
+        for one in changed:
+            where = f"module {one.fqn!r}" if one.fqn else "the model"
+            now = f"{one.now[one.name]!r} now" if one.name in one.now else "not there now"
+            warn(
+                f"{one.name} of {where} was {one.value!r} when it was captured, and is {now}: what was captured goes "
+                f"on with {one.value!r}. Make it a buffer or a key of the batch, or parallelize a new model"
+            )
+
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`module(...)` under the plain strategy."""
         self.store.check_adopted(module, trained=False)
+        self._warn_of_changes()
         with self.engine.watched("a plain call"):
             return self.calls.call(module, args, kwargs)
 
     def evaluate(self, module: nn.Module, sequences: Sequence[Any], denominator: float | None = None) -> Evaluated:
         """Mean loss and metrics of sequences without training on them."""
         self.store.check_adopted(module, trained=False)
+        self._warn_of_changes()
         with self.engine.watched("evaluation"):
             return self.evaluation.run(module, sequences, denominator)
 

@@ -22,6 +22,7 @@ from fxpar.errors import (
     ForwardArgumentsError,
     LossError,
     UnsupportedOpError,
+    warn,
 )
 from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
 from fxpar.losses import LossFunction, with_metrics
@@ -84,6 +85,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         saved.append((module, dict(state), containers))
     try:
         yield
+        _tell_of_counters(model, {id(module): state for module, state, _ in saved})
     finally:
         for module, state, containers in saved:
             module.__dict__.clear()
@@ -92,6 +94,19 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 container = module.__dict__[key]
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _tell_of_counters(model: nn.Module, before: Mapping[int, Mapping[str, Any]]) -> None:
+    """Warn of numbers that a forward has changed: a graph computes with those of its capture each time."""
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            old = before.get(id(module), {}).get(name)
+            if type(old) in (int, float) and type(value) in (int, float) and value != old:
+                where = f"module {fqn!r}" if fqn else "the model"
+                warn(
+                    f"the forward of {where} sets {name} from {old!r} to {value!r}: captured, it computes as with "
+                    f"{old!r} in every step. Make it a buffer"
+                )
 
 
 @dataclass(kw_only=True)
