@@ -93,17 +93,19 @@ class SetPricer:
         """
         found = []
         for limit, one in chosen:
-            budget = self._budget(limit, one, max(other.stays.weight_bytes for _, other in chosen), settle)
+            shared = max(other.stays.weight_bytes for _, other in chosen) + _beyond(one, chosen)
+            budget = self._budget(limit, one, shared, settle)
             if budget is None:
                 return None
             found.append(LengthGroup(limit, one.strategy, budget, one.multiple))
         return tuple(found)
 
-    def _budget(self, limit: int, one: Priced, arena_bytes: int, settle: bool = False) -> int | None:
+    def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
+        """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
         most = max(limit, self.largest) if self.packed else limit
         if self.memory_bytes is None:
             return most
-        room = self.memory_bytes - one.stays.stays_bytes - arena_bytes
+        room = self.memory_bytes - one.stays.stays_bytes - shared_bytes
         tokens = one.most_tokens(limit, room, most)
         return one.settled_tokens(limit, room, tokens) if settle and tokens is not None else tokens
 
@@ -122,7 +124,7 @@ class SetPricer:
         if groups is None:
             return None
         unique = {one.name: one for _, one in chosen}
-        kept = self._resident(unique, groups)
+        kept = self._resident(unique, chosen, groups)
         switching = self._switches.of_set(unique, kept, guess=not settle)
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
         borders = Borders(switching, reductions, self.overlap)
@@ -164,15 +166,15 @@ class SetPricer:
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
         )
 
-    def _resident(self, unique: Mapping[str, Priced], groups: Sequence[LengthGroup]) -> tuple[str, ...]:
+    def _resident(
+        self, unique: Mapping[str, Priced], chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup]
+    ) -> tuple[str, ...]:
         """All strategies if their weights fit side by side, else none: they take turns in an arena."""
         weights = sum(one.stays.weight_bytes for one in unique.values())
         if self.memory_bytes is None or len(unique) == 1:
             return tuple(unique)
-        beside = max(
-            one.stays_bytes + one.beside_bytes
-            for one in (unique[str(g.strategy)].memory(g.token_budget) for g in groups)
-        )
+        pairs = [(one, one.memory(group.token_budget)) for group, (_, one) in zip(groups, chosen, strict=True)]
+        beside = max(m.stays_bytes + m.beside_bytes + _beyond(one, chosen) for one, m in pairs)
         return tuple(unique) if weights + beside <= self.memory_bytes else ()
 
     def _memory(
@@ -183,5 +185,15 @@ class SetPricer:
         found: dict[str, int] = {}
         for group, (_, one) in zip(groups, chosen, strict=True):
             memory = one.memory(group.token_budget)
-            found[one.name] = max(found.get(one.name, 0), memory.stays_bytes + held + memory.beside_bytes)
+            taken = memory.stays_bytes + held + memory.beside_bytes + _beyond(one, chosen)
+            found[one.name] = max(found.get(one.name, 0), taken)
         return found
+
+
+def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]]) -> int:
+    """What a session reserves beyond what this strategy needs: room for the largest messages of the set, and for the
+    largest accumulators.
+    """
+    found = [other.stays for _, other in chosen]
+    staging, gradients = max(m.staging_bytes for m in found), max(m.gradient_bytes for m in found)
+    return staging + gradients - one.stays.staging_bytes - one.stays.gradient_bytes

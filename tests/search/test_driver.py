@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fxpar.batching import LengthGroup, plan_batch
+from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
@@ -17,12 +18,15 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.runtime.storage import activation_bytes
 from fxpar.search import driver
 from fxpar.search.bounds import least_seconds
 from fxpar.search.driver import Problem, _Search, find_plan
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Candidate, Depth, candidate
 from fxpar.search.space import shapes, with_savings
+from fxpar.store import home_layout, memory_report, param_specs
+from fxpar.switch import layout_of
 from fxpar.tracer import capture
 
 LINKS = ClusterSpec(1, 2, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100.0, device=CPU)
@@ -207,3 +211,25 @@ def test_shapes_are_all_of_a_world():
     assert not any("tp8" in text or "pp4" in text for text in found)
     assert with_savings(Strategy.parse("tp4+sp"), 2) is None
     assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"
+
+
+def test_a_set_takes_what_an_engine_reserves_for_it():
+    """One engine runs them all: the largest accumulators, messages and activations, of whichever strategy each is."""
+    given = problem(9_000_000)
+    pricer = _Search(given, given.known(lowered, outlined), lambda _: None).pricer
+    strategies = [Strategy.parse(name) for name in ("dp2", "cp2+zero3+remat")]
+    chosen = [
+        (limit, candidate(lowered, one, given.cluster, given.depth, given.anchors))
+        for limit, one in zip((64, 512), strategies, strict=True)
+    ]
+    priced = pricer.price(chosen, settle=True)
+    programs = {str(one): lowered(one, 2) for one in strategies}
+    budgets = [LengthGroup(group.limit, Strategy.parse(group.strategy), group.token_budget) for group in priced.groups]
+    activations = activation_bytes(list(programs.values()), budgets, True, LengthLimits())
+    layouts = [layout_of(program, name) for name, program in programs.items()]
+    staging = 2 * max(layout.max_bytes() for layout in layouts)
+    specs = param_specs(programs["dp2"])
+    home = home_layout(specs, 2, {})
+    reserved = memory_report(programs, home, (0, 1), (), staging, activations).total_bytes
+    taken = max(priced.memory_bytes.values()) - priced.optimizer_bytes
+    assert reserved <= taken < 1.05 * reserved
