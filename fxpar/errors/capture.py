@@ -112,6 +112,17 @@ class EvaluateLossError(FxparError):
         super().__init__(f"evaluate: the loss function {what}. {instead}")
 
 
+class EvaluateStagesError(FxparError):
+    """Evaluation mode uses other parameters than training, so that its stages are not those that training has."""
+
+    def __init__(self, strategy: str, fqn: str) -> None:
+        super().__init__(
+            f"evaluate under {strategy}: parameter {fqn!r} is on other pipeline stages than in training, as the model "
+            "runs other modules in evaluation mode. Give these lengths a strategy without pp, or evaluate a copy of "
+            "the model on one device"
+        )
+
+
 class MeanLossError(CaptureError):
     """The loss averages over tokens in a way that cannot be turned into a sum exactly."""
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import collate
-from fxpar.errors import EvaluateLossError, muted_warnings
+from fxpar.errors import EvaluateLossError, EvaluateStagesError, muted_warnings
 from fxpar.ir.graph import COUNT, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import REPLICAS
@@ -151,7 +151,10 @@ class Evaluation:
             self._logical = self._logical or self.capture(module)
             program = lower(self._logical, trained.strategy, for_store=True)
         assert isinstance(program, PipelineGraph)
-        assert layout_of(program).params == layout_of(trained).params, "the same weights on the same stages"
+        here, there = layout_of(program).params, layout_of(trained).params
+        if here != there:
+            other = next((fqn for fqn in (*there, *here) if here.get(fqn) != there.get(fqn)), "")
+            raise EvaluateStagesError(str(trained.strategy), other)
         bound = bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
         assert isinstance(bound, BoundPipeline)
         return bound

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from fxpar.errors import LengthsError, nearest
 DRAWN = 100_000  # of a named distribution
 SAMPLES = 8  # mini-batches that a set of strategies is priced with
 MOST = 2**30
+_NUMBER = re.compile(r"-?[0-9]+")
+_WHOLE = f"Lengths are whole numbers of tokens, from 1 to {MOST:,}"
 
 
 @dataclass(frozen=True)
@@ -79,35 +83,37 @@ def _values(path: str) -> object:
             return found["lengths"]
         content = Path(path).read_text(encoding="utf-8")
         return json.loads(content) if path.endswith(".json") else content.split()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise LengthsError(path, f"cannot be read: {error}", "Write a length in tokens per line") from error
+    except (ValueError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+        kind = Path(path).suffix or "text"
+        raise LengthsError(path, f"holds no {kind} of lengths", "Write a length in tokens per line") from error
 
 
 def _checked(path: str, values: object) -> np.ndarray:
-    do = "Lengths are whole numbers of tokens, from 1 on"
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise LengthsError(path, f"has an array of {values.dtype} with {values.ndim} dims", do)
-        found = values.astype(np.int64)
+            raise LengthsError(path, f"has an array of {values.dtype} with {values.ndim} dims", _WHOLE)
+        found = values
     elif isinstance(values, list):
-        found = np.array([_whole(path, number, value) for number, value in enumerate(values, 1)], np.int64)
+        found = np.array([_whole(path, number, value) for number, value in enumerate(values, 1)], object)
     else:
-        raise LengthsError(path, f"holds a {type(values).__name__}, not a list of lengths", do)
+        raise LengthsError(path, f"holds a {type(values).__name__}, not a list of lengths", _WHOLE)
     if not len(found):
-        raise LengthsError(path, "has no lengths", do)
+        raise LengthsError(path, "has no lengths", _WHOLE)
     for wrong in np.flatnonzero((found < 1) | (found > MOST))[:1]:
-        raise LengthsError(path, f"has {found[wrong]} as length {wrong + 1}", do)
-    return found
+        raise LengthsError(path, f"has {found[wrong]} as length {wrong + 1}", _WHOLE)
+    return found.astype(np.int64)
 
 
 def _whole(path: str, number: int, value: object) -> int:
     try:
-        if isinstance(value, bool | float):
+        if isinstance(value, bool | float) or (isinstance(value, str) and not _NUMBER.fullmatch(value)):
             raise TypeError
         return int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError):
-        why = f"has {value!r} as length {number}"
-        raise LengthsError(path, why, "Lengths are whole numbers of tokens, from 1 on") from None
+        why = f"has {repr(value)[:60]} as length {number}"
+        raise LengthsError(path, why, _WHOLE) from None
 
 
 def mini_batches(lengths: np.ndarray, tokens: int, count: int = SAMPLES, seed: int = 0) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxpar
 from fxpar import losses
-from fxpar.errors import BatchMismatchError
+from fxpar.errors import BatchMismatchError, EvaluateStagesError
 from tests.runtime.hot import World, parallel, precompile, sequences, small
 
 TWO = {32: "dp2", 128: "tp2"}
@@ -80,6 +80,30 @@ def test_ranks_with_other_sequences_are_named_before_anything_moves():
 def counted(model, batch):
     labels = batch["labels"]
     return losses.cross_entropy_sum(model(batch["input_ids"]), labels), {"count": (labels != -100).sum()}
+
+
+class Auxiliary(Deep):
+    """A head that only training has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = nn.Linear(6, 131)
+
+    def forward(self, input_ids):
+        out = super().forward(input_ids)
+        return out + self.auxiliary(self.embed(input_ids)) if self.training else out
+
+
+@WORLD.case
+def other_stages(rank):
+    model = fxpar.parallelize(Auxiliary(), strategies={128: "pp2"}, loss=losses.causal_lm, monitor=False)
+    with pytest.raises(EvaluateStagesError, match=r"under pp2: parameter '\w+\.weight' is on other pipeline stages"):
+        model.evaluate(sequences(1, LENGTHS))
+    return True
+
+
+def test_a_model_that_evaluates_with_other_stages_is_refused():
+    assert all(other_stages())
 
 
 @functools.cache

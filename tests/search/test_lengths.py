@@ -33,7 +33,13 @@ def test_files_of_all_kinds_hold_the_same(tmp_path):
         ("a.json", "[5, 2.5]", "has 2.5 as length 2"),
         ("a.json", "[5, true]", "has True as length 2"),
         ("a.json", '{"a": 1}', "holds a dict"),
-        ("a.json", "[5", "cannot be read"),
+        ("a.json", "[5", "holds no .json of lengths"),
+        ("a.json", "[" * 100_000, "holds no .json of lengths"),
+        ("a.json", f"[5, {10**25}]", f"has {10**25} as length 2"),
+        ("a.txt", f"{10**30}", r"Lengths are whole numbers of tokens, from 1 to 1,073,741,824"),
+        ("a.txt", "5\n1_000\n", "has '1_000' as length 2"),
+        ("a.npy", "", "holds no .npy of lengths"),
+        ("a.npz", "PK\x03\x04 torn", "holds no .npz of lengths"),
     ],
 )
 def test_a_bad_file_is_one_error(tmp_path, name, content, why):
@@ -43,8 +49,9 @@ def test_a_bad_file_is_one_error(tmp_path, name, content, why):
 
 
 def test_arrays_that_are_no_lengths(tmp_path):
+    over = np.array([2**63 + 5], np.uint64), f"has {2**63 + 5} as length 1"
     for number, (array, why) in enumerate(
-        ((np.ones((2, 2), int), "2 dims"), (np.ones(2), "float64"), (np.array([[], []]), "2 dims"))
+        ((np.ones((2, 2), int), "2 dims"), (np.ones(2), "float64"), (np.array([[], []]), "2 dims"), over)
     ):
         np.save(tmp_path / f"{number}.npy", array)
         with pytest.raises(LengthsError, match=why):
@@ -63,7 +70,7 @@ def test_a_pickle_is_not_run(tmp_path):
             return ran.append, (1,)
 
     np.save(tmp_path / "a.npy", np.array([Bomb()], dtype=object), allow_pickle=True)
-    with pytest.raises(LengthsError, match="cannot be read"):
+    with pytest.raises(LengthsError, match="holds no"):
         read_lengths(str(tmp_path / "a.npy"))
     assert not ran
 
