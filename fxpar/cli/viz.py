@@ -25,7 +25,6 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
-from fxpar.models.loaders import is_function
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.version import __version__
 from fxpar.viz import Viewed, page_html, view_document
@@ -68,6 +67,8 @@ def _planned(request: VizRequest) -> tuple[VizRequest, Plan | None]:
     source = request.source
     if not source.is_plan:
         return request, None
+    from fxpar.models.loaders import is_function  # with the compiler, which a page from the cache does without
+
     plan = read_plan(source.model)
     for option, given in (("--set", source.options), ("--strategy", request.strategies)):
         if given:
