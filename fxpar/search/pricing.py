@@ -124,7 +124,7 @@ class SetPricer:
         if groups is None:
             return None
         unique = {one.name: one for _, one in chosen}
-        kept = self._resident(unique, chosen, groups)
+        kept = self._resident(chosen, groups)
         switching = self._switches.of_set(unique, kept, guess=not settle)
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
         borders = Borders(switching, reductions, self.overlap)
@@ -166,10 +166,9 @@ class SetPricer:
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
         )
 
-    def _resident(
-        self, unique: Mapping[str, Priced], chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup]
-    ) -> tuple[str, ...]:
+    def _resident(self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup]) -> tuple[str, ...]:
         """All strategies if their weights fit side by side, else none: they take turns in an arena."""
+        unique = {one.name: one for _, one in chosen}
         weights = sum(one.stays.weight_bytes for one in unique.values())
         if self.memory_bytes is None or len(unique) == 1:
             return tuple(unique)
