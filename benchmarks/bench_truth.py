@@ -109,16 +109,14 @@ class Subject:
         return Seconds(taken, group.compute_s, switch_s, reduce_s, busy)
 
     def borders(self) -> tuple[float, float]:
-        """Of a switch from home and a reduction to it, alone: what is predicted counts from when all ranks begin, and in
-        a step an early rank has sent its part before the others.
+        """Of a switch from home and a reduction to it, alone: predictions count from when all ranks begin, and in a
+        step an early rank has sent its part before the others.
         """
         engine, found = self.model.fxpar_session.engine, list[float]()
         (name,) = engine.names
         rank, terms = dist.get_rank(), gradient_placements(engine.gradients.programs[name])
         mine = {fqn: next((one for one in each if rank in one.dist.mesh), None) for fqn, each in terms.items()}
-        grads = {
-            fqn: torch.zeros(one.dist.local_shape(one.shape), dtype=one.dtype) for fqn, one in mine.items() if one
-        }
+        grads = {fqn: torch.zeros(one.dist.local_shape(one.shape), dtype=one.dtype) for fqn, one in mine.items() if one}
         for work in (lambda: engine.switching.to(name, []), lambda: engine.gradients.add(name, grads)):
             dist.barrier()
             begun = time.perf_counter()
