@@ -233,7 +233,7 @@ def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:
 def _why(plan: PricedSet, best: PricedSet) -> str:
     """Where a plan loses most against the best one."""
     parts = {
-        "its groups": sum(g.seconds for g in plan.groups) - sum(g.seconds for g in best.groups),
-        "its switches and reductions": plan.exposed_s - best.exposed_s,
+        "its micro-batches take longer": sum(g.seconds for g in plan.groups) - sum(g.seconds for g in best.groups),
+        "it waits longer for switches and reductions": plan.exposed_s - best.exposed_s,
     }
     return max(parts, key=lambda name: parts[name])
