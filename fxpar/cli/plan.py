@@ -185,9 +185,7 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
     )
     for number, plan in enumerate(found.plans, 1):
         slower = (
-            ""
-            if number == 1
-            else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower, because of {_why(plan, best)}"
+            "" if number == 1 else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower, because {_why(plan, best)}"
         )
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
         _print_groups(console, plan, tokens)
