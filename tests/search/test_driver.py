@@ -17,8 +17,10 @@ from fxpar.cost.device import CPU
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
+from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.runtime.storage import activation_bytes
 from fxpar.search import driver
 from fxpar.search.bounds import least_seconds
@@ -244,6 +246,25 @@ def test_groups_overlap_where_that_is_worth_its_memory(names, memory_bytes, node
     assert list(asked) == planned
     if len(asked) == 2:
         assert asked[True] < asked[False]
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+sp", "pp2"])
+def test_memory_plan_and_engine_differ_in_what_the_page_says(text):
+    """docs/hot_switching.md: messages beside a micro-batch, the optimizer, and rounding of parameters."""
+    strategy, tokens = Strategy.parse(text), 512
+    program = lowered(strategy, 2)
+    alone = predict_memory(program, {"T": tokens}, micro_batches=steady_micro_batches(strategy))
+    group = LengthGroup(tokens, strategy, tokens)
+    activations = activation_bytes([program], [group], True, LengthLimits())
+    home = home_layout(param_specs(program), 2, {})
+    staging = 2 * layout_of(program, text).max_bytes()
+    engine = memory_report({text: program}, home, (0, 1), None, staging, activations).total_bytes
+    rounding = ALIGN_BYTES * len(program.params())
+    assert alone.reserved_bytes <= engine <= alone.reserved_bytes + rounding
+    assert alone.step_bytes > alone.switch_bytes
+    assert alone.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes - alone.staging_bytes
+    plan = candidate(lowered, strategy, LINKS, Depth(2, whole=True), (256, tokens)).at(tokens)
+    assert plan.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes + rounding
 
 
 @pytest.mark.parametrize("overlap", [False, True])
