@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +12,10 @@ from rich.console import Console
 from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, write_json
-from fxpar.cli.source import from_cache, placed_words, read_for_store, read_rows, strategies_of
+from fxpar.cli.source import from_cache, placed_words, read_for_store, rows_once, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.columns import folded, human_bytes
+from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory, steady_micro_batches
@@ -32,12 +33,13 @@ def run_memory(request: MemoryRequest) -> None:
     if cluster is not None:
         cluster.require(max(strategy.world for strategy in strategies))
     check_output(request.json)
+    rows = rows_once(request.source)
     notes: list[str] = []
     found: list[MemoryPrediction] = []
     with working() as status, collected_warnings(notes):
         for strategy in strategies:
             status.update(f"lowering {request.source.model} to {strategy}")
-            prediction, said = _predicted(request, strategy, cluster)
+            prediction, said = _predicted(request, strategy, cluster, rows)
             found.append(prediction)
             notes += said
     device = _device_bytes(request, cluster)
@@ -56,15 +58,15 @@ def run_memory(request: MemoryRequest) -> None:
 
 
 def _predicted(
-    request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None
+    request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None, rows: Callable[[], LogicalGraph]
 ) -> tuple[MemoryPrediction, tuple[str, ...]]:
     """The prediction, and what the lowering notes: kept, as a prediction runs the graph on the meta device."""
     count = request.micro_batches or steady_micro_batches(strategy)
 
     def build() -> tuple[dict[str, Any], tuple[str, ...]]:
-        names = [] if request.tokens is None else [dim.name for dim in read_rows(request.source).dims]
+        names = [] if request.tokens is None else [dim.name for dim in rows().dims]
         sizes = None if request.tokens is None else {_token_name(names): request.tokens}
-        program = read_for_store(request.source, strategy, sizes)
+        program = read_for_store(request.source, strategy, sizes, rows)
         conditions = Conditions(longest=request.longest)
         found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
         return asdict(found), program.notes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fxpar.cli.cache import CaptureCache, model_files, recorded
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_precision, parse_strategies
-from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError
+from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError, warn
 from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
@@ -75,9 +75,27 @@ def read_rows(source: GraphSource) -> LogicalGraph:
     return packed_if_proved(read_logical(source))[0]
 
 
-def read_lowered(source: GraphSource, strategy: Strategy | None) -> TrainGraph:
+def rows_once(source: GraphSource) -> Callable[[], LogicalGraph]:
+    """`read_rows`, when it is first asked for and not again: for all strategies of a command that the cache lacks. The
+    warnings of reading are issued each time, so that the cache keeps them with whatever is made of it.
+    """
+    read = functools.cache(lambda: recorded(lambda: read_rows(source)))
+
+    def rows() -> LogicalGraph:
+        again = bool(read.cache_info().currsize)
+        graph, texts = read()
+        for text in texts if again else ():
+            warn(text)
+        return graph
+
+    return rows
+
+
+def read_lowered(
+    source: GraphSource, strategy: Strategy | None, rows: Callable[[], LogicalGraph] | None = None
+) -> TrainGraph:
     """What the ranks run under `strategy`; None is for a graph file that holds just that. A file of a graph on its way
-    through the passes goes through those that are left.
+    through the passes goes through those that are left. `rows`: `rows_once(source)` of several calls.
 
     Raises StageNeedsStrategyError, GraphFileError (a file of another strategy), the errors of `read_logical` and
     `fxpar.lower`.
@@ -97,13 +115,19 @@ def read_lowered(source: GraphSource, strategy: Strategy | None) -> TrainGraph:
     def build() -> TrainGraph:
         from fxpar.lowering import lower
 
-        return lower(read_rows(source), strategy, storage=storage_dtype(source))
+        return lower(rows() if rows else read_rows(source), strategy, storage=storage_dtype(source))
 
     return from_cache(source, {"kind": "exec", **placed_words(source, strategy)}, build, strategy)
 
 
-def read_for_store(source: GraphSource, strategy: Strategy, sizes: Mapping[str, int] | None = None) -> TrainGraph:
-    """What the ranks run in training, where a weight store keeps the parameters. `sizes` as in `fxpar.lower`.
+def read_for_store(
+    source: GraphSource,
+    strategy: Strategy,
+    sizes: Mapping[str, int] | None = None,
+    rows: Callable[[], LogicalGraph] | None = None,
+) -> TrainGraph:
+    """What the ranks run in training, where a weight store keeps the parameters. `sizes` as in `fxpar.lower`, `rows` as
+    for `read_lowered`.
 
     Raises as `read_lowered` does, and GraphFileError for a file of any other than a logical graph.
     """
@@ -111,7 +135,7 @@ def read_for_store(source: GraphSource, strategy: Strategy, sizes: Mapping[str, 
     def build() -> TrainGraph:
         from fxpar.lowering import lower
 
-        return lower(read_rows(source), strategy, for_store=True, sizes=sizes)
+        return lower(rows() if rows else read_rows(source), strategy, for_store=True, sizes=sizes)
 
     return from_cache(source, {"kind": "for store", "sizes": sizes, **placed_words(source, strategy)}, build, strategy)
 
@@ -132,7 +156,7 @@ def read_layouts(source: GraphSource, strategies: Sequence[Strategy]) -> list[La
     from fxpar.switch.layout import ParamLayout, PlacedParam, layout_of
     from fxpar.switch.terms import GradientPlacement, gradient_placements
 
-    rows = functools.cache(lambda: read_rows(source))  # one capture for all that the cache lacks
+    rows = rows_once(source)
 
     def read(strategy: Strategy) -> Layouts:
         def build() -> tuple[Any, ...]:

@@ -12,9 +12,8 @@ from typing import Any
 
 from fxpar.cli.commands import VizRequest
 from fxpar.cli.console import human_seconds, stdout_console, working
-from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, read_rows, strategies_of
+from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, rows_once, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import token_dim
 from fxpar.errors import OpenStdoutError, PlanFileError, PlanOptionError, SameOutputError, StageNeedsStrategyError
@@ -24,7 +23,6 @@ from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.version import __version__
 from fxpar.viz import Viewed, page_html, view_document
@@ -112,10 +110,11 @@ def _views(
     elif not strategies:
         raise StageNeedsStrategyError("exec")
     else:
-        logical = None if source.cache and held is None else read_rows(source)
+        rows = rows_once(source)
         for strategy in strategies:
             say(f"lowering {source.model} to {strategy}")
-            pairs.append(_lowered(source, logical, strategy))
+            by_itself = read_lowered(source, strategy, rows)
+            pairs.append((by_itself, read_for_store(source, strategy, rows=rows)))
     views = []
     for graph, stored in pairs:
         if cluster:
@@ -125,13 +124,6 @@ def _views(
         view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
         views.append(replace(view, tflops=request.tflops))
     return views
-
-
-def _lowered(source: GraphSource, logical: LogicalGraph | None, strategy: Strategy) -> tuple[TrainGraph, TrainGraph]:
-    """By itself and for a weight store; from the cache where the logical graph is not given."""
-    if logical is None:
-        return read_lowered(source, strategy), read_for_store(source, strategy)
-    return lower(logical, strategy), lower(logical, strategy, for_store=True)
 
 
 def _sizes(graph: TrainGraph, tokens: int | None) -> Mapping[str, int] | None:

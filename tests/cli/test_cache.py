@@ -19,7 +19,9 @@ from fxpar.cli.source import (
     read_logical,
     read_lowered,
     read_origin,
+    rows_once,
 )
+from fxpar.errors import FxparWarning, warn
 from fxpar.ir.printer import format_graph
 from fxpar.ir.strategy import Strategy
 from fxpar.models.user_function import run_file
@@ -145,6 +147,29 @@ def test_warnings_are_issued_again(captures):
     cache.write("1", {}, 5, ["take care"])
     with pytest.warns(UserWarning, match="take care"):
         assert cache.read("1", {}) == 5
+
+
+def test_rows_are_read_once_and_their_warnings_kept_with_all_that_is_made_of_them(captures, monkeypatch):
+    source = GraphSource("mlp")
+    read, real = [], source_module.read_rows
+
+    def counted(source):
+        read.append(source)
+        warn("a word about the model")
+        return real(source)
+
+    monkeypatch.setattr(source_module, "read_rows", counted)
+    rows = rows_once(source)
+    assert not read
+    strategies = [Strategy.parse(text) for text in ("dp2", "tp2")]
+    for _ in range(2):  # lowered, then from the cache
+        for strategy in strategies:
+            with pytest.warns(FxparWarning, match="a word about the model"):
+                read_lowered(source, strategy, rows)
+            with pytest.warns(FxparWarning, match="a word about the model"):
+                read_for_store(source, strategy, rows=rows)
+        assert len(read) == len(captures) == 1
+        rows = rows_once(source)
 
 
 def test_a_damaged_or_missing_cache_is_no_error(captures, tmp_path):
