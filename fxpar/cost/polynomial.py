@@ -63,7 +63,7 @@ def fitted(values: Sequence[Fraction | int], first: Sizes) -> Polynomial:
     if third == 0:
         return through_three
     cubic = max(Fraction(third) / (6 * n**3), Fraction(0))  # times (T - n) * (T - 2n) * (T - 3n)
-    rest = through_three + Polynomial(-6 * n**3, 11 * n**2, first.most - 6 * n) * cubic
+    rest = through_three + Polynomial(cubic * -6 * n**3, cubic * 11 * n**2, cubic * (first.most - 6 * n))
     return Polynomial(max(rest.c0, Fraction(0)), max(rest.c1, Fraction(0)), max(rest.c2, Fraction(0)))
 
 
@@ -80,7 +80,7 @@ class Sizes(SizesAt):
     def __init__(self, program: Program, k: int) -> None:
         token = token_dim(program)
         self.tokens = 4096 * k * math.lcm(*program.divisors.values())
-        self.most = (token and token.maximum) or MOST_TOKENS
+        self.most = MOST_TOKENS if token is None or token.maximum is None else token.maximum
         super().__init__({d.symbol: self.tokens if d is token else base_rows(program, d) for d in program.dims})
 
     def numel(self, meta: TensorMeta) -> int:

@@ -153,12 +153,12 @@ class StrategiesTypeError(FxparError):
 
 
 class LengthLimitError(FxparError):
-    """The key of a strategy is no length."""
+    """The key of a strategy is no length that a sequence may have. `limit` as Python would print it."""
 
-    def __init__(self, limit: object) -> None:
+    def __init__(self, limit: str, longest: int) -> None:
         super().__init__(
-            f"strategies has the key {limit!r}. A key is the longest sequence that its strategy takes, "
-            "in tokens: an integer >= 1"
+            f"strategies has the key {limit}. A key is the longest sequence that its strategy takes, in tokens: a "
+            f"whole number from 1 to {longest:,}, such as strategies={{512: 'dp2', 4096: 'tp2'}}"
         )
 
 
