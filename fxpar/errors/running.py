@@ -254,6 +254,17 @@ class ModelLengthError(FxparError):
         )
 
 
+class LimitBranchError(FxparError):
+    """A limit of `strategies` lies where the captured graph does not hold: the model computes otherwise there."""
+
+    def __init__(self, limit: int, strategy: str, example: int, limits: str) -> None:
+        super().__init__(
+            f"strategies has the limit {limit} ({strategy}), but captured with {example} tokens the model takes "
+            f"{limits}. Choose limits within that, capture the other side of the branch with an example of such a "
+            "length (example=...), or let the model compute the same at all lengths, such as with torch.where"
+        )
+
+
 class AutocastError(FxparError):
     """`torch.autocast` is on in a step that was captured without it, or with another dtype."""
 
