@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fxpar.batching.planner import RunTime
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.schedule.mini_batch import (
     Flow,
     GroupAction,
@@ -38,6 +39,13 @@ class PredictsReductions(Protocol):
     def predicted_s(self, name: str) -> float:
         """Seconds after a group under `name`."""
         ...
+
+
+def overlap_pays(strategies: int, cluster: ClusterSpec) -> bool:
+    """Whether switches and reductions should run beside the groups of so many strategies. One strategy inside of one
+    node: transfers take cores rather than links there, and many small ones more than few.
+    """
+    return strategies > 1 or cluster.nodes > 1
 
 
 def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) -> MiniBatchSchedule:

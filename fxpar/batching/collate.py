@@ -27,6 +27,7 @@ Columns = dict[str, Tensor]
 # Batch keys that other frameworks use -> the key that is meant.
 ALIASES = {"tokens": "input_ids", "targets": "labels", "target": "labels", "positions": "position_ids"}
 _MARKERS = {"position_ids", "document_ids", "document_positions"}
+_MORE_THAN_CHANCE = 16  # labels
 _WITHOUT_TOKENS = (
     "train_step and evaluate take sequences of token ids; a model without tokens is trained by plain calls: model(x), "
     "then backward() on its loss"
@@ -90,6 +91,24 @@ def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> N
             dtype = dtypes.get(ALIASES.get(key, key), value.dtype)
             if value.dtype != dtype:
                 _check_values(index, key, value, dtype)
+
+
+def are_inputs_again(sequences: Sequence[Tokens]) -> bool:
+    """Whether all labels that a mini-batch gives are the token at their own place, and not the next one: aligned labels
+    never are, but for a text of one word, so somebody did not shift them. A few labels may be so by chance.
+    """
+    count, shifted = 0, True
+    for index, sequence in enumerate(sequences):
+        columns = _columns(index, sequence)
+        ids, labels = columns["input_ids"], columns.get("labels")
+        if labels is None:
+            return False
+        valid = labels != IGNORE_INDEX
+        if bool((valid & (labels != ids)).any()):
+            return False
+        count += int(valid.sum())
+        shifted = shifted and not bool((valid[:-1] & (labels[:-1] != ids[1:])).any())
+    return count >= _MORE_THAN_CHANCE and not shifted
 
 
 def check_present(sequences: Sequence[Tokens], keys: Collection[str]) -> None:
@@ -208,7 +227,7 @@ def _columns(index: int, sequence: Tokens) -> Columns:
     if "input_ids" not in columns:
         raise SequenceError(
             index,
-            f"has no 'input_ids'; it has {sorted(columns)}. {_WITHOUT_TOKENS}",
+            f"has no 'input_ids' (or 'tokens'); it has {sorted(columns)}. {_WITHOUT_TOKENS}",
         )
     _check_columns(index, columns)
     return columns

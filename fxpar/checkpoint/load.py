@@ -56,6 +56,15 @@ def read_extra(path: Path) -> dict[str, Any]:
     return _read_plain(path, "extra")
 
 
+def trained_names(path: Path) -> set[str]:
+    """The parameters that the optimizer of a checkpoint has. Raises CorruptCheckpointError."""
+    groups = _read_plain(path, "optimizer")
+    try:
+        return {str(name) for group in groups["groups"] for name in group["params"]}
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(path, f"{PLAIN} cannot be read. {advice(path)}") from error
+
+
 def check_shapes(path: Path, model: nn.Module, other: nn.Module) -> None:
     """See that a checkpoint is of a model, whose tensors need no values: by names and shapes. Dtypes are not compared,
     since a run keeps masters that may be wider. `other` is the same model with another vocabulary (or `model` itself):

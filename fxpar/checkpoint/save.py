@@ -144,7 +144,12 @@ def _collected(
 
 def _prepare(folder: Path, step: int, needed_bytes: int, guard: contextlib.ExitStack) -> _Place:
     """A folder to write to, locked until `guard` is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        why = f"{str(file)!r} is not a folder but a file. Name a folder; one that does not exist is made"
+        raise CheckpointWriteError(folder, why) from error
     other = take(folder, "saves checkpoints")
     if other is not None:
         raise CheckpointInUseError(folder, f"{other} saves to this folder; {_ELSEWHERE}")

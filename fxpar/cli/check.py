@@ -53,8 +53,15 @@ class Column:
         return widest if self.least is None else min(widest, self.least)
 
 
+_NOTHING = 1e-30  # relative: no dtype resolves it, and its digits say nothing
+
+
 def _error(value: float) -> str:
-    return f"{value:.1e}" if value != float("inf") else "-"
+    if value == float("inf"):
+        return "-"
+    if value < _NOTHING:
+        return "0" if value == 0 else f"< {_NOTHING:.0e}"
+    return f"{value:.1e}"
 
 
 COLUMNS = (
@@ -214,8 +221,8 @@ def show(
     )
     if eager is not None:
         console.print(
-            f"captured graph against the model itself: loss {eager.loss_rel_err:.1e}, gradients "
-            f"{eager.grad_max_rel_err:.1e} ({eager.worst_param})",
+            f"captured graph against the model itself: loss {_error(eager.loss_rel_err)}, gradients "
+            f"{_error(eager.grad_max_rel_err)}{f' ({eager.worst_param})' if eager.grad_max_rel_err else ''}",
             markup=False,
         )
     else:

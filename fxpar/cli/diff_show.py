@@ -131,6 +131,8 @@ def sides(diff: GraphDiff) -> Table:
 def _sent_rows(old: Sent, new: Sent) -> Iterator[tuple[tuple[str, ...], tuple[Cell, ...]]]:
     yield ("sent per micro-batch and rank",), _bytes_of(old.micro_batch_bytes, new.micro_batch_bytes)
     if old.tokens and new.tokens:
+        if old.fixed_bytes or new.fixed_bytes:
+            yield ("  at any length",), _bytes_of(old.fixed_bytes, new.fixed_bytes)
         yield ("  per token",), _bytes_of(old.per_token_bytes, new.per_token_bytes)
     yield ("sent once per mini-batch and rank",), _bytes_of(old.mini_batch_bytes, new.mini_batch_bytes)
 

@@ -7,6 +7,7 @@ is cut off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from rich.console import Console
 from rich.text import Text
@@ -16,6 +17,7 @@ from fxpar.explain.document import Document
 from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.sent import Sent
 
+_SENT = tuple(field.name for field in fields(Sent))
 MOST_NODES = 4  # names of nodes in a row before the rest is counted
 EVERYWHERE = "root, or several modules"
 PRICE_LINE = (
@@ -96,7 +98,7 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     if "messages" in document:
         total += f" of all stages; {document['messages']} messages between stages"
     yield from _said(f"communication{f' (example: {sizes})' if sizes else ''}: {total}", width, 0, "bold")
-    named = {name: document["sent"][name] for name in ("micro_batch_bytes", "mini_batch_bytes", "tokens")}
+    named = {name: document["sent"][name] for name in _SENT}
     for line in Sent(**named).lines():
         yield from _said(f"{'the busiest rank' if 'messages' in document else 'one rank'} sends {line}", width, 2)
     yield from _module_table(document["modules"], top, width)

@@ -106,7 +106,11 @@ DeviceMemory = Annotated[
     typer.Option(metavar="80GB", help="What a device holds; default: as the cluster says.", show_default=False),
 ]
 Overlap = Annotated[
-    bool, typer.Option("--overlap", help="Switches and reductions run beside groups, as on ranks of CPUs.")
+    bool,
+    typer.Option(
+        "--overlap",
+        help="Price switches and reductions as hidden behind the groups: so it is on CPU ranks, not on GPUs.",
+    ),
 ]
 
 

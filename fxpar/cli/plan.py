@@ -185,9 +185,7 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
     )
     for number, plan in enumerate(found.plans, 1):
         slower = (
-            ""
-            if number == 1
-            else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower, because of {_why(plan, best)}"
+            "" if number == 1 else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower, because {_why(plan, best)}"
         )
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
         _print_groups(console, plan, tokens)
@@ -233,7 +231,7 @@ def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:
 def _why(plan: PricedSet, best: PricedSet) -> str:
     """Where a plan loses most against the best one."""
     parts = {
-        "its groups": sum(g.seconds for g in plan.groups) - sum(g.seconds for g in best.groups),
-        "its switches and reductions": plan.exposed_s - best.exposed_s,
+        "its micro-batches take longer": sum(g.seconds for g in plan.groups) - sum(g.seconds for g in best.groups),
+        "it waits longer for switches and reductions": plan.exposed_s - best.exposed_s,
     }
     return max(parts, key=lambda name: parts[name])

@@ -30,14 +30,22 @@ class PlanRequest:
     tokens_per_step: TokensPerStep = None
     max_tokens_per_step: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=2**40, help="Of the sizes that are tried without it.", show_default=False),
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=2**40,
+            help="Largest mini-batch to try, if --tokens-per-step is not given.",
+            show_default=False,
+        ),
     ] = None
     max_strategies: Annotated[int, typer.Option(metavar="K", min=1, max=6, help="Strategies at most.")] = 3
     memory: DeviceMemory = None
     best: Annotated[int, typer.Option(min=1, max=16, help="Different plans to show, best first.")] = 3
     overlap: Overlap = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed by which mini-batches are drawn from the lengths.")
+    ] = 0
     verify: Annotated[
         int | None,
         typer.Option(

@@ -55,7 +55,9 @@ class SimulateRequest:
     memory: DeviceMemory = None
     overlap: Overlap = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that the set is priced with.")] = 8
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the mini-batches.")] = 0
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed by which mini-batches are drawn from the lengths.")
+    ] = 0
     json: Json = None
 
     def __post_init__(self) -> None:

@@ -110,8 +110,8 @@ class ClusterSpec:
         if ranks > self.world:
             raise ClusterError(
                 f"of {self.nodes} x {self.devices_per_node} devices",
-                f"is too small for strategies on {ranks} ranks. Set nodes and "
-                "devices_per_node to what there will be, or take strategies of fewer ranks",
+                f"it is too small for strategies on {ranks} ranks, one device each. Set nodes and devices_per_node in "
+                "the cluster file to what there will be, or take strategies of fewer ranks",
             )
 
     @classmethod

@@ -129,9 +129,10 @@ class MeanLossError(CaptureError):
     def __init__(self, what: str, line: str | None) -> None:
         super().__init__(
             f"the loss is a mean, or has a factor that depends on the batch: {what}{_at(None, line)}. Return the sum "
-            "over the valid tokens, for example F.cross_entropy(logits, labels, reduction='sum'); its gradient is then "
-            "scaled by 1/(valid tokens of the whole mini-batch), whatever the micro-batches are. Your own weights "
-            "can be a key of the batch"
+            "over the valid tokens, for example fxpar.losses.cross_entropy_sum(logits, labels) or "
+            "F.cross_entropy(logits, labels, reduction='sum'): loss and gradient are then divided by the valid tokens "
+            "of the whole mini-batch, whatever the micro-batches are, or by a number of yours, "
+            "train_step(sequences, denominator=number). Your own weights can be a key of the batch"
         )
 
 

@@ -23,7 +23,7 @@ from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
-from fxpar.ir.sent import ONCE, Sent, tokens_of
+from fxpar.ir.sent import ONCE, Sent, tokens_of, without_tokens
 from fxpar.ir.strategy import STAGES, Strategy
 
 BETWEEN_STAGES = "between stages"
@@ -64,8 +64,9 @@ class Lying:
 @dataclass(frozen=True)
 class Digest:
     """All that a comparison needs. `ops` and `sections` by place; a pipeline's are those of all its stages, and its
-    moves those of one rank of each. `stage_bytes`, `stage_once`, `stage_weights`: what one rank of each stage sends per
-    micro-batch, what it sends once per mini-batch, and the bytes of its parameters. `divisors` and `sizes` (in the
+    moves those of one rank of each. `stage_bytes`, `stage_fixed`, `stage_once`, `stage_weights`: what one rank of each
+    stage sends per micro-batch, the part of it that does not grow with tokens, what it sends once per mini-batch, and
+    the bytes of its parameters. `divisors` and `sizes` (in the
     example) of the dynamic dims by name; `tokens` of a replica's micro-batch, 0 without token ids.
     """
 
@@ -80,6 +81,7 @@ class Digest:
     moves: tuple[SentTensor, ...]
     sections: dict[ModulePlace, Section]
     stage_bytes: tuple[float, ...]
+    stage_fixed: tuple[float, ...]
     stage_once: tuple[float, ...]
     stage_weights: tuple[int, ...]
     cuts: tuple[str, ...] = ()
@@ -98,8 +100,8 @@ class Digest:
     @property
     def sent(self) -> Sent:
         """What one rank sends, as `fxpar.ir.sent` says it."""
-        each, once = (max(map(round, self._by_rank(of))) for of in (self.stage_bytes, self.stage_once))
-        return Sent(each, once, self.tokens)
+        each, fixed = max(zip(self._by_rank(self.stage_bytes), self._by_rank(self.stage_fixed), strict=True))
+        return Sent(round(each), max(map(round, self._by_rank(self.stage_once))), self.tokens, round(fixed))
 
     @property
     def weight_bytes(self) -> int:
@@ -126,8 +128,12 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
     strategy = None if isinstance(graph, LogicalGraph) else graph.strategy
     dims = {d.symbol: d.example for d in graph.dims}
     places = places_of(graph)
-    moves = [move for node, place in places.items() for move in _moves(node, place, strategy, dims, only)]
-    moves += _messages(graph, dims) if only is None else []
+
+    def moves(dims: Dims) -> list[SentTensor]:
+        found = [move for node, place in places.items() for move in _moves(node, place, strategy, dims, only)]
+        return found + (_messages(graph, dims) if only is None else [])
+
+    moved, fixed = moves(dims), moves(without_tokens(graph.inputs, dims))
     params = {fqn: lying for fqn, lying in _params(graph, dims).items() if matches(fqn, only)}
     return Digest(
         title=title or str(strategy or "logical"),
@@ -138,10 +144,11 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
         shapes={info.fqn: info.meta for info in graph.inputs if info.kind == "param"},
         params=params,
         ops=dict(Counter(at for n, at in places.items() if matches(fqn_of(n), only) and not packs_a_bucket(n))),
-        moves=tuple(moves),
+        moves=tuple(moved),
         sections=sections_of(graph, places, only),
-        stage_bytes=(sum(move.bytes for move in moves if move.place.part not in ONCE),),
-        stage_once=(sum(move.bytes for move in moves if move.place.part in ONCE),),
+        stage_bytes=(sum(move.bytes for move in moved if move.place.part not in ONCE),),
+        stage_fixed=(sum(move.bytes for move in fixed if move.place.part not in ONCE),),
+        stage_once=(sum(move.bytes for move in moved if move.place.part in ONCE),),
         tokens=tokens_of(graph.inputs, dims),
         stage_weights=(sum(lying.local_bytes for lying in params.values()),),
     )
@@ -168,6 +175,7 @@ def joined(stages: Sequence[Digest], model: str, strategy: Strategy, title: str 
         moves=tuple(move for stage in stages for move in stage.moves),
         sections=sections,
         stage_bytes=tuple(size for stage in stages for size in stage.stage_bytes),
+        stage_fixed=tuple(size for stage in stages for size in stage.stage_fixed),
         stage_once=tuple(size for stage in stages for size in stage.stage_once),
         stage_weights=tuple(size for stage in stages for size in stage.stage_weights),
     )

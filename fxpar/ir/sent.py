@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import Input
+from fxpar.ir.graph import Input, TensorMeta
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import STAGES
 
@@ -22,24 +22,32 @@ TOKEN_IDS = ("input_ids", "tokens", "position_ids")
 class Sent:
     """Bytes that a rank sends; with pipeline stages the rank that sends most, messages to other stages included.
 
-    `micro_batch_bytes` grow with its tokens and are paid for every micro-batch; `mini_batch_bytes` (prologue and
-    epilogue) are paid once. `tokens` of a replica's micro-batch; 0 for a model without token ids.
+    `micro_batch_bytes` are paid for every micro-batch: `fixed_bytes` of them at any length, the others grow with its
+    tokens. `mini_batch_bytes` (prologue and epilogue) are paid once. `tokens` of a replica's micro-batch; 0 for a model
+    without token ids, of which all bytes of a micro-batch count as fixed.
     """
 
     micro_batch_bytes: int
     mini_batch_bytes: int
-    tokens: int = 0
+    tokens: int
+    fixed_bytes: int
 
     @property
     def per_token_bytes(self) -> float:
-        """Of a micro-batch; 0.0 for a model without token ids."""
-        return self.micro_batch_bytes / self.tokens if self.tokens else 0.0
+        """Of a micro-batch, beside `fixed_bytes`; 0.0 for a model without token ids."""
+        return (self.micro_batch_bytes - self.fixed_bytes) / self.tokens if self.tokens else 0.0
+
+    def each(self) -> str:
+        """What the bytes of a micro-batch are made of: ` (25,152 at any length + 3,637.7 per token)`."""
+        if not self.tokens:
+            return ""
+        fixed = f"{self.fixed_bytes:,} at any length + " if self.fixed_bytes else ""
+        return f" ({fixed}{self.per_token_bytes:,.1f} per token)"
 
     def lines(self) -> list[str]:
-        """Both as text, never added up."""
-        each = f" ({self.per_token_bytes:,.1f} per token)" if self.tokens else ""
+        """Micro-batch and mini-batch as text, never added up."""
         return [
-            f"per micro-batch: {self.micro_batch_bytes:,} bytes{each}",
+            f"per micro-batch: {self.micro_batch_bytes:,} bytes{self.each()}",
             f"per mini-batch, once: {self.mini_batch_bytes:,} bytes",
         ]
 
@@ -50,29 +58,56 @@ class Sent:
 
 def sent(program: Program, sizes: Mapping[str, int] | None = None) -> Sent:
     """Of a lowered program, with dynamic dims at `sizes` by name (the example's where missing)."""
-    dims = _dims(program, sizes)
-    return _most(_sums(program, dims), lambda axis: True, tokens_of(program.inputs, dims))
+    return _Sums.of(program, sizes).most(lambda axis: True)
 
 
 def sent_by_axis(program: Program, sizes: Mapping[str, int] | None = None) -> dict[str, Sent]:
     """The same for each mesh axis that something is sent over, in the order of the mesh. A collective over several axes
     together counts for their names joined by ".", a message between stages for "pp".
     """
-    dims = _dims(program, sizes)
-    sums, tokens = _sums(program, dims), tokens_of(program.inputs, dims)
+    sums = _Sums.of(program, sizes)
     order = program.strategy.mesh.names
 
     def place(axis: str) -> list[int]:
         return [order.index(name.partition(":")[0]) for name in axis.split(".")]  # of a sub-axis that of the whole one
 
-    found = sorted({axis for each in sums.values() for axis, _ in each}, key=place)
-    return {axis: _most(sums, partial(operator.eq, axis), tokens) for axis in found}
+    found = sorted({axis for each in sums.sums.values() for axis, _ in each}, key=place)
+    return {axis: sums.most(partial(operator.eq, axis)) for axis in found}
 
 
-_Sums = Mapping[Any, Mapping[tuple[str, bool], float]]  # by mesh; axis, whether once
+_ByMesh = Mapping[Any, Mapping[tuple[str, bool], float]]  # axis, whether once
 
 
-def _sums(program: Program, dims: Mapping[Any, int]) -> _Sums:
+@dataclass(frozen=True)
+class _Sums:
+    """Bytes of one rank of each mesh, as they are and without tokens."""
+
+    sums: _ByMesh
+    fixed: _ByMesh
+    tokens: int
+
+    @classmethod
+    def of(cls, program: Program, sizes: Mapping[str, int] | None) -> _Sums:
+        dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in program.dims}
+        fixed = without_tokens(program.inputs, dims)
+        return cls(_by_mesh(program, dims), _by_mesh(program, fixed), tokens_of(program.inputs, dims))
+
+    def most(self, wanted: Callable[[str], bool]) -> Sent:
+        """Over the `wanted` axes, of the ranks that send most."""
+
+        def of(by_mesh: _ByMesh, once: bool) -> dict[Any, float]:
+            return {
+                mesh: sum(n for (axis, o), n in found.items() if o == once and wanted(axis))
+                for mesh, found in by_mesh.items()
+            }
+
+        each, fixed = of(self.sums, False), of(self.fixed, False)
+        busiest = max(each, key=lambda mesh: each[mesh], default=None)
+        once = round(max(of(self.sums, True).values(), default=0.0))
+        return Sent(round(each.get(busiest, 0.0)), once, self.tokens, round(fixed.get(busiest, 0.0)))
+
+
+def _by_mesh(program: Program, dims: Mapping[Any, int]) -> _ByMesh:
     found: dict[Any, dict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
     for stage in program.placed:
         for each in stage.communications():
@@ -84,24 +119,23 @@ def _sums(program: Program, dims: Mapping[Any, int]) -> _Sums:
     return found
 
 
-def _most(sums: _Sums, wanted: Callable[[str], bool], tokens: int) -> Sent:
-    """Of the ranks that send most."""
-
-    def of(once: bool) -> int:
-        each = (sum(n for (axis, o), n in found.items() if o == once and wanted(axis)) for found in sums.values())
-        return round(max(each, default=0.0))
-
-    return Sent(of(False), of(True), tokens)
-
-
-def _dims(program: Program, sizes: Mapping[str, int] | None) -> dict[Any, int]:
-    return {d.symbol: (sizes or {}).get(d.name, d.example) for d in program.dims}
-
-
 def tokens_of(inputs: Sequence[Input], dims: Mapping[Any, int]) -> int:
     """Of a replica's micro-batch, by its token ids; 0 without any."""
+    ids = _token_ids(inputs)
+    return 0 if ids is None else int(ids.numel(dict(dims)))
+
+
+def without_tokens(inputs: Sequence[Input], dims: Mapping[Any, int]) -> dict[Any, int]:
+    """The same dims of a micro-batch of no token; unchanged without token ids."""
+    ids = _token_ids(inputs)
+    shape = () if ids is None else ids.shape
+    none = {symbol for size in shape if not isinstance(size, int) for symbol in size.free_symbols}
+    return {symbol: 0 if symbol in none else size for symbol, size in dims.items()}
+
+
+def _token_ids(inputs: Sequence[Input]) -> TensorMeta | None:
     batch = {info.fqn: info.meta for info in inputs if info.kind == "batch"}
-    return next((int(batch[key].numel(dict(dims))) for key in TOKEN_IDS if key in batch), 0)
+    return next((batch[key] for key in TOKEN_IDS if key in batch), None)
 
 
-__all__ = ["ONCE", "Sent", "sent", "sent_by_axis", "tokens_of"]
+__all__ = ["ONCE", "Sent", "sent", "sent_by_axis", "tokens_of", "without_tokens"]

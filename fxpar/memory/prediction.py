@@ -93,8 +93,18 @@ class MemoryPrediction:
     def peak_bytes(self) -> int:
         return self.state_bytes + max(self.step_bytes, self.switch_bytes)
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What an engine with this strategy alone counts: messages beside a micro-batch, as groups may overlap, and no
+        optimizer, as it does not know one.
+        """
+        stays = self.state_bytes - self.optimizer_bytes
+        return stays + self.step_bytes + self.staging_bytes + self.sums_bytes
+
     def rows(self) -> list[tuple[str, int, str]]:
-        """The prediction as a table: what, bytes, and what that is. The last row is the peak."""
+        """The prediction as a table: what, bytes, and what that is. The last rows are sums: of all at the peak, and of
+        what an engine reserves.
+        """
         body, staged = self.body, bool(self.stages)
         if staged:
             summed, of = body.result_bytes, "at the peak, of all stages of the rank"
@@ -125,6 +135,7 @@ class MemoryPrediction:
             ("staging", self.staging_bytes, "of a switch, at most; not at the same time as activations"),
             ("sums", self.sums_bytes, "of gradients inside a node, with the staging"),
             ("peak", self.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
+            ("reserved", self.reserved_bytes, "by an engine: without optimizer, staging beside a micro-batch"),
         ]
         elsewhere = body.saved_bytes > 1.01 * body.kept_bytes
         left_out = {"messages": not staged, "sums": not self.sums_bytes, "most saved": not elsewhere}
@@ -134,7 +145,7 @@ class MemoryPrediction:
     def to_json(self) -> dict[str, Any]:
         """All numbers, sums included."""
         body = {**asdict(self.body), "total_bytes": self.body.total_bytes}
-        names = ("state_bytes", "step_bytes", "switch_bytes", "peak_bytes", "per_token_bytes")
+        names = ("state_bytes", "step_bytes", "switch_bytes", "peak_bytes", "reserved_bytes", "per_token_bytes")
         sums = {name: getattr(self, name) for name in names}
         stages = [stage.to_json() for stage in self.stages]
         return {**asdict(self), "sizes": dict(self.sizes), "body": body, "stages": stages, **sums}

@@ -45,6 +45,20 @@ class Trial:
     prepare: Callable[[], Callable[[], object]]
     times: int = 1
 
+    def words(self) -> str:
+        """For who waits: `product in float32, 1,024 wide`, `all-reduce inside a node, 4,096 bytes`."""
+        what = f"{self.kind.replace('_', '-')} {_OF.get(self.of, f'in {self.of}')}"
+        return what + _SIZES.get(self.kind, ", {:,} bytes").format(self.size)
+
+
+_OF = {"inter": "between nodes", "intra": "inside a node", "kernel": "of a kernel"}
+_SIZES = {
+    "product": ", {:,} wide",
+    "thin product": ", {:,} wide",
+    "attention": ", {:,} tokens",
+    "launch": "",
+}
+
 
 def measured(
     series: Iterable[Iterator[Trial]], device: torch.device, seconds: float, say: Callable[[str], object]
@@ -65,19 +79,19 @@ def measured(
                 most_s = seconds if len(mine) >= LEAST_TRIALS else SLOW * seconds
                 if taken * trial.amount / last.amount > most_s:
                     break
-            mine.append((trial, [_taken_s(trial, device, seconds / ROUNDS, say)]))
+            mine.append((trial, [_taken_s(trial, device, seconds / ROUNDS, say, 1)]))
         kept += mine
-    for _ in range(ROUNDS - 1):
+    for number in range(2, ROUNDS + 1):
         for trial, found in kept:
-            found.append(_taken_s(trial, device, seconds / ROUNDS, say))
+            found.append(_taken_s(trial, device, seconds / ROUNDS, say, number))
     return [Point(one.kind, one.of, one.size, one.amount, statistics.median(found)) for one, found in kept]
 
 
-def _taken_s(trial: Trial, device: torch.device, seconds: float, say: Callable[[str], object]) -> float:
+def _taken_s(trial: Trial, device: torch.device, seconds: float, say: Callable[[str], object], number: int) -> float:
     """Of the slowest rank: the mean of as many runs on each rank as rank 0 can do in this time, begun by all ranks
     together. One run is no measure: where ranks take turns on a core, it may fall into a turn.
     """
-    say(f"{trial.kind} ({trial.of}), {trial.size:,}")
+    say(f"(round {number} of {ROUNDS}) {trial.words()}")
     run = trial.prepare()
     _timed(run, 1, device)
     once = _timed(run, 1, device)

@@ -38,7 +38,7 @@ from fxpar.runtime.options import (
 )
 from fxpar.runtime.session import Session
 from fxpar.runtime.spans import Recorder
-from fxpar.runtime.storage import activation_bytes, open_storage, overlapped
+from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
@@ -131,7 +131,7 @@ def _engine(
     def activations() -> int:
         return activation_bytes(programs, decided.groups, decided.packed, compiled.lengths)
 
-    store, schedule, memory = open_storage(
+    store, schedule, memory, overlap = open_storage(
         module,
         compiled.programs,
         dist.get_rank(),
@@ -140,9 +140,9 @@ def _engine(
         cluster,
         options,
         activations,
+        options.overlap and may_overlap(len(programs), device, world_group, cluster),
         decided.given,
     )
-    memory, overlap = overlapped(memory, programs, device, world_group, cluster, options)
     transport = _transport(options, process_groups, device, overlap)
     engine = Engine(
         groups=decided.groups,

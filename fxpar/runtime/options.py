@@ -20,7 +20,11 @@ from fxpar.batching.groups import check_strategies
 from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import (
+    DataDependentError,
     ExampleNeededError,
+    LossError,
+    MeanLossError,
+    MetricError,
     ParallelizeError,
     PassContractError,
     PlannerError,
@@ -278,6 +282,8 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
             raise ExampleNeededError(error.args[0], batch) from error
         except PositionTableError as error:
             tokens = error.rows
+        except (LossError, MeanLossError, MetricError, DataDependentError):  # in the code, whatever it is given
+            raise
         except Exception as error:
             if positional and not known.keys() & batch.keys():
                 raise ExampleNeededError(positional[0], batch, error) from error

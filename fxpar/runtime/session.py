@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from fxpar.batching import LengthGroup
+from fxpar.batching.collate import are_inputs_again
 from fxpar.errors import ParallelizeError, warn
 from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.losses import causal_lm
 from fxpar.runtime.attributes import PlainAttribute
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.drift import Drift
@@ -42,6 +44,7 @@ class Session:
     evaluation: Evaluation
     hooks: dict[str, int] | None  # of modules, at the capture; None once a user was told
     attributes: list[PlainAttribute]  # as they were at the capture, but for those of which a user was told
+    labels_seen: bool = False  # whether there was a mini-batch
 
     @property
     def programs(self) -> Mapping[str, TrainGraph]:
@@ -70,7 +73,18 @@ class Session:
                 for fqn, value in buffers.items():
                     if value is not before[fqn]:
                         before[fqn].copy_(value)
+        self._warn_of_labels(sequences)
         return report
+
+    def _warn_of_labels(self, sequences: Sequence[Any]) -> None:
+        """Once, of labels in the first mini-batch that a language model would learn to copy."""
+        if not self.labels_seen and self.evaluation.loss is causal_lm and are_inputs_again(sequences):
+            warn(
+                "each label of this mini-batch is the token at its own place, so the model learns to copy its input: "
+                "losses.causal_lm does not shift labels, unlike models of Hugging Face. Give labels[t] = the token at "
+                "t + 1 (fxpar.losses.next_token_labels makes them), or no labels: train_step makes these itself"
+            )
+        self.labels_seen = True
 
     def _warn_of_hooks(self, module: nn.Module) -> None:
         """Once, of hooks that came after the capture: a step runs the captured graph, in which they are not."""

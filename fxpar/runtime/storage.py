@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpar.batching import LengthGroup
+from fxpar.batching.borders import overlap_pays
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
@@ -29,7 +29,6 @@ from fxpar.store import (
 )
 from fxpar.store.folder import Given, Read
 from fxpar.store.materialize import is_on_meta, materialize
-from fxpar.store.memory import overlapped_gradient_bytes
 from fxpar.store.weights import WeightStore
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import room_for_sums
@@ -44,11 +43,13 @@ def open_storage(
     cluster: ClusterSpec,
     options: ParallelizeOptions,
     activations: Callable[[], int],
+    overlap: bool,
     given: Given | None = None,
-) -> tuple[WeightStore, SwitchSchedule, MemoryReport]:
-    """Decide what stays in memory, allocate it, and take the parameters home. `activations()` are their bytes; they are
-    only asked for if there is a budget, as predicting them takes about a tenth of the time of lowering. Values that are
-    `given` are read by this rank's slices.
+) -> tuple[WeightStore, SwitchSchedule, MemoryReport, bool]:
+    """Decide what stays in memory, allocate it, and take the parameters home; the last result is whether groups
+    overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is a
+    budget, as predicting them takes about a tenth of the time of lowering. Values that are `given` are read by this
+    rank's slices.
     """
     specs = param_specs(next(iter(programs.values())))
     home = home_layout(specs, world, options.home)
@@ -62,8 +63,8 @@ def open_storage(
 
     at_work = 0 if options.memory_budget_bytes is None else activations()
 
-    def report(kept: tuple[str, ...]) -> MemoryReport:
-        mine = memory_report(programs, home, [rank], kept, staging, at_work)
+    def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
+        mine = memory_report(programs, home, [rank], kept, staging, at_work, together)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, mine)
         return max(everyone, key=lambda found: found.total_bytes)
@@ -80,9 +81,10 @@ def open_storage(
             if name not in programs:
                 raise OrderError(f"resident: {name!r} is none of the strategies{nearest(name, programs)}")
         kept = tuple(name for name in programs if name in options.resident)
+        overlap = overlap and _fits(report(kept, True), options)
     else:
-        kept = choose_resident(programs, report, seconds, options.memory_budget_bytes)
-    memory = report(kept)
+        kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
+    memory = report(kept, overlap)
     store = WeightStore(programs, home, share_weights(programs, rank, kept), rank=rank, device=device)
     first = next(iter(programs.values()))
     names = {i.fqn: (i.fqn, *i.aliases) for i in first.inputs if i.kind == "param"}
@@ -94,7 +96,7 @@ def open_storage(
         materialize(module, store, names, options.initializer, options.meta_init == "whole", taken, valued)
     if given is not None:
         _read_home(given, module, store)
-    return store, schedule_of(kept), memory
+    return store, schedule_of(kept), memory, overlap
 
 
 def _read_home(given: Given, module: nn.Module, store: WeightStore) -> None:
@@ -111,23 +113,13 @@ def _read_home(given: Given, module: nn.Module, store: WeightStore) -> None:
         given.fill(put)
 
 
-def overlapped(
-    memory: MemoryReport,
-    programs: Sequence[TrainGraph],
-    device: torch.device,
-    group: Any,
-    cluster: ClusterSpec,
-    options: ParallelizeOptions,
-) -> tuple[MemoryReport, bool]:
-    """Whether groups overlap, and the memory then. Where nobody has tried two threads on the network, they do not. Nor
-    does one group inside of one node, where transfers take cores rather than links, and many small ones more than few.
-    """
-    pays = len(programs) > 1 or cluster.nodes > 1
-    if not (options.overlap and pays) or device.type != "cpu" or dist.get_backend(group) != "gloo":
-        return memory, False
-    both = replace(memory, gradient_bytes=overlapped_gradient_bytes(programs))
-    fits = options.memory_budget_bytes is None or both.total_bytes <= options.memory_budget_bytes
-    return (both, True) if fits else (memory, False)
+def may_overlap(strategies: int, device: torch.device, group: Any, cluster: ClusterSpec) -> bool:
+    """Whether groups of so many strategies may overlap: not where nobody has tried two threads on the network."""
+    return overlap_pays(strategies, cluster) and device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+def _fits(memory: MemoryReport, options: ParallelizeOptions) -> bool:
+    return options.memory_budget_bytes is None or memory.total_bytes <= options.memory_budget_bytes
 
 
 def activation_bytes(

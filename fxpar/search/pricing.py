@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpar.batching import LengthGroup, RunTime, plan_batch
-from fxpar.batching.borders import Borders, by_strategy
+from fxpar.batching.borders import Borders, by_strategy, overlap_pays
 from fxpar.batching.planner import KnownLoads
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.search.price import Depth, Priced
 from fxpar.search.switching import ModelSwitches, Outlines
+from fxpar.store.memory import reserved_gradients
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,16 @@ class SetPricer:
     def mean_tokens(self) -> float:
         return sum(map(sum, self.batches)) / len(self.batches)
 
-    def groups(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> tuple[LengthGroup, ...] | None:
+    def groups(
+        self, chosen: Sequence[tuple[int, Priced]], settle: bool = False, overlap: bool = False
+    ) -> tuple[LengthGroup, ...] | None:
         """Length groups of (limit, candidate), ascending, each with the tokens that there is memory for beside the
         weights of the largest; None if one of them cannot hold a sequence of its limit. `settle`: memory is predicted
-        for just these tokens.
+        for just these tokens; `overlap`: gradients of one group leave while the next one runs.
         """
         found = []
         for limit, one in chosen:
-            shared = max(other.stays.weight_bytes for _, other in chosen) + _beyond(one, chosen)
+            shared = max(other.stays.weight_bytes for _, other in chosen) + _beyond(one, chosen, overlap)
             budget = self._budget(limit, one, shared, settle)
             if budget is None:
                 return None
@@ -119,15 +122,24 @@ class SetPricer:
         return found
 
     def price(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> PricedSet | None:
-        """None if it does not fit; `settle` as for `groups`. Raises what planning a mini-batch raises."""
-        groups = self.groups(chosen, settle)
-        if groups is None:
-            return None
+        """None if it does not fit; `settle` as for `groups`. Groups overlap, if they may, where that is faster with the
+        memory that it takes. Raises what planning a mini-batch raises.
+        """
+        may = self.overlap and overlap_pays(len({one.name for _, one in chosen}), self.cluster)
+        ways = {overlap: self.groups(chosen, settle, overlap) for overlap in ((True, False) if may else (False,))}
+        if may and ways[True] == ways[False]:
+            del ways[False]  # as many tokens, and nothing is hidden
+        found = [self._planned(chosen, groups, settle, overlap) for overlap, groups in ways.items() if groups]
+        return min(found, key=lambda one: one.predicted_s, default=None)
+
+    def _planned(
+        self, chosen: Sequence[tuple[int, Priced]], groups: tuple[LengthGroup, ...], settle: bool, overlap: bool
+    ) -> PricedSet:
         unique = {one.name: one for _, one in chosen}
-        kept = self._resident(chosen, groups)
+        kept = self._resident(chosen, groups, overlap)
         switching = self._switches.of_set(unique, kept, guess=not settle)
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
-        borders = Borders(switching, reductions, self.overlap)
+        borders = Borders(switching, reductions, overlap)
         names = [one.name for _, one in chosen]
 
         def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
@@ -162,37 +174,44 @@ class SetPricer:
             switch_s=switch_s,
             reduce_s=reduce_s,
             optimizer_s=self.optimizer_s,
-            memory_bytes=self._memory(chosen, groups, kept),
+            memory_bytes=self._memory(chosen, groups, kept, overlap),
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
         )
 
-    def _resident(self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup]) -> tuple[str, ...]:
+    def _resident(
+        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], overlap: bool
+    ) -> tuple[str, ...]:
         """All strategies if their weights fit side by side, else none: they take turns in an arena."""
         unique = {one.name: one for _, one in chosen}
         weights = sum(one.stays.weight_bytes for one in unique.values())
         if self.memory_bytes is None or len(unique) == 1:
             return tuple(unique)
         pairs = [(one, one.memory(group.token_budget)) for group, (_, one) in zip(groups, chosen, strict=True)]
-        beside = max(m.stays_bytes + m.beside_bytes + _beyond(one, chosen) for one, m in pairs)
+        beside = max(m.stays_bytes + m.beside_bytes + _beyond(one, chosen, overlap) for one, m in pairs)
         return tuple(unique) if weights + beside <= self.memory_bytes else ()
 
     def _memory(
-        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], kept: Collection[str]
+        self,
+        chosen: Sequence[tuple[int, Priced]],
+        groups: Sequence[LengthGroup],
+        kept: Collection[str],
+        overlap: bool,
     ) -> dict[str, int]:
         weights = {one.name: one.stays.weight_bytes for _, one in chosen}
         held = sum(weights.values()) if kept else max(weights.values())
         found: dict[str, int] = {}
         for group, (_, one) in zip(groups, chosen, strict=True):
             memory = one.memory(group.token_budget)
-            taken = memory.stays_bytes + held + memory.beside_bytes + _beyond(one, chosen)
+            taken = memory.stays_bytes + held + memory.beside_bytes + _beyond(one, chosen, overlap)
             found[one.name] = max(found.get(one.name, 0), taken)
         return found
 
 
-def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]]) -> int:
-    """What a session reserves beyond what this strategy needs: room for the largest messages of the set, and for the
-    largest accumulators.
+def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]], overlap: bool) -> int:
+    """What a session reserves beyond what this strategy needs: room for the largest messages of the set, and for its
+    accumulators.
     """
-    found = [other.stays for _, other in chosen]
-    staging, gradients = max(m.staging_bytes for m in found), max(m.gradient_bytes for m in found)
+    found = list({other.name: other.stays for _, other in chosen}.values())
+    staging = max(m.staging_bytes for m in found)
+    gradients = reserved_gradients([m.gradient_bytes for m in found], overlap)
     return staging + gradients - one.stays.staging_bytes - one.stays.gradient_bytes

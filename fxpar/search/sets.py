@@ -52,6 +52,8 @@ def ranked_sets(
             if not layer[i]:
                 continue
             for j in range(i, count):
+                if tokens[i, j] == 0 and j + 1 < count:
+                    continue  # who takes the next lengths takes these
                 column = means[:, i, j] + borders
                 for s in np.argsort(column, kind="stable")[:PER_INTERVAL]:
                     if not np.isfinite(column[s]):

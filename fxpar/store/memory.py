@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
@@ -68,8 +68,11 @@ def memory_report(
     resident: Sequence[str] | None = None,
     staging_bytes: int = 0,
     activation_bytes: int = 0,
+    overlap: bool = False,
 ) -> MemoryReport:
-    """The report for the fullest of `ranks`; shapes only, nothing is allocated."""
+    """The report for the fullest of `ranks`; shapes only, nothing is allocated. `overlap`: gradients of one group leave
+    while the next group runs.
+    """
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
     plans = [share_weights(programs, rank, resident) for rank in ranks]
     worst = max(plans, key=lambda plan: plan.nbytes)
@@ -78,16 +81,18 @@ def memory_report(
         home_gradient_bytes=_only(home, trained).max_bytes(),
         resident_bytes=worst.pool_bytes("resident"),
         arena_bytes=worst.pool_bytes("arena"),
-        gradient_bytes=max(_gradient_bytes(program) for program in programs.values()),
+        gradient_bytes=reserved_gradients(map(_gradient_bytes, programs.values()), overlap),
         staging_bytes=staging_bytes,
         strategies={name: (worst.strategy_bytes(name), name in worst.resident) for name in programs},
         activation_bytes=activation_bytes,
     )
 
 
-def overlapped_gradient_bytes(programs: Sequence[Program]) -> int:
-    """Accumulators where one group's gradients leave while the next group runs: those of the two largest graphs."""
-    return sum(sorted(map(_gradient_bytes, programs))[-2:])
+def reserved_gradients(nbytes: Iterable[int], overlap: bool) -> int:
+    """Bytes for the accumulators of strategies that take so many each: the largest, and where one group's gradients
+    leave while the next group runs the two largest.
+    """
+    return sum(sorted(nbytes)[-2 if overlap else -1 :])
 
 
 def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:
@@ -105,22 +110,27 @@ def _gradient_bytes(program: Program) -> int:
 
 def choose_resident(
     programs: Mapping[str, Program],
-    report: Callable[[tuple[str, ...]], MemoryReport],
+    report: Callable[[tuple[str, ...], bool], MemoryReport],
     seconds: Callable[[tuple[str, ...]], float],
     budget_bytes: int | None,
-) -> tuple[str, ...]:
-    """Which strategies stay: all if they fit, else the set that fits with the least predicted switch time.
+    overlap: bool = False,
+) -> tuple[tuple[str, ...], bool]:
+    """Which strategies stay: all if they fit, else the set that fits with the least predicted switch time; and whether
+    groups overlap. `overlap`: they do where any set fits with it, as that hides more than what stays saves.
 
     Raises MemoryBudgetError if even taking turns does not fit.
     """
     everything = tuple(programs)
-    if budget_bytes is None or report(everything).total_bytes <= budget_bytes:
-        return everything
-    fitting = [kept for kept in _subsets(everything) if report(kept).total_bytes <= budget_bytes]
-    if not fitting:
-        least = min((report(kept) for kept in _subsets(everything)), key=lambda r: r.total_bytes)
-        raise MemoryBudgetError(human_bytes(least.total_bytes), human_bytes(budget_bytes), least.table())
-    return min(fitting, key=lambda kept: (seconds(kept), -len(kept), kept))
+    if budget_bytes is None:
+        return everything, overlap
+    for together in (True, False) if overlap else (False,):
+        if report(everything, together).total_bytes <= budget_bytes:
+            return everything, together
+        fitting = [kept for kept in _subsets(everything) if report(kept, together).total_bytes <= budget_bytes]
+        if fitting:
+            return min(fitting, key=lambda kept: (seconds(kept), -len(kept), kept)), together
+    least = min((report(kept, False) for kept in _subsets(everything)), key=lambda r: r.total_bytes)
+    raise MemoryBudgetError(human_bytes(least.total_bytes), human_bytes(budget_bytes), least.table())
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

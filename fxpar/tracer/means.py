@@ -112,7 +112,14 @@ def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
         how = f"{place.by.name!r} of the loss and"
         if out_of_place(place.by.target) in SCALINGS:
             how = f"a {'division' if place.divides else 'multiplication'} by"
-        raise MeanLossError(f"{how} {node.name!r}, which depends on how long the batch is", line)
+        raise MeanLossError(f"{how} {_count_in_words(node)}, which depends on how long the batch is", line)
+
+
+def _count_in_words(node: fx.Node) -> str:
+    """A count as the user wrote it: by the op that makes it, or as a length."""
+    if isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), Tensor):
+        return f"what `{str(node.target).split('.')[1]}` makes of the batch"
+    return "a size of the batch"
 
 
 def _behind(place: _Place) -> list[_Place]:

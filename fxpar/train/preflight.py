@@ -6,11 +6,15 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from fxpar.checkpoint import latest_checkpoint
-from fxpar.checkpoint.load import check_shapes, read_extra
+from fxpar.checkpoint.load import check_shapes, read_extra, trained_names
 from fxpar.checkpoint.lock import holder, release, take
+from fxpar.checkpoint.state import model_state
 from fxpar.data import KINDS, load_tokenizer
 from fxpar.data.files import list_files
 from fxpar.data.sources import check_source
@@ -27,7 +31,7 @@ from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
 from fxpar.train.schema import shown
-from fxpar.train.session import latest
+from fxpar.train.session import TRAINED, latest
 
 RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
 
@@ -118,10 +122,11 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
 
 
 def check_resumed_model(config: TrainConfig) -> None:
-    """See that the checkpoint to go on from, if one is asked for, is of this model, by names and shapes. Sizes that
-    follow from a tokenizer which is yet to be trained are left out: ranks see them.
+    """See that the checkpoint to go on from, if one is asked for, is of this model, by names and shapes, and of a run
+    that trains the same parameters. Sizes that follow from a tokenizer which is yet to be trained are left out: ranks
+    see them.
 
-    Raises CheckpointMismatchError, CorruptCheckpointError.
+    Raises CheckpointMismatchError, ResumeError, CorruptCheckpointError.
     """
     if not config.checkpoint.resume:
         return
@@ -129,7 +134,34 @@ def check_resumed_model(config: TrainConfig) -> None:
     if config.data.tokenizer is not None:
         sizes = [load_tokenizer(config.data.tokenizer, end_token=config.data.end_token).vocab_size]
     models = [shapes_for(config, size, {}).model for size in sizes]
-    check_shapes(latest(config), models[0], models[-1])
+    path = latest(config)
+    check_shapes(path, models[0], models[-1])
+    _check_trained(config, path, models[0])
+
+
+def _check_trained(config: TrainConfig, checkpoint: Path, model: nn.Module) -> None:
+    """An optimizer has no state for parameters that it did not train. Raises ResumeError, CorruptCheckpointError."""
+    state = model_state(model)
+    here = {state.name_of[id(parameter)] for parameter in model.parameters() if parameter.requires_grad}
+    saved = {state.alias.get(name, name) for name in trained_names(checkpoint)}
+    if here == saved:
+        return
+    extra = read_extra(checkpoint)
+    was, back = f"{len(saved)} parameters trained", "with the model.train of that run"
+    if TRAINED in extra:
+        was = _globs(extra[TRAINED])
+        back = "without model.train" if extra[TRAINED] is None else f'with --set "model.train={extra[TRAINED]}"'
+    other = sorted(here ^ saved)
+    raise ResumeError(
+        str(checkpoint),
+        f"it was written with {was}, and this configuration has {_globs(config.model.train)}: they differ in "
+        f"{', '.join(other[:3])}{', ...' * (len(other) > 3)}. Go on {back}, or start another run from these weights: "
+        "fxpar export, then model.weights",
+    )
+
+
+def _globs(trained: Sequence[str] | None) -> str:
+    return "all parameters trained (no model.train)" if trained is None else f"model.train = {shown(trained)}"
 
 
 def check_free(config: TrainConfig) -> None:

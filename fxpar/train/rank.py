@@ -262,7 +262,7 @@ def _introduce(session: TrainSession, prepared: Prepared, place: ThisRank) -> No
     for line in (*prepared.lines, *describe(session.loader)):
         place.say(line)
     chosen = ", ".join(f"<={limit} {text}" for limit, text in config.strategies)
-    place.say(f"{config.model.name}, {session.parameters:,} parameters, on {place.world} ranks ({place.device.type})")
+    place.say(f"{config.model.name}, {session.size()}, on {place.world} ranks ({place.device.type})")
     packed = session.model.fxpar_session.engine.options.packed  # if not, a warning has said why
     rows = "sequences packed in rows" if packed else "each sequence runs alone"
     place.say(f"strategies {chosen}; {rows}; set up in {session.setup_s:.1f} s")

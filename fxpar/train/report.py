@@ -115,7 +115,7 @@ def _environment(session: TrainSession, fxpar: Session) -> tuple[str, ...]:
     threads = "1 thread" if config.run.threads == 1 else f"{config.run.threads} threads"
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} each"
     return (
-        f"{config.model.name}, {session.parameters:,} parameters",
+        f"{config.model.name}, {session.size()}",
         f"{config.world} ranks on {kind}",
         f"torch {torch.__version__}, Python {platform.python_version()}",
     )

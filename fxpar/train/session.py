@@ -25,11 +25,14 @@ from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_
 from fxpar.train.text import Prepared, held_out_sequences, make_loader, open_tokens
 from fxpar.train.traces import StepTraces
 
+TRAINED = "train"
+"""Where a checkpoint's `extra` holds the globs of the parameters that were trained."""
+
 
 @dataclass
 class TrainSession:
     """Everything that training changes on this rank; `step` is the number of steps done, `changed` what a resumed run
-    does otherwise than the one before, in one line.
+    does otherwise than the one before, in one line. `trained` of the `parameters` are trained.
     """
 
     config: TrainConfig
@@ -38,10 +41,16 @@ class TrainSession:
     loader: MiniBatchLoader
     batches: DrawnAhead  # of the loader
     parameters: int
+    trained: int
     setup_s: float
     held_out: list[torch.Tensor]
     step: int = 0
     changed: str = ""
+
+    def size(self) -> str:
+        """`1,204 parameters, of which 32 are trained`."""
+        part = f", of which {self.trained:,} are trained" if self.trained != self.parameters else ""
+        return f"{self.parameters:,} parameters{part}"
 
     def save(self, step: int) -> Path:
         """Write a checkpoint. All ranks call it. Raises what `save_checkpoint` raises."""
@@ -54,6 +63,7 @@ class TrainSession:
             "scheduler": scheduler_state(self.training.scheduler),
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
             "model": self.config.model.name,
+            TRAINED: self.config.model.train,
             "strategies": [list(pair) for pair in self.config.strategies],
             HF_CONFIG: hf_config(self.model),
         }
@@ -132,6 +142,7 @@ def open_session(
     loaded = build_model(config, prepared.vocab_size, prepared.tokenizer, device.type)
     on_meta = any(parameter.is_meta for parameter in loaded.model.parameters())
     count = sum(parameter.numel() for parameter in loaded.model.parameters())
+    trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
     engine = config.engine
     model: Any = parallelize(
         loaded.model if on_meta else loaded.model.to(device),
@@ -170,6 +181,7 @@ def open_session(
         loader,
         batches,
         count,
+        trained,
         time.perf_counter() - begun,
         held_out_sequences(held_out, config),
     )

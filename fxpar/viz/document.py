@@ -54,8 +54,7 @@ def about(view: Viewed) -> list[list[str]]:
     if view.runs > 1:
         rows.append(["micro-batches", str(view.runs)])
     found = sent(view.graph, view.whole_sizes())
-    each = f" ({found.per_token_bytes:,.1f} per token)" if found.tokens else ""
-    rows.append(["a rank sends", f"{found.micro_batch_bytes:,} bytes per micro-batch{each}"])
+    rows.append(["a rank sends", f"{found.micro_batch_bytes:,} bytes per micro-batch{found.each()}"])
     rows.append(["and once per mini-batch", f"{found.mini_batch_bytes:,} bytes"])
     rows.append(["device", f"{view.links.sustained}"])
     rows.append(["cluster", cluster_text(view.links) + ("" if view.cluster else " (assumed)")])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.batching import GroupCost, MicroBatch, length_groups, plan_batch
-from fxpar.batching.collate import check_keys, check_present, check_sequences, collate, valid_tokens
+from fxpar.batching.collate import are_inputs_again, check_keys, check_present, check_sequences, collate, valid_tokens
 from fxpar.errors import BatchKeyError, MiniBatchError, NoValidTokenError, SequenceError, UnmarkedDocumentsError
 from fxpar.ir.graph import TensorMeta
 from fxpar.losses import IGNORE_INDEX
@@ -137,6 +137,26 @@ def test_no_valid_token(sequences):
         valid_tokens(sequences)
 
 
+LONG = torch.arange(20)
+ONE_WORD = torch.full((20,), 5)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "again"),
+    [
+        ([{"input_ids": LONG, "labels": LONG}], True),
+        ([{"tokens": LONG, "targets": LONG.where(LONG > 3, X)}, {"input_ids": LONG, "labels": LONG}], True),
+        ([{"input_ids": LONG, "labels": LONG}, LONG], False),  # those of the second are made
+        ([{"input_ids": LONG, "labels": LONG.where(LONG != 7, 3)}], False),
+        ([{"input_ids": LONG, "labels": LONG + 1}], False),
+        ([{"input_ids": LONG[:9], "labels": LONG[:9]}], False),  # a few may be so by chance
+        ([{"input_ids": ONE_WORD, "labels": ONE_WORD}], False),  # each next token is the same
+    ],
+)
+def test_labels_that_nobody_has_shifted_are_told_from_others(sequences, again):
+    assert are_inputs_again(sequences) == again
+
+
 def test_lengths():
     assert check_sequences([torch.tensor([1, 2]), {"input_ids": torch.tensor([3])}]) == (2, 1)
 
@@ -150,7 +170,7 @@ BAD = {
     "float32; it needs integers.* a model without tokens is trained by plain calls": IDS.float(),
     "bool; it needs integers": IDS.bool(),
     "is a list": [1, 2, 3],
-    "has no 'input_ids'.* a model without tokens is trained by plain calls": {"labels": IDS},
+    r"has no 'input_ids' \(or 'tokens'\).* a model without tokens is trained by plain calls": {"labels": IDS},
     "'labels' as a list": {"input_ids": IDS, "labels": [1, 2, 3]},
     r"'labels' of shape \[2\] for 3 tokens": {"input_ids": IDS, "labels": IDS[:2]},
     r"'weight' of shape \[4\] for 3 tokens": {"input_ids": IDS, "weight": torch.ones(4)},

@@ -150,8 +150,17 @@ def test_folder_that_cannot_be_written(tmp_path):
 
     errors = run_forked(2, failing(work), 60)
     assert len(set(errors)) == 1
-    assert "Not a directory" in errors[0]
-    assert str(tmp_path / "file") in errors[0]
+    assert f"{str(tmp_path / 'file')!r} is not a folder but a file" in errors[0]
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_where_the_folder_should_be_is_named(tmp_path, below):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    model, optimizer = make(1)
+    with pytest.raises(CheckpointWriteError, match=r"notes\.txt' is not a folder but a file\. Name a folder"):
+        save_checkpoint(file / below, 1, model, optimizer, {})
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -11,6 +11,7 @@ from rich.console import Console
 from fxpar.checking import CheckResult
 from fxpar.checking import driver as checking
 from fxpar.cli import check as cli_check
+from fxpar.cli.check import _error
 from fxpar.ir.strategy import Strategy
 from tests.cli.helpers import fxpar
 
@@ -261,3 +262,7 @@ def test_a_loss_that_is_no_number(monkeypatch):
 def test_sizes_are_counts(option):
     status, _, err = fxpar("check", "mlp", "-s", "dp2", "--set", option)
     assert (status, f"option {option!r} must be a number from 1 on" in err) == (1, True)
+
+
+def test_errors_that_no_dtype_resolves_are_not_told_as_numbers():
+    assert [_error(value) for value in (0.0, 1e-41, 3.4e-7, float("inf"))] == ["0", "< 1e-30", "3.4e-07", "-"]

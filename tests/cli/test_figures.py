@@ -74,7 +74,10 @@ def test_a_collective_has_one_owner(strategy):
 def test_a_dump_says_what_is_sent_and_how_long_it_takes():
     out = fxpar("dump", "llama", "-s", "tp4+sp", "--brief")[1]
     found = dump("tp4+sp")
-    assert f"per micro-batch: {found['sent']['micro_batch_bytes']:,} bytes (4,050.0 per token)" in out
+    assert (
+        f"per micro-batch: {found['sent']['micro_batch_bytes']:,} bytes (25,152 at any length + 3,637.7 per token)"
+        in out
+    )
     assert re.search(
         r"time of a rank, predicted for usual GPUs \(.*TFLOP/s.*\n  .* ms per micro-batch \(.* µs per", out
     )
@@ -136,19 +139,20 @@ def commands(program: str) -> list[list[str]]:
 
 
 def test_replicas_send_once_and_tp_per_token():
-    """Step 3: the figures of the page are those of its commands, and the rule follows from them."""
+    """Step 3: the figures of the page are those of its commands, hold at any length, and the rule follows from them."""
     first, second = commands("dump")
     assert (first[3], second[3]) == ("dp4", "tp4+sp")
-    texts = [fxpar(*words)[1] for words in (first, second)]
-    dp, tp = (dump(name)["sent"] for name in ("dp4", "tp4+sp"))
-    for text, sent in zip(texts, (dp, tp), strict=True):
-        assert f"once: {sent['mini_batch_bytes']:,} bytes" in text
-        assert f"{sent['mini_batch_bytes']:,}" in CHOOSE
-    assert dp["micro_batch_bytes"] == 0
-    assert f"sends {tp['per_token_bytes']:,.0f} bytes per token" in CHOOSE
-    even = (dp["mini_batch_bytes"] - tp["mini_batch_bytes"]) / tp["per_token_bytes"]
-    said = int(re.search(r"about (\d+) tokens", CHOOSE)[1])
-    assert even == pytest.approx(said, rel=0.05)
+    dp, tp = (read(*words)["sent"] for words in (first, second))
+    for name, sent in (("dp4", dp), ("tp4+sp", tp)):
+        once, fixed, each = sent["mini_batch_bytes"], sent["fixed_bytes"], sent["per_token_bytes"]
+        assert f"| `{name}` | {once:,} | {fixed:,} | {each:,.0f} |" in CHOOSE
+        for tokens in (128, 1000):
+            assert fixed + each * tokens == dump(name, tokens)["sent"]["micro_batch_bytes"]
+            assert once == dump(name, tokens)["sent"]["mini_batch_bytes"]
+    assert f"`{tp['mini_batch_bytes']:,} + {tp['fixed_bytes']:,} M + {tp['per_token_bytes']:,.0f} N`" in CHOOSE
+    even = (dp["mini_batch_bytes"] - tp["mini_batch_bytes"] - tp["fixed_bytes"]) / tp["per_token_bytes"]
+    assert int(re.search(r"about (\d+) tokens", CHOOSE)[1]) == round(even)
+    assert int(re.search(r"as much as (\d+) tokens", CHOOSE)[1]) == round(tp["fixed_bytes"] / tp["per_token_bytes"])
 
 
 def test_tp_has_four_collectives_per_layer():

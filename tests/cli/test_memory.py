@@ -37,6 +37,7 @@ def test_table():
         "workspace",
         "staging",
         "peak",
+        "reserved",
     ]
 
 

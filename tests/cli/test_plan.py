@@ -28,6 +28,7 @@ def planned(tmp_path_factory):
 def test_it_shows_what_it_writes(planned):
     text, plan, data, _ = planned
     assert "plan 1:" in text
+    assert re.search(r"% slower, because it(s micro-batches take| waits) longer", text)
     assert "no set takes less than" in text
     best = data["plans"][0]
     assert [group["strategy"] for group in best["groups"]] == [group.strategy for group in plan.groups]

@@ -58,7 +58,7 @@ def test_a_terminal_sees_at_once_what_is_measured(monkeypatch):
     status, out, _ = fxpar("profile", *TINY, "-o", "-")
     assert status == 0
     assert json.loads(out)
-    assert re.search(r"measuring launch \(kernel\), 1, \d+ s", shown.getvalue())
+    assert re.search(r"measuring \(round \d of \d\) launch of a kernel, \d+ s", shown.getvalue())
 
 
 def test_stdout(tmp_path):

@@ -22,6 +22,9 @@ def test_it_prices_what_is_named(tmp_path):
     assert {"predicted_s", "memory_bytes", "switch_s", "reduce_s"} <= data.keys()
     assert set(data["static_s"]) == {"dp2", "cp2"}
     assert data["best_static"]["predicted_s"] == min(data["static_s"].values())
+    # Such short mini-batches are not worth a switch: one group takes all, and a line says so.
+    assert [group["tokens"] > 0 for group in data["groups"]] == [False, True]
+    assert "sequences of 1 to 64 tokens: 100.0% of their tokens run in a group for longer ones" in text
     assert all(word in text for word in ("up to 64", "up to 256", "switches", "reductions", "best of them alone"))
 
 

@@ -153,6 +153,37 @@ def test_a_resumed_run_of_another_model(config, monkeypatch):
     assert len(launched) == 3
 
 
+@pytest.mark.parametrize(
+    ("extra", "was", "back"),
+    [
+        ({"train": ["head.*", "norm.*"]}, "model.train = ['head.*', 'norm.*']", "model.train=['head.*', 'norm.*']"),
+        ({"train": None}, "all parameters trained (no model.train)", "Go on without model.train"),
+        (
+            {},
+            "2 parameters trained",
+            "Go on with the model.train of that run",
+        ),  # an earlier fxpar did not write it down
+    ],
+    ids=["globs", "all", "unknown"],
+)
+def test_a_resumed_run_that_trains_other_parameters(config, monkeypatch, extra, was, back):
+    """The optimizer would find it out, after data, capture and lowering."""
+    launched = []
+    monkeypatch.setattr("fxpar.train.launch.launch", lambda job, say: launched.append(job) or Outcome("done", 6))
+    model = build_model(read_config("tiny.toml"), 320, "").model
+    trained = [model.get_parameter("head.weight"), model.get_parameter("norm.weight")]
+    save_checkpoint(config / "out" / "checkpoints", 3, model, torch.optim.SGD(trained), extra)
+    status, _, err = fxpar("train", *STDLIB, "--resume", "--set", 'model.train=["head.weight", "norm*"]')
+    assert (status, err) == (0, "")  # other globs for the same parameters
+    status, out, err = fxpar("train", *STDLIB, "--resume", "--set", 'model.train=["head.*"]')
+    assert (status, out) == (1, "")
+    err = " ".join(err.split())
+    assert f"it was written with {was}, and this configuration has model.train = ['head.*']" in err
+    assert "they differ in norm.weight. Go on" in err
+    assert back in err
+    assert len(launched) == 1
+
+
 def test_a_folder_that_cannot_be_written(config):
     (config / "out").write_text("in the way")
     status, _, err = fxpar("train", *STDLIB)

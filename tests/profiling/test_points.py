@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
+import pytest
 import torch
 
 from fxpar.profiling.points import MOST_RUNS, ROUNDS, Trial, measured
@@ -88,3 +89,16 @@ def test_the_slowest_rank_counts():
     assert first == second
     assert [0.02, 0.04, 0.04] <= first < [0.2, 0.4, 0.4]
     assert runs == runs_of_other
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "size", "words"),
+    [
+        ("thin product", "float32", 1024, "thin product in float32, 1,024 wide"),
+        ("attention", "bfloat16", 512, "attention in bfloat16, 512 tokens"),
+        ("all_reduce", "intra", 4096, "all-reduce inside a node, 4,096 bytes"),
+        ("launch", "kernel", 1, "launch of a kernel"),
+    ],
+)
+def test_a_trial_says_what_its_size_is_of(kind, of, size, words):
+    assert Trial(kind, of, size, 1.0, lambda: lambda: None).words() == words

@@ -10,7 +10,16 @@ from torch import nn
 import fxpar
 from fxpar import losses
 from fxpar.batching import length_groups
-from fxpar.errors import BatchError, ExampleNeededError, FxparError, ParallelizeError, PlannerError
+from fxpar.errors import (
+    BatchError,
+    ExampleNeededError,
+    FxparError,
+    LossError,
+    MeanLossError,
+    MetricError,
+    ParallelizeError,
+    PlannerError,
+)
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.decided import _alone, with_multiples
 from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
@@ -140,6 +149,40 @@ def test_a_model_of_no_text_without_example_is_told_what_to_give():
     with pytest.raises(ExampleNeededError, match=give) as found:
         capture_step(nn.Conv2d(3, 4, 2), losses.causal_lm, None)
     assert isinstance(found.value.__cause__, RuntimeError)
+
+
+class Words(nn.Module):
+    """Takes token ids under another name than fxpar has for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(23, 8), nn.Linear(8, 23)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def counted_mean(model, batch):
+    total = losses.cross_entropy_sum(model(batch["input_ids"]), batch["labels"])
+    return total / (batch["labels"] != -100).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (counted_mean, MeanLossError, r"a division by what `sum` makes of the batch.*test_options\.py.*denominator="),
+        (lambda model, batch: model(batch["input_ids"]), LossError, "not a scalar"),
+        (
+            lambda model, batch: (model(batch["input_ids"]).sum(), {"m": model(batch["input_ids"]).mean()}),
+            MetricError,
+            "m",
+        ),
+    ],
+    ids=["counted mean", "no scalar", "metric"],
+)
+def test_a_loss_that_cannot_be_summed_is_told_as_such_whatever_forward_calls_its_ids(loss, error, words):
+    with pytest.raises(error, match=words):
+        capture_step(Words(), loss, None)
 
 
 def test_a_key_that_another_dict_lacks_is_no_matter_of_the_example():

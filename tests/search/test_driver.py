@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +17,17 @@ from fxpar.cost.device import CPU
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower, outline
+from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.runtime.storage import activation_bytes
 from fxpar.search import driver
 from fxpar.search.bounds import least_seconds
 from fxpar.search.driver import Problem, _Search, find_plan
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Candidate, Depth, candidate
+from fxpar.search.pricing import SetPricer
 from fxpar.search.space import shapes, with_savings
 from fxpar.store import home_layout, memory_report, param_specs
 from fxpar.switch import layout_of
@@ -213,9 +217,62 @@ def test_shapes_are_all_of_a_world():
     assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"
 
 
-def test_a_set_takes_what_an_engine_reserves_for_it():
-    """One engine runs them all: the largest accumulators, messages and activations, of whichever strategy each is."""
-    given = problem(9_000_000)
+@pytest.mark.parametrize(
+    ("names", "memory_bytes", "nodes", "seconds", "planned"),
+    [
+        (("dp2", "tp2+sp"), 9_000_000, 1, {True: 1.0, False: 2.0}, [True, False]),
+        (("dp2", "tp2+sp"), 9_000_000, 1, {True: 2.0, False: 1.0}, [True, False]),
+        (("dp2", "tp2+sp"), None, 1, {True: 1.0}, [True]),  # the same micro-batches: nothing is hidden if they do not
+        (("dp2", "dp2"), 9_000_000, 1, {False: 1.0}, [False]),  # one strategy inside of one node
+        (("dp2", "dp2"), 9_000_000, 2, {True: 1.0}, [True]),
+    ],
+)
+def test_groups_overlap_where_that_is_worth_its_memory(names, memory_bytes, nodes, seconds, planned, monkeypatch):
+    cluster = replace(LINKS, nodes=nodes, devices_per_node=2 // nodes)
+    given = replace(problem(memory_bytes), overlap=True, cluster=cluster)
+    chosen = [
+        (limit, candidate(lowered, Strategy.parse(name), given.cluster, given.depth, given.anchors))
+        for limit, name in zip((64, 512), names, strict=True)
+    ]
+    asked = dict[bool, list[int]]()
+
+    def stub(self, chosen, groups, settle, overlap):
+        asked[overlap] = [one.token_budget for one in groups]
+        return SimpleNamespace(predicted_s=seconds[overlap])
+
+    monkeypatch.setattr(SetPricer, "_planned", stub)
+    pricer = _Search(given, given.known(lowered, outlined), lambda _: None).pricer
+    assert pricer.price(chosen, settle=True).predicted_s == min(seconds.values())
+    assert list(asked) == planned
+    if len(asked) == 2:
+        assert asked[True] < asked[False]
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+sp", "pp2"])
+def test_memory_plan_and_engine_differ_in_what_the_page_says(text):
+    """docs/hot_switching.md: messages beside a micro-batch, the optimizer, and rounding of parameters."""
+    strategy, tokens = Strategy.parse(text), 512
+    program = lowered(strategy, 2)
+    alone = predict_memory(program, {"T": tokens}, micro_batches=steady_micro_batches(strategy))
+    group = LengthGroup(tokens, strategy, tokens)
+    activations = activation_bytes([program], [group], True, LengthLimits())
+    home = home_layout(param_specs(program), 2, {})
+    staging = 2 * layout_of(program, text).max_bytes()
+    engine = memory_report({text: program}, home, (0, 1), None, staging, activations).total_bytes
+    rounding = ALIGN_BYTES * len(program.params())
+    assert alone.reserved_bytes <= engine <= alone.reserved_bytes + rounding
+    assert alone.step_bytes > alone.switch_bytes
+    assert alone.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes - alone.staging_bytes
+    plan = candidate(lowered, strategy, LINKS, Depth(2, whole=True), (256, tokens)).at(tokens)
+    assert plan.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes + rounding
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_set_takes_what_an_engine_reserves_for_it(overlap):
+    """One engine runs them all: the largest accumulators (of groups that overlap the two largest), messages and
+    activations, of whichever strategy each is.
+    """
+    given = replace(problem(9_000_000), overlap=overlap)
     pricer = _Search(given, given.known(lowered, outlined), lambda _: None).pricer
     strategies = [Strategy.parse(name) for name in ("dp2", "cp2+zero3+remat")]
     chosen = [
@@ -230,6 +287,6 @@ def test_a_set_takes_what_an_engine_reserves_for_it():
     staging = 2 * max(layout.max_bytes() for layout in layouts)
     specs = param_specs(programs["dp2"])
     home = home_layout(specs, 2, {})
-    reserved = memory_report(programs, home, (0, 1), (), staging, activations).total_bytes
+    reserved = memory_report(programs, home, (0, 1), (), staging, activations, overlap).total_bytes
     taken = max(priced.memory_bytes.values()) - priced.optimizer_bytes
     assert reserved <= taken < 1.05 * reserved

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fxpar.store.memory import MemoryReport
+import pytest
+
+from fxpar.errors import MemoryBudgetError
+from fxpar.store.memory import MemoryReport, choose_resident
 
 
 def report(arena_bytes: int) -> MemoryReport:
@@ -24,3 +27,30 @@ def test_no_size_is_0_that_is_none():
 def test_an_arena_padded_beyond_its_layouts_saves_nothing():
     assert report(2_000_064).shared_bytes == 0
     assert "-0.0" not in report(2_000_064).table()
+
+
+def of_set(kept: tuple[str, ...], overlap: bool) -> MemoryReport:
+    """Two strategies with weights of 10 bytes and accumulators of 3 each: in an arena, or resident."""
+    return MemoryReport(0, 0, 10 * len(kept), 10 if len(kept) < 2 else 0, 6 if overlap else 3, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("budget", "may", "expected"),
+    [
+        (None, True, (("dp2", "cp2"), True)),
+        (26, True, (("dp2", "cp2"), True)),
+        (25, False, (("dp2", "cp2"), False)),
+        (25, True, ((), True)),  # both stay only if groups do not overlap
+        (16, True, ((), True)),
+        (15, True, ((), False)),
+        (13, False, ((), False)),
+    ],
+)
+def test_groups_overlap_where_there_is_room(budget, may, expected):
+    programs = {"dp2": None, "cp2": None}
+    assert choose_resident(programs, of_set, lambda kept: float(len(kept)), budget, may) == expected
+
+
+def test_what_fits_in_no_way_says_the_least():
+    with pytest.raises(MemoryBudgetError, match="13 B"):
+        choose_resident({"dp2": None, "cp2": None}, of_set, lambda kept: 0.0, 12, True)

@@ -16,6 +16,7 @@ from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.train.metrics import METRICS
 from fxpar.train.model import shapes_for
 from fxpar.train.rank import Job, ThisRank, _run
+from fxpar.train.session import TrainSession
 from fxpar.train.stop import StopRequest
 from tests.train.test_config import SMALL, parse
 from tests.train.test_loop import training
@@ -61,3 +62,10 @@ def test_a_plan_is_for_a_model_with_as_many_parameters():
     Job(config).check_plan(640)
     with pytest.raises(PlanFileError, match=f"'plan.toml': it is for .* with {count:,} parameters, and this model has"):
         job.check_plan(640)
+
+
+def test_trained_parameters_are_told_where_some_are_frozen():
+    assert TrainSession.size(SimpleNamespace(parameters=1204, trained=1204)) == "1,204 parameters"
+    assert (
+        TrainSession.size(SimpleNamespace(parameters=1204, trained=32)) == "1,204 parameters, of which 32 are trained"
+    )
