@@ -14,6 +14,7 @@ from fxpar.errors import (
     UnknownBudgetError,
 )
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.written import LONGEST, brief
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def check_strategies(strategies: object) -> None:
     if not strategies:
         raise NoStrategiesError
     for limit in strategies:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise LengthLimitError(limit)
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= LONGEST:
+            raise LengthLimitError(brief(limit), LONGEST)
     if not all(isinstance(choice, str | Strategy) for choice in strategies.values()):
         raise StrategiesTypeError(strategies)
 

@@ -18,11 +18,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """A sequence has `least` to `most` tokens (None: any number); `table` is what `most` comes from, where known."""
+    """A sequence has `least` to `most` tokens (None: any number); `table` is what `most` comes from, where known.
+    `least_at` and `most_at` are the lines ("file:line") where code of the model decides that, if it does.
+    """
 
     least: int = 1
     most: int | None = None
     table: str = ""
+    least_at: str | None = None
+    most_at: str | None = None
 
     def hold(self, length: int) -> bool:
         """Whether a sequence of so many tokens is within them."""
@@ -32,14 +36,16 @@ class LengthLimits:
         """Such as `at most 512 tokens (it has no more positions in the table of 'wpe')`."""
         bounds = [f"at least {self.least}"] * (self.least > 1)
         bounds += [f"at most {self.most}"] * (self.most is not None)
-        source = f" (it has no more positions in {self.table})" if self.table else ""
-        return f"{' and '.join(bounds)} tokens{source}"
+        places = " and ".join(dict.fromkeys(filter(None, (self.least_at, self.most_at))))
+        source = f"it has no more positions in {self.table}" if self.table else ""
+        source = source or (f"its code branches on the length at {places}" if places else "")
+        return f"{' and '.join(bounds)} tokens{f' ({source})' if source else ''}"
 
     def narrowed(self, position_ids: IdLimit | None) -> LengthLimits:
         """With the table that positions of the batch index, which count from 0 unless a sequence brings its own."""
         if position_ids is None or (self.most is not None and self.most <= position_ids.rows):
             return self
-        return replace(self, most=position_ids.rows, table=position_ids.table)
+        return replace(self, most=position_ids.rows, table=position_ids.table, most_at=None)
 
 
 def length_limits(logical: LogicalGraph) -> LengthLimits:
@@ -47,14 +53,16 @@ def length_limits(logical: LogicalGraph) -> LengthLimits:
     tokens = next((dim for dim in logical.dims if dim.name == "T"), None)
     if tokens is None:
         return LengthLimits()
-    if tokens.maximum is None:
-        return LengthLimits(tokens.minimum)
-    return LengthLimits(tokens.minimum, tokens.maximum, _table(logical, tokens.maximum))
+    least, most, most_at = tokens.minimum, tokens.maximum, tokens.maximum_at
+    rows, table = (0, "") if most is None else _table(logical, most)
+    if rows == most:
+        most_at = None  # the model only says what its table says too
+    return LengthLimits(least, most, "" if most_at else table, tokens.minimum_at, most_at)
 
 
-def _table(logical: LogicalGraph, most: int) -> str:
-    """What has a row for each position, in words: a table that is indexed by numbers that the model counts itself, else
-    one that is cut to the length of the sequence. A table may have some rows more.
+def _table(logical: LogicalGraph, most: int) -> tuple[int, str]:
+    """What has a row for each position: its rows, and in words what it is. A table that is indexed by numbers that the
+    model counts itself, else one that is cut to the length of the sequence. A table may have some rows more.
     """
     inputs = dict(zip(logical.placeholders, logical.inputs, strict=True))
     batch = {node for node, info in inputs.items() if info.kind == "batch"}
@@ -70,7 +78,7 @@ def _table(logical: LogicalGraph, most: int) -> str:
             info = inputs[node.args[0]]
             if info.meta.shape[node.args[1]] == most:
                 cut.append((most, f"the table {info.fqn!r}"))
-    return min(found or cut, default=(0, ""))[1]
+    return min(found or cut, default=(0, ""))
 
 
 def _values(node: fx.Node) -> Iterator[fx.Node]:

@@ -40,10 +40,9 @@ def check_early(request: Any) -> None:
 
         read_plan(source.model)
         return
-    if source.model.endswith(".py"):
-        raise ModelFunctionError(
-            source.model, f"it names no function. Write {source.model}:{_function_in(source.model)}"
-        )
+    file = source.model.removesuffix(":")
+    if file.endswith(".py"):
+        raise ModelFunctionError(source.model, f"it names no function. Write {file}:{_function_in(file)}")
     if ":" not in source.model and not source.model.endswith(SUFFIX) and source.model not in EXAMPLE_NAMES:
         raise UnknownModelError.of(source.model, EXAMPLE_NAMES)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fxpar.cli.names import SUFFIX
+from fxpar.ir.strategy import MOST_RANKS
 
 _MODEL_HELP = (
     "hf:TYPE, hf:TYPE@SIZE or hf:./FOLDER (transformers), pkg.module:function, file.py:function, or llama, gpt, vit, "
@@ -151,7 +152,9 @@ class GraphSource:
             help="Set the placement of parameters by FQN, such as '*.o_proj.weight=R@tp'; repeatable.",
         ),
     ] = ()
-    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks that every strategy must have.")] = None
+    world: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="Number of ranks that every strategy must have.")
+    ] = None
     precision: Annotated[
         str | None, typer.Option(help="Precision of the computation, such as bf16.", show_default=False)
     ] = None

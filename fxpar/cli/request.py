@@ -23,6 +23,7 @@ from fxpar.errors import (
     UnequalWorldsError,
 )
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.written import LONGEST
 
 if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none of these
     from torch import Tensor
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none 
     from fxpar.models import LoadedModel
     from fxpar.precision import Precision
 
-_MOST_TOKENS = 2**30  # no size of a graph overflows
 _LINE, _DEPTH = 100, 3  # JSON: longer values are broken into lines, down to this depth
 
 
@@ -43,7 +43,7 @@ def parse_tokens(text: str | None) -> tuple[int, ...] | None:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise TokensError(text) from None
-    if not 2 <= min(lengths) <= max(lengths) <= _MOST_TOKENS:
+    if not 2 <= min(lengths) <= max(lengths) <= LONGEST:
         raise TokensError(text)
     return lengths
 

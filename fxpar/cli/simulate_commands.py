@@ -4,12 +4,13 @@ Annotations are read as values, so they are not postponed here.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
+from fxpar.cli.names import EXAMPLE_NAMES
 from fxpar.cli.options import (
     Cluster,
     DeviceMemory,
@@ -22,10 +23,11 @@ from fxpar.cli.options import (
     complete_strategies,
     split_strategies,
 )
+from fxpar.errors import UnknownModelError, nearest
 
 TABLES = ("hotspa-fig8", "hotspa-table3")  # of papers, each a function of `fxpar.cli.simulate`
 _ASSIGNMENT = re.compile(r"\w+=")
-_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given")
+_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given", "overlap", "samples", "seed")
 _SET_HELP = "A strategy of the set, or STRATEGY:LIMIT in tokens; or KEY=VALUE, an option of the model. Repeatable."
 
 
@@ -60,10 +62,15 @@ class SimulateRequest:
 
     def __post_init__(self) -> None:
         if self.table is not None:
-            for name in _OF_MODEL:
-                if getattr(self, name):
-                    raise typer.BadParameter(f"it is not for {self.table}, which has its own", param_hint=_option(name))
+            given = [
+                one.name for one in fields(self) if one.name in _OF_MODEL and getattr(self, one.name) != one.default
+            ]
+            of_graph = {"set": self.source.options, "world": self.source.world, "precision": self.source.precision}
+            for name in (*given, *(name for name, value in of_graph.items() if value)):
+                raise typer.BadParameter(f"it is not for {self.table}, which has its own", param_hint=_option(name))
             return
+        if re.fullmatch(r"[\w-]+", self.source.model) and nearest(self.source.model, TABLES):
+            raise UnknownModelError.of(self.source.model, EXAMPLE_NAMES, TABLES)
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
         for name in ("lengths", "tokens_per_step"):

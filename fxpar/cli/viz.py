@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,11 +44,14 @@ def run_viz(request: VizRequest) -> None:
         raise SameOutputError(request.output)
     for path in (request.output, request.trace):
         check_output(path)
+    path = request.source.model
     request, plan = _planned(request)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
     notes = [] if plan is None else _said(plan)
     with working() as status, collected_warnings(notes):
         views = _views(request, cluster, plan, status.update)
+        if plan is not None:
+            plan.check_module(path, _parameters(views[0].graph), None)
         status.update("drawing")
         written = _write(request, views, notes)
     if request.output != "-":
@@ -77,6 +81,11 @@ def _planned(request: VizRequest) -> tuple[VizRequest, Plan | None]:
     plan.check(source.model, plan.model, plan.options, source.world)
     source = replace(source, model=plan.model, options=plan.options)
     return replace(request, source=source, strategies=tuple(group.strategy for group in plan.groups)), plan
+
+
+def _parameters(graph: TrainGraph) -> int:
+    """How many its model has, as whole tensors."""
+    return sum(math.prod(map(int, info.meta.shape)) for info in graph.inputs if info.kind == "param")
 
 
 def _said(plan: Plan) -> list[str]:

@@ -25,7 +25,7 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
-from fxpar.cost.polynomial import Polynomial, Sizes, fitted, sent_bytes
+from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.mesh import Mesh
@@ -88,7 +88,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return next(local_metas(node)).dtype
 
 
-Counts = tuple[Fraction | int, ...]  # at three numbers of tokens
+Counts = tuple[Fraction | int, ...]  # at four numbers of tokens
 
 
 @dataclass
@@ -103,7 +103,7 @@ class _Walk:
     _alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._samples = [Sizes(self.program, k) for k in (1, 2, 3)]
+        self._samples = sizes_of(self.program)
 
     def part(self, name: str, part: Part) -> Iterator[NodeCost]:
         for node in part.graph.nodes:
@@ -189,7 +189,7 @@ class _Walk:
         return self._nbytes[meta]
 
     def _fit(self, counts: Sequence[Fraction | int]) -> Polynomial:
-        return fitted(counts, self._samples[0].tokens)
+        return fitted(counts, self._samples[0])
 
 
 def _looks(node: fx.Node) -> tuple[Any, ...] | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -13,6 +11,7 @@ from typing import Any
 
 from fxpar.cost.device import CPU, GPU, Device, check_keys, check_numbers
 from fxpar.errors import ClusterError
+from fxpar.ir.written import read
 
 _SHIPPED = Path(__file__).parent / "clusters"
 MEASURED = "measured"  # a table of cluster files that says where the figures come from; nothing is predicted with it
@@ -126,12 +125,13 @@ class ClusterSpec:
             path = _SHIPPED / f"{path}.toml"
         try:
             text = Path(path).read_text(encoding="utf-8")
-            data = json.loads(text) if Path(path).suffix == ".json" else tomllib.loads(text)
+            data = read(text, "JSON" if Path(path).suffix == ".json" else "TOML")
         except OSError as error:
             kinds = "" if Path(path).suffix else f"; kinds of nodes that fxpar describes: {', '.join(shipped())}"
             raise ClusterError(name, f"cannot be read: {error.strerror or error}{kinds}") from error
         except ValueError as error:  # bad JSON, bad TOML, bytes that are no text
-            raise ClusterError(name, f"cannot be parsed: {error}") from error
+            why = f"it is no text: {error}" if isinstance(error, UnicodeError) else str(error)
+            raise ClusterError(name, why) from error
         if not isinstance(data, dict):
             raise ClusterError(name, "is not a table of keys and values")
         return cls.from_dict(data, name)

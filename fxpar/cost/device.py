@@ -9,11 +9,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from fxpar.errors import ClusterError, nearest
+from fxpar.ir.written import brief
 
 if TYPE_CHECKING:  # a strategy and a cluster are read without torch
     import torch
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_LEAST, _MOST = 1e-15, 1e15  # of any figure: what is computed with such numbers is finite
 _WHOLE = ("nodes", "devices_per_node")
 _BY_DTYPE = ("tflops", "attention_tflops", "attention_block")
 _RATES = ("tflops", "attention_tflops", "memory_gb_per_s", "cache_gb_per_s")
@@ -140,11 +142,13 @@ def check_numbers(
             _check_dtypes(value, source, key)
             continue
         whole, least_ok = key in _WHOLE, key in may_be_zero
-        name = f"{prefix}{key} = {value!r}"
+        name = f"{prefix}{key} = {brief(value)}"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise ClusterError(source, f"{name} must be {'an integer' if whole else 'a number'}")
-        if not (value > 0 or (least_ok and value == 0)) or not math.isfinite(value):
+        if not (0 < value < math.inf or (least_ok and value == 0)):  # no NaN either
             raise ClusterError(source, f"{name} must be {'>= 0' if least_ok else '> 0'} and finite")
+        if value and not _LEAST <= value <= _MOST:
+            raise ClusterError(source, f"{name} must be from {_LEAST:g} to {_MOST:g}")
 
 
 def _check_dtypes(table: Mapping[str, Any], source: str, key: str) -> None:

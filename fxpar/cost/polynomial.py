@@ -1,7 +1,8 @@
-"""What a micro-batch counts, as polynomials in the lengths of its documents: fitted to counts at three sizes.
+"""What a micro-batch counts, as polynomials in the lengths of its documents: fitted to counts at four sizes.
 
 The square term is attention's, which stays inside of documents: it is meant per document, c2 * sum(len**2). The other
-two are meant per row, c0 + c1 * T.
+two are meant per row, c0 + c1 * T. What grows faster than a square, such as a product of two T x T matrices, is bounded
+from above (`fitted`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fxpar.cost.ops import SizesAt
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import Dim, TensorMeta
 
+MOST_TOKENS = 16384  # a matrix of T x T numbers takes 1 GB then
 TOKEN_KEYS = ("input_ids", "tokens", "labels", "position_ids")
 
 
@@ -39,24 +41,46 @@ class Polynomial:
 
 def sent_bytes(program: Program, sent: Sequence[TensorMeta]) -> Polynomial:
     """Bytes of these local tensors of `program`, with one row of T tokens."""
-    samples = [Sizes(program, k) for k in (1, 2, 3)]
+    samples = sizes_of(program)
     values = [sum(s.numel(meta) * meta.dtype.itemsize for meta in sent) for s in samples]
-    return fitted(values, samples[0].tokens)
+    return fitted(values, samples[0])
 
 
-def fitted(values: Sequence[Fraction | int], tokens: int) -> Polynomial:
-    """The polynomial with these values at `tokens`, twice and three times as many."""
-    a, b, c = values
-    linear, square = -5 * a + 8 * b - 3 * c, a - 2 * b + c
-    return Polynomial(Fraction(3 * a - 3 * b + c), Fraction(linear, 2 * tokens), Fraction(square, 2 * tokens**2))
+def fitted(values: Sequence[Fraction | int], first: Sizes) -> Polynomial:
+    """The polynomial with these values at `first.tokens` = n, 2n, 3n and 4n.
+
+    If there is none of degree two, as of T**3, it is that of degree three, where T**3 is replaced by the larger
+    `first.most` * T**2 and terms below 0 are left out. For the polynomial of degree three this is a bound from above up
+    to `first.most` tokens; for shorter sequences a loose one. What grows more slowly than its square says, such as
+    T * log(T), keeps the square through the first three values, again without terms below 0.
+    """
+    a, b, c, d = values
+    n = first.tokens
+    third = d - 3 * c + 3 * b - a
+    through_three = Polynomial(
+        Fraction(3 * a - 3 * b + c), Fraction(-5 * a + 8 * b - 3 * c, 2 * n), Fraction(a - 2 * b + c, 2 * n**2)
+    )
+    if third == 0:
+        return through_three
+    cubic = max(Fraction(third) / (6 * n**3), Fraction(0))  # times (T - n) * (T - 2n) * (T - 3n)
+    rest = through_three + Polynomial(cubic * -6 * n**3, cubic * 11 * n**2, cubic * (first.most - 6 * n))
+    return Polynomial(max(rest.c0, Fraction(0)), max(rest.c1, Fraction(0)), max(rest.c2, Fraction(0)))
+
+
+def sizes_of(program: Program) -> list[Sizes]:
+    """Those that `fitted` takes values at."""
+    return [Sizes(program, k) for k in (1, 2, 3, 4)]
 
 
 class Sizes(SizesAt):
-    """Sizes of local tensors with `k` times a base number of tokens in one row."""
+    """Sizes of local tensors with `k` times a base number of tokens in one row. A sequence has at most `most` tokens,
+    where that has to be known: those that the graph holds for, else MOST_TOKENS.
+    """
 
     def __init__(self, program: Program, k: int) -> None:
         token = token_dim(program)
         self.tokens = 4096 * k * math.lcm(*program.divisors.values())
+        self.most = MOST_TOKENS if token is None or token.maximum is None else token.maximum
         super().__init__({d.symbol: self.tokens if d is token else base_rows(program, d) for d in program.dims})
 
     def numel(self, meta: TensorMeta) -> int:

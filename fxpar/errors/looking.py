@@ -14,12 +14,12 @@ class UnknownModelError(FxparError):
     """MODEL names no built-in example, and is not written as another kind of model."""
 
     @classmethod
-    def of(cls, spec: str, examples: Sequence[str]) -> UnknownModelError:
-        """With a hint: a folder of this name, or the nearest name."""
+    def of(cls, spec: str, examples: Sequence[str], others: Sequence[str] = ()) -> UnknownModelError:
+        """With a hint: a folder of this name, or the nearest name, which may be one of `others`."""
         if spec and Path(spec).expanduser().is_dir():
             written = spec if "/" in spec or spec.startswith((".", "~")) else f"./{spec}"
             return cls(spec, examples, f"; to use the folder of this name, write hf:{written}.")
-        return cls(spec, examples, nearest(spec, [*examples, *(f"hf:{name}" for name in examples)]))
+        return cls(spec, examples, nearest(spec, [*examples, *others, *(f"hf:{name}" for name in examples)]))
 
     def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
         super().__init__(

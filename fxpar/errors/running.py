@@ -153,12 +153,12 @@ class StrategiesTypeError(FxparError):
 
 
 class LengthLimitError(FxparError):
-    """The key of a strategy is no length."""
+    """The key of a strategy is no length that a sequence may have. `limit` as Python would print it."""
 
-    def __init__(self, limit: object) -> None:
+    def __init__(self, limit: str, longest: int) -> None:
         super().__init__(
-            f"strategies has the key {limit!r}. A key is the longest sequence that its strategy takes, "
-            "in tokens: an integer >= 1"
+            f"strategies has the key {limit}. A key is the longest sequence that its strategy takes, in tokens: a "
+            f"whole number from 1 to {longest:,}, such as strategies={{512: 'dp2', 4096: 'tp2'}}"
         )
 
 
@@ -251,6 +251,17 @@ class ModelLengthError(FxparError):
         super().__init__(
             f"sequence {index} of the mini-batch has {length} tokens, but the model takes {limits}. Cut it or leave it "
             "out, or build the model for such lengths"
+        )
+
+
+class LimitBranchError(FxparError):
+    """A limit of `strategies` lies where the captured graph does not hold: the model computes otherwise there."""
+
+    def __init__(self, limit: int, strategy: str, example: int, limits: str) -> None:
+        super().__init__(
+            f"strategies has the limit {limit} ({strategy}), but captured with {example} tokens the model takes "
+            f"{limits}. Choose limits within that, capture the other side of the branch with an example of such a "
+            "length (example=...), or let the model compute the same at all lengths, such as with torch.where"
         )
 
 

@@ -49,12 +49,16 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Dim:
-    """A dynamic dim: its name (also of the sympy symbol), the size in the example, and what guards allow."""
+    """A dynamic dim: its name (also of the sympy symbol), the size in the example, and what guards allow. Where code of
+    the model decided a bound (an `if` about the size), `minimum_at` and `maximum_at` are its "file:line".
+    """
 
     name: str
     example: int
     minimum: int = 1
     maximum: int | None = None
+    minimum_at: str | None = field(default=None, compare=False, repr=False)  # not the same on all machines
+    maximum_at: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def symbol(self) -> sympy.Symbol:
@@ -142,18 +146,23 @@ class LogicalGraph:
 
         A batch norm that trains reads its statistics only to write them.
         """
-        seen = [n for n, o in zip(self.results, self.outputs, strict=True) if o.kind == "loss"]
-        todo, found = list(seen), set(seen)
-        while todo:
-            node = todo.pop()
-            only_batch = node.target is aten._native_batch_norm_legit_functional.default and node.args[5]
-            for source in [node.args[0], *node.args[1:3]] if only_batch else node.all_input_nodes:
-                if isinstance(source, fx.Node) and source not in found:
-                    found.add(source)
-                    todo.append(source)
+        found = _made_of([n for n, o in zip(self.results, self.outputs, strict=True) if o.kind == "loss"])
         written = {out.fqn for out in self.outputs if out.kind == "buffer"}
         placed = zip(self.placeholders, self.inputs, strict=True)
         return [i.fqn for node, i in placed if i.kind == "buffer" and i.fqn in written and node in found]
+
+    def counted_buffers(self) -> list[str]:
+        """FQNs of the other buffers whose new values the forward makes of the old ones, such as a counter; those of
+        batch norms, which nobody takes for exact, left out.
+        """
+        norms = {node.meta.get("fqn") for node in self.gm.graph.nodes if _is_batch_norm(node)}
+        carried, old = set(self.carried_buffers()), dict(zip(self.placeholders, self.inputs, strict=True))
+        found = []
+        for node, out in zip(self.results, self.outputs, strict=True):
+            if out.kind == "buffer" and out.fqn not in carried and out.fqn.rpartition(".")[0] not in norms:
+                sources = (old[source] for source in _made_of([node]) if source in old)
+                found += [out.fqn] * any((info.kind, info.fqn) == ("buffer", out.fqn) for info in sources)
+        return found
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -165,6 +174,23 @@ class LogicalGraph:
 
     def example_dims(self) -> dict[sympy.Symbol, int]:
         return {dim.symbol: dim.example for dim in self.dims}
+
+
+def _is_batch_norm(node: fx.Node) -> bool:
+    """Whether it computes with the statistics of the batch, and only writes those of its buffers."""
+    return bool(node.target is aten._native_batch_norm_legit_functional.default and node.args[5])
+
+
+def _made_of(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that their values come from."""
+    todo, found = list(nodes), set(nodes)
+    while todo:
+        node = todo.pop()
+        for source in [node.args[0], *node.args[1:3]] if _is_batch_norm(node) else node.all_input_nodes:
+            if isinstance(source, fx.Node) and source not in found:
+                found.add(source)
+                todo.append(source)
+    return found
 
 
 @dataclass(frozen=True)

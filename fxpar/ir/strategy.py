@@ -131,6 +131,8 @@ class Strategy:
         axes: list[tuple[str, int]] = []
         for part in axis_text.split("."):
             match = _AXIS.fullmatch(part)
+            if not match and re.fullmatch(r"[a-z]+[0-9]+", part, re.ASCII):
+                raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
             if not match:
                 raise StrategySyntaxError(text, part, "an axis is a name and a degree, such as dp2")
             name, degree = match[1], int(match[2])
@@ -140,7 +142,7 @@ class Strategy:
             if name in dict(axes):
                 raise StrategySyntaxError(text, part, f"axis {name!r} is given twice")
             if degree < 1:
-                raise StrategySyntaxError(text, part, "a degree is at least 1")
+                raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
             axes.append((name, degree))
         found = _parse_flags(text, flags)
         strategy = cls(tuple(axes), **found, overrides=tuple((overrides or {}).items()))

@@ -5,7 +5,7 @@ Built-in example `gpt`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ class GptOptions:
 
     layers: int = 2
     dim: int = 64
-    heads: int = 4
+    heads: int = field(default=4, metadata={"parts_of": "dim"})
     ffn: int = 200
     vocab: int = 131
     positions: int = 512

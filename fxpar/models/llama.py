@@ -5,7 +5,7 @@ Built-in example `llama`. Nothing in it knows of fxpar: documents packed into a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ class LlamaOptions:
 
     layers: int = 2
     dim: int = 64
-    heads: int = 4
-    kv_heads: int = 2
+    heads: int = field(default=4, metadata={"parts_of": "dim", "times": 2})  # rotary positions are pairs
+    kv_heads: int = field(default=2, metadata={"parts_of": "heads"})
     ffn: int = 88
     vocab: int = 131
     theta: float = 10_000.0

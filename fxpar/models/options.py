@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 from fxpar.errors import ModelOptionError
+from fxpar.errors.base import one_line
+from fxpar.ir.written import OutOfBoundsError, in_bounds, read
 
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+_MOST = 2**24  # of a size of a built-in model: two of them make a weight that can be counted
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 Options = TypeVar("Options")
 
@@ -35,19 +36,26 @@ def typed(key: str, text: str, current: Any) -> Any:
     try:
         if isinstance(current, bool):
             return _WORDS[text.lower()]
-        if isinstance(current, int):
-            return int(text)
-        if isinstance(current, float):
-            return float(text)
+        if isinstance(current, int | float):
+            value = type(current)(text)
+            if not in_bounds(value):
+                raise ModelOptionError(_shown(key, text), "must be finite and below 2**63")
+            return value
     except (KeyError, ValueError):
         kind = {bool: "true or false", int: "an integer", float: "a number"}[type(current)]
-        raise ModelOptionError(f"{key}={text}", f"must be {kind}") from None
+        raise ModelOptionError(_shown(key, text), f"must be {kind}") from None
     if isinstance(current, str):
         return text
     try:
-        return json.loads(_JSON_WORDS.get(text, text))
+        return read(_JSON_WORDS.get(text, text), "JSON")
+    except OutOfBoundsError as error:
+        raise ModelOptionError(_shown(key, text), f"cannot be read: {error}") from None
     except ValueError:
         return text
+
+
+def _shown(key: str, text: str) -> str:
+    return f"{key}={text}" if len(text) <= 60 else f"{key}={one_line(text)}..."
 
 
 def with_options(defaults: Options, given: Mapping[str, str], owner: str) -> Options:
@@ -58,10 +66,26 @@ def with_options(defaults: Options, given: Mapping[str, str], owner: str) -> Opt
             raise ModelOptionError.unknown(key, owner, known)
     values = {key: typed(key, text, known[key]) for key, text in given.items()}
     for key, value in values.items():
-        least = 1 if isinstance(value, int) and not isinstance(value, bool) else 0
-        if isinstance(value, int | float) and not (least <= value < math.inf or isinstance(value, bool)):
-            raise ModelOptionError(f"{key}={given[key]}", f"must be a number from {least} on")
-    return replace(defaults, **values)  # type: ignore[type-var]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if isinstance(value, int) and not 1 <= value <= _MOST:
+            raise ModelOptionError(_shown(key, given[key]), f"must be a number from 1 to {_MOST:,}")
+        if value < 0:
+            raise ModelOptionError(_shown(key, given[key]), "must be a number from 0 on")
+    made = replace(defaults, **values)  # type: ignore[type-var]
+    _check_multiples(made)
+    return made
+
+
+def _check_multiples(options: Any) -> None:
+    """Of a field with `parts_of` that other one is a multiple, times `times`. Raises ModelOptionError."""
+    for one in fields(options):
+        if "parts_of" in one.metadata:
+            whole, parts, times = one.metadata["parts_of"], getattr(options, one.name), one.metadata.get("times", 1)
+            size = getattr(options, whole)
+            if size % (parts * times):
+                why = f"does not fit {whole}={size}, which must be a multiple of {parts * times}"
+                raise ModelOptionError(f"{one.name}={parts}", why)
 
 
 def with_arguments(given: Mapping[str, str], signature: inspect.Signature, owner: str) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def load_function(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, de
 
 def find_function(spec: str, place: str, name: str) -> Callable[..., Any]:
     """The attribute `name` of the file or module `place`. Raises ModelFunctionError."""
+    if not place or not name:
+        raise ModelFunctionError(spec, "write a module or a file, and a function in it: pkg.module:FUNCTION")
     module = _from_file(spec, Path(place)) if place.endswith(".py") else _from_module(spec, place)
     function = getattr(module, name, None)
     if function is None:

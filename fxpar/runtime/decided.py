@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxpar.batching import LengthGroup, length_groups
 from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import ParallelizeError, warn
+from fxpar.errors import LimitBranchError, ParallelizeError, warn
 from fxpar.flow import with_packing
 from fxpar.ir.graph import TOKEN_NUMBERS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
@@ -31,6 +31,7 @@ from fxpar.runtime.options import (
 )
 from fxpar.store import check_order
 from fxpar.store.folder import Given
+from fxpar.tracer.dynamic import TOKENS
 from fxpar.tracer.signature import model_device
 
 
@@ -88,6 +89,7 @@ def decide(
         module, strategies, loss, example, options.token_budget, options.precision, options.packed, options.passes
     )
     _check_compiled(compiled, names, options)
+    _check_limits(compiled, groups)
     programs = compiled.programs
     order = None if options.order is None else check_order(options.order, list(programs))
     lowered = [programs[name] for name in names]
@@ -107,6 +109,16 @@ def _check_compiled(compiled: CompiledModel, names: Sequence[str], options: Para
         raise ParallelizeError("compiled is lowered already; give passes to fxpar.compile_strategies")
     if compiled.packing is not None:
         _check_packed(programs)
+
+
+def _check_limits(compiled: CompiledModel, groups: Sequence[LengthGroup]) -> None:
+    """Raise LimitBranchError for a limit on the other side of a branch of the model, or below all that it takes."""
+    lengths = compiled.lengths
+    most = lengths.most if lengths.most_at else None
+    for group in groups:
+        if group.limit < lengths.least or (most is not None and group.limit > most):
+            example = next(dim.example for dim in compiled.logical.dims if dim.name == TOKENS)
+            raise LimitBranchError(group.limit, str(group.strategy), example, str(lengths))
 
 
 def tell(decided: Decided, options: ParallelizeOptions) -> None:

@@ -24,7 +24,11 @@ def only_rank_0_warns() -> Iterator[None]:
 
 
 def warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> None:
-    """A limit says "up to", so one beyond what the model takes is no error: shorter sequences run."""
+    """A limit says "up to", so one beyond what the model takes is no error: shorter sequences run. Nor is a branch of
+    the model about short ones, of which there may be none; a branch for a single token is not worth a word.
+    """
+    if lengths.least_at and lengths.least > 2:
+        warn(f"sequences of fewer than {lengths.least} tokens are an error in train_step: the model takes {lengths}")
     beyond = [f"{group.limit} ({group.strategy})" for group in groups if lengths.most and group.limit > lengths.most]
     if beyond:
         warn(
@@ -42,4 +46,11 @@ def warn_of_carried(logical: LogicalGraph) -> None:
             "what ran before. One forward is a micro-batch, which may be several sequences; replicas begin with the "
             "same values, and the mean of what they write is kept. Losses and gradients are not those of single "
             "sequences on one device"
+        )
+    counted = logical.counted_buffers()
+    if counted:
+        warn(
+            f"{logical.name}: the forward makes new values of buffers from the old ones ({', '.join(counted)}). One "
+            "forward is a micro-batch, which may be several sequences, and the mean of what the replicas write is "
+            "kept: these buffers do not count as on one device. Losses and gradients do not depend on them"
         )

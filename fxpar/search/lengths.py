@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from fxpar.errors import LengthsError, nearest
+from fxpar.ir.written import LONGEST
 
 DRAWN = 100_000  # of a named distribution
 SAMPLES = 8  # mini-batches that a set of strategies is priced with
-MOST = 2**30
 _NUMBER = re.compile(r"-?[0-9]+")
-_WHOLE = f"Lengths are whole numbers of tokens, from 1 to {MOST:,}"
+_WHOLE = f"Lengths are whole numbers of tokens, from 1 to {LONGEST:,}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read_lengths(text: str, seed: int = 0) -> np.ndarray:
     """
     name, colon, longest = text.partition(":")
     if name in NAMED and not Path(text).exists():
-        if not (colon and longest.isascii() and longest.isdigit() and 1 <= int(longest) <= MOST):
+        if not (colon and longest.isascii() and longest.isdigit() and 1 <= int(longest) <= LONGEST):
             raise LengthsError(text, "names no longest sequence", f"Write {name}:32768, in tokens")
         return NAMED[name].draw(DRAWN, int(longest), np.random.default_rng(seed))
     if not Path(text).is_file():
@@ -101,7 +101,7 @@ def _checked(path: str, values: object) -> np.ndarray:
         raise LengthsError(path, f"holds a {type(values).__name__}, not a list of lengths", _WHOLE)
     if not len(found):
         raise LengthsError(path, "has no lengths", _WHOLE)
-    for wrong in np.flatnonzero((found < 1) | (found > MOST))[:1]:
+    for wrong in np.flatnonzero((found < 1) | (found > LONGEST))[:1]:
         raise LengthsError(path, f"has {found[wrong]} as length {wrong + 1}", _WHOLE)
     return found.astype(np.int64)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
@@ -11,8 +11,10 @@ from typing import Any, get_type_hints
 
 from fxpar.errors import FxparError, PlanFileError, nearest
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.written import LONGEST, brief, read
 
 VERSION = 1
+MOST_TOKENS = 2**40  # of a mini-batch
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Plan:
 def is_plan(path: str) -> bool:
     """Whether a file says that it is one of these, whatever else is wrong with it."""
     try:
-        return "fxpar_plan" in tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return re.search(r"^\s*fxpar_plan\s*=", Path(path).read_text(encoding="utf-8"), re.M) is not None
     except (OSError, ValueError):
         return False
 
@@ -138,9 +140,9 @@ def plan_of(given: Plan | str | PathLike[str]) -> tuple[Plan, str]:
 def parse_plan(text: str, path: str) -> Plan:
     """Check the text of a plan; `path` names it in errors. Raises PlanFileError."""
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PlanFileError(path, f"it is no TOML: {error}") from error
+        data = read(text, "TOML")
+    except ValueError as error:
+        raise PlanFileError(path, str(error)) from error
     if data.pop("fxpar_plan", None) != VERSION:
         raise PlanFileError(path, f"it does not begin with fxpar_plan = {VERSION}", "Write one with `fxpar plan -o`")
     groups = data.pop("groups", None)
@@ -150,8 +152,16 @@ def parse_plan(text: str, path: str) -> Plan:
         PlanGroup(**_values(path, PlanGroup, one, _group(n, one.get("limit")))) for n, one in enumerate(groups, 1)
     )
     plan = Plan(groups=found, **_values(path, Plan, data, "", given=("groups",)))
+    if plan.world < 1:
+        raise PlanFileError(path, f"world = {plan.world} ranks can run nothing")
+    _check_tokens(path, "tokens_per_step", plan.tokens_per_step, MOST_TOKENS)
     _check_groups(path, plan)
     return plan
+
+
+def _check_tokens(path: str, key: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise PlanFileError(path, f"{key} = {value} must be from 1 to {most:,} tokens")
 
 
 def _check_groups(path: str, plan: Plan) -> None:
@@ -160,6 +170,8 @@ def _check_groups(path: str, plan: Plan) -> None:
         raise PlanFileError(path, f"limits are {', '.join(map(str, limits))}", "They ascend, from 1 on")
     for number, group in enumerate(plan.groups, 1):
         where = _group(number, group.limit)
+        _check_tokens(path, f"{where}limit", group.limit, LONGEST)
+        _check_tokens(path, f"{where}token_budget", group.token_budget, MOST_TOKENS)
         try:
             Strategy.parse(group.strategy, world=plan.world)
         except FxparError as error:
@@ -203,7 +215,7 @@ def _typed(path: str, key: str, value: Any, hint: Any) -> Any:
     else:
         fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
     if not fits:
-        raise PlanFileError(path, f"{key} = {value!r} must be {words.get(hint, 'a list of texts')}")
+        raise PlanFileError(path, f"{key} = {brief(value)} must be {words.get(hint, 'a list of texts')}")
     return tuple(value) if isinstance(value, list) else value
 
 

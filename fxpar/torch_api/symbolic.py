@@ -42,7 +42,12 @@ class Guard:
 
     condition: sympy.Basic
     place: str | None
-    by_user: bool  # decided in Python code of the model, not inside torch
+    asked_in: str | None  # the file of Python code that decided it: the model's, or capture's; None inside torch
+
+    @property
+    def by_user(self) -> bool:
+        """Whether it was decided outside of torch."""
+        return self.asked_in is not None
 
 
 # Functions that decide how a fake result lies in memory, which no captured value depends on.
@@ -76,14 +81,15 @@ def _asks_for_kernel() -> bool:
     return frame is not None and frame.f_code.co_name == "conv" and frame.f_code.co_filename == _FAKE_IMPLS
 
 
-def _asked_by_user() -> bool:
-    """Whether the condition being decided is one of Python code outside of torch (`if`, int(), range() ...)."""
+def _asked_in() -> str | None:
+    """The file of Python code outside of torch (`if`, int(), range() ...) whose condition is being decided, if any."""
     frame, converted = sys._getframe(2), False
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
         # Python goes through SymBool.__bool__ and the like; C++ asks the symbolic node itself.
         converted = converted or frame.f_code.co_filename == torch.__file__
         frame = frame.f_back
-    return converted and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+    asked = converted and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+    return frame.f_code.co_filename if asked and frame is not None else None
 
 
 class _RecordingShapeEnv(ShapeEnv):
@@ -115,9 +121,9 @@ class _RecordingShapeEnv(ShapeEnv):
         count = len(self.recorded)
         with self.suppress_guards() if _asks_for_kernel() else nullcontext():
             result = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if len(self.recorded) == count and self._is_other_at_one(orig_expr, result) and _asked_by_user():
+        if len(self.recorded) == count and self._is_other_at_one(orig_expr, result) and (file := _asked_in()):
             (symbol,) = orig_expr.free_symbols
-            self.recorded.append(Guard(sympy.Gt(symbol, 1), self.place(), by_user=True))
+            self.recorded.append(Guard(sympy.Gt(symbol, 1), self.place(), file))
         return result
 
     def _is_other_at_one(self, condition: sympy.Basic, result: Any) -> bool:
@@ -133,7 +139,7 @@ class _RecordingShapeEnv(ShapeEnv):
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if "suppressed" not in prefix and not _asks_for_layout():
-            self.recorded.append(Guard(g, self.place(), _asked_by_user()))
+            self.recorded.append(Guard(g, self.place(), _asked_in()))
         super()._log_guard(prefix, g, forcing_spec)
 
 

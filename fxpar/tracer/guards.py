@@ -12,6 +12,7 @@ import sympy
 from fxpar.errors import SpecializedShapeError
 from fxpar.ir.graph import Dim, dim_symbol
 from fxpar.torch_api.symbolic import FakeWorld, Guard
+from fxpar.tracer.provenance import is_user_file
 
 
 def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -20,14 +21,14 @@ def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
     A bound is a comparison that is linear in one dim, such as `T <= 512` from a table of 512 positions.
     """
     named = {symbol: dim_symbol(name) for symbol, name in world.names().items()}
-    bounds = {dim.symbol: (dim.minimum, dim.maximum) for dim in dims}
+    bounds = {dim.symbol: dim for dim in dims}
     for guard in world.guards:
         condition = guard.condition.xreplace(named)
         if condition in (sympy.true, True) or _is_general(condition, guard):
             continue
         for part in sympy.And.make_args(condition):
             _narrow(part, bounds, guard)
-    return tuple(replace(dim, minimum=bounds[dim.symbol][0], maximum=bounds[dim.symbol][1]) for dim in dims)
+    return tuple(bounds.values())
 
 
 def _is_general(condition: sympy.Basic, guard: Guard) -> bool:
@@ -42,7 +43,7 @@ def _is_general(condition: sympy.Basic, guard: Guard) -> bool:
     return _holds(condition, _SAMPLES[1:])
 
 
-def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]], guard: Guard) -> None:
+def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, Dim], guard: Guard) -> None:
     """Tighten `bounds` by one condition."""
     found = _linear(condition) or _another(condition, bounds)
     if found is None and isinstance(condition, _COMPARISONS) and _holds(condition, _sizes_for(condition, guard)):
@@ -51,17 +52,18 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | 
         names = " and ".join(sorted(map(str, condition.free_symbols))) or "a dim"
         raise SpecializedShapeError(names, str(condition), guard.place)
     symbol, low, high = found
-    minimum, maximum = bounds[symbol]
-    if low is not None:
-        minimum = max(minimum, int(low))  # sympy's integers do not compare to Python's bool
-    if high is not None:
-        maximum = int(high) if maximum is None else min(maximum, int(high))
-    bounds[symbol] = minimum, maximum
+    dim = bounds[symbol]
+    place = guard.place if guard.asked_in is not None and is_user_file(guard.asked_in) else None
+    if low is not None and low > dim.minimum:
+        bounds[symbol] = dim = replace(dim, minimum=int(low), minimum_at=place)
+    if high is not None and (dim.maximum is None or high < dim.maximum):
+        bounds[symbol] = replace(dim, maximum=int(high), maximum_at=place)
 
 
-def _another(
-    condition: sympy.Basic, bounds: dict[sympy.Symbol, tuple[int, int | None]]
-) -> tuple[sympy.Symbol, int | None, int | None] | None:
+_Bound = tuple[sympy.Symbol, int | None, int | None]  # dim, least, greatest
+
+
+def _another(condition: sympy.Basic, bounds: dict[sympy.Symbol, Dim]) -> _Bound | None:
     """(dim, least, None) of `dim != n` where n is at most the least so far, such as `T != 1`; None for any other."""
     if not isinstance(condition, sympy.Ne) or len(condition.free_symbols) != 1:
         return None
@@ -71,7 +73,7 @@ def _another(
     a, b = difference.coeff(symbol, 1), difference.coeff(symbol, 0)
     if not a.is_number or a == 0 or sympy.expand(difference - a * symbol - b) != 0:
         return None
-    least, excluded = bounds[symbol][0], sympy.Rational(-b, a)
+    least, excluded = bounds[symbol].minimum, sympy.Rational(-b, a)
     return (symbol, least + (excluded == least), None) if excluded <= least else None
 
 
@@ -104,7 +106,7 @@ def _holds(condition: sympy.Basic, sizes: Sequence[int]) -> bool:
     return bool(sizes) and all(condition.subs(symbol, size) == sympy.true for size in sizes)
 
 
-def _linear(condition: Any) -> tuple[sympy.Symbol, int | None, int | None] | None:
+def _linear(condition: Any) -> _Bound | None:
     """(dim, least, greatest) of a comparison `a * dim + b <= 0` in any form; None for any other condition."""
     if not isinstance(condition, _COMPARISONS):
         return None

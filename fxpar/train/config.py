@@ -6,7 +6,7 @@ used: a file that is not there, or a key that is wrong, is told without.
 
 from __future__ import annotations
 
-import tomllib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any, Literal
 from fxpar.batching import length_groups
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import MOST_RANKS, Strategy
+from fxpar.ir.written import LONGEST, OutOfBoundsError, read
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, auto_problems, group_problems, read_strategies
 
@@ -57,7 +58,7 @@ class DataConfig:
     tokenizer: str | None = None
     end_token: str | None = None
     vocab: int = field(default=4096, metadata={"least": 257})
-    max_length: int | None = field(default=None, metadata={"least": 2})
+    max_length: int | None = field(default=None, metadata={"least": 2, "most": LONGEST})
     overlong: Literal["split", "truncate", "error"] = "split"
     batch_tokens: int | None = field(default=None, metadata=_POSITIVE)
     batch_sequences: int | None = field(default=None, metadata=_POSITIVE)
@@ -153,10 +154,10 @@ class RunConfig:
     """Steps, ranks, and where results go."""
 
     steps: int = field(default=100, metadata=_POSITIVE)
-    ranks: int | None = field(default=None, metadata=_POSITIVE)
+    ranks: int | None = field(default=None, metadata={"least": 1, "most": MOST_RANKS})
     seed: int = field(default=0, metadata={"least": 0})
     folder: str | None = None
-    timeout_s: float = field(default=300.0, metadata={"above": 0})
+    timeout_s: float = field(default=300.0, metadata={"above": 0, "most": 10**9})
     threads: int = field(default=1, metadata=_POSITIVE)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nan: Literal["error", "skip"] = "error"
@@ -248,9 +249,9 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
     Raises ConfigFileError, ConfigError (all problems at once), MaxLengthError, StrategyWorldsError, TokenBudgetError.
     """
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(source, f"is not valid TOML: {error}{_if_a_model(source)}") from error
+        tables = read(text, "TOML")
+    except ValueError as error:
+        raise ConfigFileError(source, f"{error}{_if_a_model(source)}") from error
     if "fxpar_plan" in tables:
         why = "is a plan of `fxpar plan`, which says the strategies of a run and nothing else of it"
         raise ConfigFileError(source, f"{why}. Give it beside a configuration: fxpar train CONFIG --plan {source}")
@@ -371,9 +372,13 @@ def _assign(tables: dict[str, Any], assignment: str, problems: list[str]) -> Non
     if not equals or (len(keys) < 2 and not whole) or not all(keys):
         problems.append(f"--set {assignment}: write section.key=value, such as run.steps=10")
         return
+    name = keys[-1] if re.fullmatch(r"[A-Za-z0-9_-]+", keys[-1]) else "value"
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = read(f"{name} = {text}", "TOML")[name]
+    except OutOfBoundsError as error:
+        problems.append(f"--set {path.strip()}: {error}")
+        return
+    except ValueError:
         value = text.strip()
     if whole:  # all of them, as a file would say it
         tables["strategies"] = value if isinstance(value, dict) or value == AUTO else {"static": value}

@@ -1,8 +1,8 @@
 """From tables of plain values to frozen dataclasses: unknown keys, wrong types and bad values, all reported at once.
 
 A field's annotation is its type: `int`, `float` (takes integers), `bool`, `str`, a `Literal` of words, `tuple[float,
-float]`, `list[str]`, `dict[str, Any]`, or several of them and None joined by `|`. Field metadata may hold `least` and
-`above` (bounds).
+float]`, `list[str]`, `dict[str, Any]`, or several of them and None joined by `|`. Field metadata may hold `least`,
+`above` and `most` (bounds).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def fits(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str:
             return f"must be {bounds['least']} or more"
         if "above" in bounds and value <= bounds["above"]:
             return f"must be more than {bounds['above']}"
+        if "most" in bounds and value > bounds["most"]:
+            return f"must be {bounds['most']:,} or less"
     return ""
 
 

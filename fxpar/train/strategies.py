@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fxpar.batching import length_groups
 from fxpar.errors import FxparError, nearest
+from fxpar.errors.base import one_line
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.written import LONGEST
 from fxpar.train.schema import shown
 
 AUTO, STATIC = "auto", "static"
@@ -38,8 +41,9 @@ def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[i
         table = {str(limit): table["static"]}
     found = []
     for key, text in table.items():
-        if not key.isdecimal() or int(key) < 1:
-            problems.append(f"strategies.{key} is not a length in tokens{nearest(key, ['static'])}")
+        if not re.fullmatch("[0-9]{1,10}", key) or not 1 <= int(key) <= LONGEST:
+            shown_key, hint = one_line(key), nearest(key, [STATIC]) or f": those are from 1 to {LONGEST:,}"
+            problems.append(f"strategies.{shown_key} is not a length in tokens{hint}")
         elif not isinstance(text, str):
             problems.append(f'strategies.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
         else:

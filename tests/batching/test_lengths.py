@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,8 @@ class Positions(nn.Module):
             x = x + self.learned(torch.arange(T) + 2)
         if self.how == "cut":
             x = x + self.fixed[:T]
+        if (self.how == "long" and T > 5) or (self.how == "short" and T <= 32):
+            x = x * 2
         if self.how == "product":
             x = x[:, 3:].sum(1, keepdim=True) + x
             x = torch.cat([x, x.new_zeros(1, 40 - T, 8)], 1)[:, :T]
@@ -51,6 +55,20 @@ def test_without_a_table_or_a_bound():
     assert found == LengthLimits(3, 40, "")
     assert str(found) == "at least 3 and at most 40 tokens"
     assert not found.hold(2)
+
+
+@pytest.mark.parametrize("how", ["long", "short"])
+def test_the_line_of_a_branch_is_named(how):
+    """One `if` of the model, from either side."""
+    found = length_limits(capture(Positions(how), losses.causal_lm, {"input_ids": IDS, "labels": IDS}))
+    asked = r"its code branches on the length at \S*test_lengths\.py:\d+"
+    if how == "long":
+        assert (found.least, found.most, found.most_at, found.hold(5)) == (6, None, None, False)
+        assert re.fullmatch(rf"at least 6 tokens \({asked}\)", str(found))
+    else:
+        assert (found.least, found.most, found.least_at, found.hold(32)) == (1, 32, None, True)
+        assert re.fullmatch(rf"at most 32 tokens \({asked}\)", str(found))
+        assert found.narrowed(IdLimit(16, "b")) == LengthLimits(1, 16, "b")
 
 
 def test_the_smaller_of_two_tables_counts():

@@ -35,6 +35,7 @@ def test_answers_that_need_no_torch():
         "memory llama -s tp2 --json nowhere/a.json",
         "check llama -s tp2 --tokens 1",
         "check no.py -s tp2",
+        "check no.py: -s tp2",
         "switch llama --from tp2 --to t2",
         "order llama -s dp2,",
         "plan llama --world 2 --lengths nothing.txt --tokens-per-step 9",

@@ -39,6 +39,11 @@ def test_it_prices_what_is_named(tmp_path):
         (["llama", "dpp2", *LENGTHS], "dpp2"),
         (["lama", "dp2", *LENGTHS], "did you mean 'llama'"),
         (["hotspa-fig8", "dp2"], "which has its own"),
+        (["hotspa-fig8", "--set", "dp2"], "--set: it is not for hotspa-fig8"),
+        (["hotspa-table3", "--world", "4"], "--world: it is not for hotspa-table3"),
+        (["hotspa-fig8", "--samples", "4"], "--samples: it is not for hotspa-fig8"),
+        (["hotspa-fig9"], "did you mean 'hotspa-fig8'?"),
+        (["hotspa-fig9", "--set", "dp2", *LENGTHS], "did you mean 'hotspa-fig8'?"),
     ],
 )
 def test_bad_words_are_one_error(words, why):

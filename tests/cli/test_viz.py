@@ -105,6 +105,9 @@ def test_a_plan_is_drawn(tmp_path):
         (("--world", "4"), {}, "it is for 2 ranks, not 4"),
         ((), {"cp2": "cp4"}, "group 2 (limit 256): "),
         ((), {"limit = 64": "limt = 64"}, "did you mean 'limit'?"),
+        ((), {"world = 2": "world = 2\nparameters = 7"}, "it is for llama with 7 parameters, and this model has"),
+        ((), {"= 4096": f"= {'9' * 400}"}, "tokens_per_step = a number of 400 digits cannot be used"),
+        ((), {"= 4096": "= 0"}, "tokens_per_step = 0 must be from 1 to"),
     ],
 )
 def test_mistakes_with_a_plan(tmp_path, words, change, message):

@@ -90,6 +90,11 @@ def test_usual_clusters():
         ({"inter_gb_per_s": float("inf")}, "must be > 0 and finite"),
         ({"latency_us": -1}, "latency_us = -1 must be >= 0"),
         ({"node_gb_per_s": 0}, "node_gb_per_s = 0 must be > 0"),
+        ({"latency_us": float("nan")}, "latency_us = nan must be >= 0 and finite"),
+        ({"nodes": 10**400}, "nodes = a number of 401 digits must be from 1e-15 to 1e+15"),
+        ({"nodes": 10**19}, "nodes = 10000000000000000000 must be from 1e-15 to 1e+15"),
+        ({"latency_us": 1e300}, "latency_us = 1e+300 must be from 1e-15 to 1e+15"),
+        ({"intra_gb_per_s": 1e-300}, "intra_gb_per_s = 1e-300 must be from 1e-15 to 1e+15"),
         ({"device": 300}, "device = 300 must be a table: [device]"),
         ({"device": {"tflops": 300}}, "lacks device.memory_gb_per_s, device.launch_us"),
     ],
@@ -107,6 +112,7 @@ def test_missing_keys_are_named():
 
 
 UNREADABLE = [("c.toml", b"nodes = "), ("c.json", b"{"), ("c.json", b"[1]"), ("c.toml", b"\xff\xfe")]
+UNREADABLE += [("c.toml", b"nodes = " + b"9" * 5000), ("c.toml", b"x = " + b"[" * 5000), ("c.json", b"[" * 100_000)]
 
 
 @pytest.mark.parametrize(("name", "text"), UNREADABLE)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fxpar.errors import DtypeError, ModelOptionError, UnknownModelError
+from fxpar.errors import DtypeError, ModelFunctionError, ModelOptionError, UnknownModelError
 from fxpar.models import load
 from fxpar.models.builtin import EXAMPLES
 
@@ -74,6 +74,24 @@ def test_global_random_state_is_left_alone():
         ("lama", {}, "float32", UnknownModelError, r"did you mean 'llama'\? Built-in models are llama, gpt, vit, mlp;"),
         ("llama", {"layer": "3"}, "float32", ModelOptionError, "did you mean 'layers'"),
         ("llama", {"layers": "x"}, "float32", ModelOptionError, "must be an integer"),
+        ("llama", {"layers": "9" * 5000}, "float32", ModelOptionError, "must be an integer"),
+        ("llama", {"dim": "99999999999999999999"}, "float32", ModelOptionError, "finite and below 2"),
+        (
+            "llama",
+            {"dim": "1000000000000"},
+            "float32",
+            ModelOptionError,
+            "'dim=1000000000000' must be a number from 1 to",
+        ),
+        ("llama", {"theta": "1e400"}, "float32", ModelOptionError, "finite and below 2"),
+        ("llama", {"heads": "3"}, "float32", ModelOptionError, "'heads=3' does not fit dim=64, .* multiple of 6"),
+        ("llama", {"dim": "60", "heads": "4"}, "float32", ModelOptionError, "'heads=4' does not fit dim=60, .* of 8"),
+        ("llama", {"kv_heads": "3"}, "float32", ModelOptionError, "'kv_heads=3' does not fit heads=4"),
+        ("gpt", {"heads": "3"}, "float32", ModelOptionError, "'heads=3' does not fit dim=64, .* multiple of 3"),
+        ("vit", {"heads": "3"}, "float32", ModelOptionError, "'heads=3' does not fit dim=64, .* multiple of 3"),
+        (":", {}, "float32", ModelFunctionError, "write a module or a file, and a function in it"),
+        (":make", {}, "float32", ModelFunctionError, "write a module or a file, and a function in it"),
+        ("os:", {}, "float32", ModelFunctionError, "write a module or a file, and a function in it"),
         ("llama", {}, "float6", DtypeError, "Write one of float64, float32"),
     ],
 )

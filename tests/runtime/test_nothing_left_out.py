@@ -199,7 +199,9 @@ def told(rank: int) -> list[list[str]]:
 
 
 def test_a_forward_that_reads_what_it_wrote():
-    plain, normed, (carried,) = told()[0]
+    plain, normed, (carried, counted) = told()[0]
     assert not plain
     assert not normed
     assert "the forward reads buffers that it writes (seen)" in carried
+    assert "the forward makes new values of buffers from the old ones (idle)" in counted
+    assert "Losses and gradients do not depend on them" in counted

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar import losses
-from fxpar.errors import LengthMultipleError, ModelLengthError, ParallelizeError
+from fxpar.errors import LengthMultipleError, LimitBranchError, ModelLengthError, ParallelizeError, muted_warnings
 from tests.runtime.hot import World, largest_error, sequences
 
 VOCAB, DIM, LONGEST = 131, 8, 40
@@ -127,6 +127,41 @@ def test_limits_beyond_the_positions_of_the_model_are_named():
         "more positions in the table of 'positions'). A longer sequence is an error in train_step; write 40 as the "
         "last limit"
     )
+
+
+class Branching(Plain):
+    """Another computation for more than 16 tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * (2 if input_ids.shape[1] > 16 else 1)
+
+
+EXAMPLE = {"input_ids": torch.zeros(1, 13, dtype=torch.int64), "labels": torch.zeros(1, 13, dtype=torch.int64)}
+
+
+@WORLD.case
+def on_both_sides(rank):
+    said = []
+    for strategies, example in (({8: "dp2", LONGEST: "cp2"}, None), ({16: "dp2", 17: "cp2"}, EXAMPLE)):
+        with pytest.raises(LimitBranchError) as caught, muted_warnings():
+            fxpar.parallelize(Branching(), strategies=strategies, example=example, loss=losses.causal_lm, monitor=False)
+        said.append(str(caught.value))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fxpar.parallelize(Branching(), strategies={LONGEST: "dp2"}, loss=losses.causal_lm, monitor=False)
+    return said, [str(w.message) for w in warned]
+
+
+def test_limits_on_the_other_side_of_a_branch_are_refused():
+    """The range that works, and the line of the `if`; a limit above the branch may be meant for long ones alone."""
+    (((long, short), warned), (_, nothing)) = on_both_sides()
+    at = r"its code branches on the length at \S*test_packing\.py:\d+\)"
+    assert re.match(r"strategies has the limit 8 \(dp2\), but captured with 40 tokens .* at least 17 and", long)
+    assert re.match(
+        rf"strategies has the limit 17 \(cp2\), .* 13 tokens the model takes at most 16 tokens \({at}", short
+    )
+    assert any(re.match(r"sequences of fewer than 17 tokens are an error in train_step", text) for text in warned)
+    assert not nothing
 
 
 @WORLD.case

@@ -63,6 +63,14 @@ def test_texts_survive(model, options):
         ("predicted_s = 1.75", "predicted_s = -1.0", "must be a number from 0 on"),
         ("[[groups]]", "[[grops]]", "it has no \\[\\[groups\\]\\]"),
         ("world = 4", "world = ", "it is no TOML"),
+        ("world = 4", "world = 0", "world = 0 ranks can run nothing"),
+        ("world = 4", f"world = {'9' * 400}", "world = a number of 400 digits cannot be used"),
+        ("world = 4", f"world = {'9' * 5000}", "world = a number of 5,000 digits cannot be used"),
+        ("world = 4", "world = 4\nx = " + "[" * 5000, "nested more than 50 deep"),
+        ("predicted_s = 1.75", "predicted_s = 1e400", "predicted_s = inf cannot be used"),
+        ("limit = 4096", "limit = 2147483648", "limit = 2147483648 must be from 1 to 1,073,741,824 tokens"),
+        ("token_budget = 2048", "token_budget = 2000000000000", "token_budget = 2000000000000 must be from 1 to"),
+        (f"tokens_per_step = {PLAN.tokens_per_step}", "tokens_per_step = 0", "tokens_per_step = 0 must be from 1 to"),
     ],
 )
 def test_a_bad_file_is_one_error(tmp_path, old, new, why):

@@ -118,7 +118,15 @@ def test_the_demo_is_valid():
         ("run.steps=true", "run.steps = true must be an integer"),
         ("run.steps=0", "run.steps = 0 must be 1 or more"),
         ("optimizer.lr=0", "optimizer.lr = 0 must be more than 0"),
-        ("optimizer.lr=nan", "optimizer.lr = nan must be finite"),
+        ("optimizer.lr=nan", "--set optimizer.lr: lr = nan cannot be used: a number is finite and below 2**63"),
+        ("run.seed=" + "9" * 400, "--set run.seed: seed = a number of 400 digits cannot be used"),
+        ("model.options.dim=99999999999999999999", "dim = 99999999999999999999 cannot be used"),
+        ("run.name=" + "[" * 5000, "--set run.name: its brackets are nested more than 50 deep"),
+        ("run.ranks=1048577", "run.ranks = 1048577 must be 1,048,576 or less"),
+        ("run.timeout_s=1e18", "run.timeout_s = 1e+18 must be 1,000,000,000 or less"),
+        ("data.max_length=1073741825", "data.max_length = 1073741825 must be 1,073,741,824 or less"),
+        ("strategies.1073741825=dp4", "strategies.1073741825 is not a length in tokens: those are from 1 to"),
+        (f"strategies.{'9' * 5000}=dp4", f"strategies.{'9' * 40} is not a length in tokens"),
         ("optimizer.betas=[1]", "optimizer.betas = [1] must be a list of 2 numbers"),
         ("optimizer.name=adamv", "optimizer.name = \"adamv\" must be one of 'adamw', 'adam', 'sgd'"),
         ("run.tensorboard=1", "run.tensorboard = 1 must be true or false"),
@@ -178,7 +186,7 @@ def test_a_model_in_place_of_a_configuration(tmp_path):
         with pytest.raises(errors.ConfigFileError, match=r"No such file.*name = \.\.\. under \[model\]"):
             read_config(path)
     script.write_text("import torch\n")
-    with pytest.raises(errors.ConfigFileError, match=r"is not valid TOML.*name = \.\.\. under \[model\]"):
+    with pytest.raises(errors.ConfigFileError, match=r"it is no TOML.*name = \.\.\. under \[model\]"):
         read_config(script)
 
 
@@ -194,7 +202,10 @@ def test_files(tmp_path):
     with pytest.raises(errors.ConfigFileError, match="No such file"):
         read_config(path)
     path.write_text("[model\n")
-    with pytest.raises(errors.ConfigFileError, match=r"is not valid TOML: [^.]*$"):
+    with pytest.raises(errors.ConfigFileError, match=r"it is no TOML: [^.]*$"):
+        read_config(path)
+    path.write_text("[run]\nsteps = " + "9" * 400)
+    with pytest.raises(errors.ConfigFileError, match=r"run\.steps = a number of 400 digits"):
         read_config(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(errors.ConfigFileError):
