@@ -8,6 +8,7 @@ and exits with status 1 (2 for a mistake on the command line).
 from __future__ import annotations
 
 from fxpar.errors.base import *
+from fxpar.errors.batching import *
 from fxpar.errors.capture import *
 from fxpar.errors.compiling import *
 from fxpar.errors.looking import *
