@@ -116,6 +116,7 @@ class _Search:
     pruned: int = 0
     priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
     settled: dict[Groups, PricedSet] = field(default_factory=dict)
+    used: dict[Groups, Groups] = field(default_factory=dict)  # of sets with groups that no mini-batch has
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -210,19 +211,31 @@ class _Search:
                 break
             tried += 1
             self.said(f"planning set {tried}")
-            priced = self._price(one)
-            if priced is not None:
+            priced = self._price(one.groups)
+            if priced is not None and not any(priced is other for other in found):
                 found.append(priced)
         if not found:
             raise self._nothing_fits()
         return sorted(found, key=_seconds)
 
-    def _price(self, one: RankedSet) -> PricedSet | None:
-        if one.groups not in self.priced:
+    def _price(self, groups: Groups) -> PricedSet | None:
+        """Of a set, or of its groups that mini-batches have: sequences of the others run better in longer groups."""
+        groups = self.used.get(groups, groups)
+        if groups not in self.priced:
             edges = self.intervals.edges
-            chosen = [(edges[edge], self.candidates[s]) for edge, s in one.groups]
-            self.priced[one.groups] = self.pricer.price(chosen)
-        return self.priced[one.groups]
+            priced = self.pricer.price([(edges[edge], self.candidates[s]) for edge, s in groups])
+            if priced is not None and self._learns_use(groups, priced):
+                return self._price(groups)
+            self.priced[groups] = priced
+        return self.priced[groups]
+
+    def _learns_use(self, groups: Groups, priced: PricedSet) -> bool:
+        """Whether there are groups in a set that no mini-batch has; the last one holds what is longer than all."""
+        pairs = list(zip(groups, priced.groups, strict=True))
+        used = (*(one for one, group in pairs[:-1] if group.tokens), groups[-1])
+        if used != groups:
+            self.used[groups] = used
+        return used != groups
 
     def _chosen(self) -> tuple[list[PricedSet], PricedSet]:
         """The best sets and the best single strategy, settled. Sets are ranked again where one of them holds less than
@@ -250,6 +263,9 @@ class _Search:
         if settled is None:
             if not self._look_closer(guesses):
                 self.priced[groups] = None
+            return True
+        if self._learns_use(groups, settled):
+            del self.priced[groups]
             return True
         self.settled[groups] = settled
         if guesses:
@@ -283,7 +299,9 @@ class _Search:
                 continue
             self.candidates[s], budgets = one, self.pricer.budgets(one, self.intervals.edges)
             self.seconds[s] = least_seconds(one.cost, strategy, budgets, self.intervals)
-        self.priced = {groups: one for groups, one in self.priced.items() if guesses.isdisjoint(s for _, s in groups)}
+        for known in (self.priced, self.used):
+            for groups in [one for one in known if not guesses.isdisjoint(s for _, s in one)]:
+                del known[groups]
         return bool(guesses)
 
     def _guessed_borders(self) -> list[float]:

@@ -261,7 +261,7 @@ def test_a_loss_that_is_no_number(monkeypatch):
 @pytest.mark.parametrize("option", ["layers=-1", "dim=0"])
 def test_sizes_are_counts(option):
     status, _, err = fxpar("check", "mlp", "-s", "dp2", "--set", option)
-    assert (status, f"option {option!r} must be a number from 1 on" in err) == (1, True)
+    assert (status, f"option {option!r} must be a number from 1 to 16,777,216" in err) == (1, True)
 
 
 def test_errors_that_no_dtype_resolves_are_not_told_as_numbers():

@@ -217,6 +217,18 @@ def test_shapes_are_all_of_a_world():
     assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"
 
 
+def test_a_group_that_no_mini_batch_has_is_none():
+    given = problem(9_000_000, names=("dp2", "tp2+sp"))
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search.lower_all()
+    last = len(search.intervals.edges) - 1
+    short = search.intervals.edges.index(64)
+    both = search.pricer.price([(64, search.candidates[0]), (512, search.candidates[1])])
+    assert [group.tokens > 0 for group in both.groups] == [False, True]
+    assert search._price(((short, 0), (last, 1))) is search._price(((last, 1),))
+    assert set(search.priced) == {((last, 1),)}
+
+
 @pytest.mark.parametrize(
     ("names", "memory_bytes", "nodes", "seconds", "planned"),
     [
