@@ -12,7 +12,7 @@ from fxpar.errors import FxparError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.search.layouts import list_of_layers
-from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, candidate
+from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, anchors_of, candidate
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 from fxpar.search.space import without_stages
 from fxpar.search.switching import ModelSwitches, Outlines
@@ -23,14 +23,15 @@ Said = Callable[[str], object]
 @dataclass
 class KnownModel:
     """A model on a cluster. `anchors` are the tokens of micro-batches for which memory is predicted: of several
-    problems those of the largest mini-batch. `refused` are strategies that it cannot run under, with the reason.
+    problems those of the largest mini-batch, with those that the first strategy asks for. `refused` are strategies that
+    it cannot run under, with the reason.
     """
 
     lower: Lower
     outlines: Outlines
     cluster: ClusterSpec
     depth: Depth
-    anchors: tuple[int, int]
+    anchors: tuple[int, ...]
     refused: dict[str, str] = field(default_factory=dict)
     _candidates: dict[Strategy, Candidate | None] = field(default_factory=dict)
 
@@ -43,7 +44,10 @@ class KnownModel:
         """Lowered once; None, and the reason among the refused, if the model cannot run under it."""
         if strategy not in self._candidates:
             said(f"lowering {strategy}")
-            self._candidates[strategy] = self._lowered(strategy)
+            one = self._lowered(strategy)
+            if one is not None and not any(self._candidates.values()):
+                self.anchors = one.anchors = anchors_of(one)
+            self._candidates[strategy] = one
         return self._candidates[strategy]
 
     def _lowered(self, strategy: Strategy) -> Candidate | None:

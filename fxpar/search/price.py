@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import NOMINAL_TOKENS, group_cost, of_strategy, rank_costs
@@ -35,6 +36,9 @@ Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model
 STAGING_BYTES = 64 << 20
 ADAM_BYTES = 16 + 12  # of fp32 that AdamW reads and writes for each parameter
 MOMENTS_BYTES = 8  # of them are its two moments
+BENT = 1.05  # by so much a line between two anchors may lie above what is predicted in its middle
+SHORT = 32  # tokens
+DENSE = 1.5  # times the anchor before: a square is then 4 % below the line at most
 DEEPEST = 9  # layers that are captured; what needs more is put together from shallower models
 _NUMBER = re.compile(r"\d+(?!.*\d)")
 
@@ -184,6 +188,20 @@ class Priced(ABC):
                 return None
             tokens = max(least, tokens * 99 // 100)
         return tokens
+
+
+def anchors_of(one: Priced) -> tuple[int, ...]:
+    """The anchors of `one`, and some between where its memory is far below a straight line: attention that is written
+    out keeps matrices of tokens by tokens. What this asks for is nearly the same under all strategies of a model.
+    """
+    first, last = one.anchors[0], one.anchors[-1]
+    middles = [math.isqrt(low * high) for low, high in pairwise(one.anchors)]
+    if all(one.memory(middle).step_bytes <= BENT * one.at(middle).step_bytes for middle in middles):
+        return one.anchors
+    first = min(first, SHORT)  # below the first anchor the line would be too low
+    count = math.ceil(math.log(last / first, DENSE))
+    between = {round(first * (last / first) ** (number / count)) for number in range(count + 1)}
+    return tuple(sorted(between | {*one.anchors}))
 
 
 @dataclass

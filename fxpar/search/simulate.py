@@ -11,7 +11,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.driver import PLANNED
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Candidate, Lower, candidate, optimizer_s
+from fxpar.search.price import Candidate, Lower, anchors_of, candidate, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.sets import ranked_sets
 
@@ -68,7 +68,9 @@ def simulate(
     named = _checked(named, longest)
     anchors = (min(256, longest), max(pricer.largest, 2 * longest))
     found = [candidate(lower, one.strategy, inside or pricer.cluster, pricer.depth, anchors) for one in named]
+    anchors = anchors_of(found[0])
     for one in found:
+        one.anchors = anchors
         if one.multiple > 1:
             why = f"it takes only lengths that are multiples of {one.multiple}; prepare such lengths, or leave it out"
             raise PlanOptionError("--set", one.name, why)

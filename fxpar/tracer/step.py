@@ -85,7 +85,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         saved.append((module, dict(state), containers))
     try:
         yield
-        _tell_of_counters(model, {id(module): state for module, state, _ in saved})
+        _tell_of_counters(model, {id(module): {**state, **containers} for module, state, containers in saved})
     finally:
         for module, state, containers in saved:
             module.__dict__.clear()
@@ -97,16 +97,37 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _tell_of_counters(model: nn.Module, before: Mapping[int, Mapping[str, Any]]) -> None:
-    """Warn of numbers that a forward has changed: a graph computes with those of its capture each time."""
+    """Warn of numbers that a forward has changed, those of the class and of dicts and lists too: a graph computes with
+    those of its capture each time.
+    """
     for fqn, module in model.named_modules():
-        for name, value in vars(module).items():
-            old = before.get(id(module), {}).get(name)
-            if type(old) in (int, float) and type(value) in (int, float) and value != old:
+        was, now = before.get(id(module), {}), _numbers(vars(module))
+        for name, old in _numbers({**class_attributes(type(module)), **was}).items():
+            value = now.get(name, old)
+            if value != old:
                 where = f"module {fqn!r}" if fqn else "the model"
                 warn(
                     f"the forward of {where} sets {name} from {old!r} to {value!r}: captured, it computes as with "
                     f"{old!r} in every step. Make it a buffer"
                 )
+
+
+def class_attributes(kind: type[nn.Module]) -> dict[str, Any]:
+    """What the classes of a user's module say, for those of its objects that say nothing."""
+    found: dict[str, Any] = {}
+    for each in reversed(kind.__mro__):
+        if issubclass(each, nn.Module) and not each.__module__.startswith("torch."):
+            found |= {name: value for name, value in vars(each).items() if not name.startswith("__")}
+    return found
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, int | float]:
+    """By how one writes them: `step`, `state['n']`, `counts[0]`."""
+    found: dict[str, Any] = {}
+    for name, value in attributes.items():
+        inside = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
+        found |= {name: value, **{f"{name}[{key!r}]": each for key, each in inside.items()}}
+    return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 
 @dataclass(kw_only=True)

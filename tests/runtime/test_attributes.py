@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import FxparWarning
+from fxpar.runtime.attributes import plain_attributes
 from fxpar.tracer import capture
 from tests.captured import tokens
 
@@ -69,7 +70,50 @@ def test_a_change_is_told_once(parallel, use):
     ]
 
 
-def test_a_forward_that_counts():
+class CountingByClass(Model):
+    step = 0
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        self.step += 1
+        return super().forward(input_ids) * min(1.0, self.step / 10)
+
+
+class CountingInside(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.counts = {"n": 4, "name": "x"}, [1.5]
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        self.state["n"] += 1
+        self.counts[0] += 1
+        return super().forward(input_ids) * self.state["n"] * self.counts[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Model, []),
+        (Counting, ["alpha from 2.0 to 3.0"]),
+        (CountingByClass, ["step from 0 to 1"]),
+        (CountingInside, ["state['n'] from 4 to 5", "counts[0] from 1.5 to 2.5"]),
+    ],
+)
+def test_a_forward_that_counts(make, told):
     (batch,) = tokens(13, 6)
-    with pytest.warns(FxparWarning, match="the forward of the model sets alpha from 2.0 to 3.0: captured"):
-        capture(Counting(), fxpar.losses.causal_lm, batch)
+    model = make()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        capture(model, fxpar.losses.causal_lm, batch)
+    said = [str(one.message) for one in found if issubclass(one.category, FxparWarning)]
+    assert [text.partition(": captured")[0] for text in said] == [
+        f"the forward of the model sets {one}" for one in told
+    ]
+    assert "step" not in vars(model)
+
+
+def test_an_attribute_of_the_class_that_changes():
+    model = CountingByClass()
+    (found,) = [one for one in plain_attributes(model) if one.name == "step"]
+    assert (found.value, found.changed()) == (0, False)
+    model.step = 3
+    assert found.changed()

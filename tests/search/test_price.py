@@ -6,6 +6,8 @@ import functools
 from fractions import Fraction
 
 import pytest
+import torch
+from torch import nn
 
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.group import group_cost
@@ -13,7 +15,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
-from fxpar.search.price import Candidate, Depth, Memory, candidate, extrapolated
+from fxpar.search.price import Candidate, Depth, Memory, anchors_of, candidate, extrapolated
 from fxpar.tracer import capture
 from tests.repeat import thinned
 
@@ -120,6 +122,35 @@ def test_between_its_anchors_memory_is_about_what_is_predicted(text):
         exact, guess = one.predicted(tokens), one.memory(tokens)
         assert exact.step_bytes * 0.99 <= guess.step_bytes <= exact.step_bytes * 1.1
         assert (guess.weight_bytes, guess.stays_bytes) == (exact.weight_bytes, exact.stays_bytes)
+
+
+class WrittenOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.qkv = nn.Embedding(16, 8), nn.Linear(8, 24)
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return (q @ k.transpose(1, 2)).masked_fill(later, float("-inf")).softmax(-1) @ v
+
+
+def test_attention_that_is_written_out_has_more_anchors():
+    # It keeps matrices of tokens by tokens, of which a straight line over a wide gap says many times too much.
+    ids = torch.zeros(1, 40, dtype=torch.long)
+    graph = packed_if_proved(
+        capture(WrittenOut(), lambda model, batch: model(batch["input_ids"]).sum(), {"input_ids": ids})
+    )[0]
+    strategy, whole = Strategy.parse("dp4"), Depth(1, whole=True)
+    one = candidate(lambda strategy, _: lower(graph, strategy, for_store=True), strategy, CLUSTER, whole, (256, 4096))
+    assert one.memory(640).step_bytes > 4 * one.predicted(640).step_bytes
+    one.anchors = anchors_of(one)
+    for tokens in (33, 100, 256, 640, 1500, 4096):
+        exact = one.predicted(tokens).step_bytes
+        assert exact * 0.99 <= one.memory(tokens).step_bytes <= exact * 1.06
+    straight = priced("dp4", True)
+    assert anchors_of(straight) == straight.anchors
 
 
 def test_a_sequence_that_does_not_fit():
