@@ -11,6 +11,7 @@ from typing import Any
 
 from fxpar.cost.device import CPU, GPU, Device, check_keys, check_numbers
 from fxpar.errors import ClusterError
+from fxpar.ir.strategy import MOST_RANKS
 from fxpar.ir.written import read
 
 _SHIPPED = Path(__file__).parent / "clusters"
@@ -45,6 +46,8 @@ class ClusterSpec:
         if not isinstance(self.device, Device | None):
             raise ClusterError("description", f"device = {self.device!r} must be a fxpar.Device")
         check_numbers(_numbers(self.to_json()), "description")
+        if self.world > MOST_RANKS:
+            raise ClusterError("description", _too_large(self.nodes, self.devices_per_node))
 
     @property
     def world(self) -> int:
@@ -145,6 +148,8 @@ class ClusterSpec:
             raise ClusterError(source, f"{key} is a figure of a device: write device.{key}, or {key} below [device]")
         check_keys(cls, values, source)
         check_numbers(_numbers(values), source)
+        if values["nodes"] * values["devices_per_node"] > MOST_RANKS:
+            raise ClusterError(source, _too_large(values["nodes"], values["devices_per_node"]))
         if "device" in values:
             if not isinstance(values["device"], Mapping):
                 raise ClusterError(source, f"device = {values['device']!r} must be a table: [device]")
@@ -156,6 +161,10 @@ class ClusterSpec:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         found["device"] = self.device.to_json() if self.device else None
         return {key: value for key, value in found.items() if value is not None}
+
+
+def _too_large(nodes: int, devices_per_node: int) -> str:
+    return f"nodes = {nodes} times devices_per_node = {devices_per_node} is more than {MOST_RANKS:,} devices"
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from fxpar.errors.base import FxparError, a_type
+from fxpar.errors.base import FxparError, a_type, nearest
 
 
 class NoStrategiesError(FxparError):
@@ -195,11 +195,11 @@ class BatchKeyError(FxparError):
 class UnreadKeyError(FxparError):
     """A sequence has a tensor that the captured step does not read: training on it would leave the tensor out."""
 
-    def __init__(self, key: str, index: int, read: Iterable[str]) -> None:
+    def __init__(self, key: str, index: int, read: Sequence[str]) -> None:
         super().__init__(
             f"sequence {index} of the mini-batch has {key!r}, which the captured step does not read (it reads "
-            f"{', '.join(map(repr, read))}). An optional argument of the forward is captured only if "
-            f"fxpar.parallelize(..., example=batch) has it: give such a batch, or leave {key!r} out of the sequences"
+            f"{', '.join(map(repr, read))}{nearest(key, read)}). An optional argument of the forward is captured only "
+            f"if fxpar.parallelize(..., example=batch) has it: give such a batch, or leave {key!r} out of the sequences"
         )
 
 

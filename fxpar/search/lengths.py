@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterable
@@ -50,11 +51,13 @@ def read_lengths(text: str, seed: int = 0) -> np.ndarray:
     Raises LengthsError for a file that cannot be read, is empty, or has anything but whole numbers from 1 on.
     """
     name, colon, longest = text.partition(":")
-    if name in NAMED and not Path(text).exists():
-        if not (colon and longest.isascii() and longest.isdigit() and 1 <= int(longest) <= LONGEST):
+    is_file = len(text) < 4096 and os.path.isfile(text)
+    if name in NAMED and not is_file:
+        given = colon and longest.isascii() and longest.isdigit() and len(longest) < 20
+        if not (given and 1 <= int(longest) <= LONGEST):
             raise LengthsError(text, "names no longest sequence", f"Write {name}:32768, in tokens")
         return NAMED[name].draw(DRAWN, int(longest), np.random.default_rng(seed))
-    if not Path(text).is_file():
+    if not is_file:
         hint = nearest(name, NAMED)
         known = ", ".join(f"{one}:LONGEST" for one in NAMED)
         raise LengthsError(
@@ -85,7 +88,7 @@ def _values(path: str) -> object:
         return json.loads(content) if path.endswith(".json") else content.split()
     except OSError as error:
         raise LengthsError(path, f"cannot be read: {error}", "Write a length in tokens per line") from error
-    except (ValueError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, RecursionError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
         kind = Path(path).suffix or "text"
         raise LengthsError(path, f"holds no {kind} of lengths", "Write a length in tokens per line") from error
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlanOptionError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.written import LONGEST
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.driver import PLANNED
 from fxpar.search.lengths import length_edges
@@ -27,8 +28,9 @@ class Named:
     def parse(cls, text: str) -> Named:
         """`dp4` or `dp4:4096`. Raises StrategySyntaxError, PlanOptionError."""
         name, colon, limit = text.partition(":")
-        if colon and not (limit.isascii() and limit.isdigit() and int(limit) > 0):
-            raise PlanOptionError("--set", text, f"write a number of tokens behind the colon, such as {name}:4096")
+        if colon and not (limit.isascii() and limit.isdigit() and len(limit) < 20 and 1 <= int(limit) <= LONGEST):
+            why = f"write a number of tokens from 1 to {LONGEST:,} behind the colon, such as {name}:4096"
+            raise PlanOptionError("--set", text, why)
         return cls(Strategy.parse(name), int(limit) if colon else None)
 
 

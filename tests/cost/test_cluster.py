@@ -93,6 +93,7 @@ def test_usual_clusters():
         ({"latency_us": float("nan")}, "latency_us = nan must be >= 0 and finite"),
         ({"nodes": 10**400}, "nodes = a number of 401 digits must be from 1e-15 to 1e+15"),
         ({"nodes": 10**19}, "nodes = 10000000000000000000 must be from 1e-15 to 1e+15"),
+        ({"devices_per_node": 10**9}, "nodes = 4 times devices_per_node = 1000000000 is more than 1,048,576 devices"),
         ({"latency_us": 1e300}, "latency_us = 1e+300 must be from 1e-15 to 1e+15"),
         ({"intra_gb_per_s": 1e-300}, "intra_gb_per_s = 1e-300 must be from 1e-15 to 1e+15"),
         ({"device": 300}, "device = 300 must be a table: [device]"),

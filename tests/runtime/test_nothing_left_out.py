@@ -101,6 +101,8 @@ def unread_keys(rank: int) -> None:
         for use in (model.train_step, model.evaluate, model.plan):
             with pytest.raises(UnreadKeyError, match=f"sequence 1 .*has '{key}', .*reads 'input_ids', 'labels'"):
                 use([IDS, {"input_ids": IDS, key: value}])
+    with pytest.raises(UnreadKeyError, match="did you mean 'labels'"):
+        model.train_step([{"input_ids": IDS, "label": IDS}])
     for key, value in READ.items():
         model.train_step([IDS, {"input_ids": IDS, key: value}])
 

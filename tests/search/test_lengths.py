@@ -56,6 +56,11 @@ def test_arrays_that_are_no_lengths(tmp_path):
         np.save(tmp_path / f"{number}.npy", array)
         with pytest.raises(LengthsError, match=why):
             read_lengths(str(tmp_path / f"{number}.npy"))
+    np.save(tmp_path / "huge.npy", np.ones(2, int))
+    content = (tmp_path / "huge.npy").read_bytes()
+    (tmp_path / "huge.npy").write_bytes(content.replace(b"(2,), }" + 13 * b" ", b"(99999999999999,), }"))
+    with pytest.raises(LengthsError, match=r"holds no .npy of lengths"):
+        read_lengths(str(tmp_path / "huge.npy"))
     np.savez(tmp_path / "a.npz", sizes=np.ones(2, int))
     with pytest.raises(LengthsError, match="no array 'lengths', but sizes"):
         read_lengths(str(tmp_path / "a.npz"))
@@ -81,6 +86,8 @@ def test_a_pickle_is_not_run(tmp_path):
         ("commoncrawl", "names no longest sequence"),
         ("commoncrawl:x", "names no longest sequence"),
         ("commoncrawl:0", "names no longest sequence"),
+        ("commoncrawl:" + 5000 * "9", "names no longest sequence"),
+        (5000 * "x", "this is not a file"),
         ("comoncrawl:4096", "this is not a file; did you mean 'commoncrawl'"),
         ("nothing.txt", "this is not a file"),
     ],
