@@ -214,8 +214,12 @@ def budgets(rank):
     both = parallel(shallow, strategies=TAKING_TURNS)
     enough = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes)
     less = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes - 1)
-    assert [m._session().engine.options.overlap for m in (both, enough, less, model)] == [True, True, False, False]
-    assert less.memory == free
+    apart = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes)
+    sessions = [m._session() for m in (both, enough, less, apart, model)]
+    assert [session.engine.options.overlap for session in sessions] == [True, True, True, False, False]
+    assert both.memory.arena_bytes == 0 < less.memory.arena_bytes  # rather turns than groups that do not overlap
+    assert less.memory.total_bytes < both.memory.total_bytes
+    assert apart.memory == free
     with pytest.raises(MemoryBudgetError, match="home weights") as caught:
         parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=1000)
     return free, model.memory, report.loss, str(caught.value)
