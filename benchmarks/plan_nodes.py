@@ -117,7 +117,8 @@ def _numbered(plans: Mapping[str, Plan]) -> dict[int, str]:
 
 
 def _parallel(plan: Plan, compiled: Any, mbit: float, tiny: bool) -> Any:
-    names = {str(Strategy.parse(group.strategy)) for group in plan.groups}
+    # In the same order on all ranks: of two orders of groups that cost the same the first is taken.
+    names = dict.fromkeys(str(Strategy.parse(group.strategy)) for group in plan.groups)
     mine = replace(compiled, programs={name: compiled.programs[name] for name in names})
     return fxpar.parallelize(
         llama(tiny), plan=plan, loss=fxpar.losses.causal_lm, compiled=mine, cluster=cluster_of(mbit), monitor=False
