@@ -87,6 +87,16 @@ class BatchMismatchError(FxparError):
         )
 
 
+class OptionMismatchError(FxparError):
+    """The ranks were given different options."""
+
+    def __init__(self, option: str, ranks: str, theirs: str, first: str) -> None:
+        super().__init__(
+            f"{option} is {theirs} on rank {ranks}, and {first} on rank 0. Every rank must call parallelize with the "
+            "same strategies and options"
+        )
+
+
 class ProgramMismatchError(FxparError):
     """The ranks compiled different programs."""
 

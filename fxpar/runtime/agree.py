@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import BatchMismatchError, DeviceMismatchError, ProgramMismatchError, ValueMismatchError
+from fxpar.errors import (
+    BatchMismatchError,
+    DeviceMismatchError,
+    OptionMismatchError,
+    ProgramMismatchError,
+    ValueMismatchError,
+)
 from fxpar.ir.content import content
 from fxpar.ir.exec_graph import Program
 from fxpar.torch_api.since_2_13 import all_gather_single
@@ -94,6 +100,18 @@ def _different(mine: Mapping[str, Any], group: Any) -> dict[str, list[int]]:
     dist.all_gather_object(everyone, mine, group=group)
     found = {key: [r for r, theirs in enumerate(everyone) if theirs.get(key) != everyone[0].get(key)] for key in mine}
     return {key: ranks for key, ranks in found.items() if ranks}
+
+
+def check_same_options(mine: Mapping[str, object], group: Any = None) -> None:
+    """Raise OptionMismatchError on every rank if one was given another value of an option; values are compared and
+    shown by their repr.
+    """
+    shown = {name: repr(value) for name, value in mine.items()}
+    for name, different in _different(shown, group).items():
+        theirs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(theirs, shown[name], group=group)
+        alike = [str(rank) for rank in different if theirs[rank] == theirs[different[0]]]
+        raise OptionMismatchError(name, ", ".join(alike), theirs[different[0]], theirs[0])
 
 
 def check_same_programs(programs: Mapping[str, Program], group: Any = None) -> None:

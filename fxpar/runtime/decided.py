@@ -90,7 +90,9 @@ def decide(
     )
     _check_compiled(compiled, names, options)
     _check_limits(compiled, groups)
-    programs = compiled.programs
+    # In the order of the groups: the order of a dict that was given may be another one on another rank.
+    programs = {name: compiled.programs[name] for name in dict.fromkeys(names)}
+    compiled = replace(compiled, programs=programs)
     order = None if options.order is None else check_order(options.order, list(programs))
     lowered = [programs[name] for name in names]
     groups = with_multiples(groups, lowered, options.length_multiple, compiled.unpacked)

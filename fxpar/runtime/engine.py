@@ -137,7 +137,7 @@ class Engine:
         return {name: bound.pace for name, bound in self.bound.items() if home and bound.is_flowing}
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
-        """What `step` would run. Raises the errors of `fxpar.batching`."""
+        """What `step` would run, in that order. Raises the errors of `fxpar.batching`."""
         return self._plan(self._apart(sequences, self.options.split), self.options.packed)
 
     def _apart(self, sequences: Sequence[Sequence_], split: bool) -> Sequence[Sequence_]:
@@ -153,7 +153,8 @@ class Engine:
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
-        return plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
+        plan = plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
+        return replace(plan, groups=tuple(self._in_order(plan.groups)))
 
     # --------------------------------------------------------------------------------------------- planned otherwise
     def replan(self, found: Replanned) -> None:
@@ -244,12 +245,11 @@ class Engine:
         self.lately.append(_lengths(sequences))
         factor = 1.0 if self.scaler is None else self.scaler.scale
         self.gradients.begin(factor)
-        by_strategy = self._in_order(plan.groups)
-        batch = self._mini_batch(by_strategy, sequences, factor / (denominator or valid), buffers)
+        batch = self._mini_batch(plan.groups, sequences, factor / (denominator or valid), buffers)
         reports = batch.run(self.options.overlap)
         losses = [loss / factor for loss in batch.losses]
         self.gradients.end()
-        skipped = self._check_overflow(factor) or self._check_losses(losses, by_strategy)
+        skipped = self._check_overflow(factor) or self._check_losses(losses, plan.groups)
         self.steps += 1
         return StepReport(
             step=self.steps,
@@ -266,7 +266,7 @@ class Engine:
             skipped=skipped,
             packed=self.options.packed,
             metrics=metrics_of(batch.metrics),
-            trace=self._trace(by_strategy, sequences),
+            trace=self._trace(plan.groups, sequences),
         )
 
     def agreed_plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision
-from fxpar.runtime.agree import agreed_cluster, check_same_programs, check_same_values
+from fxpar.runtime.agree import agreed_cluster, check_same_options, check_same_programs, check_same_values
 from fxpar.runtime.attributes import plain_attributes
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
@@ -96,6 +96,7 @@ def _open(
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
     decided = replace(decided, cluster=agreed_cluster(decided.cluster, decided.device.type, world_group))
+    check_same_options(_shared_options(decided, options), world_group)
     check_same_programs(compiled.programs, world_group)
     check_same_values(module, world_group)
     engine, memory = _engine(module, decided, options, process_groups, world_group, watcher)
@@ -113,6 +114,24 @@ def _open(
     evaluation = Evaluation(engine, calls, loss, capture_again, tuple(decided.keys), compiled.logical.averaged)
     told = hooked_modules(module), plain_attributes(module)
     return Session(compiled, store, engine, memory, options, calls, evaluation, *told)
+
+
+_MAY_DIFFER = {
+    *("cluster", "cost"),  # rank 0's hold
+    *("strategies", "plan", "lengths", "tokens_per_step", "token_budget"),  # the groups that they lead to are compared
+    *("example", "loss", "passes", "compiled"),  # the programs that they lead to are compared
+    *("weights", "initializer"),  # a path or function on this rank's machine
+    *("monitor", "record", "timeout_s"),  # nothing of what ranks exchange
+}
+
+
+def _shared_options(decided: Decided, options: ParallelizeOptions) -> dict[str, object]:
+    """What must be the same on every rank, by name: with other groups, orders or seeds a step would hang, or be wrong
+    without a word.
+    """
+    groups = {group.limit: f"{group.strategy} ({group.token_budget:,} tokens)" for group in decided.groups}
+    own = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _MAY_DIFFER}
+    return {"strategies (and token budgets)": groups, **own}
 
 
 def _engine(

@@ -1,0 +1,59 @@
+"""What every rank must be given alike, and what may come in another order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxpar.errors import OptionMismatchError
+from tests.runtime.hot import World, compiled, parallel, precompile, sequences, small
+
+STRATEGIES = {16: "dp2", 64: "tp2", 512: "dp2+zero3"}
+LENGTHS = (5, 9, 40, 100)
+
+
+def prepare():
+    precompile(small, STRATEGIES)
+
+
+WORLD = World(2, prepare)
+
+
+@WORLD.case
+def programs_in_another_order(rank):
+    given = compiled(small, STRATEGIES.values())
+    programs = dict(reversed(given.programs.items())) if rank else given.programs
+    model = parallel(small, strategies=STRATEGIES, compiled=replace(given, programs=programs))
+    session = model._session()
+    planned = [group.group for group in model.plan(sequences(1, LENGTHS)).groups]
+    ran = [str(group.strategy) for group in model.train_step(sequences(1, LENGTHS)).groups]
+    assert ran == [STRATEGIES[limit] for limit in (list(STRATEGIES)[g] for g in planned)]
+    return list(session.programs), list(session.engine.bound), list(session.engine.switching.schedule.layouts), ran
+
+
+def test_the_order_of_the_programs_is_that_of_the_groups():
+    """Two orders of running that cost the same are told apart by it, and process groups are made in it."""
+    first, second = programs_in_another_order()
+    assert first == second
+    assert first[0] == first[1] == first[2] == list(STRATEGIES.values())
+
+
+@WORLD.case
+def other_options(rank):
+    fewer = {"token_budget": 600} if rank else {}
+    swapped = {16: "tp2", 64: "dp2", 512: "dp2+zero3"} if rank else STRATEGIES
+    cases = [
+        ({"seed": rank}, "seed is 1 on rank 1, and 0 on rank 0. Every rank must"),
+        ({"order": sorted(STRATEGIES.values(), reverse=bool(rank))}, r"order is \['tp2', .* on rank 1, and \['dp2', "),
+        ({"strategies": swapped}, r"strategies .* is {16: 'tp2 \(.* tokens\)', 64: .* and {16: 'dp2 \("),
+        (fewer, r"strategies \(and token budgets\) is {16: 'dp2 \(600 tokens\)'"),
+    ]
+    for options, message in cases:
+        with pytest.raises(OptionMismatchError, match=message):
+            parallel(small, **{"strategies": STRATEGIES, "compiled": compiled(small, STRATEGIES.values()), **options})
+    return True
+
+
+def test_ranks_with_other_options_are_told_so():
+    assert all(other_options())
