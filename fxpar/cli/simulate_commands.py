@@ -25,7 +25,7 @@ from fxpar.cli.options import (
 )
 from fxpar.errors import UnknownModelError, nearest
 
-TABLES = ("hotspa-fig8", "hotspa-table3")  # of papers, each a function of `fxpar.cli.simulate`
+TABLES = ("hotspa-fig8", "hotspa-table3", "hspmd-pair")  # of papers, each a function of `fxpar.cli.simulate`
 _ASSIGNMENT = re.compile(r"\w+=")
 _OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given", "overlap", "samples", "seed")
 _SET_HELP = "A strategy of the set, or STRATEGY:LIMIT in tokens; or KEY=VALUE, an option of the model. Repeatable."
@@ -36,7 +36,8 @@ class SimulateRequest:
     """Predict what a set of strategies takes that you name, as `fxpar plan` does for those that it finds.
 
     Nothing runs and no weight is allocated. Instead of a model, MODEL may be a published table to reproduce:
-    hotspa-fig8 (bytes and times of switches), hotspa-table3 (gains of length groups).
+    hotspa-fig8 (bytes and times of switches), hotspa-table3 (gains of length groups), hspmd-pair (a set of HotSPa's
+    against one strategy on H20).
     """
 
     source: Annotated[GraphSource, Offered("options world precision cache", says={"options": _SET_HELP})]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -12,13 +13,21 @@ from fxpar.cli.options import GraphSource
 from fxpar.cli.request import collected_warnings, write_json
 from fxpar.cli.shallow import Shallow
 from fxpar.cli.simulate_commands import SimulateRequest
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
+from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import candidate
 from fxpar.search.pricing import SetPricer
 from fxpar.search.published import (
     A800,
     A800_COLLECTIVES,
     EDGES,
+    H20,
+    H20_COLLECTIVES,
+    HSPMD_LENGTHS,
+    HSPMD_S,
+    HSPMD_TOKENS,
     LAYERS_32B,
     LAYOUTS,
     MODEL_32B,
@@ -29,8 +38,9 @@ from fxpar.search.published import (
     TOTALS,
 )
 from fxpar.search.simulate import Named, Simulated, simulate
-from fxpar.search.simulate_groups import Dataset, chain_s, table_3
+from fxpar.search.simulate_groups import Dataset, chain_s, pair, table_3
 from fxpar.search.simulate_switches import figure_8, layouts_32b
+from fxpar.switch import ParamLayout
 
 NETWORK = (
     f"4 x 8 A800, from data sheets: NVLink {A800.intra_gb_per_s:g} GB/s and an adapter of {A800.inter_gb_per_s:g} GB/s "
@@ -47,13 +57,26 @@ ROWS = (
     "shares of the bands; rows as long as a band's upper length, in groups at least 4K; switches in HotSPa's order "
     "without packing, allocation and barriers"
 )
-CHOSEN_REMAT = "remat"
+PAIR_COMBINATIONS, PAIR_BATCHES = ("C1", "C2"), 24  # of HotSPa's artifact
+PAIR_NETWORK = (
+    f"NVLink {H20.intra_gb_per_s:g} GB/s; compute and collectives sustain the shares of their data sheets that they do "
+    f"on A800s, with the same adapters of {H20.inter_gb_per_s:g} GB/s (an assumption: the paper does not tell)"
+)
+PAIR_ROWS = (
+    f"lengths {HSPMD_LENGTHS}; which of its sets HotSPa ran, and which layout Megatron-LM, is not published: C1 and C2 "
+    f"of its artifact, and {STATIC} in rows of 32K; rows of groups as long as their upper length"
+)
+CHOSEN_REMAT = "remat(selective|redo_comm)"  # what Megatron-LM does under sequence parallelism
 CHOSEN_BATCHES, CHOSEN_TRIES = 3, 12  # mini-batches and sets that are planned for `chosen`
 
 
 def run_table(request: SimulateRequest) -> None:
     """Do it. Raises FxparError."""
-    tables = {"hotspa-fig8": (_figure_8, _show_figure_8), "hotspa-table3": (_table_3, _show_table_3)}
+    tables = {
+        "hotspa-fig8": (_figure_8, _show_figure_8),
+        "hotspa-table3": (_table_3, _show_table_3),
+        "hspmd-pair": (_pair, _show_pair),
+    }
     make, show = tables[request.table or ""]
     with working() as status, collected_warnings([]):
         status.update(f"pricing {request.table}")
@@ -94,17 +117,25 @@ def _show_figure_8(console: Console, data: dict[str, Any]) -> None:
     console.print(f"times: {data['network']}. The slides' seconds are not published as text.", markup=False)
 
 
-def _table_3() -> dict[str, Any]:
-    model = model_32b(precision="bf16")
+def _costs(model: Shallow, cluster: ClusterSpec) -> dict[str, GroupCost]:
+    """Of a micro-batch, by layout."""
     anchors = (256, 2 * max(EDGES))
-    lowered = {
-        name: candidate(model.lower, Strategy.parse(text), A800_COLLECTIVES, model.depth, anchors)
+    return {
+        name: candidate(model.lower, Strategy.parse(text), cluster, model.depth, anchors).cost
         for name, text in LAYOUTS.items()
     }
-    costs = {name: one.cost for name, one in lowered.items()}
-    wire = {name: one.with_dtype(torch.bfloat16) for name, one in layouts_32b(model.outlines).items()}
+
+
+def _wire(model: Shallow) -> dict[str, ParamLayout]:
+    """What switches move, by layout."""
+    return {name: one.with_dtype(torch.bfloat16) for name, one in layouts_32b(model.outlines).items()}
+
+
+def _table_3() -> dict[str, Any]:
+    model = model_32b(precision="bf16")
+    costs = _costs(model, A800_COLLECTIVES)
     datasets = [Dataset(name, seconds, costs) for name, seconds in STATIC_S.items()]
-    groups, totals = table_3(datasets, chain_s(wire, A800))
+    groups, totals = table_3(datasets, chain_s(_wire(model), A800))
     column = {one.name: number for number, one in enumerate(datasets)}
     return {
         "network": NETWORK,
@@ -129,6 +160,39 @@ def _table_3() -> dict[str, Any]:
         ],
         "chosen": [_chosen(one, model) for one in datasets],
     }
+
+
+def _pair() -> dict[str, Any]:
+    model = model_32b(precision="bf16")
+    drawn = [np.array(one) for one in mini_batches(read_lengths(HSPMD_LENGTHS), HSPMD_TOKENS, PAIR_BATCHES)]
+    seconds = {name: one for name, one in chain_s(_wire(model), H20).items() if name in PAIR_COMBINATIONS}
+    published = {"static_s": HSPMD_S["Megatron"], "hot_s": HSPMD_S["HotSPa"]}
+    ratio = published["static_s"] / published["hot_s"]
+    return {
+        "network": f"{H20.nodes} x 8 H20, {PAIR_NETWORK}",
+        "assumptions": PAIR_ROWS,
+        "tokens_per_mini_batch": HSPMD_TOKENS,
+        "published": published | {"speedup": ratio},
+        "totals": [
+            vars(one) | {"speedup": one.speedup} for one in pair(_costs(model, H20_COLLECTIVES), drawn, seconds)
+        ],
+    }
+
+
+def _show_pair(console: Console, data: dict[str, Any]) -> None:
+    published = data["published"]
+    rows = [("published", "HotSPa", *_pair_figures(published["static_s"], published["hot_s"]), "")]
+    for one in data["totals"]:
+        seconds = one["groups_s"] + one["switches_s"]
+        off = f"{one['speedup'] / published['speedup'] - 1:+.1%}"
+        rows.append(("predicted", one["combination"], *_pair_figures(one["static_s"], seconds), off))
+    print_table(console, ("", "groups", STATIC, "hot", "ratio", "off by"), rows, right=(2, 3, 4, 5))
+    for key in ("network", "assumptions"):
+        console.print(data[key], markup=False)
+
+
+def _pair_figures(static_s: float, hot_s: float) -> tuple[str, str, str]:
+    return human_seconds(static_s), human_seconds(hot_s), f"{static_s / hot_s:.2f}"
 
 
 def _chosen(one: Dataset, model: Shallow) -> dict[str, Any]:

@@ -103,6 +103,12 @@ class SetPricer:
             found.append(LengthGroup(limit, one.strategy, budget, one.multiple))
         return tuple(found)
 
+    def needs(self, chosen: Sequence[tuple[int, Priced]]) -> list[int]:
+        """Bytes that each group of a set needs for one sequence of its limit."""
+        weights = max(one.stays.weight_bytes for _, one in chosen)
+        found = [(one, one.memory(limit)) for limit, one in chosen]
+        return [m.stays_bytes + weights + m.beside_bytes + _beyond(one, chosen, False) for one, m in found]
+
     def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
         """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
         most = max(limit, self.largest) if self.packed else limit

@@ -11,10 +11,24 @@ from fxpar.cost.cluster import ClusterSpec
 
 A800 = replace(ClusterSpec.from_file("a800"), nodes=4)
 # What collectives of a layer sustain, GB/s per device: a ring over whole nodes uses all of their adapters at once, 100
-# GB/s together. With these, and tflops and launch_us of a800.toml, prices of the five layouts are within 12 % (5 % in
-# the mean square) of the times of a micro-batch of 1K to 32K tokens that Hydraulis (SIGMOD 2026) ships for the same
-# model. Nothing is fitted to HotSPa.
-A800_COLLECTIVES = replace(A800, intra_gb_per_s=117.0, inter_gb_per_s=75.0)
+# GB/s together. With these, and what a800.toml says of a device, prices are within 9 % (3.1 % in the mean square) of
+# the times of a micro-batch of 1K to 32K tokens that Hydraulis (SIGMOD 2026) ships for six layouts of the same model.
+# Nothing is fitted to HotSPa.
+A800_COLLECTIVES = replace(A800, intra_gb_per_s=140.0, inter_gb_per_s=95.0)
+
+# Four nodes of H20 that sustain the same shares of their data sheets as A800s do (290 and 180 of 312 TFLOP/s), with the
+# same adapters: HSPMD (OSDI 2026) does not tell its network.
+_H20 = ClusterSpec.from_file("h20")
+_DEVICE = replace(_H20.sustained, tflops=148 * 290 / 312, attention_tflops=148 * 180 / 312)
+H20 = replace(_H20, nodes=4, inter_gb_per_s=A800.inter_gb_per_s, device=_DEVICE)
+H20_COLLECTIVES = replace(
+    H20,
+    intra_gb_per_s=H20.intra_gb_per_s * A800_COLLECTIVES.intra_gb_per_s / A800.intra_gb_per_s,
+    inter_gb_per_s=A800_COLLECTIVES.inter_gb_per_s,
+)
+# Seconds of a step of the same model on them, 200,000 tokens of CommonCrawl of at most 32K each, as HSPMD reports them.
+HSPMD_S = {"HotSPa": 19.56, "Megatron": 27.94}
+HSPMD_TOKENS, HSPMD_LENGTHS = 200_000, "commoncrawl:32768"
 
 MODEL_32B = {"dim": "6656", "heads": "64", "kv_heads": "64", "ffn": "17920", "vocab": "30592"}
 LAYERS_32B = 60

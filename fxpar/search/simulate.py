@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import PlanOptionError, SequenceFitsNowhereError
+from fxpar.errors import PlanOptionError, SequenceFitsNowhereError, SetDoesNotFitError
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.written import LONGEST
 from fxpar.search.bounds import Intervals, least_seconds
@@ -79,15 +79,17 @@ def simulate(
     pricer = replace(pricer, optimizer_s=optimizer_s(found[0], pricer.cluster))
     alone = ((one.name, pricer.price([(longest, one)], settle=True)) for one in found)
     statics = {name: priced for name, priced in alone if priced is not None}
+    limited = [(one.limit or longest, priced) for one, priced in zip(named, found, strict=True)]
     if named[0].limit is not None:
-        limited = [(one.limit or longest, priced) for one, priced in zip(named, found, strict=True)]
         plan = pricer.price(limited, settle=True)
+        if plan is None:
+            raise _does_not_fit(limited, pricer)
     else:
         several = _with_best_limits(found, longest, pricer, tries)
         known = [one for one in (several, *statics.values()) if one is not None]
         plan = min(known, key=lambda one: one.predicted_s, default=None)
-    if plan is None:
-        raise _too_long(found, longest, pricer)
+        if plan is None:
+            raise _too_long(found, longest, pricer)
     return Simulated(plan, statics)
 
 
@@ -125,6 +127,13 @@ def _with_best_limits(found: Sequence[Candidate], longest: int, pricer: SetPrice
     plan, chosen = best
     used = [one for one, group in zip(chosen, plan.groups, strict=True) if group.tokens or one is chosen[-1]]
     return plan if len(used) == len(chosen) else pricer.price(used, settle=True)
+
+
+def _does_not_fit(limited: Sequence[tuple[int, Candidate]], pricer: SetPricer) -> SetDoesNotFitError:
+    """For the strategy that needs most."""
+    room, needs = pricer.memory_bytes or 0, pricer.needs(limited)
+    (limit, one), most = max(zip(limited, needs, strict=True), key=lambda pair: pair[1])
+    return SetDoesNotFitError(one.name, limit, room, most, one.memory(limit).peak_bytes)
 
 
 def _too_long(found: Iterable[Candidate], longest: int, pricer: SetPricer) -> SequenceFitsNowhereError:

@@ -87,7 +87,7 @@ class Dataset:
         for _ in range(HALVINGS):
             middle = math.sqrt(low * high)
             drawn = self.drawn(middle)
-            total = sum(self._mean_s(drawn, band) for band in self.bands)
+            total = sum(mean_s(self.costs, drawn, band) for band in self.bands)
             low, high = (middle, high) if total < sum(self.static_s) else (low, middle)
         return round(math.sqrt(low * high))
 
@@ -117,22 +117,24 @@ class Dataset:
     def seconds(self, band: Band) -> float:
         """Of the documents of a band under its layout, in a mean mini-batch."""
         if band not in self._seconds:
-            self._seconds[band] = self._mean_s(self.sample, band)
+            self._seconds[band] = mean_s(self.costs, self.sample, band)
         return self._seconds[band]
 
     def static_of(self, band: Band) -> float:
         """Of the same documents under the static layout, in the bands of its row."""
         return sum(self.seconds(one) for one in self.bands if band.low <= one.low < band.high)
 
-    def _mean_s(self, drawn: Sequence[np.ndarray], band: Band) -> float:
-        row = band.high if band.layout == STATIC else max(band.high, SHORTEST_ROW)
-        inside = (lengths[(lengths > band.low) & (lengths <= band.high)] for lengths in drawn)
-        return sum(self._group_s(packed(lengths, row), band.layout) for lengths in inside) / len(drawn)
 
-    def _group_s(self, rows: Sequence[int], layout: str) -> float:
-        replicas = Strategy.parse(LAYOUTS[layout]).replicas
-        shares = (rows[first::replicas] for first in range(replicas))
-        return max(self.costs[layout].replica_s([[row] for row in mine]) for mine in shares)
+def mean_s(costs: Mapping[str, GroupCost], drawn: Sequence[np.ndarray], band: Band) -> float:
+    """Seconds of the documents of a band under its layout, over mini-batches."""
+    row = band.high if band.layout == STATIC else max(band.high, SHORTEST_ROW)
+    inside = (lengths[(lengths > band.low) & (lengths <= band.high)] for lengths in drawn)
+    return sum(_group_s(costs[band.layout], packed(lengths, row), band.layout) for lengths in inside) / len(drawn)
+
+
+def _group_s(cost: GroupCost, rows: Sequence[int], layout: str) -> float:
+    replicas = Strategy.parse(LAYOUTS[layout]).replicas
+    return max(cost.replica_s([[row] for row in rows[first::replicas]]) for first in range(replicas))
 
 
 def packed(lengths: np.ndarray, row: int) -> list[int]:
@@ -161,6 +163,19 @@ def table_3(
             total = sum(map(one.seconds, bands))
             totals.append(SimulatedTotal(one.name, name, total, switches_s[name], static_s))
     return list(groups.values()), totals
+
+
+def pair(
+    costs: Mapping[str, GroupCost], drawn: Sequence[np.ndarray], switches_s: Mapping[str, float]
+) -> list[SimulatedTotal]:
+    """HotSPa's combinations (by `switches_s`) against the static layout in rows of the longest documents, as
+    Megatron-LM runs it: HSPMD (OSDI 2026) reports one of the first and one of the second.
+    """
+    static_s = mean_s(costs, drawn, Band(0, max(EDGES), STATIC))
+    return [
+        SimulatedTotal("CommonCrawl", name, sum(mean_s(costs, drawn, b) for b in COMBINATIONS[name]), seconds, static_s)
+        for name, seconds in switches_s.items()
+    ]
 
 
 def chain_s(layouts: Mapping[str, ParamLayout], cluster: ClusterSpec) -> dict[str, float]:

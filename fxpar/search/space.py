@@ -8,7 +8,8 @@ from dataclasses import replace
 from fxpar.ir.strategy import REPLICAS, STAGES, Pipeline, Remat, Strategy, of_degrees
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
-# ZeRO level, and what is recomputed.
+# ZeRO level, and what is recomputed. `selective` gathers again what sequence parallelism has gathered: under large tp
+# that is most of what is saved, as every rank holds it whole.
 SAVINGS: tuple[tuple[int, Remat | None], ...] = (
     (0, None),
     (0, Remat("selective")),
@@ -49,4 +50,6 @@ def without_stages(strategy: Strategy) -> Strategy:
 def with_savings(shape: Strategy, level: int) -> Strategy | None:
     """`shape` with what level `level` of SAVINGS adds; None where that would change nothing."""
     zero, remat = SAVINGS[level]
+    if remat is not None and remat.mode == "selective" and shape.sp:
+        remat = replace(remat, collectives="redo")
     return None if zero and not shape.data_axes else replace(shape, zero=zero, remat=remat)

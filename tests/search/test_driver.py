@@ -214,6 +214,8 @@ def test_shapes_are_all_of_a_world():
     assert all(Strategy.parse(text).world == 8 for text in found)
     assert not any("tp8" in text or "pp4" in text for text in found)
     assert with_savings(Strategy.parse("tp4+sp"), 2) is None
+    assert str(with_savings(Strategy.parse("tp4+sp"), 1)) == "tp4+sp+remat(selective|redo_comm)"
+    assert str(with_savings(Strategy.parse("dp2.cp2"), 1)) == "dp2.cp2+remat(selective)"
     assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"
 
 

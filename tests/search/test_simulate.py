@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.errors import PlanOptionError, SequenceFitsNowhereError
+from fxpar.errors import PlanOptionError, SequenceFitsNowhereError, SetDoesNotFitError
 from fxpar.ir.strategy import Strategy
 from fxpar.search.driver import find_plan
 from fxpar.search.pricing import SetPricer
@@ -69,6 +69,17 @@ def test_a_strategy_with_its_limit():
 def test_limits_that_do_not_fit_together(texts, why):
     with pytest.raises(PlanOptionError, match=why):
         priced(*texts)
+
+
+def test_a_set_that_does_not_fit_with_its_limits():
+    """Alone, the strategy would."""
+    message = (
+        r"4.20MB per device: tp2\+sp needs 4.5\dMB for a sequence of 512 tokens, 3.9\dMB without .* .\+zero3 shards"
+    )
+    with pytest.raises(SetDoesNotFitError, match=message):
+        priced("dp2:64", "tp2+sp", memory_bytes=4_200_000)
+    with pytest.raises(SetDoesNotFitError, match=r"dp2 needs .* for a sequence of 512 tokens\. Give it a lower limit"):
+        priced("tp2+sp:64", "dp2", memory_bytes=4_200_000)
 
 
 def test_a_set_that_holds_no_long_sequence():

