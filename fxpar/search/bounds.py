@@ -64,20 +64,33 @@ def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | N
 
     `budgets[j]` are the most tokens of a micro-batch of a group with limit `edges[j]`; None: it cannot have that limit,
     and takes forever. As in `fxpar.batching.balance.lower_bound`: the mean over replicas, and the longest sequence
-    alone, each with the least that fills the pipeline.
+    alone, each with the least that fills the pipeline. And the replica with most to do, which fills its pipeline with
+    its longest micro-batch: in few of them this takes long, many take longer themselves.
     """
     limits = np.array([1.0 if one is None else float(one) for one in budgets])
     runs = np.ceil(found.tokens / limits)
-    work = cost.per_token_s * found.tokens + cost.per_square_s * found.squares + cost.fixed_s * runs
+    free = cost.per_token_s * found.tokens + cost.per_square_s * found.squares
+    work = free + cost.fixed_s * runs
     fill = (cost.stages - 1) / cost.virtual if cost.schedule != "zb_h1" else (cost.stages - 1) / 3
     alone = cost.fixed_s + cost.per_token_s * found.longest + cost.per_square_s * found.longest**2
     mean = work / strategy.replicas + fill * cost.fixed_s
-    least = np.maximum(mean, alone * (1 + fill)) / cost.shared_by
+    filled = _filled(free / strategy.replicas, cost.fixed_s, fill, runs if strategy.replicas == 1 else 1.0)
+    least = np.maximum(np.maximum(mean, filled), alone * (1 + fill)) / cost.shared_by
     if cost.shared_by > 1:  # who waits leaves the core to others, but all of the work is done
         least = np.maximum(least, work / strategy.replicas)
     least = np.where(found.tokens > 0, least, 0.0)
     possible = found.inside & np.array([one is not None for one in budgets])[None, :]
     return np.where(possible[None], least, np.inf)
+
+
+def _filled(free: np.ndarray, fixed_s: float, fill: float, fewest: np.ndarray | float) -> np.ndarray:
+    """Least seconds of a replica with `free` (those that do not depend on micro-batches) in m micro-batches, `fewest` or
+    more: free + m * fixed, and `fill` times their mean before and after.
+    """
+    if fixed_s == 0:
+        return free
+    m = np.maximum(np.sqrt(fill * free / fixed_s), np.maximum(fewest, 1.0))
+    return free + m * fixed_s + fill * (free / m + fixed_s)
 
 
 def least_mini_batch(per_interval: np.ndarray, most: int) -> float:

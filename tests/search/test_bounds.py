@@ -14,7 +14,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 
 EDGES = (16, 64, 200)
-STRATEGIES = ["dp4", "dp2.tp2+sp", "tp4+sp", "dp2.pp2", "pp4", "dp4+zero3", "dp2.pp2+interleaved_1f1b"]
+STRATEGIES = ["dp4", "dp2.tp2+sp", "tp4+sp", "dp2.pp2", "pp4", "dp4+zero3", "dp2.pp2+interleaved_1f1b", "pp4+zb_h1"]
 batches = st.lists(st.lists(st.integers(1, EDGES[-1]), min_size=1, max_size=30), min_size=1, max_size=3)
 seconds = st.floats(0.0, 1.0)
 
@@ -24,7 +24,8 @@ def costs(draw):
     strategy = Strategy.parse(draw(st.sampled_from(STRATEGIES)))
     numbers = draw(seconds), draw(seconds) / 100, draw(seconds) / 10_000
     shared_by = draw(st.sampled_from([1.0, 1.5, 4.0]))
-    return strategy, GroupCost(*numbers, strategy.pipeline_size, strategy.pipeline.virtual, shared_by=shared_by)
+    pipeline = strategy.pipeline
+    return strategy, GroupCost(*numbers, strategy.pipeline_size, pipeline.virtual, pipeline.schedule, shared_by)
 
 
 def planned_s(batch, chosen, most):
@@ -67,6 +68,16 @@ def test_what_does_not_fit_takes_forever():
     assert least[0, 0] == 10.0
     assert np.isinf(least[:, 2]).all()
     assert np.isinf(least[1, 0])
+
+
+def test_a_pipeline_is_filled_with_a_micro_batch():
+    """No number of micro-batches takes less: 1.6 s of work in 16 of 0.2 s, or fewer that are longer."""
+    strategy, cost = Strategy.parse("pp4"), GroupCost(0.1, 0.01, 0.0, 4)
+    found = Intervals(EDGES, ((10,) * 16,))
+    [[least]] = least_seconds(cost, strategy, [200] * 3, found)[:, 0, :1]
+    took = [m * (0.1 + 1.6 / m) + 3 * (0.1 + 1.6 / m) for m in range(1, 17)]
+    planned = planned_s([10] * 16, [(200, (strategy, cost))], 200)
+    assert 0.99 * planned <= least <= min(took) <= planned
 
 
 def test_the_bound_is_met_where_nothing_is_lost():
