@@ -84,7 +84,7 @@ def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | N
 
 
 def _filled(free: np.ndarray, fixed_s: float, fill: float, fewest: np.ndarray | float) -> np.ndarray:
-    """Least seconds of a replica with `free` (those that do not depend on micro-batches) in m micro-batches, `fewest` or
+    """Least seconds of a replica with `free` (what does not depend on micro-batches) in m micro-batches, `fewest` or
     more: free + m * fixed, and `fill` times their mean before and after.
     """
     if fixed_s == 0:
