@@ -170,7 +170,7 @@ def test_a_second_call_leaves_no_trace():
             self.kept_at = None
 
         def kept(self, x: Tensor) -> Tensor:
-            if self.kept_at is not None and x.shape[1] > 5:  # not in the first call, whose graph holds for all lengths
+            if self.kept_at is not None and x.shape[1] != 1 and x.shape[1] == 6:  # not asked by the first call
                 x = x * 2
             self.kept_at = x.detach()
             return x
