@@ -113,12 +113,22 @@ class Packing:
     maximum: int | None = None
 
 
+@dataclass(frozen=True)
+class Averaged:
+    """The mean that a loss function returns, in words. `fewer`: it divides by all tokens but so many of each sequence,
+    also by those without a label; None for one by the labels, or of which a user has been told that it is another.
+    """
+
+    words: str
+    fewer: int | None = None
+
+
 @dataclass
 class LogicalGraph:
     """Forward + loss + backward of one replica with global shapes, as the model treats one sequence.
 
     With `packing` a row may be several documents (`fxpar.passes.pack_documents`). `averaged`: the user's loss function
-    returns the mean of which the graph has the sum. `own_backward` names code of the model's own that gradients go
+    returns that mean, of which the graph has the sum. `own_backward` names code of the model's own that gradients go
     through, so that they are not known to be the derivatives of the forward.
 
     Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
@@ -134,7 +144,7 @@ class LogicalGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     packing: Packing | None = None
-    averaged: bool = False
+    averaged: Averaged | None = None
     own_backward: str | None = None
 
     @property

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import warn
+from fxpar.losses import what_is_called
 from fxpar.torch_api import tracing
 from fxpar.tracer.provenance import is_user_file
 
@@ -217,16 +218,12 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> list[_Place]:
     shared = [_Place.of_object(f"the code of class {each.__name__}", each) for each in classes]
     written = [value for each in classes for value in vars(each).values()]
     for function in functions:
-        owner = getattr(_called(function), "__self__", _called(function))
+        called = what_is_called(function)
+        owner = getattr(called, "__self__", called)
         if hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, type, nn.Module)):
             shared.append(_Place.of_object(f"the loss function, a {type(owner).__name__},", owner))
             written.append(type(owner).__call__)
     return [*modules, *shared, *_globals([*written, *functions])]
-
-
-def _called(function: Any) -> Any:
-    """What a partial calls."""
-    return _called(function.func) if isinstance(function, functools.partial) else function
 
 
 def _globals(functions: Sequence[Any]) -> list[_Place]:
@@ -234,7 +231,7 @@ def _globals(functions: Sequence[Any]) -> list[_Place]:
     found: dict[int, tuple[dict[str, Any], set[str]]] = {}
     todo, seen = list(functions), set()
     while todo:
-        called = _called(todo.pop())
+        called = what_is_called(todo.pop())
         function = inspect.unwrap(getattr(called, "__func__", called))
         if not isinstance(function, FunctionType) or function in seen:
             continue

@@ -23,7 +23,7 @@ from fxpar.errors import (
     LossError,
     UnsupportedOpError,
 )
-from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
+from fxpar.ir.graph import TOKEN_NUMBERS, Averaged, Input, Output
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
@@ -213,7 +213,7 @@ class TracedStep(Traced):
 
     loss_fn: LossFunction
     batch: Batch
-    averaged: bool = False
+    averaged: Averaged | None = None
 
     def _translate(self, error: Exception) -> CaptureError | None:
         return super()._translate(error) or self._wrong_call(error)
@@ -238,8 +238,7 @@ class TracedStep(Traced):
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The scaled loss, metrics, and the gradients of all trainable parameters that the loss depends on."""
         loss, metrics = with_metrics(self.call(context))
-        total = as_sum(loss, context)
-        self.averaged, loss = total is not loss, total
+        loss, self.averaged = as_sum(loss, context)
         scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
         self.signature = self.signature.with_scale(loss.dtype)
         scale = tracing.retyped_input(scale, loss.dtype)
