@@ -91,8 +91,9 @@ def _averaged(mean: Mean, context: CaptureContext) -> Averaged:
         divisor = f"all numbers that it averages, of the example {numbers} for {hint(tokens)} tokens"
     warn(
         f"the loss is {words}, which divides by {divisor}. fxpar takes the sum and divides by the valid "
-        "tokens of the mini-batch (labels that are not -100; all tokens without labels), so loss and gradients have "
-        "another scale than on one device: return the sum times a factor of your own"
+        "tokens of the mini-batch (labels that are not -100; all tokens without labels): where that is another number, "
+        "loss and gradients have another scale than on one device. Return the sum times a factor of your own, or pass "
+        "train_step(denominator=...)"
     )
     return Averaged(words)
 

@@ -128,6 +128,13 @@ MEANS = {
     "var_mean": lambda c: torch.var_mean(c.each)[1],
     "pool": lambda c: F.adaptive_avg_pool1d(c.each[None], 2).sum(),
     "nanmean": lambda c: c.each.nanmean() + c.sum,
+    "scattered": lambda c: c.vector.new_zeros(3).scatter_reduce(0, c.labels[0], c.each[0], "mean").sum(),
+    "scattered to tokens": lambda c: (
+        c.each.new_zeros(c.T).scatter_reduce(0, c.labels[0], c.each[0], "mean", include_self=False).sum()
+    ),
+    "index_reduce": lambda c: c.vector.new_zeros(3).index_reduce(0, c.labels[0], c.each[0], "mean").sum(),
+    "softmax of the mask": lambda c: (c.each * c.mask.softmax(-1)).sum(),
+    "softmax of weights": lambda c: c.each[0] @ c.weights[0].softmax(0),
     "added in place": added,
     "added to a sum": added_to_sum,
     "divided in place": divided,
@@ -170,6 +177,9 @@ SUMS = {
     "std": lambda c: c.each.std(),
     "norm": lambda c: c.each.norm(),
     "square": lambda c: c.sum**2,
+    "softmax of losses": lambda c: (c.each * c.each.detach().softmax(-1)).sum(),
+    "softmax of classes": lambda c: (c.each * c.vectors.softmax(-1)[..., 0]).sum(),
+    "scattered sum": lambda c: c.vector.new_zeros(3).scatter_reduce(0, c.labels[0], c.each[0], "sum").sum(),
     "over their norm": lambda c: (c.each / c.each.norm()).sum(),
     "penalty": lambda c: c.sum + 0.1 * sum(w.square().sum() for w in c.model.parameters()),
     "pooled": lambda c: F.cross_entropy(c.model.classes(c.pooled()), c.labels[:, 0].clamp(max=2), reduction="sum"),
@@ -216,6 +226,7 @@ OTHER_SCALES = {
     "one vector": (lambda c: F.mse_loss(c.pooled(), c.vectors[:, 0]), "4 for 7 tokens"),
     "every second token": (lambda c: c.each[:, ::2].mean(), "4 for 7 tokens"),
     "first tokens": (lambda c: c.each[:, :3].mean(), "3 for 7 tokens"),
+    "nanmean": (lambda c: c.each.nanmean(), "the numbers that are not NaN"),
 }
 BY_LABELS = {
     "cross entropy": lambda c: c.mean,
