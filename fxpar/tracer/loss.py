@@ -18,7 +18,7 @@ from fxpar.ir.graph import Averaged
 from fxpar.torch_api.symbolic import hint, known_equal
 from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.context import CaptureContext, Mean
-from fxpar.tracer.counts import CASTS, SCALINGS, is_static, is_whole, out_of_place
+from fxpar.tracer.counts import CASTS, SCALINGS, is_of_parameters, is_static, is_whole, out_of_place
 from fxpar.tracer.means import check_sum
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def as_sum(loss: Any, context: CaptureContext) -> tuple[Tensor, Averaged | None]
     node = node_of(loss)
     if node is None:
         raise LossError("a tensor that was not computed from the parameters and the batch")
-    means = {mean.node: mean for mean in context.means}
+    means = {mean.node: mean for mean in context.means if not is_of_parameters(mean.node)}
     chain: list[fx.Node] = []
     root = node
     while root not in means and _is_scaling(root):

@@ -100,22 +100,28 @@ def check_sum(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
 
 def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
     node, line = place.node, source_of(place.node)
+    what = _mean_in_words(node)
     if node in means:
-        raise MeanLossError(f"{means[node].what} inside a larger expression", means[node].line)
-    if node.target is aten.mean.default:
-        raise MeanLossError("a mean over all elements", line)
-    if node.target is aten.mean.dim and _is_over_dynamic(node):
-        raise MeanLossError("a mean over a dynamic dim", line)
-    if _averages(node):
-        raise MeanLossError(f"a mean in {node.name!r}", line)
-    if node.target is aten._softmax.default and _is_over_dynamic(node) and is_of_batch(node):
-        raise MeanLossError(f"weights of tokens that {node.name!r} makes of the batch, of sum 1", line)
+        what, line = f"{means[node].what} inside a larger expression", means[node].line
+    if what is not None and not is_of_parameters(node):  # of parameters it is a sum times a constant
+        raise MeanLossError(what, line)
     if place.by is not None and is_count(node, place.divides):
         line = source_of(place.by) or line
         how = f"{place.by.name!r} of the loss and"
         if out_of_place(place.by.target) in SCALINGS:
             how = f"a {'division' if place.divides else 'multiplication'} by"
         raise MeanLossError(f"{how} {_count_in_words(node)}, which depends on how long the batch is", line)
+
+
+def _mean_in_words(node: fx.Node) -> str | None:
+    """What averages over tokens in an op; None if nothing does."""
+    if node.target is aten.mean.default:
+        return "a mean over all elements"
+    if node.target is aten.mean.dim and _is_over_dynamic(node):
+        return "a mean over a dynamic dim"
+    if node.target is aten._softmax.default and _is_over_dynamic(node) and is_of_batch(node):
+        return f"weights of tokens that {node.name!r} makes of the batch, of sum 1"
+    return f"a mean in {node.name!r}" if _averages(node) else None
 
 
 def _count_in_words(node: fx.Node) -> str:

@@ -120,6 +120,7 @@ MEANS = {
     "maximum": lambda c: torch.maximum(c.mean, c.model.log_var),
     "smoothing": lambda c: c.cross_entropy("mean", label_smoothing=0.1).clamp(max=9.0),
     "uncertainty": lambda c: c.mean * (-c.model.log_var).exp() + c.model.log_var,
+    "weights and tokens": lambda c: c.sum + (c.model.head.weight.mean() * c.each).mean(),
     "stack": lambda c: torch.stack([c.mean, c.mean]).mean(),
     "mean of means": lambda c: c.each.mean(1).mean(),
     "mean over tokens": lambda c: c.each.mean(1).relu().sum(),
@@ -182,6 +183,9 @@ SUMS = {
     "scattered sum": lambda c: c.vector.new_zeros(3).scatter_reduce(0, c.labels[0], c.each[0], "sum").sum(),
     "over their norm": lambda c: (c.each / c.each.norm()).sum(),
     "penalty": lambda c: c.sum + 0.1 * sum(w.square().sum() for w in c.model.parameters()),
+    "penalty by means": lambda c: c.sum + 0.1 * sum(w.square().mean() for w in c.model.parameters()),
+    "distance of weights": lambda c: c.sum + F.mse_loss(c.model.head.weight, c.model.embed.weight),
+    "mean of a parameter alone": lambda c: c.model.head.weight.abs().mean(),
     "pooled": lambda c: F.cross_entropy(c.model.classes(c.pooled()), c.labels[:, 0].clamp(max=2), reduction="sum"),
     "pooled under a mask": lambda c: F.cross_entropy(
         c.model.classes(c.pooled(True)), c.labels[:, 0].clamp(max=2), reduction="sum"
