@@ -171,7 +171,9 @@ class LogicalGraph:
         carried, old = set(self.carried_buffers()), dict(zip(self.placeholders, self.inputs, strict=True))
         found = []
         for node, out in zip(self.results, self.outputs, strict=True):
-            if out.kind == "buffer" and out.fqn not in carried and out.fqn.rpartition(".")[0] not in norms:
+            module, _, name = out.fqn.rpartition(".")
+            of_norm = module in norms and name in _STATISTICS
+            if out.kind == "buffer" and out.fqn not in carried and not of_norm:
                 sources = (old[source] for source in _made_of([node]) if source in old)
                 found += [out.fqn] * any((info.kind, info.fqn) == ("buffer", out.fqn) for info in sources)
         return found
@@ -186,6 +188,9 @@ class LogicalGraph:
 
     def example_dims(self) -> dict[sympy.Symbol, int]:
         return {dim.symbol: dim.example for dim in self.dims}
+
+
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}  # of a batch norm; a subclass may count more
 
 
 def _is_batch_norm(node: fx.Node) -> bool:
