@@ -14,7 +14,7 @@ import inspect
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -220,7 +220,8 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> list[_Place]:
     for function in functions:
         called = what_is_called(function)
         owner = getattr(called, "__self__", called)
-        if hasattr(owner, "__dict__") and not isinstance(owner, (FunctionType, type, nn.Module)):
+        plain = isinstance(owner, (FunctionType, ModuleType, type)) or not hasattr(owner, "__dict__")
+        if not plain and all(owner is not module for module in model.modules()):
             shared.append(_Place.of_object(f"the loss function, a {type(owner).__name__},", owner))
             written.append(type(owner).__call__)
     return [*modules, *shared, *_globals([*written, *functions])]

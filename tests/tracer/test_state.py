@@ -195,6 +195,21 @@ class Loss:
         return self.losses[-1]
 
 
+class LossModule(nn.Module):
+    kept = None
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self.kept = fxpar.losses.causal_lm(model, batch)
+        return self.kept
+
+
+def test_a_loss_module_that_keeps_something():
+    loss = LossModule()
+    (said,) = _captured(Model(), loss)
+    assert "a LossModule, sets kept to a tensor []" in said
+    assert loss.kept is None
+
+
 @pytest.mark.parametrize("wrap", [lambda one: one, functools.partial, lambda one: one.by_method])
 def test_a_loss_function_that_keeps_something(wrap):
     loss = Loss()
