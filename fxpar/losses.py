@@ -13,6 +13,7 @@ Conventions, for all of them:
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,6 +60,11 @@ def accuracy(logits: Tensor, labels: Tensor, ignore_index: int = IGNORE_INDEX) -
     valid = labels != ignore_index
     correct = (logits.argmax(-1) == labels) & valid
     return correct.sum(), valid.sum()
+
+
+def what_is_called(function: Any) -> Any:
+    """The function behind `functools.partial`."""
+    return what_is_called(function.func) if isinstance(function, functools.partial) else function
 
 
 def with_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -19,7 +19,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class LengthLimits:
     """A sequence has `least` to `most` tokens (None: any number); `table` is what `most` comes from, where known.
-    `least_at` and `most_at` are the lines ("file:line") where code of the model decides that, if it does.
+    `least_at` and `most_at` are the lines ("file:line") where code of the model decides that, if it does, `least_in`
+    where a call asks for so many.
     """
 
     least: int = 1
@@ -27,6 +28,7 @@ class LengthLimits:
     table: str = ""
     least_at: str | None = None
     most_at: str | None = None
+    least_in: str | None = None
 
     def hold(self, length: int) -> bool:
         """Whether a sequence of so many tokens is within them."""
@@ -39,6 +41,8 @@ class LengthLimits:
         places = " and ".join(dict.fromkeys(filter(None, (self.least_at, self.most_at))))
         source = f"it has no more positions in {self.table}" if self.table else ""
         source = source or (f"its code branches on the length at {places}" if places else "")
+        if self.least_in and not source:
+            source = f"it asks for so many at {self.least_in}; in a slice, torch.sym_min(n, T) holds for all lengths"
         return f"{' and '.join(bounds)} tokens{f' ({source})' if source else ''}"
 
     def narrowed(self, position_ids: IdLimit | None) -> LengthLimits:
@@ -57,7 +61,7 @@ def length_limits(logical: LogicalGraph) -> LengthLimits:
     rows, table = (0, "") if most is None else _table(logical, most)
     if rows == most:
         most_at = None  # the model only says what its table says too
-    return LengthLimits(least, most, "" if most_at else table, tokens.minimum_at, most_at)
+    return LengthLimits(least, most, "" if most_at else table, tokens.minimum_at, most_at, tokens.minimum_in)
 
 
 def _table(logical: LogicalGraph, most: int) -> tuple[int, str]:

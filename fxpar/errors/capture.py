@@ -142,9 +142,13 @@ class SpecializedShapeError(CaptureError):
     def __init__(self, dims: str, condition: str, line: str | None) -> None:
         super().__init__(
             f"the traced program holds only where {condition}, but {in_words(dims)} should be free{_at(None, line)}. "
-            "Remove the comparison or the fixed size from the model, give the dim its own name or none with `dynamic`, "
-            "or use an example batch whose sizes differ from the model's widths"
+            f"Remove the comparison or the fixed size from the model{_OF_MOD if 'Mod(' in condition else ''}, give the "
+            "dim its own name or none with `dynamic`, or use an example batch whose sizes differ from the model's "
+            "widths"
         )
+
+
+_OF_MOD = " (a remainder may stand in sizes and numbers, such as F.pad(x, (0, 0, 0, -T % 8)), but in no `if`)"
 
 
 class FixedLengthError(SpecializedShapeError):
@@ -154,7 +158,7 @@ class FixedLengthError(SpecializedShapeError):
         CaptureError.__init__(
             self,
             f"{what} is a fixed number in Python, but {in_words(dim)} should be free{_at(None, line)}: {instead}. "
-            "Or fix the dim: fxpar.capture(..., dynamic=None)",
+            "Or fix the dim: fxpar.capture(..., dynamic=None), for one length alone",
         )
 
 

@@ -30,7 +30,7 @@ from fxpar.graph_files.structure import check_fields, check_meta, check_value
 from fxpar.graph_files.vocabulary import check_call, check_identifier, check_target, find_target, shown
 from fxpar.ir.dist_config import AxisShard, DistConfig, Partial, Replicate, Shard
 from fxpar.ir.exec_graph import ExecGraph, Part, Stored
-from fxpar.ir.graph import AnnotatedGraph, Dim, Input, LogicalGraph, Output, TensorMeta, dim_symbol
+from fxpar.ir.graph import AnnotatedGraph, Averaged, Dim, Input, LogicalGraph, Output, TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.serialize import target_name
@@ -39,10 +39,8 @@ from fxpar.torch_api.expressions import expression_classes
 
 # Equal values of these are stored once.
 POOLED = (Mesh, AxisShard, DistConfig, Replicate, Shard, Partial, TensorMeta, Dim, Input, Output, Stored, Strategy)
-CLASSES = {
-    cls.__name__: cls
-    for cls in (*POOLED, Remat, Pipeline, Part, LogicalGraph, AnnotatedGraph, ExecGraph, StageProgram, PipelineGraph)
-}
+GRAPHS = (LogicalGraph, AnnotatedGraph, ExecGraph, StageProgram, PipelineGraph)
+CLASSES = {cls.__name__: cls for cls in (*POOLED, Averaged, Remat, Pipeline, Part, *GRAPHS)}
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_NAMES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, _TORCH)}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

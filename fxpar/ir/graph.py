@@ -50,7 +50,8 @@ class TensorMeta:
 @dataclass(frozen=True)
 class Dim:
     """A dynamic dim: its name (also of the sympy symbol), the size in the example, and what guards allow. Where code of
-    the model decided a bound (an `if` about the size), `minimum_at` and `maximum_at` are its "file:line".
+    the model decided a bound (an `if` about the size), `minimum_at` and `maximum_at` are its "file:line"; `minimum_in`
+    where a call asks for so many (`x[:, :16]`).
     """
 
     name: str
@@ -59,6 +60,7 @@ class Dim:
     maximum: int | None = None
     minimum_at: str | None = field(default=None, compare=False, repr=False)  # not the same on all machines
     maximum_at: str | None = field(default=None, compare=False, repr=False)
+    minimum_in: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def symbol(self) -> sympy.Symbol:
@@ -113,12 +115,22 @@ class Packing:
     maximum: int | None = None
 
 
+@dataclass(frozen=True)
+class Averaged:
+    """The mean that a loss function returns, in words. `fewer`: it divides by all tokens but so many of each sequence,
+    also by those without a label; None for one by the labels, or of which a user has been told that it is another.
+    """
+
+    words: str
+    fewer: int | None = None
+
+
 @dataclass
 class LogicalGraph:
     """Forward + loss + backward of one replica with global shapes, as the model treats one sequence.
 
     With `packing` a row may be several documents (`fxpar.passes.pack_documents`). `averaged`: the user's loss function
-    returns the mean of which the graph has the sum. `own_backward` names code of the model's own that gradients go
+    returns that mean, of which the graph has the sum. `own_backward` names code of the model's own that gradients go
     through, so that they are not known to be the derivatives of the forward.
 
     Placeholders come in the order of `inputs` (params, buffers, batch, scale, seed), results in the order of `outputs`
@@ -134,7 +146,7 @@ class LogicalGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     packing: Packing | None = None
-    averaged: bool = False
+    averaged: Averaged | None = None
     own_backward: str | None = None
 
     @property
@@ -159,7 +171,9 @@ class LogicalGraph:
         carried, old = set(self.carried_buffers()), dict(zip(self.placeholders, self.inputs, strict=True))
         found = []
         for node, out in zip(self.results, self.outputs, strict=True):
-            if out.kind == "buffer" and out.fqn not in carried and out.fqn.rpartition(".")[0] not in norms:
+            module, _, name = out.fqn.rpartition(".")
+            of_norm = module in norms and name in _STATISTICS
+            if out.kind == "buffer" and out.fqn not in carried and not of_norm:
                 sources = (old[source] for source in _made_of([node]) if source in old)
                 found += [out.fqn] * any((info.kind, info.fqn) == ("buffer", out.fqn) for info in sources)
         return found
@@ -174,6 +188,9 @@ class LogicalGraph:
 
     def example_dims(self) -> dict[sympy.Symbol, int]:
         return {dim.symbol: dim.example for dim in self.dims}
+
+
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}  # of a batch norm; a subclass may count more
 
 
 def _is_batch_norm(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fxpar.tracer.step import class_attributes
+from fxpar.tracer.state import class_attributes
 
 _PLAIN = (bool, int, float, complex, str)
 _OF_TORCH = frozenset(vars(nn.Module()))  # `training` among them, which a capture takes care of

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import collate
 from fxpar.errors import EvaluateLossError, EvaluateStagesError, muted_warnings
-from fxpar.ir.graph import COUNT, LogicalGraph
+from fxpar.ir.graph import COUNT, Averaged, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import REPLICAS
 from fxpar.losses import LossFunction, with_metrics
@@ -42,7 +42,7 @@ class Evaluation:
     loss: LossFunction
     capture: Callable[[nn.Module], LogicalGraph]
     keys: Sequence[str]
-    averaged: bool = False
+    averaged: Averaged | None = None
     _logical: LogicalGraph | None = None
     _bound: dict[str, BoundPipeline] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Evaluation:
 
     def _sums(self, module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """The sum of the losses of a batch and of its metrics, by the user's function."""
-        if self.averaged:
+        if self.averaged is not None:
             raise EvaluateLossError(
                 "returns a mean over tokens, which cannot be added up over sequences",
                 "Let it return the sum over the valid tokens, for example F.cross_entropy(..., reduction='sum'): "

@@ -27,7 +27,7 @@ def warn_of_limits(groups: Sequence[LengthGroup], lengths: LengthLimits) -> None
     """A limit says "up to", so one beyond what the model takes is no error: shorter sequences run. Nor is a branch of
     the model about short ones, of which there may be none; a branch for a single token is not worth a word.
     """
-    if lengths.least_at and lengths.least > 2:
+    if (lengths.least_at or lengths.least_in) and lengths.least > 2:
         warn(f"sequences of fewer than {lengths.least} tokens are an error in train_step: the model takes {lengths}")
     beyond = [f"{group.limit} ({group.strategy})" for group in groups if lengths.most and group.limit > lengths.most]
     if beyond:

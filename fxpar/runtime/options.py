@@ -287,8 +287,8 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
         except Exception as error:
             if positional and not known.keys() & batch.keys():
                 raise ExampleNeededError(positional[0], batch, error) from error
-            error.add_note("captured on a batch of text, as fxpar makes one; give your own if you train on other data:")
-            error.add_note("fxpar.parallelize(..., example=batch)")
+            error.add_note(f"captured on a batch of text of {tokens} tokens, as fxpar makes one; give your own if the")
+            error.add_note("model takes fewer, or if you train on other data: fxpar.parallelize(..., example=batch)")
             raise
 
 

@@ -14,7 +14,7 @@ from fxpar.batching import LengthGroup
 from fxpar.batching.collate import are_inputs_again
 from fxpar.errors import ParallelizeError, warn
 from fxpar.ir.pipeline_graph import TrainGraph
-from fxpar.losses import causal_lm
+from fxpar.losses import causal_lm, what_is_called
 from fxpar.runtime.attributes import PlainAttribute
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.drift import Drift
@@ -45,6 +45,7 @@ class Session:
     hooks: dict[str, int] | None  # of modules, at the capture; None once a user was told
     attributes: list[PlainAttribute]  # as they were at the capture, but for those of which a user was told
     labels_seen: bool = False  # whether there was a mini-batch
+    scale_told: bool = False
 
     @property
     def programs(self) -> Mapping[str, TrainGraph]:
@@ -74,17 +75,34 @@ class Session:
                     if value is not before[fqn]:
                         before[fqn].copy_(value)
         self._warn_of_labels(sequences)
+        self._warn_of_scale(report, denominator)
         return report
 
     def _warn_of_labels(self, sequences: Sequence[Any]) -> None:
         """Once, of labels in the first mini-batch that a language model would learn to copy."""
-        if not self.labels_seen and self.evaluation.loss is causal_lm and are_inputs_again(sequences):
+        loss = what_is_called(self.evaluation.loss)
+        if not self.labels_seen and loss is causal_lm and are_inputs_again(sequences):
             warn(
                 "each label of this mini-batch is the token at its own place, so the model learns to copy its input: "
                 "losses.causal_lm does not shift labels, unlike models of Hugging Face. Give labels[t] = the token at "
                 "t + 1 (fxpar.losses.next_token_labels makes them), or no labels: train_step makes these itself"
             )
         self.labels_seen = True
+
+    def _warn_of_scale(self, report: StepReport, denominator: float | None) -> None:
+        """Once, of a mean over all tokens where some of a mini-batch have no label: fxpar does not divide by these."""
+        mean = self.evaluation.averaged
+        if mean is None or mean.fewer is None or denominator is not None or self.scale_told:
+            return
+        numbers = report.tokens - mean.fewer * report.sequences
+        if numbers != report.valid_tokens:
+            self.scale_told = True
+            warn(
+                f"the loss is {mean.words}, a mean over tokens that also divides by those whose label is -100: in this "
+                f"mini-batch by {numbers}, where fxpar takes the sum and divides by the {report.valid_tokens} valid "
+                "tokens. So loss and gradients have another scale than on one device: pass "
+                "train_step(denominator=...), or return the sum times a factor of your own"
+            )
 
     def _warn_of_hooks(self, module: nn.Module) -> None:
         """Once, of hooks that came after the capture: a step runs the captured graph, in which they are not."""

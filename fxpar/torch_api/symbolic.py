@@ -10,8 +10,8 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,6 +196,16 @@ class FakeWorld:
     @property
     def guards(self) -> list[Guard]:
         return self.shape_env.recorded
+
+    @contextmanager
+    def without_guards(self) -> Iterator[None]:
+        """Inside the block conditions are decided as in the example, and nothing is kept of it."""
+        count = len(self.guards)
+        try:
+            with self.shape_env.suppress_guards():
+                yield
+        finally:
+            del self.guards[count:]
 
     def replacements(self) -> dict[sympy.Symbol, sympy.Expr]:
         """What guards have fixed a symbol to."""

@@ -131,6 +131,11 @@ def node_of(value: Tensor) -> fx.Node | None:
     return None if found is None else found.proxy.node
 
 
+def is_fake(value: Tensor) -> bool:
+    """Whether it has no data, as the values of a trace."""
+    return isinstance(value, FakeTensor)
+
+
 def retyped_input(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Inside a trace: give an input that nothing has read yet another dtype; returns what to use instead."""
     if value.dtype == dtype:

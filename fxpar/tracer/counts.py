@@ -101,12 +101,17 @@ def is_count(node: fx.Node, divides: bool = False) -> bool:
     value = node.meta.get("val")
     if isinstance(value, Tensor) and not has_one_element(value):
         return False
+    return is_of_batch(node) and (divides or not _is_given(node))
+
+
+def is_of_batch(node: fx.Node) -> bool:
+    """Whether a value is made from the batch or from dynamic sizes, and from no parameter."""
     found = set()
     for kind in _sources(node):
         if kind == "param":
             return False
         found.add(kind)
-    return bool(found & {"batch", "size"}) and (divides or not _is_given(node))
+    return bool(found & {"batch", "size"})
 
 
 def is_of_parameters(node: fx.Node) -> bool:

@@ -131,7 +131,7 @@ def capture_forward(
             world=world,
             provenance=Provenance(model),
             device=model_device(model),
-            call=call,
+            arguments=call,
             training=training,
             differentiate=gradients and any(i.requires_grad for i in signature.inputs),
         )
@@ -151,20 +151,24 @@ def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 class Forward(Traced):
     """Forward, and gradients through tangents."""
 
-    call: ForwardCall
+    arguments: ForwardCall
     training: bool | None
     differentiate: bool
     returned: Any = None
     restarting: tuple[str, ...] = ()
     leaves: list[Any] = field(default_factory=list)
 
-    def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
-        """The returned tensors, then the gradients."""
+    def call(self, context: CaptureContext) -> Any:
+        """What the forward returns."""
         if self.training is not None:
             for module in self.model.modules():
                 module.training = self.training
-        args, kwargs = self.call.rebuilt(context.batch)
-        leaves, self.returned = flatten(_call_model(self.model, args, kwargs))
+        args, kwargs = self.arguments.rebuilt(context.batch)
+        return _call_model(self.model, args, kwargs)
+
+    def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
+        """The returned tensors, then the gradients."""
+        leaves, self.returned = flatten(self.call(context))
         self.restarting = tuple(sorted(context.restarting))
         tensors = self._values(leaves)
         if self.differentiate:
@@ -174,7 +178,7 @@ class Forward(Traced):
 
     def structure(self) -> CallStructure:
         """How the graph is called and what it returns."""
-        call = self.call
+        call = self.arguments
         return CallStructure(
             call.structure, call.names, call.constants, self.returned, tuple(self.leaves), self.restarting
         )

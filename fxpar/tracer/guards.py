@@ -11,6 +11,7 @@ import sympy
 
 from fxpar.errors import SpecializedShapeError
 from fxpar.ir.graph import Dim, dim_symbol
+from fxpar.torch_api.expressions import expression_classes
 from fxpar.torch_api.symbolic import FakeWorld, Guard
 from fxpar.tracer.provenance import is_user_file
 
@@ -48,6 +49,7 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, Dim], guard: Guar
     found = _linear(condition) or _another(condition, bounds)
     if found is None and isinstance(condition, _COMPARISONS) and _holds(condition, _sizes_for(condition, guard)):
         return
+    found = found or _of_steps(condition)
     if found is None:
         names = " and ".join(sorted(map(str, condition.free_symbols))) or "a dim"
         raise SpecializedShapeError(names, str(condition), guard.place)
@@ -55,7 +57,8 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, Dim], guard: Guar
     dim = bounds[symbol]
     place = guard.place if guard.asked_in is not None and is_user_file(guard.asked_in) else None
     if low is not None and low > dim.minimum:
-        bounds[symbol] = dim = replace(dim, minimum=int(low), minimum_at=place)
+        of_call = guard.place if guard.asked_in is None else None
+        bounds[symbol] = dim = replace(dim, minimum=int(low), minimum_at=place, minimum_in=of_call)
     if high is not None and (dim.maximum is None or high < dim.maximum):
         bounds[symbol] = replace(dim, maximum=int(high), maximum_at=place)
 
@@ -104,6 +107,52 @@ def _holds(condition: sympy.Basic, sizes: Sequence[int]) -> bool:
         return False
     (symbol,) = condition.free_symbols
     return bool(sizes) and all(condition.subs(symbol, size) == sympy.true for size in sizes)
+
+
+_LARGEST = 2**40  # of bounds that are searched
+_GROWING = {"Add", "Max", "Min", "torch.Max", "torch.Min", "floor", "ceiling"}
+_GROWING |= {"torch.ToFloat", "torch.TruncToInt", "torch.CeilToInt", "torch.FloorToInt"}
+_DIVIDING = {"torch.FloorDiv", "torch.CleanDiv", "torch.IntTrueDiv", "torch.FloatTrueDiv"}
+_POWERS = {"Pow", "torch.PowByNatural", "torch.FloatPow"}
+_NAMES = {kind: name for name, kind in expression_classes().items()}
+
+
+def _of_steps(condition: Any) -> _Bound | None:
+    """(dim, least, greatest) of a comparison of a number with what never falls as the dim grows, such as `T // 8 > 3`,
+    `T ** 2 <= 100`; None for any other.
+    """
+    if not isinstance(condition, _COMPARISONS) or len(condition.free_symbols) != 1:
+        return None
+    symbol: Any = next(iter(condition.free_symbols))
+    greater, less = condition.gts, condition.lts
+    from_below = less.is_number and _grows(greater)
+    if not (from_below or (greater.is_number and _grows(less))):
+        return None
+
+    def holds(size: int) -> bool:
+        return bool(condition.subs(symbol, size) == sympy.true)
+
+    low, high = 0, 1
+    while holds(high) != from_below and high < _LARGEST:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) == from_below else (middle, high)
+    return None if high >= _LARGEST or high == 1 else (symbol, high, None) if from_below else (symbol, None, low)
+
+
+def _grows(expression: Any) -> bool:
+    """Whether it is known not to fall as its one size, which is at least 1, grows."""
+    if expression.is_Symbol:
+        return True
+    name, parts = _NAMES.get(expression.func), [part for part in expression.args if not part.is_number]
+    if name in _POWERS or name in _DIVIDING:
+        base, by = expression.args
+        plain = name in _DIVIDING or base.is_Symbol or all(part.is_Symbol for part in base.args)
+        return bool(by.is_number and by > 0 and plain and _grows(base))
+    if name == "Mul":
+        return len(parts) == 1 and all(part > 0 for part in expression.args if part.is_number) and _grows(parts[0])
+    return name in _GROWING and all(map(_grows, parts))
 
 
 def _linear(condition: Any) -> _Bound | None:

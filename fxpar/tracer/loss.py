@@ -14,31 +14,23 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import LossError, warn
-from fxpar.losses import IGNORE_INDEX
-from fxpar.torch_api.symbolic import hint
+from fxpar.ir.graph import Averaged
+from fxpar.torch_api.symbolic import hint, known_equal
 from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.context import CaptureContext, Mean
-from fxpar.tracer.counts import CASTS, SCALINGS, is_static, is_whole, out_of_place
+from fxpar.tracer.counts import CASTS, SCALINGS, is_of_parameters, is_static, is_whole, out_of_place
 from fxpar.tracer.means import check_sum
 
 aten = torch.ops.aten
-_IGNORING = {
-    aten.eq.Scalar,
-    aten.ne.Scalar,
-    aten.ge.Scalar,
-    aten.gt.Scalar,
-    aten.nll_loss_forward.default,
-    aten.nll_loss2d_forward.default,
-}
 
 
-def as_sum(loss: Any, context: CaptureContext) -> Tensor:
-    """The loss as a sum over tokens. Raises LossError, MeanLossError."""
+def as_sum(loss: Any, context: CaptureContext) -> tuple[Tensor, Averaged | None]:
+    """The loss as a sum over tokens, and the mean that it was. Raises LossError, MeanLossError."""
     _check_scalar(loss)
     node = node_of(loss)
     if node is None:
         raise LossError("a tensor that was not computed from the parameters and the batch")
-    means = {mean.node: mean for mean in context.means}
+    means = {mean.node: mean for mean in context.means if not is_of_parameters(mean.node)}
     chain: list[fx.Node] = []
     root = node
     while root not in means and _is_scaling(root):
@@ -46,13 +38,12 @@ def as_sum(loss: Any, context: CaptureContext) -> Tensor:
         root = root.all_input_nodes[0]
     if root not in means:
         check_sum(node, means)
-        return loss
+        return loss, None
     mean = means[root]
     total = node_of(mean.total)
     assert total is not None
     check_sum(total, means)
-    _warn_of_other_scale(mean, context)
-    return _replay(chain, mean, loss)
+    return _replay(chain, mean, loss), _averaged(mean, context)
 
 
 def _check_scalar(loss: Any) -> None:
@@ -86,45 +77,31 @@ def _replay(chain: list[fx.Node], mean: Mean, loss: Tensor) -> Tensor:
     return total.view(loss.shape)
 
 
-def _warn_of_other_scale(mean: Mean, context: CaptureContext) -> None:
-    """Say so where one device's mean divides by something else than the valid tokens."""
-    divisor = mean.divisor()
+def _averaged(mean: Mean, context: CaptureContext) -> Averaged:
+    """The mean in words; says so where one device's mean divides by something else than tokens."""
+    divisor, tokens = mean.divisor(), _tokens(context)
+    words = f"{mean.what} at {mean.line}" if mean.line else mean.what
     if not isinstance(divisor, str):
-        tokens, numbers = _tokens(context), hint(divisor)
-        fixed = isinstance(divisor, int) and numbers > 1 and _is_dynamic(context)
-        if tokens is not None and (numbers > tokens or fixed):
-            divisor = f"all numbers that it averages, of the example {numbers} for {tokens} tokens"
-        elif not mean.by_labels and _ignores_labels(mean):
-            divisor = "all labels, those of -100 too"
-        else:
-            return
-    where = f" at {mean.line}" if mean.line else ""
+        if tokens is None:
+            return Averaged(words)
+        numbers, fewer = hint(divisor), hint(tokens) - hint(divisor)
+        of_tokens = known_equal(divisor + fewer, tokens) if _is_dynamic(context) else True
+        if numbers == 1 or (fewer >= 0 and of_tokens):
+            return Averaged(words, None if numbers == 1 or mean.by_labels else fewer)
+        divisor = f"all numbers that it averages, of the example {numbers} for {hint(tokens)} tokens"
     warn(
-        f"the loss is {mean.what}{where}, which divides by {divisor}. fxpar takes the sum and divides by the valid "
-        "tokens of the mini-batch (labels that are not -100; all tokens without labels), so loss and gradients have "
-        "another scale than on one device: return the sum times a factor of your own"
+        f"the loss is {words}, which divides by {divisor}. fxpar takes the sum and divides by the valid "
+        "tokens of the mini-batch (labels that are not -100; all tokens without labels): where that is another number, "
+        "loss and gradients have another scale than on one device. Return the sum times a factor of your own, or pass "
+        "train_step(denominator=...)"
     )
+    return Averaged(words)
 
 
-def _ignores_labels(mean: Mean) -> bool:
-    """Whether the losses averaged leave out labels of -100: something behind them compares with it."""
-    todo = [node_of(mean.total)]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        assert node is not None
-        if node.target in _IGNORING and IGNORE_INDEX in node.args:
-            return True
-        found = [source for source in node.all_input_nodes if source not in seen]
-        seen.update(found)
-        todo += found
-    return False
-
-
-def _tokens(context: CaptureContext) -> int | None:
-    """How many tokens the example has; None if there are no token ids."""
+def _tokens(context: CaptureContext) -> int | torch.SymInt | None:
+    """How many tokens there are; None if there are no token ids."""
     ids = _ids(context)
-    return None if ids is None else math.prod(map(hint, ids.shape))
+    return None if ids is None else math.prod(ids.shape)
 
 
 def _is_dynamic(context: CaptureContext) -> bool:

@@ -113,7 +113,7 @@ def full_nanmean(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     dtype = kwargs.get("dtype")
     numbers = input.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     mean, total = input.nanmean(dtype=dtype), numbers.sum(dtype=dtype)
-    return _context().add_mean(mean, total, "a mean over all elements but NaN", input.numel)
+    return _context().add_mean(mean, total, "torch.nanmean", lambda: "the numbers that are not NaN")
 
 
 _AVERAGING = (

@@ -26,6 +26,7 @@ from fxpar.tracer.counts import (
     SCALINGS,
     SHAPED,
     is_count,
+    is_of_batch,
     is_of_parameters,
     is_static,
     is_whole,
@@ -99,20 +100,28 @@ def check_sum(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
 
 def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
     node, line = place.node, source_of(place.node)
+    what = _mean_in_words(node)
     if node in means:
-        raise MeanLossError(f"{means[node].what} inside a larger expression", means[node].line)
-    if node.target is aten.mean.default:
-        raise MeanLossError("a mean over all elements", line)
-    if node.target is aten.mean.dim and _is_over_dynamic(node):
-        raise MeanLossError("a mean over a dynamic dim", line)
-    if _averages(node):
-        raise MeanLossError(f"a mean in {node.name!r}", line)
+        what, line = f"{means[node].what} inside a larger expression", means[node].line
+    if what is not None and not is_of_parameters(node):  # of parameters it is a sum times a constant
+        raise MeanLossError(what, line)
     if place.by is not None and is_count(node, place.divides):
         line = source_of(place.by) or line
         how = f"{place.by.name!r} of the loss and"
         if out_of_place(place.by.target) in SCALINGS:
             how = f"a {'division' if place.divides else 'multiplication'} by"
         raise MeanLossError(f"{how} {_count_in_words(node)}, which depends on how long the batch is", line)
+
+
+def _mean_in_words(node: fx.Node) -> str | None:
+    """What averages over tokens in an op; None if nothing does."""
+    if node.target is aten.mean.default:
+        return "a mean over all elements"
+    if node.target is aten.mean.dim and _is_over_dynamic(node):
+        return "a mean over a dynamic dim"
+    if node.target is aten._softmax.default and _is_over_dynamic(node) and is_of_batch(node):
+        return f"weights of tokens that {node.name!r} makes of the batch, of sum 1"
+    return f"a mean in {node.name!r}" if _averages(node) else None
 
 
 def _count_in_words(node: fx.Node) -> str:
@@ -188,15 +197,16 @@ def _is_vector(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and is_static(value) and value.dim() > 1 and value.shape[-1] > 1
 
 
-def _is_over_dynamic(mean: fx.Node) -> bool:
-    """Whether a mean over some dims takes in a dynamic one."""
-    shape = mean.args[0].meta["val"].shape  # type: ignore[union-attr]
-    dims = mean.args[1] if len(mean.args) > 1 and mean.args[1] is not None else range(len(shape))
-    return any(not isinstance(shape[d], int) for d in dims)  # type: ignore[union-attr]
+def _is_over_dynamic(node: fx.Node) -> bool:
+    """Whether what an op does over some dims, or over one, takes in a dynamic one."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    dims: Any = node.args[1] if len(node.args) > 1 and node.args[1] is not None else range(len(shape))
+    return any(not isinstance(shape[d], int) for d in ([dims] if isinstance(dims, int) else dims))
 
 
 def _averages(node: fx.Node) -> bool:
-    """Whether a value is a mean by another op: a loss with its reduction, a pool over what is dynamic, var_mean."""
+    """Whether a value is a mean by another op: a loss with its reduction, a pool over what is dynamic, var_mean,
+    what is scattered."""
     if node.target is operator.getitem and node.args[1] == 1:
         several = node.all_input_nodes[0]
         return str(several.target).startswith(("aten.var_mean", "aten.std_mean")) and _closes(several)
@@ -205,11 +215,16 @@ def _averages(node: fx.Node) -> bool:
     if str(node.target).startswith(_POOLS):
         return _closes(node)
     names = [argument.name for argument in schema_of(node.target).arguments]
-    if "reduction" not in names:
-        return False
-    position = names.index("reduction")
-    reduction: Any = node.args[position] if len(node.args) > position else node.kwargs.get("reduction", _AVERAGES)
-    return reduction == _AVERAGES
+    if "reduce" in names:  # of values at indices
+        return _argument(node, names, "reduce", "") == "mean" and not all(
+            is_static(n.meta.get("val")) for n in _nodes(node.args)
+        )
+    return "reduction" in names and _argument(node, names, "reduction", _AVERAGES) == _AVERAGES
+
+
+def _argument(node: fx.Node, names: list[str], name: str, otherwise: Any) -> Any:
+    position = names.index(name)
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, otherwise)
 
 
 def _closes(node: fx.Node) -> bool:

@@ -22,9 +22,8 @@ from fxpar.errors import (
     ForwardArgumentsError,
     LossError,
     UnsupportedOpError,
-    warn,
 )
-from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
+from fxpar.ir.graph import TOKEN_NUMBERS, Averaged, Input, Output
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
@@ -36,6 +35,7 @@ from fxpar.tracer.metrics import as_results
 from fxpar.tracer.provenance import Provenance, calls_user_code, line_of_error
 from fxpar.tracer.redirect import Redirect
 from fxpar.tracer.signature import Batch, Signature
+from fxpar.tracer.state import unchanged
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 _INSTEAD_OF_FLEX = (
@@ -75,61 +75,6 @@ def _inside(error: BaseException, function: Callable[..., object]) -> bool:
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo every change that the block makes to attributes, parameter and buffer tables of the model's modules."""
-    saved = []
-    for module in model.modules():
-        state = module.__dict__
-        containers = {key: copy.copy(v) for key, v in state.items() if isinstance(v, (dict, list, set))}
-        saved.append((module, dict(state), containers))
-    try:
-        yield
-        _tell_of_counters(model, {id(module): {**state, **containers} for module, state, containers in saved})
-    finally:
-        for module, state, containers in saved:
-            module.__dict__.clear()
-            module.__dict__.update(state)
-            for key, content in containers.items():
-                container = module.__dict__[key]
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def _tell_of_counters(model: nn.Module, before: Mapping[int, Mapping[str, Any]]) -> None:
-    """Warn of numbers that a forward has changed, those of the class and of dicts and lists too: a graph computes with
-    those of its capture each time.
-    """
-    for fqn, module in model.named_modules():
-        was, now = before.get(id(module), {}), _numbers(vars(module))
-        for name, old in _numbers({**class_attributes(type(module)), **was}).items():
-            value = now.get(name, old)
-            if value != old:
-                where = f"module {fqn!r}" if fqn else "the model"
-                warn(
-                    f"the forward of {where} sets {name} from {old!r} to {value!r}: captured, it computes as with "
-                    f"{old!r} in every step. Make it a buffer"
-                )
-
-
-def class_attributes(kind: type[nn.Module]) -> dict[str, Any]:
-    """What the classes of a user's module say, for those of its objects that say nothing."""
-    found: dict[str, Any] = {}
-    for each in reversed(kind.__mro__):
-        if issubclass(each, nn.Module) and not each.__module__.startswith("torch."):
-            found |= {name: value for name, value in vars(each).items() if not name.startswith("__")}
-    return found
-
-
-def _numbers(attributes: Mapping[str, Any]) -> dict[str, int | float]:
-    """By how one writes them: `step`, `state['n']`, `counts[0]`."""
-    found: dict[str, Any] = {}
-    for name, value in attributes.items():
-        inside = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
-        found |= {name: value, **{f"{name}[{key!r}]": each for key, each in inside.items()}}
-    return {name: value for name, value in found.items() if type(value) in (int, float)}
-
-
 @dataclass(kw_only=True)
 class Traced(ABC):
     """Runs something of the model on the values of `signature.inputs`: what, a subclass says in `results`."""
@@ -143,6 +88,11 @@ class Traced(ABC):
     unused: tuple[str, ...] = ()
     differentiate: bool = True
     own_backward: str | None = None
+    functions: tuple[Any, ...] = ()  # the user's, beside the model
+
+    @abstractmethod
+    def call(self, context: CaptureContext) -> Any:
+        """Run the user's code: what is traced, before anything is made of it."""
 
     @abstractmethod
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
@@ -150,9 +100,15 @@ class Traced(ABC):
 
     def trace(self) -> RawTrace:
         """Trace it. Raises the errors of `fxpar.capture`; the model is left as it was."""
+        again = copy.copy(self)  # the signature gets further inputs
         try:
-            with unchanged(self.model), tracing.autocast_on_cpu(_ACCELERATORS), host_models(self.model):
+            with (
+                unchanged(self.model, self.functions) as state,
+                tracing.autocast_on_cpu(_ACCELERATORS),
+                host_models(self.model),
+            ):
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
+                state.tell(again._call_again, self.world.in_names)
         except CaptureError as error:
             error.args = tuple(self.world.in_names(str(arg)) for arg in error.args)
             raise
@@ -167,7 +123,30 @@ class Traced(ABC):
             raise translated from error
         return RawTrace(gm, tuple(self.outputs), self.unused, self.signature)
 
+    def _call_again(self) -> None:
+        """Run the user's code once more with what it has kept, for what it does to that alone; no guard stays.
+
+        Where it fails, what it has changed by then counts.
+        """
+        self.provenance = Provenance(self.model)
+        with self.world.without_guards(), contextlib.suppress(Exception):
+            tracing.trace(self.world, self._only_call, self.signature.fakes, DECOMPOSITIONS)
+
+    def _only_call(self, *values: Tensor) -> tuple[Tensor, ...]:
+        with self._as_traced(values) as context:
+            self.call(context)
+        return ()
+
     def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
+        inputs = self.signature.inputs
+        with self._as_traced(values) as context:
+            found = self.results(context, values)
+            buffers = self._reassigned(inputs, values)
+        return (*found, *buffers)
+
+    @contextlib.contextmanager
+    def _as_traced(self, values: Sequence[Tensor]) -> Iterator[CaptureContext]:
+        """With the model's tensors and modes as in the trace."""
         named = {i.fqn: v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "batch"}
         numbers = named.pop(TOKEN_NUMBERS, None)
         for found, value in zip(self.signature.inputs, values, strict=True):
@@ -185,10 +164,7 @@ class Traced(ABC):
             torch.set_grad_enabled(self.differentiate),
             Redirect(context),  # in the backward too: a checkpoint runs user code there
         ):
-            inputs = self.signature.inputs
-            found = self.results(context, values)
-            buffers = self._reassigned(inputs, values)
-        return (*found, *buffers)
+            yield context
 
     def look_for_own_backward(self, context: CaptureContext, results: Sequence[Tensor]) -> None:
         """Whether gradients of `results` go through code of the model's own, of which no flow is known."""
@@ -237,7 +213,7 @@ class TracedStep(Traced):
 
     loss_fn: LossFunction
     batch: Batch
-    averaged: bool = False
+    averaged: Averaged | None = None
 
     def _translate(self, error: Exception) -> CaptureError | None:
         return super()._translate(error) or self._wrong_call(error)
@@ -252,11 +228,17 @@ class TracedStep(Traced):
         keys = [i.fqn for i in self.signature.inputs if i.kind == "batch" and i.fqn != TOKEN_NUMBERS]
         return ForwardArgumentsError(str(error), names, keys)
 
+    def __post_init__(self) -> None:
+        self.functions = (self.loss_fn,)
+
+    def call(self, context: CaptureContext) -> Any:
+        """What the loss function returns."""
+        return _call_loss(self.loss_fn, self.model, self._container(context.batch))
+
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The scaled loss, metrics, and the gradients of all trainable parameters that the loss depends on."""
-        loss, metrics = with_metrics(_call_loss(self.loss_fn, self.model, self._container(context.batch)))
-        total = as_sum(loss, context)
-        self.averaged, loss = total is not loss, total
+        loss, metrics = with_metrics(self.call(context))
+        loss, self.averaged = as_sum(loss, context)
         scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
         self.signature = self.signature.with_scale(loss.dtype)
         scale = tracing.retyped_input(scale, loss.dtype)

@@ -29,7 +29,7 @@ from fxpar.graph_files.file import (
     save_value,
 )
 from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.graph import TensorMeta, dim_symbol
+from fxpar.ir.graph import Averaged, TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import format_graph
@@ -45,10 +45,10 @@ def again(graph, folder):
 
 @pytest.mark.parametrize("model", [llama, gpt, lambda: odd("counter")])
 def test_a_logical_graph_comes_back(model, tmp_path):
-    graph = model().graph
+    graph = replace(model().graph, averaged=Averaged("a mean", 1))
     read = again(graph, tmp_path)
     assert format_graph(read, fold=False) == format_graph(graph, fold=False)
-    for field in ("inputs", "outputs", "dims", "name", "timings"):
+    for field in ("inputs", "outputs", "dims", "name", "timings", "averaged"):
         assert getattr(read, field) == getattr(graph, field)
     assert [n.meta for n in read.gm.graph.nodes if n.op != "output"] == [
         n.meta for n in graph.gm.graph.nodes if n.op != "output"

@@ -126,3 +126,23 @@ def test_what_is_gathered_together():
         **{"first": "first", "second": "first", "tower.0": "tower.0"},
         **{"bridge": "bridge", "tower.1": "tower.1", "last": "last", "head": "last"},
     }
+
+
+class CountingNorm(nn.BatchNorm1d):
+    """A batch norm with a buffer of its own beside the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+
+def test_a_counter_beside_the_statistics_of_a_batch_norm():
+    model = nn.Sequential(nn.Linear(3, 4), CountingNorm())
+    graph = capture(model, lambda m, b: m(b["x"]).square().sum(), {"x": torch.randn(6, 3)})
+    written = [out.fqn for out in graph.outputs if out.kind == "buffer"]
+    assert written == ["1.running_mean", "1.running_var", "1.num_batches_tracked", "1.calls"]
+    assert (graph.carried_buffers(), graph.counted_buffers()) == ([], ["1.calls"])

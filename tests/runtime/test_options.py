@@ -202,7 +202,8 @@ def test_a_forward_that_fails_on_tokens_says_what_they_were():
 
     with pytest.raises(RuntimeError) as caught:
         capture_step(Failing(5, 3), losses.causal_lm, None)
-    assert any("example=batch" in note for note in caught.value.__notes__)
+    assert any("of 61 tokens" in note for note in caught.value.__notes__)
+    assert any("takes fewer" in note and "example=batch" in note for note in caught.value.__notes__)
 
 
 def test_a_loss_that_is_no_function_is_named():

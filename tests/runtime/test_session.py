@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import fxpar
@@ -27,18 +29,56 @@ def shifting(model, batch):
     return fxpar.losses.cross_entropy_sum(logits[:, :-1], batch["labels"][:, 1:])
 
 
-@pytest.mark.parametrize(("loss", "told"), [(fxpar.losses.causal_lm, 1), (shifting, 0)], ids=["as they are", "shifted"])
-def test_labels_that_are_the_input_are_told_once_where_the_loss_does_not_shift(loss, told):
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+LOSSES = {"as they are": (fxpar.losses.causal_lm, 1), "shifted": (shifting, 0)}
+LOSSES["a partial"] = functools.partial(fxpar.losses.causal_lm), 1
+
+
+@pytest.mark.parametrize(("loss", "told"), LOSSES.values(), ids=LOSSES)
+def test_labels_that_are_the_input_are_told_once_where_the_loss_does_not_shift(loss, told, alone):
     ids = torch.arange(20)
     batch = [{"input_ids": ids, "labels": ids}]
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model = fxpar.parallelize(Words(), strategies={64: "dp1"}, loss=loss, monitor=False, packed=False)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            model.train_step(batch)
-            model.train_step(batch)
-    finally:
-        dist.destroy_process_group()
+    model = fxpar.parallelize(Words(), strategies={64: "dp1"}, loss=loss, monitor=False, packed=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.train_step(batch)
+        model.train_step(batch)
     said = [str(one.message) for one in found if issubclass(one.category, FxparWarning)]
     assert ["learns to copy" in text for text in said] == [True] * told
+
+
+def distilled(model, batch):
+    """The mean of what each token loses, whether or not it has a label."""
+    logits = model(batch["input_ids"])[0].log_softmax(-1)
+    return F.kl_div(logits, torch.full_like(logits, 1 / 23), reduction="batchmean")
+
+
+LABELLED = torch.arange(9)
+MASKED = torch.where(LABELLED < 6, -100, LABELLED)
+SCALES = {
+    "all have labels": (distilled, LABELLED, {}, []),
+    "some have none": (distilled, MASKED, {}, ["by 18, where fxpar takes the sum and divides by the 6 valid tokens"]),
+    "labels of a step": (distilled, None, {}, ["by 18, where fxpar takes the sum and divides by the 16 valid tokens"]),
+    "a denominator": (distilled, MASKED, {"denominator": 18}, []),
+    "by labels": (lambda m, b: F.cross_entropy(m(b["input_ids"])[0], b["labels"][0]), MASKED, {}, []),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_mean_over_tokens_without_labels_is_told_once(name, alone):
+    loss, labels, options, told = SCALES[name]
+    sequence = LABELLED if labels is None else {"input_ids": LABELLED, "labels": labels}
+    model = fxpar.parallelize(Words(), strategies={64: "dp1"}, loss=loss, monitor=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.train_step([sequence, sequence], **options)
+        model.train_step([sequence, sequence], **options)
+    said = [str(one.message) for one in found if issubclass(one.category, FxparWarning)]
+    assert len(said) == len(told)
+    assert all(words in text for words, text in zip(told, said, strict=True))

@@ -46,3 +46,14 @@ def test_nothing_is_remembered_across_a_guard_that_fixes_a_size() -> None:
     assert after.node.expr == 16
     assert before.node.maybe_as_int() == after.node.maybe_as_int() == 16
     assert len(world.guards) == 1
+
+
+def test_decided_without_guards():
+    world = FakeWorld(lambda: None)
+    T = world.symbol("T", 6)
+    with world.without_guards():
+        assert T == 6
+        assert T > 3
+    assert (world.guards, world.replacements()) == ([], {})
+    assert T == 6
+    assert (len(world.guards), len(world.replacements())) == (1, 1)

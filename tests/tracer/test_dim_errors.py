@@ -101,6 +101,38 @@ def test_bound_is_kept():
     assert (dim.minimum, dim.maximum) == (3, 99)
 
 
+BRANCHES = {
+    "a quotient": (lambda n: n // 4 > 0, 4, None),
+    "a quotient, from above": (lambda n: n // 4 <= 1, 1, 7),
+    "a quotient of floats": (lambda n: n / 4 < 2.5, 1, 9),
+    "a square": (lambda n: n**2 > 20, 5, None),
+    "a root": (lambda n: n**0.5 <= 3, 1, 9),
+    "a sum": (lambda n: 3 * (n // 2) + n >= 15, 6, None),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_on_what_grows_with_a_size_is_a_bound(name):
+    holds, minimum, maximum = BRANCHES[name]
+    (dim,) = capture(With(lambda x: x * 2 if holds(x.shape[0]) else x), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (minimum, maximum)
+    assert [n for n in range(1, 30) if bool(holds(n)) == bool(holds(6))] == list(range(minimum, (maximum or 29) + 1))
+
+
+@pytest.mark.parametrize(
+    "holds", [lambda n: torch.sym_min((n - 9) ** 2, n) > 3, lambda n: n % 4 > 1, lambda n: (n - 3) * (7 - n) > 2]
+)
+def test_a_branch_on_what_rises_and_falls_is_none(holds):
+    with pytest.raises(errors.SpecializedShapeError, match=r"test_dim_errors.py:"):
+        capture(With(lambda x: x * 2 if holds(x.shape[0]) else x), sum_loss, X)
+
+
+def test_of_a_remainder_is_said_where_it_may_stand():
+    with pytest.raises(errors.SpecializedShapeError, match=r"a remainder may stand in sizes and numbers"):
+        capture(With(divisible), sum_loss, X)
+    capture(With(lambda x: torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 4))), sum_loss, X)
+
+
 @pytest.mark.parametrize(
     "one_row", [lambda x: x.shape[0] == 1, lambda x: not x.shape[0] > 1, lambda x: x.numel() <= x.shape[1]]
 )

@@ -120,6 +120,7 @@ MEANS = {
     "maximum": lambda c: torch.maximum(c.mean, c.model.log_var),
     "smoothing": lambda c: c.cross_entropy("mean", label_smoothing=0.1).clamp(max=9.0),
     "uncertainty": lambda c: c.mean * (-c.model.log_var).exp() + c.model.log_var,
+    "weights and tokens": lambda c: c.sum + (c.model.head.weight.mean() * c.each).mean(),
     "stack": lambda c: torch.stack([c.mean, c.mean]).mean(),
     "mean of means": lambda c: c.each.mean(1).mean(),
     "mean over tokens": lambda c: c.each.mean(1).relu().sum(),
@@ -128,6 +129,13 @@ MEANS = {
     "var_mean": lambda c: torch.var_mean(c.each)[1],
     "pool": lambda c: F.adaptive_avg_pool1d(c.each[None], 2).sum(),
     "nanmean": lambda c: c.each.nanmean() + c.sum,
+    "scattered": lambda c: c.vector.new_zeros(3).scatter_reduce(0, c.labels[0], c.each[0], "mean").sum(),
+    "scattered to tokens": lambda c: (
+        c.each.new_zeros(c.T).scatter_reduce(0, c.labels[0], c.each[0], "mean", include_self=False).sum()
+    ),
+    "index_reduce": lambda c: c.vector.new_zeros(3).index_reduce(0, c.labels[0], c.each[0], "mean").sum(),
+    "softmax of the mask": lambda c: (c.each * c.mask.softmax(-1)).sum(),
+    "softmax of weights": lambda c: c.each[0] @ c.weights[0].softmax(0),
     "added in place": added,
     "added to a sum": added_to_sum,
     "divided in place": divided,
@@ -170,8 +178,14 @@ SUMS = {
     "std": lambda c: c.each.std(),
     "norm": lambda c: c.each.norm(),
     "square": lambda c: c.sum**2,
+    "softmax of losses": lambda c: (c.each * c.each.detach().softmax(-1)).sum(),
+    "softmax of classes": lambda c: (c.each * c.vectors.softmax(-1)[..., 0]).sum(),
+    "scattered sum": lambda c: c.vector.new_zeros(3).scatter_reduce(0, c.labels[0], c.each[0], "sum").sum(),
     "over their norm": lambda c: (c.each / c.each.norm()).sum(),
     "penalty": lambda c: c.sum + 0.1 * sum(w.square().sum() for w in c.model.parameters()),
+    "penalty by means": lambda c: c.sum + 0.1 * sum(w.square().mean() for w in c.model.parameters()),
+    "distance of weights": lambda c: c.sum + F.mse_loss(c.model.head.weight, c.model.embed.weight),
+    "mean of a parameter alone": lambda c: c.model.head.weight.abs().mean(),
     "pooled": lambda c: F.cross_entropy(c.model.classes(c.pooled()), c.labels[:, 0].clamp(max=2), reduction="sum"),
     "pooled under a mask": lambda c: F.cross_entropy(
         c.model.classes(c.pooled(True)), c.labels[:, 0].clamp(max=2), reduction="sum"
@@ -214,26 +228,36 @@ OTHER_SCALES = {
     "kl": (lambda c: F.kl_div(c.logits.log_softmax(-1), c.logits.detach().softmax(-1)), "77 for 7 tokens"),
     "hardest tokens": (lambda c: c.each.flatten().topk(2).values.mean(), "2 for 7 tokens"),
     "one vector": (lambda c: F.mse_loss(c.pooled(), c.vectors[:, 0]), "4 for 7 tokens"),
-    "ignored labels": (lambda c: c.each.mean(), "all labels, those of -100 too"),
-    "ignored labels, masked": (lambda c: (c.vector.sum(-1) * c.mask).mean(), "all labels, those of -100 too"),
-    "ignored labels, nll": (
-        lambda c: F.nll_loss(c.logits.log_softmax(-1)[0], c.labels[0], reduction="none").mean(),
-        "all labels, those of -100 too",
-    ),
-    "ignored labels, l1": (lambda c: F.l1_loss(c.each, c.weights), "all labels, those of -100 too"),
+    "every second token": (lambda c: c.each[:, ::2].mean(), "4 for 7 tokens"),
+    "first tokens": (lambda c: c.each[:, :3].mean(), "3 for 7 tokens"),
+    "nanmean": (lambda c: c.each.nanmean(), "the numbers that are not NaN"),
 }
-SAME_SCALE = {
+BY_LABELS = {
     "cross entropy": lambda c: c.mean,
     "shifted": lambda c: F.cross_entropy(c.logits[0, :-1], c.labels[0, 1:]),
     "smoothing": lambda c: c.cross_entropy("mean", label_smoothing=0.1),
-    "probabilities": lambda c: F.cross_entropy(c.logits[0], c.logits[0].detach().softmax(-1)),
     "nll": lambda c: F.nll_loss(c.logits.log_softmax(-1)[0], c.labels[0]),
-    "one per token": lambda c: c.vector.logsumexp(-1).mean(),
-    "features": lambda c: (c.vector - c.vectors).square().mean(-1).mean(),
-    "l1": lambda c: F.l1_loss(c.vector.sum(-1), c.weights),
-    "batchmean": lambda c: F.kl_div(
-        c.logits[0].log_softmax(-1), c.logits[0].detach().softmax(-1), reduction="batchmean"
+    "batchmean of one row": lambda c: F.kl_div(
+        c.logits.log_softmax(-1), c.logits.detach().softmax(-1), reduction="batchmean"
     ),
+}
+BY_TOKENS = {
+    "probabilities": (lambda c: F.cross_entropy(c.logits[0], c.logits[0].detach().softmax(-1)), 0),
+    "one per token": (lambda c: c.vector.logsumexp(-1).mean(), 0),
+    "features": (lambda c: (c.vector - c.vectors).square().mean(-1).mean(), 0),
+    "l1": (lambda c: F.l1_loss(c.vector.sum(-1), c.weights), 0),
+    "batchmean": (
+        lambda c: F.kl_div(c.logits[0].log_softmax(-1), c.logits[0].detach().softmax(-1), reduction="batchmean"),
+        0,
+    ),
+    "all but the last": (lambda c: (c.vector[:, :-1] - c.vectors[:, 1:]).square().sum(-1).mean(), 1),
+    "ignored labels": (lambda c: c.each.mean(), 0),
+    "ignored labels, masked": (lambda c: (c.vector.sum(-1) * c.mask).mean(), 0),
+    "ignored labels, nll": (
+        lambda c: F.nll_loss(c.logits.log_softmax(-1)[0], c.labels[0], reduction="none").mean(),
+        0,
+    ),
+    "ignored labels, l1": (lambda c: F.l1_loss(c.each, c.weights), 0),
 }
 
 
@@ -243,18 +267,23 @@ class Asked(Exception):
 
 @pytest.fixture(scope="module")
 def found():
-    """(group, name) -> what was made of each loss: "as it is", "its sum" or the error, and the warnings."""
-    results = {}
+    """(group, name) -> what was made of each loss: "as it is", "its sum" or the error; the warnings; how many tokens
+    fewer than all of a sequence the mean divides by, labelled or not.
+    """
+    results, fewer = {}, {}
 
     def ask(group, name, loss, case):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 value = loss(case)
-                result = "as it is" if as_sum(value, current()) is value else "its sum"
+                _, mean = as_sum(value, current())
+                result = "as it is" if mean is None else "its sum"
+                fewer[group, name] = None if mean is None else mean.fewer
             except errors.MeanLossError as error:
                 result = str(error)
-        results[group, name] = result, [str(w.message) for w in caught if w.category is errors.FxparWarning]
+        said = [str(w.message) for w in caught if w.category is errors.FxparWarning]
+        results[group, name] = result, said, fewer.get((group, name))
 
     def loss_fn(model, batch):
         vector = model.norm(model.embed(batch["input_ids"]))
@@ -264,11 +293,12 @@ def found():
             vector=vector,
             logits=model.head(vector),
         )
-        for group, losses in (("means", MEANS), ("sums", SUMS), ("same", SAME_SCALE)):
+        for group, losses in (("means", MEANS), ("sums", SUMS), ("labels", BY_LABELS)):
             for name, loss in losses.items():
                 ask(group, name, loss, case)
-        for name, (loss, _) in OTHER_SCALES.items():
-            ask("other", name, loss, case)
+        for group, pairs in (("other", OTHER_SCALES), ("tokens", BY_TOKENS)):
+            for name, (loss, _) in pairs.items():
+                ask(group, name, loss, case)
         raise Asked
 
     batch = {
@@ -286,24 +316,29 @@ def found():
 
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_is_found_wherever_it_stands(found, name):
-    result, _ = found["means", name]
+    result, _, _ = found["means", name]
     assert "a factor that depends on the batch" in result
     assert "test_means.py:" in result
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_what_is_no_mean_is_taken_as_it_is(found, name):
-    assert found["sums", name] == ("as it is", [])
+    assert found["sums", name] == ("as it is", [], None)
 
 
 @pytest.mark.parametrize("name", OTHER_SCALES)
 def test_a_mean_over_something_else_than_tokens_is_a_sum_with_a_warning(found, name):
-    result, (warning,) = found["other", name]
+    result, (warning,), _ = found["other", name]
     assert result == "its sum"
     assert OTHER_SCALES[name][1] in warning
     assert "test_means.py:" in warning
 
 
-@pytest.mark.parametrize("name", SAME_SCALE)
-def test_a_mean_over_tokens_is_a_sum(found, name):
-    assert found["same", name] == ("its sum", [])
+@pytest.mark.parametrize("name", BY_LABELS)
+def test_a_mean_by_labels_is_a_sum(found, name):
+    assert found["labels", name] == ("its sum", [], None)
+
+
+@pytest.mark.parametrize("name", BY_TOKENS)
+def test_a_mean_over_tokens_is_a_sum_of_which_a_step_compares_the_number(found, name):
+    assert found["tokens", name] == ("its sum", [], BY_TOKENS[name][1])

@@ -1,0 +1,284 @@
+"""What a model's code keeps from one call to the next outside of its buffers: a graph computes with what was there at
+its capture, so what calls change is told, and put back.
+
+What a forward makes once and keeps, such as a table of positions, looks like state after one call. A second call with
+the same shapes tells them apart: it finds the table and changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.errors import warn
+from fxpar.losses import what_is_called
+from fxpar.torch_api import tracing
+from fxpar.tracer.provenance import is_user_file
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})  # others may make what they hold
+_ANSWERS = (bool, str, type(None))  # in a class or file what code has found out once, rather than state
+_PLAIN = (int, float, complex, *_ANSWERS)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_DEEPEST = 3  # containers inside of containers
+_LARGEST = 256  # of larger ones the elements are not looked at
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A value that calls may change, as it was: a tensor, number, text, or what a container has."""
+
+    value: Any
+    version: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> _Kept:
+        if isinstance(value, Tensor):
+            return cls(value, 0 if value.is_inference() else value._version)
+        if isinstance(value, _SYMBOLIC):
+            return cls(value, str(value.node.expr))
+        return cls(value) if isinstance(value, _PLAIN) else cls(type(value), len(value))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Kept) or self.version != other.version:
+            return False
+        if isinstance(self.value, _PLAIN) and isinstance(other.value, _PLAIN):
+            return self.value is other.value or self.value == other.value
+        return self.value is other.value or isinstance(self.value, _SYMBOLIC)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def is_number(self) -> bool:
+        return type(self.value) in (int, float)
+
+    def __str__(self) -> str:
+        if isinstance(self.value, Tensor):
+            return f"a tensor [{', '.join(map(str, self.value.shape))}]"
+        if isinstance(self.value, type):
+            return f"a {self.value.__name__} of {self.version}"
+        return str(self.version) if isinstance(self.value, _SYMBOLIC) else repr(self.value)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where code keeps values by name: a module, a class, or the globals of a file, of which `names` are looked at.
+
+    `put` and `drop` undo single names where not all is put back.
+    """
+
+    words: str
+    values: Mapping[str, Any]
+    of_class: Mapping[str, Any]
+    names: frozenset[str] | None = None
+    put: Callable[[str, Any], None] | None = None
+    drop: Callable[[str], Any] | None = None
+
+    @classmethod
+    def of_object(cls, words: str, owner: Any) -> _Place:
+        """Of a class, or of an object that is no module."""
+        return cls(words, vars(owner), {}, None, functools.partial(setattr, owner), functools.partial(delattr, owner))
+
+    def now(self) -> dict[str, Any]:
+        found = {**self.of_class, **self.values}
+        return {name: value for name, value in found.items() if name not in _OF_TORCH and self._has(name)}
+
+    def _has(self, name: str) -> bool:
+        return not name.startswith("__") and (self.names is None or name in self.names)
+
+    def kept(self) -> dict[str, _Kept]:
+        """By how one writes them: `step`, `state['n']`, `counts[0]`."""
+        found: dict[str, _Kept] = {}
+        for name, value in self.now().items():
+            if self.put is None or not isinstance(value, _ANSWERS):
+                _look_into(name, value, found, _DEEPEST)
+        return found
+
+
+def _look_into(name: str, value: Any, found: dict[str, _Kept], deepest: int) -> None:
+    if isinstance(value, (Tensor, *_PLAIN, *_SYMBOLIC)):
+        found[name] = _Kept.of(value)
+    elif type(value) in _CONTAINERS or isinstance(value, tuple):
+        found[name] = _Kept.of(value)
+        if deepest and len(value) <= _LARGEST and type(value) is not set:
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                _look_into(f"{name}[{key!r}]", each, found, deepest - 1)
+
+
+class State:
+    """What the code of a model and of other functions keeps, as it was when this was made."""
+
+    def __init__(self, model: nn.Module, functions: Sequence[Any] = ()) -> None:
+        self.places = _places(model, functions)
+        self.kept = [place.kept() for place in self.places]
+        self.attributes = [(place, dict(place.values)) for place in self.places if place.put is None]
+        self.shared = [(place, place.now()) for place in self.places if place.put is not None]
+        self.containers = _contents(values for _, values in self.attributes)
+        self.shared_containers = _contents(values for _, values in self.shared)
+
+    def put_back(self) -> None:
+        """Every attribute, parameter and buffer table of the modules as it was; in classes and globals, whose code may
+        count captures, only what holds values of a trace.
+        """
+        for place, old in self.attributes:
+            place.values.clear()  # type: ignore[attr-defined]
+            place.values.update(old)  # type: ignore[attr-defined]
+        for container, content in self.containers:
+            _fill(container, content)
+        for place, old in self.shared:
+            assert place.put is not None
+            assert place.drop is not None
+            for name, value in place.now().items():
+                if _is_traced(value) and name not in old:
+                    place.drop(name)
+                elif _is_traced(value) and value is not old[name]:
+                    place.put(name, old[name])
+        for container, content in self.shared_containers:
+            if any(map(_is_traced, _elements(container))):
+                _fill(container, content)
+
+    def tell(self, call_again: Callable[[], None], in_names: Callable[[str], str]) -> None:
+        """Warn of what a call has changed: of numbers at once, of the rest if `call_again` changes it once more.
+        `in_names` puts the names of sizes into a message.
+        """
+        found = [place.kept() for place in self.places]
+        changed = [_changed(was, now) for was, now in zip(self.kept, found, strict=True)]
+        if any(not both_numbers for names in changed for both_numbers in names.values()):
+            call_again()
+        for place, was, now, names in zip(self.places, self.kept, found, changed, strict=True):
+            again = _changed(now, place.kept()) if names else {}
+            told: set[str] = set()
+            for name, both_numbers in names.items():
+                whole = name.partition("[")[0]
+                if both_numbers or (name in again and whole not in told):
+                    told.add(whole)
+                    change = in_names(_in_words(was.get(name), now[name]))
+                    warn(
+                        f"{place.words} sets {name} {change}: captured, every step begins as before that, and none "
+                        "sets it. Make it a buffer, or keep it outside of the model"
+                    )
+
+
+def _in_words(was: _Kept | None, now: _Kept) -> str:
+    if was is None:
+        return f"to {now}"
+    if isinstance(was.value, Tensor) and isinstance(now.value, Tensor):
+        return f"to other values, [{', '.join(map(str, now.value.shape))}]"
+    return f"from {was} to {now}"
+
+
+def _changed(was: Mapping[str, _Kept], now: Mapping[str, _Kept]) -> dict[str, bool]:
+    """What is another value or new, and whether it was a number and is one."""
+    names = [name for name, value in now.items() if name not in was or was[name] != value]
+    return {name: name in was and was[name].is_number() and now[name].is_number() for name in names}
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, functions: Sequence[Any] = ()) -> Iterator[State]:
+    """Undo every change that the block makes to what the modules of `model` keep."""
+    state = State(model, functions)
+    try:
+        yield state
+    finally:
+        state.put_back()
+
+
+def class_attributes(kind: type[nn.Module]) -> dict[str, Any]:
+    """What the classes of a user's module say, for those of its objects that say nothing."""
+    found: dict[str, Any] = {}
+    for each in reversed(_own_classes(kind)):
+        found |= {name: value for name, value in vars(each).items() if not name.startswith("__")}
+    return found
+
+
+def _own_classes(kind: type[nn.Module]) -> list[type]:
+    return [c for c in kind.__mro__ if issubclass(c, nn.Module) and not c.__module__.startswith("torch.")]
+
+
+def _places(model: nn.Module, functions: Sequence[Any]) -> list[_Place]:
+    modules: list[_Place] = []
+    classes: dict[type, None] = {}
+    of_class: dict[type, dict[str, Any]] = {}
+    for fqn, module in model.named_modules():
+        kind = type(module)
+        if kind not in of_class:
+            of_class[kind] = class_attributes(kind)
+            classes |= dict.fromkeys(_own_classes(kind))
+        words = f"the forward of module {fqn!r}" if fqn else "the forward of the model"
+        modules.append(_Place(words, vars(module), of_class[kind]))
+    shared = [_Place.of_object(f"the code of class {each.__name__}", each) for each in classes]
+    written = [value for each in classes for value in vars(each).values()]
+    for function in functions:
+        called = what_is_called(function)
+        owner = getattr(called, "__self__", called)
+        plain = isinstance(owner, (FunctionType, ModuleType, type)) or not hasattr(owner, "__dict__")
+        if not plain and all(owner is not module for module in model.modules()):
+            shared.append(_Place.of_object(f"the loss function, a {type(owner).__name__},", owner))
+            written.append(type(owner).__call__)
+    return [*modules, *shared, *_globals([*written, *functions])]
+
+
+def _globals(functions: Sequence[Any]) -> list[_Place]:
+    """The globals that functions of the user's name, and what functions of the same file that these call do."""
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    todo, seen = list(functions), set()
+    while todo:
+        called = what_is_called(todo.pop())
+        function = inspect.unwrap(getattr(called, "__func__", called))
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        if is_user_file(function.__code__.co_filename):
+            space = function.__globals__
+            _, names = found.setdefault(id(space), (space, set()))
+            new = _names(function.__code__) - names
+            names |= new
+            todo += [space[name] for name in new if isinstance(space.get(name), FunctionType)]
+    return [
+        _Place(f"the code in {space.get('__file__')}", space, {}, frozenset(names), space.__setitem__, space.pop)
+        for space, names in found.values()
+    ]
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _elements(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _contents(spaces: Iterable[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
+    """The containers that are values of `spaces`, and those inside of them, with what they have now."""
+    found: dict[int, tuple[Any, Any]] = {}
+    todo = [(value, _DEEPEST) for values in spaces for value in values.values()]
+    while todo:
+        value, deepest = todo.pop()
+        outermost = deepest == _DEEPEST and isinstance(value, (dict, list, set))
+        if (type(value) in _CONTAINERS or outermost) and id(value) not in found:
+            found[id(value)] = value, copy.copy(value)
+        if deepest and (type(value) in _CONTAINERS or isinstance(value, tuple)) and len(value) <= _LARGEST:
+            todo += [(each, deepest - 1) for each in _elements(value)]
+    return list(found.values())
+
+
+def _fill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+def _is_traced(value: Any, deepest: int = _DEEPEST) -> bool:
+    """Whether a value is one of a trace, or holds one."""
+    if isinstance(value, tuple) or type(value) in _CONTAINERS:
+        return deepest > 0 and any(_is_traced(each, deepest - 1) for each in _elements(value))
+    return isinstance(value, _SYMBOLIC) or (isinstance(value, Tensor) and tracing.is_fake(value))
