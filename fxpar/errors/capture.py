@@ -267,6 +267,10 @@ class CheckpointInUseError(CheckpointError):
     """Another process, or another thread of this one, saves its checkpoints to the same folder."""
 
 
+class MissingCheckpointError(CheckpointError):
+    """There is no checkpoint where one is to be read; nothing was loaded."""
+
+
 class CorruptCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, truncated or changed; nothing was loaded."""
 
