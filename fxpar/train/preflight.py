@@ -87,15 +87,14 @@ def check_folders(config: TrainConfig) -> None:
     """
     if config.checkpoint.resume:
         check_resumed(config, latest(config))
-    make_writable(config.folder)
-    if config.checkpoint.enabled:
-        make_writable(config.checkpoints)
-        if not config.checkpoint.resume and _has_checkpoint(config.checkpoints):
-            raise RunFolderError(
-                str(config.checkpoints),
-                "has checkpoints of an earlier run. Add --resume to go on with it, set run.folder to another folder, "
-                "or delete this one",
-            )
+    for folder in _folders(config):
+        make_writable(folder, config)
+    if config.checkpoint.enabled and not config.checkpoint.resume and _has_checkpoint(config.checkpoints):
+        raise RunFolderError(
+            str(config.checkpoints),
+            "has checkpoints of an earlier run. Add --resume to go on with it, set run.folder to another folder, "
+            "or delete this one",
+        )
 
 
 def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
@@ -175,7 +174,7 @@ def check_free(config: TrainConfig) -> None:
 def lock_folders(config: TrainConfig) -> None:
     """Keep the folders of the run for this process. Raises RunInUseError and RunFolderError."""
     for folder in _folders(config):
-        make_writable(folder)
+        make_writable(folder, config)
         other = take(folder, f"fxpar train of {config.name!r}")
         if other is not None:
             unlock_folders(config)
@@ -193,14 +192,18 @@ def _folders(config: TrainConfig) -> list[Path]:
     return [config.folder, *([config.checkpoints] if config.checkpoint.enabled else [])]
 
 
-def make_writable(folder: Path) -> None:
-    """Raises RunFolderError."""
+def make_writable(folder: Path, config: TrainConfig) -> None:
+    """Make a folder of the run. Raises RunFolderError, which names the key that says where it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RunFolderError(str(folder), f"cannot be written: {error.strerror or error}") from error
+        key = "checkpoint.folder" if config.checkpoint.folder and folder == config.checkpoints else "run.folder"
+        file = next((one for one in (folder, *folder.parents) if one.exists() and not one.is_dir()), None)
+        why = f"{str(file)!r} is a file" if file is not None else error.strerror or str(error)
+        do = f"Set {key} to another folder" + (f", or move {str(file)!r} away" if file is not None else "")
+        raise RunFolderError(str(folder), f"cannot be written: {why}. {do}") from error
 
 
 def _has_checkpoint(folder: Path) -> bool:
