@@ -16,8 +16,8 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fxpar.ir.columns import columns, folded, human_bytes
+from fxpar.train.interrupt import INTERRUPTED
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -51,7 +51,7 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
         folder = Path(name)
         (folder / JOB).write_text(json.dumps(job.to_json()))
         with _interrupts(folder, say):
-            run_ranks(job.config.world, ("-m", "fxpar.train.worker", str(folder)), logs)
+            run_ranks(job.config.world, ("-m", "fxpar.train.worker", str(folder), str(os.getpid())), logs)
         return Outcome(**json.loads((folder / OUTCOME).read_text()))
 
 
