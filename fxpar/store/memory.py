@@ -55,7 +55,9 @@ class MemoryReport:
         rows.append(["graph gradients", human_bytes(self.gradient_bytes), "of the graphs at work, at most"])
         rows.append(["staging", human_bytes(self.staging_bytes), "messages, and sums of a node; at most"])
         rows.append(["activations", human_bytes(self.activation_bytes), "of the largest micro-batch, predicted"])
-        rows.append(["total", human_bytes(self.total_bytes), f"{human_bytes(self.shared_bytes)} saved by sharing"])
+        rows.append(
+            ["total", human_bytes(self.total_bytes), f"{human_bytes(self.shared_bytes)} more if no bytes were shared"]
+        )
         for name, (size, kept) in self.strategies.items():
             rows.append([f"  {name} alone", human_bytes(size), "resident" if kept else "in the arena"])
         return "\n".join(columns(rows, right=(1,)))

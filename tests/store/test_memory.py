@@ -14,7 +14,7 @@ def report(arena_bytes: int) -> MemoryReport:
 
 def test_strategies_that_take_turns_save_a_copy():
     assert report(1_000_000).shared_bytes == 1_000_000
-    assert "1.0 MB saved by sharing" in report(1_000_000).table()
+    assert "1.0 MB more if no bytes were shared" in report(1_000_000).table()
 
 
 def test_no_size_is_0_that_is_none():
