@@ -95,11 +95,12 @@ def reporting(command: F) -> F:
 def describe(error: Exception) -> str:
     """The message of an FxparError; of any other error its class and notes too, and where to see more."""
     from fxpar.errors import FxparError
+    from fxpar.errors.base import shortened
 
     if isinstance(error, FxparError):
         return str(error)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}. Add --debug to see where it comes from"
+    return f"{type(error).__name__}: {shortened(str(error))}{notes}. Add --debug to see where it comes from"
 
 
 def click_error() -> type[Exception]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fxpar.cli.console import stdout_console
@@ -27,7 +28,7 @@ def find_checkpoint(path: Path) -> Path:
     from fxpar.checkpoint.folder import newest_in
     from fxpar.checkpoint.manifest import MANIFEST
 
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise MissingCheckpointError(path, "there is no such folder; name the folder of a run, or a checkpoint in it")
     if (path / MANIFEST).is_file():
         return path

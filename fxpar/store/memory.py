@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
-from fxpar.ir.columns import columns, human_bytes
+from fxpar.ir.columns import columns, human_bytes, told_apart
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.passes.share_weights import share_weights
@@ -132,7 +132,7 @@ def choose_resident(
         if fitting:
             return min(fitting, key=lambda kept: (seconds(kept), -len(kept), kept)), together
     least = min((report(kept, False) for kept in _subsets(everything)), key=lambda r: r.total_bytes)
-    raise MemoryBudgetError(human_bytes(least.total_bytes), human_bytes(budget_bytes), least.table())
+    raise MemoryBudgetError(*told_apart(least.total_bytes, budget_bytes), least.table())
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -51,6 +51,15 @@ def test_groups_overlap_where_there_is_room(budget, may, expected):
     assert choose_resident(programs, of_set, lambda kept: float(len(kept)), budget, may) == expected
 
 
+def test_a_budget_that_is_missed_by_little_is_told_to_the_byte():
+    """Rounded, both would be 7.3 MB."""
+    report = lambda kept, overlap: MemoryReport(7_300_001, 0, 0, 0, 0, 0, {})
+    with pytest.raises(
+        MemoryBudgetError, match=r"at least 7,300,001 bytes per rank, but the budget is 7,300,000 bytes\."
+    ):
+        choose_resident({"dp2": None}, report, lambda kept: 0.0, 7_300_000)
+
+
 def test_what_fits_in_no_way_says_the_least():
     with pytest.raises(MemoryBudgetError, match="13 B"):
         choose_resident({"dp2": None, "cp2": None}, of_set, lambda kept: 0.0, 12, True)
