@@ -53,7 +53,10 @@ def test_groups_overlap_where_there_is_room(budget, may, expected):
 
 def test_a_budget_that_is_missed_by_little_is_told_to_the_byte():
     """Rounded, both would be 7.3 MB."""
-    report = lambda kept, overlap: MemoryReport(7_300_001, 0, 0, 0, 0, 0, {})
+
+    def report(kept: tuple[str, ...], overlap: bool) -> MemoryReport:
+        return MemoryReport(7_300_001, 0, 0, 0, 0, 0, {})
+
     with pytest.raises(
         MemoryBudgetError, match=r"at least 7,300,001 bytes per rank, but the budget is 7,300,000 bytes\."
     ):
