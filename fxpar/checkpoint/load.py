@@ -71,6 +71,11 @@ def trained_names(path: Path) -> set[str]:
         raise CorruptCheckpointError(path, f"{PLAIN} cannot be read. {advice(path)}") from error
 
 
+def optimizer_class(path: Path) -> str:
+    """The class of the optimizer that a checkpoint has, such as `AdamW`. Raises CorruptCheckpointError."""
+    return str(_read_plain(path, "optimizer").get("class"))
+
+
 def check_shapes(path: Path, model: nn.Module, other: nn.Module) -> None:
     """See that a checkpoint is of a model, whose tensors need no values: by names and shapes. Dtypes are not compared,
     since a run keeps masters that may be wider. `other` is the same model with another vocabulary (or `model` itself):

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from fxpar.checkpoint import latest_checkpoint
-from fxpar.checkpoint.load import check_shapes, read_extra, trained_names
+from fxpar.checkpoint.load import check_shapes, optimizer_class, read_extra, trained_names
 from fxpar.checkpoint.lock import holder, release, take
 from fxpar.checkpoint.state import model_state
 from fxpar.data import KINDS, load_tokenizer
@@ -30,6 +30,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
+from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
 from fxpar.train.session import TRAINED, latest
 
@@ -122,8 +123,8 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
 
 def check_resumed_model(config: TrainConfig) -> None:
     """See that the checkpoint to go on from, if one is asked for, is of this model, by names and shapes, and of a run
-    that trains the same parameters. Sizes that follow from a tokenizer which is yet to be trained are left out: ranks
-    see them.
+    that trains the same parameters with the same optimizer. Sizes that follow from a tokenizer which is yet to be
+    trained are left out: ranks see them.
 
     Raises CheckpointMismatchError, ResumeError, CorruptCheckpointError.
     """
@@ -136,6 +137,21 @@ def check_resumed_model(config: TrainConfig) -> None:
     path = latest(config)
     check_shapes(path, models[0], models[-1])
     _check_trained(config, path, models[0])
+    _check_optimizer(config, path)
+
+
+def _check_optimizer(config: TrainConfig, checkpoint: Path) -> None:
+    """The state of one optimizer is none of another's. Raises ResumeError, CorruptCheckpointError."""
+    was, here = optimizer_class(checkpoint), config.optimizer.name
+    if was == CLASSES[here].__name__:
+        return
+    name = next((name for name, cls in CLASSES.items() if cls.__name__ == was), None)
+    back = f"--set optimizer.name={name}" if name else "the optimizer of that run"
+    raise ResumeError(
+        str(checkpoint),
+        f"it holds the state of {was}, and this configuration has optimizer.name = {shown(here)}. Go on with {back}, "
+        "or start another run from these weights: fxpar export, then model.weights",
+    )
 
 
 def _check_trained(config: TrainConfig, checkpoint: Path, model: nn.Module) -> None:
