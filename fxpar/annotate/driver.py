@@ -34,10 +34,11 @@ from fxpar.flow import padding_hazard, token_symbol
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
-from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Size, TensorMeta
-from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, source_of, tensor_metas, tensor_of, whole_meta
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, is_backward, source_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
+from fxpar.ops.traits import BATCHED_PRODUCTS
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
 from fxpar.rules.view import Sizes, is_op, resolve
@@ -311,17 +312,29 @@ def degrees_product(strategy: Strategy) -> int:
 def _note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
     """Say where heads did not divide and what was done instead; once for all layers, and alike on all stages."""
     for axis, choice in choices.items():
-        places: set[tuple[str, Size, Size]] = set()
+        degree = graph.strategy.degree(axis)
+        places: set[tuple[str, str]] = set()
         for node, option in choice.items():
-            if node.target is own.attention.default and not any(isinstance(p, Shard) for p in option.inputs):
+            if any(isinstance(p, Shard) for p in option.inputs):
+                continue
+            if node.target is own.attention.default:
                 heads, kv_heads = (tensor_of(node.args[i]).shape[1] for i in (0, 1))  # type: ignore[union-attr]
-                places.add((starred(fqn_of(node)), heads, kv_heads))
-        for fqn, heads, kv_heads in sorted(places, key=str):
+                places.add((starred(fqn_of(node)), f"{heads} query and {kv_heads} key-value heads are"))
+            elif (count := _heads_of_scores(node)) % degree:
+                places.add((starred(fqn_of(node)), f"{count} head{'s are' if count != 1 else ' is'}"))
+        for fqn, heads in sorted(places):
             graph.notes.append(
-                f"{axis} does not shard the attention of {fqn or 'the root module'}: {heads} query and {kv_heads} "
-                f"key-value heads are not divisible by {axis}={graph.strategy.degree(axis)}, so every {axis} rank runs "
-                "all of them"
+                f"{axis} does not shard the attention of {fqn or 'the root module'}: {heads} not divisible by "
+                f"{axis}={degree}, so every {axis} rank runs all of them"
             )
+
+
+def _heads_of_scores(node: fx.Node) -> int:
+    """Heads of `q @ k.T` in attention that is written out, a forward product of [heads, T, T]; 0 of any other op."""
+    if node.target not in BATCHED_PRODUCTS or is_backward(node):
+        return 0
+    heads, *rows = tensor_of(node).shape
+    return heads if isinstance(heads, int) and not any(isinstance(size, int) for size in rows) else 0
 
 
 def _note_uncut(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:

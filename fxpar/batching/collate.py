@@ -77,7 +77,8 @@ def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> N
             if meant in known or (meant == "attention_mask" and bool((value != 0).all())):
                 continue
             if meant != "position_ids" or not torch.equal(value, _within(_columns(index, sequence)).to(value.dtype)):
-                raise UnreadKeyError(key, index, sorted(read))
+                hidden = int((value == 0).sum()) if meant == "attention_mask" and value.dim() == 1 else 0
+                raise UnreadKeyError(key, index, sorted(read), hidden)
         if not isinstance(sequence, Tensor) and "document_ids" not in sequence:
             for key in {"position_ids", "positions"} & sequence.keys():
                 _check_jumps(index, sequence[key])

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from fxpar.checkpoint.agree import agreed, group_of, rank_in, watched
+from fxpar.checkpoint.folder import require_checkpoint
 from fxpar.checkpoint.manifest import advice, check_files, read_manifest
 from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.checkpoint.plain import decode
 from fxpar.checkpoint.save import PLAIN, without_group_warning
 from fxpar.checkpoint.state import IMPLEMENTATION_FLAGS, ModelState, model_state, parameter_names
-from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError
+from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError, MissingCheckpointError
 
 _Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -41,11 +42,16 @@ def load_checkpoint(
     options (learning rate, betas, ...) but keeps how it computes (`fused`, `foreach`); None loads the model alone.
     Takes one further copy of this rank's shards while it loads.
 
-    Raises, the same on all ranks and before anything has changed: CorruptCheckpointError naming the file,
+    Raises, the same on all ranks and before anything has changed: MissingCheckpointError where there is none (a folder
+    of checkpoints is not one: the message names its newest), CorruptCheckpointError naming the file, and
     CheckpointMismatchError naming the first parameters that do not fit. PeerLostError if a rank is gone.
     """
     if path is None:
-        raise CorruptCheckpointError("None", "there is no checkpoint: latest_checkpoint found none in its folder")
+        raise MissingCheckpointError(
+            "None",
+            "there is no checkpoint to load: latest_checkpoint found none. Load only where it finds one "
+            "(path = latest_checkpoint(folder); if path is not None: ...), or name the folder of one",
+        )
     group, path = group_of(process_group), Path(path)
     with watched(model, rank_in(group)[0], f"loading {path.name}"):
         return _load(group, path, model, optimizer)
@@ -63,6 +69,11 @@ def trained_names(path: Path) -> set[str]:
         return {str(name) for group in groups["groups"] for name in group["params"]}
     except (KeyError, TypeError) as error:
         raise CorruptCheckpointError(path, f"{PLAIN} cannot be read. {advice(path)}") from error
+
+
+def optimizer_class(path: Path) -> str:
+    """The class of the optimizer that a checkpoint has, such as `AdamW`. Raises CorruptCheckpointError."""
+    return str(_read_plain(path, "optimizer").get("class"))
 
 
 def check_shapes(path: Path, model: nn.Module, other: nn.Module) -> None:
@@ -97,7 +108,12 @@ def _load(
 ) -> dict[str, Any]:
     rank, world = rank_in(group)
     wrap = _Wrap(path)
-    agreed(group, lambda: check_files(path, read_manifest(path), rank, world), wrap)
+
+    def check() -> None:
+        require_checkpoint(path)
+        check_files(path, read_manifest(path), rank, world)
+
+    agreed(group, check, wrap)
     found: list[_Job] = []
     agreed(group, lambda: found.append(_plan(path, model, optimizer)), wrap)
     job = found[0]

@@ -74,7 +74,11 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError("a number is none")
         return Manifest(body["step"], body["sequence"], body["world"], files)
     except FileNotFoundError:
-        raise CorruptCheckpointError(path, f"there is no {MANIFEST}: no checkpoint, or not complete") from None
+        raise CorruptCheckpointError(
+            path,
+            f"there is no {MANIFEST}: no checkpoint, or one that was not written to its end. latest_checkpoint finds "
+            "the newest complete one in a folder",
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{MANIFEST} cannot be read ({type(error).__name__}: {error}). {advice(path)}"
         raise CorruptCheckpointError(path, why) from error

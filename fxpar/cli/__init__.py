@@ -18,13 +18,17 @@ def main() -> None:
     It ends without freeing what torch and graphs hold, object by object: that takes 0.3 CPU seconds, and would be most
     of what somebody waits for after Ctrl-C.
     """
+    from fxpar.train.interrupt import INTERRUPTED, hear_from_now, say_interrupted
+
     try:
+        hear_from_now()
         run()
         status: object = 0
     except SystemExit as end:
         status = end.code or 0
-    except KeyboardInterrupt:  # before a command has begun
-        status = 130
+    except KeyboardInterrupt:  # before a command has begun, or after it
+        say_interrupted()
+        status = INTERRUPTED
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()

@@ -16,8 +16,8 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fxpar.ir.columns import columns, folded, human_bytes
+from fxpar.train.interrupt import INTERRUPTED
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -95,11 +95,12 @@ def reporting(command: F) -> F:
 def describe(error: Exception) -> str:
     """The message of an FxparError; of any other error its class and notes too, and where to see more."""
     from fxpar.errors import FxparError
+    from fxpar.errors.base import shortened
 
     if isinstance(error, FxparError):
         return str(error)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}. Add --debug to see where it comes from"
+    return f"{type(error).__name__}: {shortened(str(error))}{notes}. Add --debug to see where it comes from"
 
 
 def click_error() -> type[Exception]:

@@ -93,7 +93,11 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     yield from (Styled(""), Styled("parameters, one rank's share:", "bold"))
     yield from _param_table(document, width)
     yield Styled("")
-    sizes = ", ".join(f"{name}={size}" for name, size in document["sizes"].items())
+    padded = document["padded"]  # in a run; figures are for the example as it is
+    sizes = ", ".join(
+        f"{name}={size}" + (f", padded to {padded[name]} when it runs" if padded.get(name, size) != size else "")
+        for name, size in document["sizes"].items()
+    )
     total = f"{document['collectives']} collectives"
     if "messages" in document:
         total += f" of all stages; {document['messages']} messages between stages"

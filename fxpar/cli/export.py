@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fxpar.cli.console import stdout_console
 from fxpar.cli.run_commands import ExportRequest
-from fxpar.errors import CorruptCheckpointError
+from fxpar.errors import MissingCheckpointError
 
 
 def run_export(request: ExportRequest) -> None:
@@ -21,16 +22,18 @@ def run_export(request: ExportRequest) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The folder itself, or the latest checkpoint in it or in its `checkpoints`. Raises CorruptCheckpointError."""
-    from fxpar.checkpoint import latest_checkpoint
+    """The folder itself, or the latest checkpoint in it or in its `checkpoints`. Raises MissingCheckpointError,
+    CorruptCheckpointError.
+    """
+    from fxpar.checkpoint.folder import newest_in
     from fxpar.checkpoint.manifest import MANIFEST
 
-    if not path.is_dir():
-        raise CorruptCheckpointError(path, "there is no such folder; name the folder of a run, or a checkpoint in it")
+    if not os.path.isdir(path):
+        raise MissingCheckpointError(path, "there is no such folder; name the folder of a run, or a checkpoint in it")
     if (path / MANIFEST).is_file():
         return path
-    found = (latest_checkpoint(folder) for folder in (path, path / "checkpoints"))
+    found = (newest_in(folder) for folder in (path, path / "checkpoints"))
     latest = next((one for one in found if one is not None), None)
     if latest is None:
-        raise CorruptCheckpointError(path, "there is no complete checkpoint in this folder")
+        raise MissingCheckpointError(path, "there is no complete checkpoint in this folder")
     return latest

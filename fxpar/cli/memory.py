@@ -21,7 +21,13 @@ from fxpar.ir.strategy import Strategy
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory, steady_micro_batches
 from fxpar.memory.prediction import prediction_of
 
-_STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "saved", "messages", "peak", "rank")
+_STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "for backward", "messages", "peak", "rank")
+_MEANT = {
+    "stays": "weights, their gradients and the optimizer",
+    "for backward": "activations kept until their backward",
+    "per token": "those of one micro-batch, by its tokens",
+    "peak": "all that a rank holds at its fullest moment",
+}
 _LEAST = 16  # columns for text that goes on below a number
 
 
@@ -115,8 +121,12 @@ def _show_table(
         )
         for strategy, one in zip(strategies, found, strict=True)
     ]
-    titles = ("strategy", "ranks", "stays", "saved", *["per token"] * of_tokens, "peak", "")
+    titles = ("strategy", "ranks", "stays", "for backward", *["per token"] * of_tokens, "peak", "")
     print_table(console, titles, rows, right=range(1, len(titles) - 1))
+    console.print()
+    for title, meant in _MEANT.items():
+        if title in titles:
+            _print_folded(console, f"{title:14}{meant}", 14)
 
 
 def _verdict(found: MemoryPrediction, device: int) -> str:

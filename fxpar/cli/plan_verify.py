@@ -39,7 +39,7 @@ from fxpar.train.model import model_vocab
 from fxpar.train.optimize import make_optimizer
 from fxpar.train.preflight import RANKS_PER_CORE
 from fxpar.train.rank import choose_device
-from fxpar.train.worker import JOB, end_with_parent
+from fxpar.train.worker import JOB, end_with_launcher
 
 MEASURED = "measured.json"
 FREE_GB_PER_S = 1e9  # links that take no time
@@ -90,7 +90,8 @@ def verified(job: VerifyJob) -> list[VerifiedPlan]:
     """Run the plans on local ranks, one after the other. Raises as `run_ranks` does."""
     folder = Path(tempfile.mkdtemp(prefix="fxpar-verify-"))  # stays if a rank fails: its error names the log
     (folder / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
-    run_ranks(job.world, ("-m", "fxpar.cli.plan_verify", str(folder)), folder / "logs", quiet=True)
+    words = ("-m", "fxpar.cli.plan_verify", str(folder), str(os.getpid()))
+    run_ranks(job.world, words, folder / "logs", quiet=True)
     found = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
     shutil.rmtree(folder, ignore_errors=True)
     return [VerifiedPlan(number, tuple(StepSeconds(*step) for step in steps)) for number, steps in enumerate(found, 1)]
@@ -160,7 +161,7 @@ def verified_json(plans: Sequence[VerifiedPlan]) -> dict[str, Any]:
 def main() -> None:
     """Errors are left where torch's elastic launcher looks for them."""
     folder = Path(sys.argv[1])
-    end_with_parent()
+    end_with_launcher(int(sys.argv[2]))
     data = json.loads((folder / JOB).read_text(encoding="utf-8"))
     job = VerifyJob.from_json(data)
     torch.set_num_threads(1)

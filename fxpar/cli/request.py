@@ -119,12 +119,12 @@ def check_output(path: str | None) -> None:
     """Find out early that `path`, if there is one, cannot be written. Raises OutputError."""
     if path in (None, "-"):
         return
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         raise OutputError(path, IsADirectoryError(0, "it is a folder"))
     folder = Path(path).parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise OutputError(path, FileNotFoundError(0, f"there is no folder {str(folder)!r}"))
-    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise OutputError(path, PermissionError(0, "permission denied"))
 
 

@@ -38,7 +38,7 @@ def run_train(request: TrainRequest) -> None:
     plan = None if request.plan is None else (request.plan, read_plan(request.plan).to_toml())
     job = Job(config, compare, plan)
     with _stdout_on_stderr() if request.json == "-" else nullcontext():
-        interrupted = _as_rank(job) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally(job, request)
+        interrupted = _as_rank(job) if _is_rank() else _locally(job, request)
     if request.json is not None and os.environ.get("RANK", "0") == "0":
         write_output(request.json, (config.folder / SUMMARY).read_text(encoding="utf-8"))
     if interrupted:
@@ -71,7 +71,8 @@ def configured(request: TrainRequest) -> TrainConfig:
         words.append(f"run.ranks={request.ranks}")
     if request.resume:
         words.append("checkpoint.resume=true")
-    config = read_config(request.config, words) if request.config is not None else _demo(words)
+    launched = int(os.environ["WORLD_SIZE"]) if _is_rank() else None
+    config = read_config(request.config, words, launched) if request.config is not None else _demo(words, launched)
     if plan is not None and request.plan is not None:
         from fxpar.train.model import texts_of
 
@@ -102,10 +103,15 @@ def _check_vocabulary(path: str, plan: Plan) -> None:
         raise PlanFileError(path, f"it does not say how many tokens the vocabulary of {plan.model} has", do)
 
 
-def _demo(words: list[str]) -> TrainConfig:
+def _is_rank() -> bool:
+    """Whether torchrun, or what sets the same variables, has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _demo(words: list[str], launched: int | None) -> TrainConfig:
     from fxpar.train.demo import DEMO
 
-    config = parse_config(DEMO, "--demo", "demo", words)
+    config = parse_config(DEMO, "--demo", "demo", words, launched)
     if config.run.folder is None:
         folder = f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"
         config = replace(config, run=replace(config.run, folder=folder))

@@ -17,7 +17,14 @@ from fxpar.cli.request import check_output, collected_warnings, to_json, write_o
 from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, rows_once, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import token_dim
-from fxpar.errors import OpenStdoutError, PlanFileError, PlanOptionError, SameOutputError, StageNeedsStrategyError
+from fxpar.errors import (
+    DrawnRanksError,
+    OpenStdoutError,
+    PlanFileError,
+    PlanOptionError,
+    SameOutputError,
+    StageNeedsStrategyError,
+)
 from fxpar.graph_files import load_graph
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import LogicalGraph
@@ -34,6 +41,8 @@ from fxpar.viz.memory import memory_section
 from fxpar.viz.mesh import mesh_section
 from fxpar.viz.model_explorer import graph_collection, node_data, open_model_explorer, shown_parts
 from fxpar.viz.timeline import inside_of, shown_steps, timeline_section
+
+MOST_DRAWN = 2**14  # ranks: so many take 5 CPU seconds and 1 MB of a page
 
 
 def run_viz(request: VizRequest) -> None:
@@ -110,6 +119,7 @@ def _views(
     source = request.source
     strategies = list({str(one): one for one in strategies_of(source, request.strategy_texts)}.values())
     for strategy in strategies:
+        _check_ranks(strategy)
         if cluster:
             cluster.require(strategy.world)
     held = load_graph(source.model) if source.is_file else None
@@ -126,6 +136,7 @@ def _views(
             pairs.append((by_itself, read_for_store(source, strategy, rows=rows)))
     views = []
     for graph, stored in pairs:
+        _check_ranks(graph.strategy)
         if cluster:
             cluster.require(graph.strategy.world)
         text = str(graph.strategy)
@@ -133,6 +144,12 @@ def _views(
         view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
         views.append(replace(view, tflops=request.tflops))
     return views
+
+
+def _check_ranks(strategy: Strategy) -> None:
+    """Raises DrawnRanksError."""
+    if strategy.world > MOST_DRAWN:
+        raise DrawnRanksError(str(strategy), strategy.world, MOST_DRAWN)
 
 
 def _sizes(graph: TrainGraph, tokens: int | None) -> Mapping[str, int] | None:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+_LONG = re.compile(r"\S{200,}")
+
+
+def shortened(message: str) -> str:
+    """The message with words of 200 characters and more cut in the middle: a long name hides what is said of it."""
+
+    def cut(word: re.Match[str]) -> str:
+        text = word[0]
+        return f"{text[:80]}... ({len(text) - 100:,} characters left out) ...{text[-20:]}"
+
+    return _LONG.sub(cut, message)
+
 
 class FxparError(Exception):
     """Base of all errors raised by fxpar for a condition that the user can act on."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shortened(one) if isinstance(one, str) else one for one in args))
 
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("fxpar.errors."):
@@ -26,7 +42,7 @@ def warn(message: str) -> None:
     level, frame = 1, sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fxpar":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, FxparWarning, stacklevel=level)
+    warnings.warn(shortened(message), FxparWarning, stacklevel=level)
 
 
 @contextmanager

@@ -193,13 +193,21 @@ class BatchKeyError(FxparError):
 
 
 class UnreadKeyError(FxparError):
-    """A sequence has a tensor that the captured step does not read: training on it would leave the tensor out."""
+    """A sequence has a tensor that the captured step does not read: training on it would leave the tensor out.
+    `hidden` is how many tokens of the sequence it hides, as an attention mask does.
+    """
 
-    def __init__(self, key: str, index: int, read: Sequence[str]) -> None:
+    def __init__(self, key: str, index: int, read: Sequence[str], hidden: int = 0) -> None:
+        leave = f"leave {key!r} out of the sequences"
+        padded = (
+            f" It hides {hidden} of its tokens. If these are padding, {leave}, and the tokens too: "
+            f"input_ids[{key} != 0], labels alike. fxpar packs and pads sequences of any length by itself."
+        )
         super().__init__(
             f"sequence {index} of the mini-batch has {key!r}, which the captured step does not read (it reads "
-            f"{', '.join(map(repr, read))}{nearest(key, read)}). An optional argument of the forward is captured only "
-            f"if fxpar.parallelize(..., example=batch) has it: give such a batch, or leave {key!r} out of the sequences"
+            f"{', '.join(map(repr, read))}{nearest(key, read)}).{padded if hidden else ''} An optional argument of the "
+            f"forward is captured only if fxpar.parallelize(..., example=batch) has it: give such a batch"
+            f"{'' if hidden else f', or {leave}'}"
         )
 
 

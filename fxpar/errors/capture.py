@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fxpar.errors.base import FxparError, a_type, one_line
+from fxpar.errors.base import FxparError, a_type, nearest, one_line
 
 
 # --------------------------------------------------------------------------------------------------------- capture
@@ -39,6 +39,18 @@ class ForwardArgumentsError(CaptureError):
         )
 
 
+class MissingInputError(CaptureError):
+    """Model or loss function read a `key` that the batch which is captured does not have."""
+
+    def __init__(self, key: str, keys: Iterable[str]) -> None:
+        self.key, has = key, list(keys)
+        super().__init__(
+            f"the model or the loss function reads {key!r}, which the batch does not have: its keys are "
+            f"{', '.join(map(repr, has))}{nearest(key, has) or '.'} Give the batch that is captured (example= of "
+            f"fxpar.parallelize) a tensor {key!r}, or read one of its keys"
+        )
+
+
 class ExampleNeededError(CaptureError):
     """Model or loss function read a key that the batch which fxpar captures with by itself does not have, or (`failed`)
     a model that takes `key` alone has failed on that batch.
@@ -51,8 +63,12 @@ class ExampleNeededError(CaptureError):
         loss = "" if failed is None else "loss=..., "
         super().__init__(
             f"{why}: it is one of text, with {', '.join(map(repr, keys))}. Give one batch of yours, of which only "
-            f"shapes and dtypes are read: {loss}example={{{key!r}: ...}}"
+            f"shapes and dtypes are read: {loss}example={{{key!r}: ...}}, with all other keys that model and loss read"
+            f"{_OF_POSITIONS * ('pos' in str(key) and failed is None)}"
         )
+
+
+_OF_POSITIONS = ". Positions that count from 0 in each document need no example if they are read as 'position_ids'"
 
 
 class DynamicDimError(CaptureError):
@@ -269,6 +285,10 @@ class CheckpointWriteError(CheckpointError):
 
 class CheckpointInUseError(CheckpointError):
     """Another process, or another thread of this one, saves its checkpoints to the same folder."""
+
+
+class MissingCheckpointError(CheckpointError):
+    """There is no checkpoint where one is to be read; nothing was loaded."""
 
 
 class CorruptCheckpointError(CheckpointError):

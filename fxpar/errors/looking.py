@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from fxpar.errors.base import FxparError, nearest
 
@@ -16,7 +16,7 @@ class UnknownModelError(FxparError):
     @classmethod
     def of(cls, spec: str, examples: Sequence[str], others: Sequence[str] = ()) -> UnknownModelError:
         """With a hint: a folder of this name, or the nearest name, which may be one of `others`."""
-        if spec and Path(spec).expanduser().is_dir():
+        if spec and os.path.isdir(os.path.expanduser(spec)):  # False for a name that is too long for one
             written = spec if "/" in spec or spec.startswith((".", "~")) else f"./{spec}"
             return cls(spec, examples, f"; to use the folder of this name, write hf:{written}.")
         return cls(spec, examples, nearest(spec, [*examples, *others, *(f"hf:{name}" for name in examples)]))

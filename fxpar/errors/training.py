@@ -56,6 +56,16 @@ class CheckedRanksError(FxparError):
         )
 
 
+class DrawnRanksError(FxparError):
+    """`fxpar viz` draws every rank, and a strategy has too many for a page."""
+
+    def __init__(self, strategy: str, ranks: int, most: int) -> None:
+        super().__init__(
+            f"strategy {strategy!r} has {ranks:,} ranks; a page shows every rank, and at most {most:,}. Draw the same "
+            "axes with a smaller dp: the graph of a rank is the same. fxpar dump, explain and memory take any number"
+        )
+
+
 class RunFolderError(FxparError):
     """A folder for results that cannot be used."""
 

@@ -276,6 +276,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic], modul
         "axes": [{"axis": a, "degree": d, "does": _does(strategy, a, params)} for a, d in strategy.mesh.axes],
         "params": params,
         "modules": modules,
+        "padded": {d.name: d.example + -d.example % program.divisors.get(d.name, 1) for d in program.dims},
         "collectives": len(found),
         "wire_bytes": round(sum(each.wire_bytes for each in found)),
         "sent": sent(program).to_json(),

@@ -22,6 +22,12 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def told_apart(one: int, other: int) -> tuple[str, str]:
+    """Two different counts of bytes as texts that differ: rounded, or where that makes them equal, exact."""
+    texts = human_bytes(one), human_bytes(other)
+    return texts if texts[0] != texts[1] else (f"{one:,} bytes", f"{other:,} bytes")
+
+
 def folded(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     """Lines of at most `width` characters, the first behind `first`, the others behind `rest`. Lines end between words;
     a word that is longer than a line stays whole.

@@ -92,7 +92,9 @@ def header(graph: AnyGraph) -> list[str]:
         divisors = graph.divisors
     for dim in graph.dims:
         text, divisor = f"dim {dim.name}: {dim.example} in the example", divisors.get(dim.name, 1)
-        text += f", padded to a multiple of {divisor}" if divisor > 1 else ""
+        if divisor > 1:
+            text += f", padded to a multiple of {divisor} when it runs"
+            text += f"; figures are for {dim.example}" if dim.example % divisor else ""
         lines.append(text + (f", at most {dim.maximum}" if dim.maximum is not None else ""))
     if not isinstance(graph, LogicalGraph):
         lines += [f"note: {without_folders(note)}" for note in graph.notes]

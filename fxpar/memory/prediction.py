@@ -114,7 +114,8 @@ class MemoryPrediction:
             backward, with_ = body.backward_bytes + body.result_bytes, "at the peak, new gradients included"
             if self.micro_batches == 1:
                 of = "after the micro-batch"
-        kept_per_token = "saved by a micro-batch" + (" of the stage that saves most" if staged else "")
+        by = " by the stage that keeps most" if staged else ""
+        kept_per_token = f"kept for the backward{by}, at {self.tokens:,} tokens"
         rows = [
             ("master weights", self.master_bytes, "sharded over all ranks"),
             ("optimizer", self.optimizer_bytes, "AdamW, two fp32 moments"),
@@ -122,13 +123,9 @@ class MemoryPrediction:
             ("gradients", self.home_gradient_bytes, "as the optimizer sees them"),
             ("accumulators", summed, of),
             ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node})"),
-            ("saved", body.kept_bytes, "of these activations, kept for the backward"),
-            ("most saved", body.saved_bytes, "for the backward, at another moment, when less is held in all"),
-            (
-                "per token",
-                round(self.per_token_bytes),
-                kept_per_token,
-            ),
+            ("for backward", body.kept_bytes, "of these activations, kept until their backward"),
+            ("at most", body.saved_bytes, "for backward, at another moment, when less is held in all"),
+            ("per token", round(self.per_token_bytes), kept_per_token),
             ("backward", backward, with_),
             ("workspace", body.workspace_bytes, "of the kernel at the peak"),
             ("messages", body.message_bytes, "between stages, at the peak, and batches under way"),
@@ -138,7 +135,7 @@ class MemoryPrediction:
             ("reserved", self.reserved_bytes, "by an engine: without optimizer, staging beside a micro-batch"),
         ]
         elsewhere = body.saved_bytes > 1.01 * body.kept_bytes
-        left_out = {"messages": not staged, "sums": not self.sums_bytes, "most saved": not elsewhere}
+        left_out = {"messages": not staged, "sums": not self.sums_bytes, "at most": not elsewhere}
         left_out["per token"] = not self.tokens
         return [row for row in rows if not left_out.get(row[0])]
 

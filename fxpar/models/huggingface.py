@@ -6,6 +6,7 @@ Nothing is ever downloaded, and nothing of a folder is run: its configuration is
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -102,7 +103,7 @@ def _folder_config(folder: Path) -> Any:
         if not isinstance(kind, str):
             raise TypeError(kind)
     except OSError as error:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             why = f"is not there ({folder.absolute()}). Nothing is downloaded: name a local folder"
             raise ModelFolderError(str(folder), why) from error
         why = f"has no {CONFIG} that can be read ({error.strerror}). Nothing is downloaded: name a local folder"
@@ -150,7 +151,7 @@ def default_config(model_type: str) -> Any:
     except ImportError as error:
         raise MissingPackageError("hf:", "transformers", 'pip install "fxpar[hf]"') from error
     if model_type not in CONFIG_MAPPING:
-        folder = f"; the folder of this name is written hf:./{model_type}" if Path(model_type).is_dir() else ""
+        folder = f"; the folder of this name is written hf:./{model_type}" if os.path.isdir(model_type) else ""
         raise ModelTypeError(model_type, f"is unknown to transformers{folder or nearest(model_type, HEADS)}")
     if model_type not in HEADS:
         raise ModelTypeError(model_type, "has no causal language model head, so it is not a decoder")

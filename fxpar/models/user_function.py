@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,7 +105,7 @@ def _on_cpu(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _from_file(spec: str, path: Path) -> ModuleType:
-    if not path.is_file():
+    if not os.path.isfile(path):  # as it is for a name that is too long for a file
         raise ModelFunctionError(spec, f"there is no file {str(path)!r}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:

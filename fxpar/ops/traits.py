@@ -137,6 +137,9 @@ FACTORIES = {aten.full.default, aten.zeros.default, aten.ones.default, aten.scal
 MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default}
 """The products of operands 0 and 1."""
 
+BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default, aten.baddbmm_.default}
+"""A product per entry of the first dim."""
+
 ADDED_PRODUCTS = {
     aten.addmm.default,
     aten.baddbmm.default,

@@ -6,7 +6,6 @@ import inspect
 import math
 import os
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -25,6 +24,7 @@ from fxpar.errors import (
     LossError,
     MeanLossError,
     MetricError,
+    MissingInputError,
     ParallelizeError,
     PassContractError,
     PlannerError,
@@ -273,16 +273,13 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
             del batch["position_ids"]
         try:
             return capture(module, loss, batch, name=name)
-        except KeyError as error:
-            if not positions and error.args == ("position_ids",):
-                positions = True  # the loss function reads them
-                continue
-            if not _of_batch(error, batch):  # of a dict of the user's own
-                raise
-            raise ExampleNeededError(error.args[0], batch) from error
+        except MissingInputError as error:
+            if error.key != "position_ids":
+                raise ExampleNeededError(error.key, batch) from error
+            positions = True  # the loss function reads them
         except PositionTableError as error:
             tokens = error.rows
-        except (LossError, MeanLossError, MetricError, DataDependentError):  # in the code, whatever it is given
+        except (LossError, MeanLossError, MetricError, DataDependentError, KeyError):  # in the code, whatever is given
             raise
         except Exception as error:
             if positional and not known.keys() & batch.keys():
@@ -290,12 +287,6 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
             error.add_note(f"captured on a batch of text of {tokens} tokens, as fxpar makes one; give your own if the")
             error.add_note("model takes fewer, or if you train on other data: fxpar.parallelize(..., example=batch)")
             raise
-
-
-def _of_batch(error: KeyError, batch: Mapping[str, Tensor]) -> bool:
-    """Whether the key was looked up where a batch like this one is at hand."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return any(isinstance(value, dict) and value.keys() == batch.keys() for value in frame.f_locals.values())
 
 
 def as_precision(given: Precision | str | None) -> Precision:

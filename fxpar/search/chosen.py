@@ -93,7 +93,8 @@ def planned_for(model: str, options: Sequence[str], tokens: int, problem: Proble
     counts = [sum(info.meta.numel({}) for info in rows(layers).params()) for layers in samples]
     parameters = round(extrapolated(counts, float(depth.beyond(samples))))
     world, memory = problem.cluster.world, problem.memory_bytes
-    return PlannedFor(model, world, tokens, tuple(options), parameters, memory)
+    last = {one.partition("=")[0].strip(): one for one in options}  # of each option, as the model was made with
+    return PlannedFor(model, world, tokens, tuple(last.values()), parameters, memory)
 
 
 def lowering(rows: Rows) -> tuple[Lower, Outlines]:

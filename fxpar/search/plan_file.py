@@ -143,7 +143,8 @@ def parse_plan(text: str, path: str) -> Plan:
         data = read(text, "TOML")
     except ValueError as error:
         raise PlanFileError(path, str(error)) from error
-    if data.pop("fxpar_plan", None) != VERSION:
+    version = data.pop("fxpar_plan", None)
+    if version != VERSION or isinstance(version, bool):  # True is 1
         raise PlanFileError(path, f"it does not begin with fxpar_plan = {VERSION}", "Write one with `fxpar plan -o`")
     groups = data.pop("groups", None)
     if not isinstance(groups, list) or not groups or not all(isinstance(one, dict) for one in groups):
@@ -155,8 +156,20 @@ def parse_plan(text: str, path: str) -> Plan:
     if plan.world < 1:
         raise PlanFileError(path, f"world = {plan.world} ranks can run nothing")
     _check_tokens(path, "tokens_per_step", plan.tokens_per_step, MOST_TOKENS)
+    _check_options(path, plan.options)
     _check_groups(path, plan)
     return plan
+
+
+def _check_options(path: str, options: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for one in options:
+        key, equals, _ = one.partition("=")
+        if not equals or not key.strip():
+            raise PlanFileError(path, f"options: {one!r} is not an assignment", 'Write "key=value", such as "layers=4"')
+        if key.strip() in seen:
+            raise PlanFileError(path, f"options: {seen[key.strip()]!r} and {one!r} set the same option", "Keep one")
+        seen[key.strip()] = one
 
 
 def _check_tokens(path: str, key: str, value: int, most: int) -> None:

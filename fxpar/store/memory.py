@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import MemoryBudgetError
-from fxpar.ir.columns import columns, human_bytes
+from fxpar.ir.columns import columns, human_bytes, told_apart
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.passes.share_weights import share_weights
@@ -55,7 +55,9 @@ class MemoryReport:
         rows.append(["graph gradients", human_bytes(self.gradient_bytes), "of the graphs at work, at most"])
         rows.append(["staging", human_bytes(self.staging_bytes), "messages, and sums of a node; at most"])
         rows.append(["activations", human_bytes(self.activation_bytes), "of the largest micro-batch, predicted"])
-        rows.append(["total", human_bytes(self.total_bytes), f"{human_bytes(self.shared_bytes)} saved by sharing"])
+        rows.append(
+            ["total", human_bytes(self.total_bytes), f"{human_bytes(self.shared_bytes)} more if no bytes were shared"]
+        )
         for name, (size, kept) in self.strategies.items():
             rows.append([f"  {name} alone", human_bytes(size), "resident" if kept else "in the arena"])
         return "\n".join(columns(rows, right=(1,)))
@@ -130,7 +132,7 @@ def choose_resident(
         if fitting:
             return min(fitting, key=lambda kept: (seconds(kept), -len(kept), kept)), together
     least = min((report(kept, False) for kept in _subsets(everything)), key=lambda r: r.total_bytes)
-    raise MemoryBudgetError(human_bytes(least.total_bytes), human_bytes(budget_bytes), least.table())
+    raise MemoryBudgetError(*told_apart(least.total_bytes, budget_bytes), least.table())
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

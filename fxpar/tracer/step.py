@@ -21,6 +21,7 @@ from fxpar.errors import (
     FixedLengthError,
     ForwardArgumentsError,
     LossError,
+    MissingInputError,
     UnsupportedOpError,
 )
 from fxpar.ir.graph import TOKEN_NUMBERS, Averaged, Input, Output
@@ -216,7 +217,18 @@ class TracedStep(Traced):
     averaged: Averaged | None = None
 
     def _translate(self, error: Exception) -> CaptureError | None:
-        return super()._translate(error) or self._wrong_call(error)
+        return super()._translate(error) or self._wrong_call(error) or self._missing_input(error)
+
+    def _missing_input(self, error: Exception) -> CaptureError | None:
+        """For a key that was looked up in the batch, or in a dict made of it, and is not there. What is raised where no
+        such dict is at hand is about a dict of the user's own.
+        """
+        if not isinstance(error, KeyError) or not isinstance(self.batch, Mapping):
+            return None
+        key, keys = error.args[0], self.batch.keys()
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        read = any(isinstance(value, dict) and value.keys() & keys for value in frame.f_locals.values())
+        return MissingInputError(key, keys) if read and isinstance(key, str) and key not in keys else None
 
     def _wrong_call(self, error: Exception) -> CaptureError | None:
         """For a call of the model's forward with other arguments than it takes; Python names the function first."""

@@ -226,14 +226,14 @@ class TrainConfig:
         return self if self.plan.drift is not None else replace(self, plan=PlanConfig(DRIFT))
 
 
-def read_config(path: str | Path, assignments: Sequence[str] = ()) -> TrainConfig:
+def read_config(path: str | Path, assignments: Sequence[str] = (), launched: int | None = None) -> TrainConfig:
     """Read and check a file. Raises ConfigFileError and what `parse_config` raises."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigFileError(str(path), f"{why}{_if_a_model(str(path))}") from error
-    return parse_config(text, str(path), Path(path).stem, assignments)
+    return parse_config(text, str(path), Path(path).stem, assignments, launched)
 
 
 def _if_a_model(path: str) -> str:
@@ -243,8 +243,11 @@ def _if_a_model(path: str) -> str:
     return ". A model is named in the configuration, a TOML file: name = ... under [model]"
 
 
-def parse_config(text: str, source: str, name: str, assignments: Sequence[str] = ()) -> TrainConfig:
-    """Check the TOML `text`; `source` names it in errors, `name` is the default name of the run.
+def parse_config(
+    text: str, source: str, name: str, assignments: Sequence[str] = (), launched: int | None = None
+) -> TrainConfig:
+    """Check the TOML `text`; `source` names it in errors, `name` is the default name of the run. Strategies that are
+    yet to be chosen are for the ranks that a launcher has `launched`, unless run.ranks says how many.
 
     Raises ConfigFileError, ConfigError (all problems at once), MaxLengthError, StrategyWorldsError, TokenBudgetError.
     """
@@ -265,6 +268,8 @@ def parse_config(text: str, source: str, name: str, assignments: Sequence[str] =
         ranks = run.get("ranks") if isinstance(run, dict) else None
         raise ConfigError(source, [*problems, *group_problems(strategies, ranks)])
     config = TrainConfig(name=name, strategies=strategies, **sections)
+    if not strategies and config.run.ranks is None and launched is not None:
+        config = replace(config, run=replace(config.run, ranks=launched))
     config = replace(config, data=replace(config.data, tokenizer=_tokenizer(config, problems)))
     if problems:
         raise ConfigError(source, problems)

@@ -46,12 +46,12 @@ def launch(job: Job, say: Callable[[str], None]) -> Outcome:
     this process was told to end (the ranks have been ended then).
     """
     logs = job.config.folder / "logs"
-    make_writable(logs)
+    make_writable(logs, job.config)
     with tempfile.TemporaryDirectory(prefix="fxpar-") as name:
         folder = Path(name)
         (folder / JOB).write_text(json.dumps(job.to_json()))
         with _interrupts(folder, say):
-            run_ranks(job.config.world, ("-m", "fxpar.train.worker", str(folder)), logs)
+            run_ranks(job.config.world, ("-m", "fxpar.train.worker", str(folder), str(os.getpid())), logs)
         return Outcome(**json.loads((folder / OUTCOME).read_text()))
 
 

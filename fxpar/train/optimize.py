@@ -20,6 +20,12 @@ _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "loop": {"foreach": False},
 }
 
+CLASSES: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Matrices get the weight decay; vectors (norms, biases) none, as is usual."""
@@ -30,10 +36,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     ]
     groups = [group for group in groups if group["params"]]
     how: dict[str, Any] = {"lr": config.lr, **_IMPLEMENTATIONS[config.implementation]}
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, momentum=config.momentum, **how)
-    cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return cls(groups, betas=config.betas, eps=config.eps, **how)
+    own = {"momentum": config.momentum} if config.name == "sgd" else {"betas": config.betas, "eps": config.eps}
+    return CLASSES[config.name](groups, **own, **how)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int) -> LRScheduler:

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from fxpar.checkpoint import latest_checkpoint
-from fxpar.checkpoint.load import check_shapes, read_extra, trained_names
+from fxpar.checkpoint.load import check_shapes, optimizer_class, read_extra, trained_names
 from fxpar.checkpoint.lock import holder, release, take
 from fxpar.checkpoint.state import model_state
 from fxpar.data import KINDS, load_tokenizer
@@ -30,6 +30,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
+from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
 from fxpar.train.session import TRAINED, latest
 
@@ -87,15 +88,14 @@ def check_folders(config: TrainConfig) -> None:
     """
     if config.checkpoint.resume:
         check_resumed(config, latest(config))
-    make_writable(config.folder)
-    if config.checkpoint.enabled:
-        make_writable(config.checkpoints)
-        if not config.checkpoint.resume and _has_checkpoint(config.checkpoints):
-            raise RunFolderError(
-                str(config.checkpoints),
-                "has checkpoints of an earlier run. Add --resume to go on with it, set run.folder to another folder, "
-                "or delete this one",
-            )
+    for folder in _folders(config):
+        make_writable(folder, config)
+    if config.checkpoint.enabled and not config.checkpoint.resume and _has_checkpoint(config.checkpoints):
+        raise RunFolderError(
+            str(config.checkpoints),
+            "has checkpoints of an earlier run. Add --resume to go on with it, set run.folder to another folder, "
+            "or delete this one",
+        )
 
 
 def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
@@ -123,8 +123,8 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
 
 def check_resumed_model(config: TrainConfig) -> None:
     """See that the checkpoint to go on from, if one is asked for, is of this model, by names and shapes, and of a run
-    that trains the same parameters. Sizes that follow from a tokenizer which is yet to be trained are left out: ranks
-    see them.
+    that trains the same parameters with the same optimizer. Sizes that follow from a tokenizer which is yet to be
+    trained are left out: ranks see them.
 
     Raises CheckpointMismatchError, ResumeError, CorruptCheckpointError.
     """
@@ -137,6 +137,21 @@ def check_resumed_model(config: TrainConfig) -> None:
     path = latest(config)
     check_shapes(path, models[0], models[-1])
     _check_trained(config, path, models[0])
+    _check_optimizer(config, path)
+
+
+def _check_optimizer(config: TrainConfig, checkpoint: Path) -> None:
+    """The state of one optimizer is none of another's. Raises ResumeError, CorruptCheckpointError."""
+    was, here = optimizer_class(checkpoint), config.optimizer.name
+    if was == CLASSES[here].__name__:
+        return
+    name = next((name for name, cls in CLASSES.items() if cls.__name__ == was), None)
+    back = f"--set optimizer.name={name}" if name else "the optimizer of that run"
+    raise ResumeError(
+        str(checkpoint),
+        f"it holds the state of {was}, and this configuration has optimizer.name = {shown(here)}. Go on with {back}, "
+        "or start another run from these weights: fxpar export, then model.weights",
+    )
 
 
 def _check_trained(config: TrainConfig, checkpoint: Path, model: nn.Module) -> None:
@@ -175,7 +190,7 @@ def check_free(config: TrainConfig) -> None:
 def lock_folders(config: TrainConfig) -> None:
     """Keep the folders of the run for this process. Raises RunInUseError and RunFolderError."""
     for folder in _folders(config):
-        make_writable(folder)
+        make_writable(folder, config)
         other = take(folder, f"fxpar train of {config.name!r}")
         if other is not None:
             unlock_folders(config)
@@ -193,14 +208,18 @@ def _folders(config: TrainConfig) -> list[Path]:
     return [config.folder, *([config.checkpoints] if config.checkpoint.enabled else [])]
 
 
-def make_writable(folder: Path) -> None:
-    """Raises RunFolderError."""
+def make_writable(folder: Path, config: TrainConfig) -> None:
+    """Make a folder of the run. Raises RunFolderError, which names the key that says where it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RunFolderError(str(folder), f"cannot be written: {error.strerror or error}") from error
+        key = "checkpoint.folder" if config.checkpoint.folder and folder == config.checkpoints else "run.folder"
+        file = next((one for one in (folder, *folder.parents) if one.exists() and not one.is_dir()), None)
+        why = f"{str(file)!r} is a file" if file is not None else error.strerror or str(error)
+        do = f"Set {key} to another folder" + (f", or move {str(file)!r} away" if file is not None else "")
+        raise RunFolderError(str(folder), f"cannot be written: {why}. {do}") from error
 
 
 def _has_checkpoint(folder: Path) -> bool:

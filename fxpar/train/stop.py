@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxpar.train.interrupt import hear
+
 
 class StopRequest:
     """Within its `with`: whether this rank was asked to end; before the first step, and the second time, SIGINT ends it
@@ -48,7 +50,7 @@ class StopRequest:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._file is None and (self._asked or not self._is_stepping):
-            raise KeyboardInterrupt
+            hear(number, frame)
         self._asked = True
 
 

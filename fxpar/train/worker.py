@@ -1,4 +1,4 @@
-"""`python -m fxpar.train.worker FOLDER`: one local rank that `fxpar.train.launch` started.
+"""`python -m fxpar.train.worker FOLDER LAUNCHER`: one local rank that a launcher (its process) started.
 
 The folder holds `job.json`; `stepping` appears in it with the first step, `stop` when the rank is to end after its
 step; rank 0 leaves `outcome.json`.
@@ -13,19 +13,21 @@ import threading
 import time
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 JOB, STEPPING, STOP, OUTCOME = "job.json", "stepping", "stop", "outcome.json"
 
 
-@record
 def main() -> None:
     """Errors are left where torch's elastic launcher looks for them."""
+    end_with_launcher(int(sys.argv[2]))  # before torch is imported: that alone takes seconds
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(_run)(Path(sys.argv[1]))
+
+
+def _run(folder: Path) -> None:
     from fxpar.train.rank import Job, run_rank
     from fxpar.train.stop import StopRequest
 
-    folder = Path(sys.argv[1])
-    end_with_parent()
     job = Job.from_json(json.loads((folder / JOB).read_text()))
     with StopRequest(folder / STOP, folder / STEPPING) as stop:
         outcome = run_rank(job, stop)
@@ -33,16 +35,15 @@ def main() -> None:
         (folder / OUTCOME).write_text(json.dumps(outcome.to_json()))
 
 
-def end_with_parent(interval_s: float = 1.0) -> None:
-    """End this process when the launcher is gone: killed, it cannot end its ranks."""
-    parent = os.getppid()
+def end_with_launcher(launcher: int, interval_s: float = 1.0) -> None:
+    """End this process when its launcher (a process number) is gone: killed, it cannot end its ranks."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == launcher:
             time.sleep(interval_s)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="fxpar-parent").start()
+    threading.Thread(target=watch, daemon=True, name="fxpar-launcher").start()
 
 
 if __name__ == "__main__":

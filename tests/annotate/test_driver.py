@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpar
 from fxpar.annotate import AnnotateOnce, annotate, driver
 from fxpar.annotate.driver import annotate_and_search, combine, search_placements
 from fxpar.annotate.solve import _solved
@@ -174,6 +175,29 @@ def test_odd_heads_make_a_note(strategy, axis):
         f"{axis} does not shard the attention of layers.*.attention: 4 query and 4 key-value heads are not divisible "
         f"by {axis}=3, so every {axis} rank runs all of them"
     )
+
+
+class WrittenOut(nn.Module):
+    """Attention of three heads of two, without an operator for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(6, 6, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (3, 2)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        return self.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_odd_heads_of_attention_that_is_written_out_make_a_note():
+    model, values = nn.Sequential(WrittenOut()), torch.randn(1, 8, 6)
+    graph = fxpar.capture(model, squared, {"x": values, "y": values}, dynamic={"x": {1: "T"}, "y": {1: "T"}})
+    (note,) = lower(graph, "tp2").notes
+    assert note == (
+        "tp does not shard the attention of 0: 3 heads are not divisible by tp=2, so every tp rank runs all of them"
+    )
+    assert lower(graph, "tp3").notes == ()  # a head on each
+    assert lower(graph, "cp2").notes == ()  # the rows of the scores are sharded
 
 
 def test_an_axis_that_shards_nothing_makes_a_note():

@@ -5,12 +5,20 @@ import os
 import resource
 import shutil
 import signal
+import warnings
 
 import pytest
 
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fxpar.checkpoint.lock import LOCK
-from fxpar.errors import CheckpointError, CheckpointValueError, CheckpointWriteError, RankError
+from fxpar.errors import (
+    CheckpointError,
+    CheckpointValueError,
+    CheckpointWriteError,
+    FxparWarning,
+    MissingCheckpointError,
+    RankError,
+)
 from fxpar.runtime.forked import run_forked
 from tests.checkpoint.small import assert_same, make, step, whole
 
@@ -50,8 +58,15 @@ def assert_intact(folder, saved):
 
 
 def test_nothing_there(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "none") is None
+    (tmp_path / "checkpoints").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert latest_checkpoint(tmp_path / "checkpoints") is None  # an empty folder needs no word
+    with pytest.warns(FxparWarning, match=r"there is no folder '.*checkpoint'; did you mean 'checkpoints'\?"):
+        assert latest_checkpoint(tmp_path / "checkpoint") is None
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(MissingCheckpointError, match=r"notes\.txt': is a file"):
+        latest_checkpoint(tmp_path / "notes.txt")
 
 
 def test_keeps_the_last_ones(tmp_path):

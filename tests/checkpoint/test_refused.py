@@ -8,7 +8,13 @@ from torch import nn
 
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fxpar.checkpoint.load import check_shapes
-from fxpar.errors import CheckpointError, CheckpointMismatchError, CheckpointValueError, CorruptCheckpointError
+from fxpar.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointValueError,
+    CorruptCheckpointError,
+    MissingCheckpointError,
+)
 from fxpar.runtime.forked import run_forked
 from tests.checkpoint.small import assert_same, make, step, whole
 
@@ -62,8 +68,26 @@ def test_each_corrupt_file_is_named_on_all_ranks(tmp_path):
 
 def test_no_checkpoint(tmp_path):
     model, optimizer = make(1)
+    with pytest.raises(MissingCheckpointError, match="step-00000003': there is no such folder"):
+        load_checkpoint(tmp_path / "step-00000003", model, optimizer)
+    (tmp_path / "step-00000003").mkdir()
     with pytest.raises(CorruptCheckpointError, match=r"there is no manifest\.json"):
         load_checkpoint(tmp_path / "step-00000003", model, optimizer)
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(MissingCheckpointError, match="notes': is a file"):
+        load_checkpoint(tmp_path / "notes", model, optimizer)
+
+
+def test_a_folder_of_checkpoints_names_its_newest(tmp_path):
+    model, optimizer = make(1)
+    folder = tmp_path / "checkpoints"
+    for i in (40, 25):
+        save_checkpoint(folder, i, model, optimizer, {})
+    for path in (folder, tmp_path):  # a folder of checkpoints, the folder of a run of `fxpar train`
+        with pytest.raises(MissingCheckpointError, match=r"with checkpoints in it.* the newest is .*step-00000025'"):
+            load_checkpoint(path, model, optimizer)
+    with pytest.raises(MissingCheckpointError, match=r"no such folder; the newest one in .* is 'step-00000025'"):
+        load_checkpoint(folder / "step-25", model, optimizer)
 
 
 def test_latest_says_when_a_manifest_is_broken(tmp_path):
@@ -166,7 +190,9 @@ def test_nothing_to_load_and_a_step_that_is_no_number_are_named(tmp_path):
     def work(rank):
         model, optimizer = make(1)
         assert latest_checkpoint(tmp_path) is None
-        with pytest.raises(CorruptCheckpointError, match="latest_checkpoint found none"):
+        with pytest.raises(
+            MissingCheckpointError, match=r"latest_checkpoint found none\. Load only where it finds one"
+        ):
             load_checkpoint(latest_checkpoint(tmp_path), model, optimizer)
         with pytest.raises(CheckpointValueError, match="step '1' must be an integer"):
             save_checkpoint(tmp_path / "new", "1", model, optimizer, {})

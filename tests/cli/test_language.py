@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import fxpar
 from fxpar.cli.app import COMMANDS, app
+from tests.cli.helpers import fxpar as fxpar_command
 
 ERRORS = Path(fxpar.__file__).parent / "errors"
 TRANSLATED = re.compile(
@@ -48,3 +49,32 @@ def test_help():
     for words in ([], *([name] for name, *_ in COMMANDS)):
         text = CliRunner().invoke(app, [*words, "--help"], terminal_width=120).output
         assert (words, TRANSLATED.search(" ".join(text.split()))) == (words, None)
+
+
+LONG = "m" * 10_000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("dump", LONG, "-s", "tp2"),
+        ("dump", f"hf:{LONG}", "-s", "tp2"),
+        ("dump", f"{LONG}.py:make", "-s", "tp2"),
+        ("dump", "llama", "-s", LONG),
+        ("dump", "llama", "-s", "tp2", "--tokens", LONG),
+        ("dump", "mlp", "-s", "tp2", "--set", f"{LONG}=3"),
+        ("memory", "llama", "-s", "tp2", "--cluster", LONG),
+        ("train", LONG),
+        ("train", "--demo", "--set", f"run.{LONG}=3"),
+        ("export", LONG, "folder"),
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "X"),
+)
+def test_a_long_name_is_not_printed_whole(words):
+    """It would hide what is said of it."""
+    status, _, err = fxpar_command(*words)
+    assert status == 1
+    assert err.startswith("error: ")
+    assert "characters left out" in err
+    assert "--debug" not in err
+    assert len(err) < 900

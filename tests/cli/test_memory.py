@@ -30,8 +30,8 @@ def test_table():
         "gradients",
         "accumulators",
         "activations",
-        "saved",
-        "most saved",
+        "for backward",
+        "at most",
         "per token",
         "backward",
         "workspace",
@@ -71,7 +71,7 @@ def test_a_line_per_stage():
     lines = out.splitlines()
     assert lines[0] == "llama under dp2.pp2+zb_h1, 4 ranks, T = 512"
     assert lines[1].startswith("zb_h1 (2 ranks, 4 micro-batches); ")
-    assert " ".join(lines[2].split()) == "stage ranks from weights accumulators saved messages peak rank"
+    assert " ".join(lines[2].split()) == "stage ranks from weights accumulators for backward messages peak rank"
     assert re.match(r"0 +0-1 +the start .* 2 x \d", lines[3])
     assert re.match(r"1 +2-3 +layers\.1 .* 2 x \d", lines[4])
     assert lines[6] == "the fullest rank:"
@@ -106,7 +106,9 @@ def test_a_part_is_no_larger_than_its_whole():
     out = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096")[1]
     rows = {line.split("  ")[0]: line for line in out.splitlines()}
     size = re.search(r"activations +(\S+ MB)", rows["activations"])[1]
-    assert f" {size}  of these activations" in rows["saved"]  # all that is held at this peak waits for the backward
+    assert (
+        f" {size}  of these activations" in rows["for backward"]
+    )  # all that is held at this peak waits for the backward
     assert "at another moment" in out
 
 
@@ -116,10 +118,12 @@ def test_strategies_and_what_a_device_holds():
     assert status == 0, err
     lines = out.splitlines()
     assert lines[0].endswith("a device has 20.0 MB:")
-    assert [(line.split()[0], " ".join(line.split()[10:])) for line in lines[2:]] == [
+    assert [(line.split()[0], " ".join(line.split()[10:])) for line in lines[2:4]] == [
         ("dp4", "does not fit"),
         ("tp4+sp", "fits"),
     ]
+    meant = [line[:12].strip() for line in lines[5:]]
+    assert meant == ["stays", "for backward", "per token", "peak"]  # what the columns are
     found = json.loads(fxpar(*words, "0.02gib", "--json", "-")[1])["strategies"]
     assert [(one["fits"], one["device_bytes"]) for one in found] == [(False, 21474836), (True, 21474836)]
     assert "it fits: a device has 80.0 GB" in fxpar("memory", "llama", "-s", "dp4", "--capacity", "80GB")[1]
@@ -136,9 +140,11 @@ def test_what_is_saved_per_token():
     assert whole["per_token_bytes"] == whole["body"]["saved_bytes"] / 512
     assert staged["per_token_bytes"] == max(stage["saved_bytes"] for stage in staged["stages"]) / 512
     out = fxpar(*words, "-s", "tp2,pp2")[1]
-    assert [line.split()[6:8] for line in out.splitlines()[2:]] == [
+    assert [line.split()[6:8] for line in out.splitlines()[2:4]] == [
         human_bytes(found["per_token_bytes"]).split() for found in (whole, staged)
     ]
+    assert "per token" in out
+    assert "kept for the backward, at 512 tokens" in fxpar(*words, "-s", "tp2")[1]  # a figure of this length
     for shown in ("tp2", "tp2,dp2"):
         assert "per token" not in fxpar("memory", "mlp", "-s", shown)[1]  # it has no token ids
 

@@ -108,6 +108,11 @@ def test_a_plan_is_drawn(tmp_path):
         ((), {"world = 2": "world = 2\nparameters = 7"}, "it is for llama with 7 parameters, and this model has"),
         ((), {"= 4096": f"= {'9' * 400}"}, "tokens_per_step = a number of 400 digits cannot be used"),
         ((), {"= 4096": "= 0"}, "tokens_per_step = 0 must be from 1 to"),
+        (
+            (),
+            {"world = 2": "world = 1000000", '"dp2"': '"dp1000000"', '"cp2"': '"dp1000000"'},
+            "strategy 'dp1000000' has 1,000,000 ranks; a page shows every rank, and at most 16,384. Draw the same axes",
+        ),
     ],
 )
 def test_mistakes_with_a_plan(tmp_path, words, change, message):

@@ -101,6 +101,11 @@ def unread_keys(rank: int) -> None:
         for use in (model.train_step, model.evaluate, model.plan):
             with pytest.raises(UnreadKeyError, match=f"sequence 1 .*has '{key}', .*reads 'input_ids', 'labels'"):
                 use([IDS, {"input_ids": IDS, key: value}])
+    padding = (
+        r"It hides 1 of its tokens\. If these are padding, leave .* out .*: input_ids\[attention_mask != 0\], labels"
+    )
+    with pytest.raises(UnreadKeyError, match=padding):
+        model.train_step([{"input_ids": IDS, "attention_mask": UNREAD["attention_mask"]}])
     with pytest.raises(UnreadKeyError, match="did you mean 'labels'"):
         model.train_step([{"input_ids": IDS, "label": IDS}])
     for key, value in READ.items():

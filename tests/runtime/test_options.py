@@ -141,6 +141,10 @@ def test_options_that_do_not_fit_are_named(positional, options, message):
 def test_a_key_that_the_example_lacks_is_named_with_what_to_do():
     with pytest.raises(ExampleNeededError, match=r"reads 'images'.*example=\{'images': \.\.\.\}"):
         capture_step(nn.Linear(5, 3), lambda model, batch: model(batch["images"]), None)
+    with pytest.raises(ExampleNeededError, match="no example if they are read as 'position_ids'"):
+        capture_step(nn.Linear(5, 3), lambda model, batch: model(batch["pos"]), None)
+    with pytest.raises(KeyError, match="position_ids"):  # of a dict of its own: no example mends that
+        capture_step(nn.Linear(5, 3), lambda model, batch: {"x": batch["position_ids"]}["position_ids"], None)
 
 
 def test_a_model_of_no_text_without_example_is_told_what_to_give():

@@ -63,6 +63,13 @@ def test_texts_survive(model, options):
         ("predicted_s = 1.75", "predicted_s = -1.0", "must be a number from 0 on"),
         ("[[groups]]", "[[grops]]", "it has no \\[\\[groups\\]\\]"),
         ("world = 4", "world = ", "it is no TOML"),
+        ("fxpar_plan = 1", "fxpar_plan = true", "it does not begin with fxpar_plan = 1"),
+        (
+            'options = ["layers=4"]',
+            'options = ["layers=4", "layers =2"]',
+            "'layers=4' and 'layers =2' set the same option",
+        ),
+        ('options = ["layers=4"]', 'options = ["layers"]', "options: 'layers' is not an assignment"),
         ("world = 4", "world = 0", "world = 0 ranks can run nothing"),
         ("world = 4", f"world = {'9' * 400}", "world = a number of 400 digits cannot be used"),
         ("world = 4", f"world = {'9' * 5000}", "world = a number of 5,000 digits cannot be used"),

@@ -14,7 +14,7 @@ def report(arena_bytes: int) -> MemoryReport:
 
 def test_strategies_that_take_turns_save_a_copy():
     assert report(1_000_000).shared_bytes == 1_000_000
-    assert "1.0 MB saved by sharing" in report(1_000_000).table()
+    assert "1.0 MB more if no bytes were shared" in report(1_000_000).table()
 
 
 def test_no_size_is_0_that_is_none():
@@ -49,6 +49,18 @@ def of_set(kept: tuple[str, ...], overlap: bool) -> MemoryReport:
 def test_groups_overlap_where_there_is_room(budget, may, expected):
     programs = {"dp2": None, "cp2": None}
     assert choose_resident(programs, of_set, lambda kept: float(len(kept)), budget, may) == expected
+
+
+def test_a_budget_that_is_missed_by_little_is_told_to_the_byte():
+    """Rounded, both would be 7.3 MB."""
+
+    def report(kept: tuple[str, ...], overlap: bool) -> MemoryReport:
+        return MemoryReport(7_300_001, 0, 0, 0, 0, 0, {})
+
+    with pytest.raises(
+        MemoryBudgetError, match=r"at least 7,300,001 bytes per rank, but the budget is 7,300,000 bytes\."
+    ):
+        choose_resident({"dp2": None}, report, lambda kept: 0.0, 7_300_000)
 
 
 def test_what_fits_in_no_way_says_the_least():

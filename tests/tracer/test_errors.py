@@ -321,12 +321,32 @@ def test_operators_with_functions_inside():
     [
         (lambda output, labels=0: output.sum(), AttributeError),
         (lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels), AttributeError),
-        (lambda model, batch: model(batch["pixels"]).sum(), KeyError),
+        (lambda model, batch: {"x": model(batch["x"])}["y"].sum(), KeyError),
     ],
-    ids=["one argument", "of logits", "another key"],
+    ids=["one argument", "of logits", "a dict of its own"],
 )
 def test_an_error_of_the_loss_says_how_it_is_called(loss, kind):
     with pytest.raises(kind) as caught:
         capture(MLP(), loss, X)
     note = caught.value.__notes__[0]
     assert "loss(model, batch); the keys of the batch are 'x', 'y'" in note
+
+
+def popped(model, batch):
+    batch = dict(batch)
+    batch.pop("y")
+    return model(batch["xs"]).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda model, batch: model(batch["pixels"]).sum(), r"reads 'pixels', .* its keys are 'x', 'y'\. Give"),
+        (lambda model, batch: model(({"z": 0, **batch})["pixels"]).sum(), "reads 'pixels'"),
+        (popped, "reads 'xs', .* its keys are 'x', 'y'; did you mean 'x'"),
+    ],
+    ids=["a key", "of a dict with more", "of a dict with fewer"],
+)
+def test_a_key_that_the_batch_lacks_is_named(loss, words):
+    with pytest.raises(errors.MissingInputError, match=words):
+        capture(MLP(), loss, X)
