@@ -4,12 +4,16 @@ Rank l of a node collects what the ranks number l of all nodes hold of the targe
 chunk per node). So the second exchange goes between ranks of the same number only, and all of them send alike. A term
 that several nodes have stays, if it can, on the node of the slice's target; a node without terms sends nothing.
 (Two-level reduction, as in hierarchical all-reduce of Horovod and NCCL's trees; here for any placement.)
+
+The nodes that have terms collect them. In a round, tensors of different nodes (stages of a pipeline) go together, so
+that all links are busy at once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,10 +135,11 @@ def node_first_seconds(
     sums_bytes: int = 64 << 20,
 ) -> float | None:
     """`predicted_s` of `plan_node_first`, or None."""
-    sums = node_sums(target, cluster)
+    sums = node_sums(target, cluster, sources)
     if sums is None:
         return None
-    rounds = (tuple((sources[f], sums.params[f], target.params[f]) for f in fqns) for fqns in _shares(sums, sums_bytes))
+    shares = _shares(sums, cluster, sums_bytes)
+    rounds = (tuple((sources[f], sums.params[f], target.params[f]) for f in fqns) for fqns in shares)
     return sum(_round_s(placed, target.world, cluster) for placed in rounds)
 
 
@@ -163,20 +168,21 @@ def plan_node_first(
 
     Raises what `plan_reduction` raises.
     """
-    sums = node_sums(target, cluster)
+    sums = node_sums(target, cluster, sources)
     if sums is None:
         return None
     rounds = []
     room = bucket_bytes(sums.max_bytes(), sums_bytes) if bucketed else sums_bytes
-    for fqns in _shares(sums, room):
+    for fqns in _shares(sums, cluster, room):
         gradients = matched({f: sources[f] for f in fqns if f in sources}, _part(target, fqns), cluster, name)
         rounds.append(_round(gradients, _part(sums, fqns), _part(target, fqns), cluster))
     matched(sources, target, cluster, name)  # a gradient without target is in no round
     return NodeFirstPlan(tuple(rounds))
 
 
-def node_sums(target: ParamLayout, cluster: ClusterSpec) -> ParamLayout | None:
-    """What each rank collects: axis `device` cuts a tensor inside each node, and every node has the whole.
+def node_sums(target: ParamLayout, cluster: ClusterSpec, sources: Placements | None = None) -> ParamLayout | None:
+    """What each rank collects: axis `device` cuts a tensor inside each node, and every node has the whole; with
+    `sources`, every node from the first to the last that has terms of it.
 
     None unless the ranks fill at least two nodes, and each tensor is cut on one dim over all ranks, or not cut.
     """
@@ -184,12 +190,13 @@ def node_sums(target: ParamLayout, cluster: ClusterSpec) -> ParamLayout | None:
     nodes, rest = divmod(target.world, devices)
     if rest or nodes < 2 or devices < 2:
         return None
-    mesh = Mesh((("node", nodes), ("device", devices)))
+    everywhere = Mesh((("node", nodes), ("device", devices)))
     params: dict[str, PlacedParam] = {}
     for fqn, param in target.params.items():
         dist = param.copies[0]
-        if len(param.copies) > 1 or dist.mesh.ranks != mesh.ranks or len(dist.mesh.axes) > 1:
+        if len(param.copies) > 1 or dist.mesh.ranks != everywhere.ranks or len(dist.mesh.axes) > 1:
             return None
+        mesh = everywhere if sources is None or fqn not in sources else _mesh_of_terms(sources[fqn], devices)
         dims = tuple(
             (_cut(size, nodes, devices),) if cut else () for cut, size in zip(dist.dims, param.shape, strict=True)
         )
@@ -197,10 +204,20 @@ def node_sums(target: ParamLayout, cluster: ClusterSpec) -> ParamLayout | None:
     return ParamLayout("node sums", target.world, params)
 
 
+def _mesh_of_terms(given: GradientPlacement | Sequence[GradientPlacement], devices: int) -> Mesh:
+    placed = (given,) if isinstance(given, GradientPlacement) else given
+    first = min(one.dist.mesh.offset for one in placed) // devices
+    last = max(one.dist.mesh.last for one in placed) // devices
+    return Mesh((("node", last - first + 1), ("device", devices)), first * devices)
+
+
 def room_for_sums(target: ParamLayout, cluster: ClusterSpec, sums_bytes: int) -> int:
-    """Bytes that a rank needs for the sums of a round if its gradients go through the nodes; 0 if they cannot."""
+    """Bytes that a rank needs at most for the sums of a round if gradients go through the nodes; 0 if they cannot."""
     sums = node_sums(target, cluster)
-    return max((_part(sums, share).max_bytes() for share in _shares(sums, sums_bytes)), default=0) if sums else 0
+    if sums is None:
+        return 0
+    each = [_part(sums, [fqn]).max_bytes() for fqn in sums.params]
+    return min(sum(each), max(sums_bytes, *each))
 
 
 def _cut(size: int, nodes: int, devices: int) -> AxisShard:
@@ -209,19 +226,30 @@ def _cut(size: int, nodes: int, devices: int) -> AxisShard:
     return AxisShard("device", sections if chunk(size, devices, sections) is not None else ())
 
 
-def _shares(sums: ParamLayout, sums_bytes: int) -> Iterator[list[str]]:
-    """Tensors in their order, as many at a time as fit; at least one."""
+def _shares(sums: ParamLayout, cluster: ClusterSpec, sums_bytes: int) -> Iterator[list[str]]:
+    """As many tensors at a time as each node has room for, at least one: those of a node in their order, and those of
+    different nodes in turns.
+    """
+    by_nodes: dict[range, list[str]] = {}
+    for fqn, param in sums.params.items():
+        by_nodes.setdefault(_nodes(param, cluster), []).append(fqn)
+    places = [((at + 0.5) / len(fqns), nodes, fqn) for nodes, fqns in by_nodes.items() for at, fqn in enumerate(fqns)]
     share: list[str] = []
-    used = 0
-    for fqn in sums.params:
+    used: Counter[int] = Counter()
+    for _, nodes, fqn in sorted(places, key=lambda one: one[0]):
         nbytes = _part(sums, [fqn]).max_bytes()
-        if share and used + nbytes > sums_bytes:
+        if share and max(used[node] for node in nodes) + nbytes > sums_bytes:
             yield share
-            share, used = [], 0
+            share, used = [], Counter()
         share.append(fqn)
-        used += nbytes
+        used.update(dict.fromkeys(nodes, nbytes))
     if share:
         yield share
+
+
+def _nodes(sums: PlacedParam, cluster: ClusterSpec) -> range:
+    mesh = sums.copies[0].mesh
+    return range(mesh.offset // cluster.devices_per_node, mesh.last // cluster.devices_per_node + 1)
 
 
 def _part(layout: ParamLayout, fqns: list[str]) -> ParamLayout:

@@ -32,9 +32,9 @@ class NodeFirstReduction:
         staging = staging_on(device, staging)
         self._target = target
         self._rounds: list[tuple[Tensor, dict[str, Tensor], Reduction, Reduction]] = []
-        room = staging.slot(SUMS_SLOT, max(_bytes_of(one.sums) for one in plan.rounds))
+        room = staging.slot(SUMS_SLOT, max(_bytes_of(one.sums, rank) for one in plan.rounds))
         for one in plan.rounds:
-            memory, sums = _sums_in(room, one.sums)
+            memory, sums = _sums_in(room, one.sums, rank)
             names = one.between.target.params
             part = Holding(one.between.target, {f: t for f, t in target.tensors.items() if f in names})
             shared: dict[str, Any] = {"staging": staging, "device": device, **options}
@@ -68,19 +68,20 @@ def reduction_on(
     return made(plan, rank, target, **options)  # type: ignore[arg-type]
 
 
-def _shapes(layout: ParamLayout) -> dict[str, tuple[int, ...]]:
-    """What a rank holds of each tensor; all ranks hold equally much."""
-    return {fqn: tuple(map(int, p.copies[0].local_shape(p.shape))) for fqn, p in layout.params.items()}
+def _shapes(layout: ParamLayout, rank: int) -> dict[str, tuple[int, ...]]:
+    """What a rank holds of each tensor that its node collects; all ranks of these nodes hold equally much."""
+    mine = {fqn: p for fqn, p in layout.params.items() if rank in p.copies[0].mesh.ranks}
+    return {fqn: tuple(map(int, p.copies[0].local_shape(p.shape))) for fqn, p in mine.items()}
 
 
-def _bytes_of(layout: ParamLayout) -> int:
-    return sum(aligned(math.prod(s) * layout.params[fqn].dtype.itemsize) for fqn, s in _shapes(layout).items())
+def _bytes_of(layout: ParamLayout, rank: int) -> int:
+    return sum(aligned(math.prod(s) * layout.params[fqn].dtype.itemsize) for fqn, s in _shapes(layout, rank).items())
 
 
-def _sums_in(room: Tensor, layout: ParamLayout) -> tuple[Tensor, dict[str, Tensor]]:
+def _sums_in(room: Tensor, layout: ParamLayout, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The sums of a round, one after the other, and the memory that they take together."""
     arena, sums = Arena(room), {}
-    for fqn, shape in _shapes(layout).items():
+    for fqn, shape in _shapes(layout, rank).items():
         dtype = layout.params[fqn].dtype
         sums[fqn] = arena.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
     return room[: arena.used], sums
