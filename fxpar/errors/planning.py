@@ -79,15 +79,18 @@ class SequenceFitsNowhereError(FxparError):
 class SetDoesNotFitError(FxparError):
     """A strategy of a set does not hold a sequence of its limit beside what the others need to be kept for them."""
 
-    def __init__(self, strategy: str, limit: int, memory_bytes: int, needs_bytes: int, alone_bytes: int) -> None:
+    def __init__(
+        self, strategy: str, limit: int, memory_bytes: int, needs_bytes: int, alone_bytes: int, last: bool = False
+    ) -> None:
         needs, alone = (f"{math.ceil(size / 1e4) / 100:.2f}MB" for size in (needs_bytes, alone_bytes))
-        kept, instead = "", "one that holds more"
+        kept, instead = "", "one that needs less, such as with +remat or +zero3"
         if needs_bytes > alone_bytes:
             kept = f", {alone} without the room that is kept for the largest weights and gradients of the set"
+        if alone_bytes <= memory_bytes:
             instead = "others with smaller weights (+zero3 shards them) beside it"
         super().__init__(
             f"the set does not fit into {memory_bytes / 1e6:.2f}MB per device: {strategy} needs {needs} for a sequence "
-            f"of {limit:,} tokens{kept}. Give it a lower limit, or take {instead}"
+            f"of {limit:,} tokens{kept}. {'Take' if last else 'Give it a lower limit, or take'} {instead}"
         )
 
 

@@ -82,8 +82,8 @@ class BatchMismatchError(FxparError):
 
     def __init__(self, ranks: str, what: str = "mini-batch") -> None:
         super().__init__(
-            f"the {what} on rank {ranks} differs from rank 0's. Every rank must pass the same sequences in the "
-            "same order to train_step and evaluate; draw them from the same seed"
+            f"the {what} on rank {ranks} differs from rank 0's. Every rank must pass the same sequences in the same "
+            "order, and the same denominator, to train_step and evaluate; draw them from the same seed"
         )
 
 

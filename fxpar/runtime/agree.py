@@ -46,21 +46,27 @@ def digest(sequences: Sequence[Sequence_]) -> int:
     return int.from_bytes(found.digest(), "big") >> 1
 
 
-def check_same_batch(sequences: Sequence[Sequence_], plan: str, device: torch.device, group: Any = None) -> None:
-    """Raise BatchMismatchError on every rank if one was given another mini-batch, or made another plan of it.
+def check_same_batch(
+    sequences: Sequence[Sequence_], plan: str, device: torch.device, group: Any = None, denominator: float | None = None
+) -> None:
+    """Raise BatchMismatchError on every rank if one was given another mini-batch or denominator, or made another plan.
 
     `plan` is the fingerprint of what this rank is going to run.
     """
-    planned = int.from_bytes(hashlib.blake2b(plan.encode(), digest_size=8).digest(), "big") >> 1
-    mine = torch.tensor([digest(sequences), planned], dtype=torch.int64, device=device)
-    world = dist.get_world_size()
-    everyone = torch.empty(world * 2, dtype=torch.int64, device=device)
-    all_gather_single(everyone, mine, group=group)
-    values = everyone.view(world, 2).tolist()
-    for column, what in enumerate(("mini-batch", "plan of the mini-batch")):
+    mine = [digest(sequences), _short(repr(denominator)), _short(plan)]
+    world, count = dist.get_world_size(), len(mine)
+    everyone = torch.empty(world * count, dtype=torch.int64, device=device)
+    all_gather_single(everyone, torch.tensor(mine, dtype=torch.int64, device=device), group=group)
+    values = everyone.view(world, count).tolist()
+    for column, what in enumerate(("mini-batch", "denominator", "plan of the mini-batch")):
         different = [str(rank) for rank, row in enumerate(values) if row[column] != values[0][column]]
         if different:
             raise BatchMismatchError(", ".join(different), what)
+
+
+def _short(text: str) -> int:
+    """63 bits of it."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def check_same_values(module: nn.Module, group: Any = None) -> None:

@@ -292,8 +292,8 @@ class Engine:
         except FxparError as error:
             problem = error
         if self.options.check_batches and self.switching.world > 1:
-            mine = f"{plan.fingerprint()} {denominator}" if plan is not None else str(problem)
-            check_same_batch(sequences, mine, self.device, self.world_group)
+            mine = plan.fingerprint() if plan is not None else str(problem)
+            check_same_batch(sequences, mine, self.device, self.world_group, denominator)
         if plan is None:
             assert problem is not None
             raise problem

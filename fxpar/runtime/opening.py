@@ -120,7 +120,7 @@ _MAY_DIFFER = {
     *("cluster", "cost"),  # rank 0's hold
     *("strategies", "plan", "lengths", "tokens_per_step", "token_budget"),  # the groups that they lead to are compared
     *("example", "loss", "passes", "compiled"),  # the programs that they lead to are compared
-    *("weights", "initializer"),  # a path or function on this rank's machine
+    *("weights", "initializer"),  # a path on this rank's machine; a function, compared by its name
     *("monitor", "record", "timeout_s"),  # nothing of what ranks exchange
 }
 
@@ -131,7 +131,10 @@ def _shared_options(decided: Decided, options: ParallelizeOptions) -> dict[str, 
     """
     groups = {group.limit: f"{group.strategy} ({group.token_budget:,} tokens)" for group in decided.groups}
     own = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _MAY_DIFFER}
-    return {"strategies (and token budgets)": groups, **own}
+    # Ranks are asked for what rank 0's cost model said; values that are yet to be made are compared by who makes them.
+    made = getattr(options.initializer, "__qualname__", type(options.initializer).__name__)
+    given = {"whether there is a cost model": options.cost is not None, "initializer": made}
+    return {"strategies (and token budgets)": groups, **given, **own}
 
 
 def _engine(

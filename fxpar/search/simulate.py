@@ -133,7 +133,8 @@ def _does_not_fit(limited: Sequence[tuple[int, Candidate]], pricer: SetPricer) -
     """For the strategy that needs most."""
     room, needs = pricer.memory_bytes or 0, pricer.needs(limited)
     (limit, one), most = max(zip(limited, needs, strict=True), key=lambda pair: pair[1])
-    return SetDoesNotFitError(one.name, limit, room, most, one.memory(limit).peak_bytes)
+    last = limit == limited[-1][0]  # who runs the longest sequences cannot run shorter ones only
+    return SetDoesNotFitError(one.name, limit, room, most, one.memory(limit).peak_bytes, last)
 
 
 def _too_long(found: Iterable[Candidate], longest: int, pricer: SetPricer) -> SequenceFitsNowhereError:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.errors import OptionMismatchError
+from fxpar.errors import BatchMismatchError, OptionMismatchError
 from tests.runtime.hot import World, compiled, parallel, precompile, sequences, small
 
 STRATEGIES = {16: "dp2", 64: "tp2", 512: "dp2+zero3"}
@@ -27,6 +27,8 @@ def programs_in_another_order(rank):
     model = parallel(small, strategies=STRATEGIES, compiled=replace(given, programs=programs))
     session = model._session()
     planned = [group.group for group in model.plan(sequences(1, LENGTHS)).groups]
+    with pytest.raises(BatchMismatchError, match="the denominator on rank 1 differs"):
+        model.train_step(sequences(1, LENGTHS), denominator=3.0 + rank)
     ran = [str(group.strategy) for group in model.train_step(sequences(1, LENGTHS)).groups]
     assert ran == [STRATEGIES[limit] for limit in (list(STRATEGIES)[g] for g in planned)]
     return list(session.programs), list(session.engine.bound), list(session.engine.switching.schedule.layouts), ran
@@ -49,6 +51,11 @@ def other_options(rank):
         ({"strategies": swapped}, r"strategies .* is {16: 'tp2 \(.* tokens\)', 64: .* and {16: 'dp2 \("),
         (fewer, r"strategies \(and token budgets\) is {16: 'dp2 \(600 tokens\)'"),
     ]
+    if rank:
+        cases += [({"cost": lambda *_: None}, "whether there is a cost model is True on rank 1, and False on rank 0")]
+        cases += [({"initializer": lambda module: None}, "initializer is '.*lambda>' on rank 1, and 'NoneType' on")]
+    else:
+        cases += [({}, "whether there is a cost model is True"), ({}, "initializer is '.*lambda>' on rank 1, and")]
     for options, message in cases:
         with pytest.raises(OptionMismatchError, match=message):
             parallel(small, **{"strategies": STRATEGIES, "compiled": compiled(small, STRATEGIES.values()), **options})

@@ -78,8 +78,10 @@ def test_a_set_that_does_not_fit_with_its_limits():
     )
     with pytest.raises(SetDoesNotFitError, match=message):
         priced("dp2:64", "tp2+sp", memory_bytes=4_200_000)
-    with pytest.raises(SetDoesNotFitError, match=r"dp2 needs .* for a sequence of 512 tokens\. Give it a lower limit"):
+    with pytest.raises(SetDoesNotFitError, match=r"dp2 needs .* of 512 tokens\. Take one that needs less"):
         priced("tp2+sp:64", "dp2", memory_bytes=4_200_000)
+    with pytest.raises(SetDoesNotFitError, match=r"dp2 needs .* of 448 tokens\. Give it a lower limit"):
+        priced("dp2:448", "tp2+sp", memory_bytes=4_600_000)
 
 
 def test_a_set_that_holds_no_long_sequence():
