@@ -87,6 +87,16 @@ class BatchMismatchError(FxparError):
         )
 
 
+class ReplicaBatchError(FxparError):
+    """Ranks of one replica were given different batches in a plain call."""
+
+    def __init__(self, strategy: str, rank: int, first: int) -> None:
+        super().__init__(
+            f"rank {rank} calls the model with another batch than rank {first}, though both are of one replica under "
+            f"{strategy!r}. Only replicas (dp) bring batches of their own; give the ranks of one replica the same one"
+        )
+
+
 class OptionMismatchError(FxparError):
     """The ranks were given different options."""
 

@@ -17,6 +17,7 @@ from fxpar.errors import (
     DeviceMismatchError,
     OptionMismatchError,
     ProgramMismatchError,
+    ReplicaBatchError,
     ValueMismatchError,
 )
 from fxpar.ir.content import content
@@ -62,6 +63,17 @@ def check_same_batch(
         different = [str(rank) for rank, row in enumerate(values) if row[column] != values[0][column]]
         if different:
             raise BatchMismatchError(", ".join(different), what)
+
+
+def check_same_in_replicas(values: Iterable[object], replica: int, strategy: str, group: Any = None) -> None:
+    """Raise ReplicaBatchError on every rank if a rank was given other tensors than the first one of its replica."""
+    tensors = {str(number): value for number, value in enumerate(values) if isinstance(value, Tensor)}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (replica, digest([tensors])), group=group)
+    first: dict[int, int] = {}
+    for rank, (number, found) in enumerate(everyone):
+        if everyone[first.setdefault(number, rank)][1] != found:
+            raise ReplicaBatchError(strategy, rank, first[number])
 
 
 def _short(text: str) -> int:

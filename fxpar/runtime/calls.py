@@ -21,6 +21,7 @@ from fxpar.ir.graph import ForwardGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
+from fxpar.runtime.agree import check_same_in_replicas
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.runner import Backend
@@ -28,7 +29,7 @@ from fxpar.runtime.switching import Switching
 from fxpar.switch import ParamLayout, layout_of, plan_large_switch
 from fxpar.switch.node_first import cheapest_reduction
 from fxpar.switch.terms import gradient_placements
-from fxpar.torch_api.tree import flatten, unflatten
+from fxpar.torch_api.tree import flatten, flatten_call, unflatten
 from fxpar.tracer.documents import without_documents
 from fxpar.tracer.forward import call_key, capture_forward
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
@@ -81,6 +82,7 @@ class PlainCalls:
     _logical: dict[Hashable, ForwardGraph] = field(default_factory=dict)
     _ready: dict[Hashable, _Ready] = field(default_factory=dict)
     _places: dict[str, list[_Place]] = field(default_factory=dict)
+    _compared: set[str] = field(default_factory=set)  # strategies whose first batch was the same in each replica
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -103,13 +105,18 @@ class PlainCalls:
             self.is_tracing = False
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`module(*args, **kwargs)` under the strategy. Raises PackedCallError and the errors of capture and lower."""
+        """`module(*args, **kwargs)` under the strategy. Raises PackedCallError, in the first call under
+        a strategy ReplicaBatchError, and the errors of capture and lower.
+        """
         with without_documents():
             ready = self._get_ready(module, args, kwargs)
-        self._fill(ready.place)
-        self.calls += 1
         program = ready.runner.program
         replica = replica_of(program, ready.runner.rank)
+        if self.strategy not in self._compared:
+            check_same_in_replicas(flatten_call(args, kwargs)[0], replica, self.strategy, self.process_groups.world())
+            self._compared.add(self.strategy)
+        self._fill(ready.place)
+        self.calls += 1
         buffers = dict(module.named_buffers(remove_duplicate=False))
 
         def write_back(new: Mapping[str, Tensor]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from fxpar.errors import BatchMismatchError, OptionMismatchError
+from fxpar.errors import BatchMismatchError, OptionMismatchError, ReplicaBatchError
 from tests.runtime.hot import World, compiled, parallel, precompile, sequences, small
 
 STRATEGIES = {16: "dp2", 64: "tp2", 512: "dp2+zero3"}
@@ -64,3 +65,24 @@ def other_options(rank):
 
 def test_ranks_with_other_options_are_told_so():
     assert all(other_options())
+
+
+@WORLD.case
+def batches_of_plain_calls(rank):
+    model = parallel(small, strategies=STRATEGIES, compiled=compiled(small, STRATEGIES.values()))
+    ids, positions = torch.arange(12)[None], torch.arange(12)[None]
+    message = "rank 1 calls the model with another batch than rank 0, though .* one replica under 'tp2'"
+    with model.using("tp2"):
+        with pytest.raises(ReplicaBatchError, match=message):
+            model(ids + rank, positions)
+        same = model(ids, position_ids=positions)  # a call that was refused is compared again
+    with model.using("dp2"):
+        own = model(ids + rank, positions)
+    return torch.equal(own, same), float((own - same).abs().max())
+
+
+def test_ranks_of_one_replica_bring_the_same_batch():
+    """Replicas bring their own: tp would mix the tokens of two batches without a word."""
+    (_, near), (second, _) = batches_of_plain_calls()
+    assert near < 1e-12
+    assert not second
