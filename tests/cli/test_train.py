@@ -333,7 +333,6 @@ def test_the_first_error_of_a_rank_is_shown(prepared, monkeypatch):
         ("data.overlong=error", "longest"),
         ("model.name=mlp", "model 'mlp' takes no tokens"),
         ("strategies.static=dp2", "must use all 1 ranks"),
-        ("strategies=auto", "needs run.ranks, or --ranks N"),
         ("run.device=cuda", "1 local ranks need 1 GPUs"),
     ],
 )

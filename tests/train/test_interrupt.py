@@ -27,7 +27,16 @@ except KeyboardInterrupt:
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *words], env=environment, stdout=pipe, stderr=pipe, text=True, cwd=folder)
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        cwd=folder,
+        # A suite that runs in the background of a script ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line_and_status_130(tmp_path):
