@@ -116,6 +116,7 @@ def _open(
     return Session(compiled, store, engine, memory, options, calls, evaluation, *told)
 
 
+# Options that a rank may be given otherwise. All others are compared, new ones too.
 _MAY_DIFFER = {
     *("cluster", "cost"),  # rank 0's hold
     *("strategies", "plan", "lengths", "tokens_per_step", "token_budget"),  # the groups that they lead to are compared

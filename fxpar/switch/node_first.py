@@ -217,7 +217,7 @@ def room_for_sums(target: ParamLayout, cluster: ClusterSpec, sums_bytes: int) ->
     if sums is None:
         return 0
     each = [_part(sums, [fqn]).max_bytes() for fqn in sums.params]
-    return min(sum(each), max(sums_bytes, *each))
+    return min(sum(each), max([sums_bytes, *each]))
 
 
 def _cut(size: int, nodes: int, devices: int) -> AxisShard:

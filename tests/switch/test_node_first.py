@@ -22,6 +22,7 @@ from fxpar.switch.node_first import (
     cheapest_seconds,
     node_first_seconds,
     plan_node_first,
+    room_for_sums,
 )
 from fxpar.switch.reduction import ReductionPlan, plan_reduction
 from fxpar.switch.terms import NOWHERE, GradientPlacement
@@ -180,6 +181,10 @@ def test_stages_of_a_pipeline_go_together():
     assert through.inter_node_bytes * 2 == direct.inter_node_bytes
     for one in through.rounds:
         assert one.between.traffic.sent_between.min() == one.between.traffic.sent_between.max() > 0
+
+
+def test_a_model_without_parameters_needs_no_room():
+    assert room_for_sums(ParamLayout("home", 32, {}), FOUR_BY_EIGHT, 1 << 20) == 0
 
 
 def test_terms_of_the_targets_node_stay_there():

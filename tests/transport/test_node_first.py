@@ -60,7 +60,11 @@ def test_random_reductions_are_dense_sums():
             check(case, target, first[1], rank)
             reduction.run(second[0][rank])
             check(case, target, {fqn: first[1][fqn] + second[1][fqn] for fqn in first[1]}, rank)
-            assert staging.slots[SUMS_SLOT].numel() >= max(one.sums.bytes_of_rank(rank) for one in plan.rounds)
+            collected = max(one.sums.bytes_of_rank(rank) for one in plan.rounds)
+            assert staging.slots[SUMS_SLOT].numel() >= collected
+            own = Staging()  # a rank whose node collects nothing needs no room
+            NodeFirstReduction(plan, rank, target, staging=own)
+            assert (own.slots[SUMS_SLOT].numel() > 0) == (collected > 0)
 
     def check(case, target: Holding, totals, rank: int) -> None:
         expected = local_tensors(case.target, totals, rank, None, False, case.padded)
