@@ -75,20 +75,20 @@ def _mean_bound(items: Sequence[SequenceItem], rule: PackingRule, total: int, ru
         return -(-(total + rule.fixed * runs) // replicas)
     # Each replica that runs anything fills its pipeline, one of them with the dearest sequence.
     used, fills = min(replicas, len(items)), rule.stages - 1
-    least = rule.virtual * (total + rule.fixed * runs) + fills * (dearest + used * rule.fixed + (used - 1) * cheapest)
+    least = rule.shorter * (total + rule.fixed * runs) + fills * (dearest + used * rule.fixed + (used - 1) * cheapest)
     mean = -(-total // replicas)
     if rule.lockstep or replicas == 1:
         overhead = least_overhead(mean, dearest, -(-runs // replicas), len(items), rule)
     else:  # of the replica whose sequences cost most
         overhead = least_overhead(mean, cheapest, 1, len(items), rule)
-    return max(-(-least // (rule.virtual * used)), mean + overhead)
+    return max(-(-least // (rule.shorter * used)), mean + overhead)
 
 
 def least_overhead(total: int, dearest: int, fewest: int, most: int, rule: PackingRule) -> int:
     """The least that fixed costs and fill take, over all numbers of runs from `fewest` to `most`, where the sequences
     cost `total` together and the dearest of them `dearest`.
 
-    n runs cost fixed * n + (stages - 1) / virtual * (fixed + max(total / n, dearest)), which is convex in n.
+    n runs cost fixed * n + (stages - 1) / shorter * (fixed + max(total / n, dearest)), which is convex in n.
     """
     if rule.stages == 1:
         return rule.fixed * fewest
@@ -96,7 +96,7 @@ def least_overhead(total: int, dearest: int, fewest: int, most: int, rule: Packi
     best = best_runs(total, dearest, most, rule) // rule.unit
     found = []
     for n in {min(max(q, low), high) * rule.unit for q in (best, best + 1)}:
-        shared = -(-(rule.stages - 1) * (rule.fixed * n + total) // (rule.virtual * n))
+        shared = -(-(rule.stages - 1) * (rule.fixed * n + total) // (rule.shorter * n))
         found.append(rule.fixed * n + max(shared, rule.fill(dearest)))
     return min(found)
 
@@ -107,7 +107,7 @@ def best_runs(total: int, dearest: int, most: int, rule: PackingRule) -> int:
     More runs than total / dearest do not shorten the longest any more.
     """
     best = min(most, total // dearest) if dearest else most
-    return min(best, math.isqrt((rule.stages - 1) * total // (rule.virtual * rule.fixed))) if rule.fixed else best
+    return min(best, math.isqrt((rule.stages - 1) * total // (rule.shorter * rule.fixed))) if rule.fixed else best
 
 
 def fewest_bins(items: Sequence[SequenceItem], budget: int) -> int:

@@ -26,6 +26,7 @@ def rule_of(group: LengthGroup, cost: GroupCost, packed: bool) -> PackingRule:
         stages=cost.stages,
         virtual=cost.virtual,
         shared_by=cost.shared_by,
+        zero_bubble=cost.schedule == "zb_h1",
     )
 
 

@@ -21,8 +21,9 @@ def ticks(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class PackingRule:
-    """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages` and
-    `virtual` and `shared_by` as in `GroupCost`. Without `packed` each sequence is a micro-batch of its own.
+    """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages`,
+    `virtual` and `shared_by` as in `GroupCost`, `zero_bubble` for its zb_h1. Without `packed` each sequence is a
+    micro-batch of its own.
     """
 
     replicas: int
@@ -33,22 +34,36 @@ class PackingRule:
     stages: int = 1
     virtual: int = 1
     shared_by: float = 1.0
+    zero_bubble: bool = False
 
     @property
     def unit(self) -> int:
         """A replica's micro-batches are filled up with idle ones to a multiple of this."""
         return self.stages if self.virtual > 1 else 1
 
+    @property
+    def shorter(self) -> int:
+        """By so many times, at most, a pipeline fills and drains faster than under 1f1b."""
+        return 3 if self.zero_bubble else self.virtual
+
     def fill(self, cost: int) -> int:
-        """Ticks to fill and drain the pipeline if the dearest micro-batch costs this; rounded up."""
-        return -(-(self.stages - 1) * (self.fixed + cost) // self.virtual)
+        """Ticks to fill and drain the pipeline, at least, if the dearest micro-batch costs this; rounded up."""
+        return -(-(self.stages - 1) * (self.fixed + cost) // self.shorter)
+
+    def _bubble(self, costs: Sequence[int]) -> int:
+        """As `GroupCost` has it; rounded up."""
+        if not self.zero_bubble or self.stages == 1:
+            return self.fill(max(costs))
+        first, *others = sorted(costs, reverse=True)[: self.stages]
+        waits = 2 * (self.stages - 1) * (self.fixed + first)
+        return -((sum(others) + self.fixed * len(others) - waits) // 3)
 
     def time(self, costs: Sequence[int]) -> int:
         """Ticks of micro-batches of these costs, one after the other."""
         if not costs:
             return 0
         idle = -len(costs) % self.unit
-        return sum(costs) + idle * min(costs) + self.fixed * (len(costs) + idle) + self.fill(max(costs))
+        return sum(costs) + idle * min(costs) + self.fixed * (len(costs) + idle) + self._bubble(costs)
 
     def shared(self, slowest: int, work: int) -> int:
         """Ticks of a group whose slowest replica takes `slowest` and whose replicas take `work` together, where ranks

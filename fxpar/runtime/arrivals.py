@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 from torch import Tensor, fx
 
+from fxpar.cost.flowing import final_gradients
 from fxpar.ir.exec_graph import ExecGraph, Part, Program
 from fxpar.ir.pass_base import right_behind
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, side_by_side
+from fxpar.ir.pipeline_graph import PipelineGraph, side_by_side
 
 
 class Arrivals:
@@ -117,22 +118,6 @@ def hand_over(graph: fx.Graph, places: Collection[int], give: Callable[[int, Ten
         result = output.args[0][i - skipped]  # type: ignore[index]
         with right_behind(graph, result):
             graph.call_function(give, (i, result))
-
-
-def final_gradients(program: ExecGraph | StageProgram) -> dict[int, str]:
-    """Gradients that the epilogue hands on as a micro-batch has made them: FQN by place among the results of the body
-    (of a stage: of its backward), in the order in which it makes them.
-    """
-    made_by, part = ("body", program.body) if isinstance(program, ExecGraph) else ("backward", program.backward)
-    sources = dict(zip(program.epilogue.graph.find_nodes(op="placeholder"), program.epilogue.sources, strict=True))
-    outputs = [out for out in program.outputs if out.kind in ("loss", "grad", "buffer")]
-    handed = [
-        (sources[node][1], out.fqn)
-        for out, node in zip(outputs, program.epilogue.results, strict=True)
-        if out.kind == "grad" and node in sources and sources[node][0] == made_by
-    ]
-    order = {node: number for number, node in enumerate(part.graph.nodes)}
-    return dict(sorted(handed, key=lambda one: order[part.results[one[0]]]))
 
 
 def order_of_gradients(program: Program) -> list[str]:

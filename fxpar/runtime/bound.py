@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from fxpar.cost.flowing import flowing_pace
 from fxpar.ir.exec_graph import ExecGraph, Part
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.runner import Backend, Made, TrainRunner, own_memory, unheard
@@ -22,13 +24,10 @@ class BoundGraph(TrainRunner[ExecGraph]):
         for name in program.parts:
             self.compiled(name)
 
-    @property
-    def is_flowing(self) -> bool:
-        """Whether a group begins before all of its weights are there, and all gradients leave before it ends."""
-        grads = sum(out.kind == "grad" for out in self.program.outputs)
-        return self._backend == "eager" and len(self.final) == grads
-
-    pace = Pace()
+    @cached_property
+    def pace(self) -> Pace | None:
+        """See `flowing_pace`; None if the graph is compiled."""
+        return flowing_pace(self.program) if self._backend == "eager" else None
 
     def before_gradients(self, part: Part) -> int | None:
         return 0 if part is self.program.body else None

@@ -134,7 +134,8 @@ class Engine:
     def flowing(self) -> dict[str, Pace]:
         """How the programs run to which weights come, and whose gradients leave, one by one."""
         home = self.gradients.mode == "home"
-        return {name: bound.pace for name, bound in self.bound.items() if home and bound.is_flowing}
+        paces = {name: bound.pace for name, bound in self.bound.items()}
+        return {name: pace for name, pace in paces.items() if home and pace is not None}
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run, in that order. Raises the errors of `fxpar.batching`."""
@@ -179,12 +180,7 @@ class Engine:
     def predicted_with(self, found: Replanned) -> float:
         """Seconds of the mini-batches that were run lately, as they would be planned with other limits and factors."""
         groups, costs, borders = self._as_planned(found)
-        options = self.options
-
-        def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
-            together = by_strategy([self.names[g] for g in running], runs)
-            return borders.exposed_s(self._order_of_strategies(running), together)
-
+        options, border_s = self.options, partial(self._border_s, borders)
         plans = (
             plan_batch(lengths, groups, costs, border_s, packed=options.packed, merge=options.merge)
             for lengths in self.lately
@@ -193,24 +189,23 @@ class Engine:
 
     def border_seconds(self, groups: Sequence[int], runs: Sequence[RunTime]) -> float:
         """Predicted seconds that switches and reductions add to a mini-batch whose groups take so long."""
-        return self._borders.exposed_s(
-            self._order_of_strategies(groups), by_strategy([self.names[g] for g in groups], runs)
-        )
+        return self._border_s(self._borders, groups, runs)
+
+    def _border_s(self, borders: Borders, groups: Sequence[int], runs: Sequence[RunTime]) -> float:
+        together = by_strategy([self.names[g] for g in groups], runs)
+        return borders.exposed_s(self._order_of_strategies(borders, together), together)
 
     def _in_order(self, groups: Sequence[GroupPlan]) -> list[GroupPlan]:
         """The groups in the order of running, those of one strategy together."""
-        numbers = [group.group for group in groups]
-        order = self._order_of_strategies(numbers)
-        if self.options.order is None:
-            runs = [RunTime(group.predicted_s, group.slots) for group in groups]
-            order = self._borders.fastest(order, by_strategy([self.names[g] for g in numbers], runs))
+        runs = [RunTime(group.predicted_s, group.slots) for group in groups]
+        together = by_strategy([self.names[group.group] for group in groups], runs)
+        order = self._order_of_strategies(self._borders, together)
         return sorted(groups, key=lambda g: (order.index(self.names[g.group]), g.group))
 
-    def _order_of_strategies(self, groups: Sequence[int]) -> tuple[str, ...]:
-        wanted = {self.names[g] for g in groups}
+    def _order_of_strategies(self, borders: Borders, runs: Mapping[str, RunTime]) -> tuple[str, ...]:
         if self.options.order is not None:
-            return tuple(name for name in self.options.order if name in wanted)
-        return self.switching.schedule.order(wanted)
+            return tuple(name for name in self.options.order if name in runs)
+        return borders.fastest(self.switching.schedule.order(runs), runs)
 
     def step(
         self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor], denominator: float | None = None

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpar.cost.flowing import flowing_pace
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.strategy import STAGES
-from fxpar.runtime.arrivals import Arrivals, final_gradients
+from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.channels import Channels, PendingMessage
 from fxpar.runtime.micro import MicroRun, local_batch
 from fxpar.runtime.padding import batch_dims
@@ -24,7 +25,7 @@ from fxpar.runtime.runner import Backend, Made, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.runtime.stage import BoundStage, Half
 from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, Wait, schedule, simulate, with_transfers
-from fxpar.schedule.mini_batch import Pace, pace_of
+from fxpar.schedule.mini_batch import Pace
 
 _HALVES: dict[str, Half] = {"B": "backward", "I": "input_part", "W": "weight_part"}
 _RECEIVED = {"activation": "received", "gradient": "received_grad"}
@@ -107,17 +108,10 @@ class BoundPipeline:
         mine = Counter(fqn for stage in self.stages.values() for fqn in stage.program.given("grad"))
         self._added = {fqn for fqn, count in mine.items() if count > 1}  # up, when the group ends
 
-    @property
-    def is_flowing(self) -> bool:
-        """As of a `BoundGraph`; the same on all ranks."""
-        alone = Counter((fqn, stage.mesh) for stage in self.program.stages for fqn in stage.given("grad"))
-        final = all(len(final_gradients(stage)) == len(stage.given("grad")) for stage in self.program.stages)
-        return self._backend == "eager" and final and max(alone.values(), default=0) <= 1
-
     @cached_property
-    def pace(self) -> Pace:
-        """How a group goes, the stages being equal; about the same for any number of micro-batches."""
-        return pace_of(plan_pipeline(self.program, self.program.strategy.pipeline_size))
+    def pace(self) -> Pace | None:
+        """As of a `BoundGraph`; the same on all ranks."""
+        return flowing_pace(self.program) if self._backend == "eager" else None
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None

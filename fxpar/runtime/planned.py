@@ -12,6 +12,7 @@ from torch import nn
 from fxpar.errors import AutoStrategiesError, ParallelizeError, nearest
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
+from fxpar.runtime.agree import check_same_options
 from fxpar.runtime.auto import Search, read_rows
 from fxpar.runtime.opening import require_ranks
 from fxpar.runtime.options import ParallelizeOptions
@@ -58,10 +59,15 @@ def chosen(module: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[int,
     """The strategies, and the options with what a plan says of budgets; a memory budget of the options goes first.
     All ranks call it alike.
 
-    Raises ParallelizeError, PlanFileError for a plan that cannot be read or is not for this model and world, and for
-    "auto" what the search raises: on rank 0, AutoStrategiesError on the others.
+    Raises ParallelizeError, OptionMismatchError where ranks do not choose in the same way, PlanFileError for a plan
+    that cannot be read or is not for this model and world, and for "auto" what the search raises: on rank 0,
+    AutoStrategiesError on the others.
     """
     check_choice(options)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        # What else differs is told by `open_session`, where all ranks that chose alike meet.
+        auto, monitor = options.strategies == AUTO, bool(options.monitor)
+        check_same_options({'whether strategies="auto"': auto, "whether there is a monitor": monitor})
     if options.plan is None and options.strategies != AUTO:
         assert options.strategies is not None
         assert not isinstance(options.strategies, str)

@@ -9,13 +9,14 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, fx
 
+from fxpar.cost.flowing import final_gradients
 from fxpar.errors import MicroBatchError
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, compile_graph, make_tensors_on
 from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
-from fxpar.runtime.arrivals import Arrivals, final_gradients, hand_over, wait_before_use
+from fxpar.runtime.arrivals import Arrivals, hand_over, wait_before_use
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.torch_api.boxed import compile_boxed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxpar.annotate import AnnotateOnce
 from fxpar.cost.cluster import ClusterSpec
@@ -20,7 +20,7 @@ from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth, Lower, extrapolated
 from fxpar.search.pricing import PricedSet
-from fxpar.search.space import shapes
+from fxpar.search.space import placed_alike, shapes
 from fxpar.search.switching import Outlines
 
 MAX_STRATEGIES = 3  # of a plan, unless it is said
@@ -122,8 +122,7 @@ def lowering(rows: Rows) -> tuple[Lower, Outlines]:
             return alike(layers)(strategy)
         return lower(rows(layers), strategy, passes=passes(strategy, layers), verified=False)  # none of them runs
 
-    # What is recomputed moves no parameter.
-    return lowered, lambda strategy, layers: outlined(replace(strategy, remat=None), layers)
+    return lowered, lambda strategy, layers: outlined(placed_alike(strategy), layers)
 
 
 def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found:

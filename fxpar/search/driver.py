@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -169,7 +169,8 @@ class _Search:
         """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
         as without saving, in micro-batches as large as one could want.
         """
-        one = next((one for one in self.candidates if one.strategy.axes == shape.axes), None)
+        plain = (one for one in self.candidates if replace(one.strategy, zero=0, remat=None) == shape)
+        one = next(plain, None)
         if one is None:
             return False
         fastest = np.stack(self.seconds).min(axis=0)

@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.flowing import flowing_pace
 from fxpar.cost.group import NOMINAL_TOKENS, group_cost, of_strategy, rank_costs
 from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
@@ -26,6 +27,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import memory_over_time, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
+from fxpar.schedule.mini_batch import Pace
 from fxpar.store.home import ParamSpec, home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
@@ -137,6 +139,11 @@ class Priced(ABC):
     @abstractmethod
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
+
+    @property
+    @abstractmethod
+    def pace(self) -> Pace | None:
+        """See `fxpar.cost.flowing`; of a graph that runs eagerly."""
 
     @abstractmethod
     def predicted(self, tokens: int) -> Memory:
@@ -283,6 +290,10 @@ class Candidate(Priced):
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
         return max(extrapolated([self._reduced_s(program) for program in self.programs], float(self.steps)), 0.0)
+
+    @cached_property
+    def pace(self) -> Pace | None:
+        return flowing_pace(self.programs[0])
 
     def _reduced_s(self, program: TrainGraph) -> float:
         if self.strategy.world == 1:

@@ -145,7 +145,8 @@ class SetPricer:
         kept = self._resident(chosen, groups, overlap)
         switching = self._switches.of_set(unique, kept, guess=not settle)
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
-        borders = Borders(switching, reductions, overlap)
+        flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
+        borders = Borders(switching, reductions, overlap, flowing)
         names = [one.name for _, one in chosen]
 
         def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:

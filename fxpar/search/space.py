@@ -19,13 +19,16 @@ SAVINGS: tuple[tuple[int, Remat | None], ...] = (
 )
 
 
+# Beside 1f1b. gpipe takes as long and more memory. interleaved_1f1b is not searched: deep pipelines are put together
+# from three stages on ranks of their own; with two per rank it waits longer than zb_h1 by the costs that are known here.
+OTHER_SCHEDULES = ("zb_h1",)
 MOST_CUT = 64  # ranks that share the layers of a stage
 
 
 def shapes(world: int, most_tp: int, most_pp: int) -> Iterator[Strategy]:
     """All strategies of `world` ranks with tp of at most `most_tp`, pp of at most `most_pp`, cp and tp of at most
     MOST_CUT together, dp the rest; sp wherever there is tp. Those without stages come first, and of them those that cut
-    a model least.
+    a model least; pipelines under 1f1b and OTHER_SCHEDULES.
     """
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     found = [
@@ -37,7 +40,10 @@ def shapes(world: int, most_tp: int, most_pp: int) -> Iterator[Strategy]:
         if tp <= most_tp and cp * tp <= MOST_CUT and world % (pp * cp * tp) == 0
     ]
     for cut, pp, cp, tp in sorted(found, key=lambda one: (one[1] > 1, one)):
-        yield of_degrees(world // cut, pp, cp, tp)
+        shape = of_degrees(world // cut, pp, cp, tp)
+        yield shape
+        if pp > 1:
+            yield from (replace(shape, pipeline=Pipeline(kind)) for kind in OTHER_SCHEDULES)
 
 
 def without_stages(strategy: Strategy) -> Strategy:
@@ -45,6 +51,14 @@ def without_stages(strategy: Strategy) -> Strategy:
     kept = [axis for axis in strategy.axes if axis[0] not in (REPLICAS, STAGES)]
     replicas = strategy.replicas * strategy.pipeline_size
     return replace(strategy, axes=((REPLICAS, replicas), *kept) if replicas > 1 else tuple(kept), pipeline=Pipeline())
+
+
+def placed_alike(strategy: Strategy) -> Strategy:
+    """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, and the
+    schedule of one stage per rank does not.
+    """
+    pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
+    return replace(strategy, remat=None, pipeline=pipeline)
 
 
 def with_savings(shape: Strategy, level: int) -> Strategy | None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from fxpar.cost.flowing import strategy_pace
 from fxpar.cost.group import of_strategy
 from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
+from fxpar.schedule.mini_batch import Pace
 from fxpar.search.price import Candidate, Memory, Priced, spread_layers
 
 
@@ -64,6 +66,10 @@ class StagedGuess(Priced):
     def reduce_s(self) -> float:
         """A rank has only its positions' share of the gradients."""
         return self.flat.reduce_s / self.positions
+
+    @cached_property
+    def pace(self) -> Pace | None:
+        return None if self.flat.pace is None else strategy_pace(self.strategy)
 
     def predicted(self, tokens: int) -> Memory:
         whole, few = self.flat.at(tokens), self.flat.of_first(tokens)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
 from fxpar.search.layouts import guessed_layout
 from fxpar.search.price import DEEPEST, Depth, Priced, extrapolated
+from fxpar.search.space import placed_alike
 from fxpar.store import ParamSpec, home_layout, wire_layout
 from fxpar.switch import ParamLayout, layout_of, plan_large_switch
 
@@ -18,8 +19,8 @@ Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model 
 
 
 def placement_of(strategy: Strategy) -> str:
-    """Names how parameters lie: what is recomputed moves none."""
-    return str(replace(strategy, remat=None))
+    """Names how parameters lie."""
+    return str(placed_alike(strategy))
 
 
 @dataclass

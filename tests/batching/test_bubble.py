@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -104,6 +105,7 @@ rules = st.builds(
     stages=st.sampled_from([2, 3, 4, 8]),
     virtual=st.integers(1, 3),
 )
+rules |= st.builds(replace, rules, virtual=st.just(1), zero_bubble=st.just(True))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), rules, st.sampled_from([0, 1, 3]))

@@ -57,6 +57,12 @@ def other_options(rank):
         cases += [({"initializer": lambda module: None}, "initializer is '.*lambda>' on rank 1, and 'NoneType' on")]
     else:
         cases += [({}, "whether there is a cost model is True"), ({}, "initializer is '.*lambda>' on rank 1, and")]
+    lengths = {"lengths": [5, 60], "tokens_per_step": 900}
+    auto = {"strategies": "auto", "compiled": None, **lengths} if rank else {}
+    cases += [
+        (auto, 'whether strategies="auto" is True on rank 1, and False on rank 0'),
+        ({"monitor": bool(rank)}, "whether there is a monitor is True on rank 1, and False"),
+    ]
     for options, message in cases:
         with pytest.raises(OptionMismatchError, match=message):
             parallel(small, **{"strategies": STRATEGIES, "compiled": compiled(small, STRATEGIES.values()), **options})

@@ -15,6 +15,7 @@ from fxpar.models import load
 from fxpar.runtime.arrivals import Arrivals, Handed, order_of_gradients
 from fxpar.runtime.bound import bind
 from fxpar.runtime.micro import MicroRun
+from fxpar.schedule.mini_batch import Pace
 from fxpar.tracer import capture
 
 
@@ -107,7 +108,7 @@ def test_a_compiled_graph_waits_for_everything(monkeypatch):
     begun = time.perf_counter()
     bound.prepare(params, arrivals=arrivals)
     assert time.perf_counter() - begun >= 0.04
-    assert not bound.is_flowing
+    assert bound.pace is None
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -122,7 +123,7 @@ def test_each_gradient_is_handed_over_when_it_is_final(micro_batches):
         run(*args, **kwargs)
         running.clear()
 
-    assert bound.is_flowing
+    assert bound.pace == Pace()
     bound.run = last
     bound.prepare(params)
     bound.run_all(

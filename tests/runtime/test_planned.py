@@ -11,10 +11,13 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparError, LengthsError, ParallelizeError, PlanFileError
+from fxpar.ir.strategy import Strategy
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.runtime.planned import parameters_of
 from fxpar.search.lengths import as_lengths
 from fxpar.search.plan_file import Plan, PlanGroup
+from fxpar.search.price import Depth, candidate
+from fxpar.search.pricing import SetPricer
 from tests.runtime.hot import Small, World, compiled, precompile, sequences, small
 
 TWO = {64: "dp2", 512: "tp2+sp"}
@@ -79,6 +82,17 @@ def of_another_world(rank):
         fxpar.parallelize(small(), plan=plan, **planned())
 
 
+NODES = fxpar.ClusterSpec(2, 1, 1.0, inter_gb_per_s=1e-3, latency_us=10.0, device=fxpar.Device(1e-3, 1.0, 1.0))
+BATCH = (5, 60, 33, 130, 8)
+
+
+@PAIR.case
+def of_links_between_nodes(rank):
+    model = fxpar.parallelize(small(), plan=PLAN, **planned(cluster=NODES))
+    found = model.plan(sequences(3, BATCH))
+    return found.switch_s, found.predicted_s
+
+
 AUTO = {"strategies": "auto", "lengths": [5, 60, 33, 300], "tokens_per_step": 900}
 
 
@@ -102,6 +116,22 @@ def of_a_search_in_vain(rank):
         automatic(memory_budget_bytes=1000)
     except FxparError as error:
         return type(error).__name__, str(error)
+
+
+def test_a_set_is_priced_as_an_engine_predicts_it():
+    """Borders of one strategy, whose gradients leave one by one, too."""
+    programs = compiled(small, TWO.values()).programs
+
+    def lowered(strategy, layers):
+        return programs[str(strategy)]
+
+    pricer = SetPricer(NODES, Depth(1, whole=True), lowered, (BATCH,), None, overlap=True)
+    chosen = [
+        (group.limit, candidate(lowered, Strategy.parse(group.strategy), NODES, pricer.depth, (64, 512)))
+        for group in PLAN.groups
+    ]
+    found = pricer.price(chosen)
+    assert (found.exposed_s, found.predicted_s) == pytest.approx(of_links_between_nodes()[0], rel=1e-9)
 
 
 def test_a_search_chooses_the_same_on_all_ranks():

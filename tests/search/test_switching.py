@@ -35,8 +35,9 @@ def test_they_take_as_long_as_those_of_the_set_alone(resident):
             assert mine.predicted_s(name, order[:number]) == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_is_recomputed_moves_no_parameter():
-    one, other = Strategy.parse("tp2+sp"), Strategy.parse("tp2+sp+remat")
+@pytest.mark.parametrize(("name", "more"), [("tp2+sp", "remat"), ("pp2", "zb_h1")])
+def test_what_moves_no_parameter(name, more):
+    one, other = Strategy.parse(name), Strategy.parse(f"{name}+{more}")
     assert placement_of(one) == placement_of(other)
     assert placement_of(one) != placement_of(Strategy.parse("dp2+zero3"))
     assert layout_of(lowered(one, 2)).params == layout_of(lowered(other, 2)).params
