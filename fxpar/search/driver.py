@@ -5,6 +5,7 @@ savings      what saves memory (remat, ZeRO-3) is lowered for the lengths that a
              some other shape is faster there than this one could be even with all memory in the world
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
+schedules    pipelines of the best sets are tried under zb_h1, which waits less and keeps more
 bound        each mini-batch cut at its own best limits, without borders and rests: no set can take less
 """
 
@@ -26,7 +27,7 @@ from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
-from fxpar.search.space import SAVINGS, with_savings, without_stages
+from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 
@@ -121,6 +122,7 @@ class _Search:
     def __post_init__(self) -> None:
         problem = self.problem
         self.intervals = Intervals(length_edges(problem.longest), problem.batches)
+        self.least = np.full(self.intervals.tokens.shape, np.inf)
         self.pricer = SetPricer(
             problem.cluster,
             problem.depth,
@@ -155,6 +157,9 @@ class _Search:
             budgets = self.pricer.budgets(one, self.intervals.edges)
             self.candidates.append(one)
             self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
+            # With no less room than it has under a schedule that keeps more.
+            faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
+            self.least = np.minimum(self.least, least_seconds(faster, strategy, budgets, self.intervals))
         wanted = self.pricer.largest if self.problem.packed else 0
         return any(budget is None or budget < wanted for budget in budgets)
 
@@ -169,8 +174,7 @@ class _Search:
         """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
         as without saving, in micro-batches as large as one could want.
         """
-        plain = (one for one in self.candidates if replace(one.strategy, zero=0, remat=None) == shape)
-        one = next(plain, None)
+        one = next((one for one in self.candidates if one.strategy.axes == shape.axes), None)
         if one is None:
             return False
         fastest = np.stack(self.seconds).min(axis=0)
@@ -183,8 +187,7 @@ class _Search:
     # ------------------------------------------------------------------------------------------------------ sets
     def found(self, begun: float) -> Found:
         """Raises SequenceFitsNowhereError."""
-        everything = np.stack(self.seconds).min(axis=0)
-        bound = least_mini_batch(everything, self.problem.max_strategies)
+        bound = least_mini_batch(self.least, self.problem.max_strategies)
         if not np.isfinite(bound):
             raise self._nothing_fits()
         self.pricer.optimizer_s = optimizer_s(self.candidates[0], self.problem.cluster)
@@ -250,8 +253,21 @@ class _Search:
             groups = [self._groups_of(plan) for plan in best]
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
-        found, *kept = [self.settled[one] for one in groups]
+        found, *kept = [self._rescheduled(one) for one in groups]
         return sorted(kept, key=_seconds), found
+
+    def _rescheduled(self, groups: Groups) -> PricedSet:
+        """A settled set, with pipelines under FASTER_SCHEDULE where that takes less time with the memory it needs."""
+        best, chosen = self.settled[groups], self._lowered(groups)
+        for strategy in dict.fromkeys(one.strategy for _, one in chosen):
+            other = rescheduled(strategy)
+            faster = None if other is None else self.known.candidate(other, self.said)
+            if faster is not None:
+                tried = [(limit, faster if one.strategy == strategy else one) for limit, one in chosen]
+                priced = self.pricer.price(tried, settle=True)
+                if priced is not None and priced.predicted_s < best.predicted_s:
+                    best, chosen = priced, tried
+        return best
 
     def _disappoints(self, groups: Groups, plan: PricedSet) -> bool:
         """Whether a set is not what it was ranked as, which is then put right. A set with guesses in it is only where
@@ -281,14 +297,18 @@ class _Search:
         """With the tokens of micro-batches as predicted for just these; None if one of its strategies does not hold
         them.
         """
+        chosen = self._lowered(groups)
+        return self.pricer.price(chosen, settle=True) if len(chosen) == len(groups) else None
+
+    def _lowered(self, groups: Groups) -> list[tuple[int, Priced]]:
+        """Limits and strategies of a set, none of them guessed at; without those that cannot be lowered."""
         chosen = []
         for edge, s in groups:
             one = self.candidates[s]
-            one = self.known.candidate(one.strategy, self.said) if isinstance(one, StagedGuess) else one
-            if one is None:
-                return None
-            chosen.append((self.intervals.edges[edge], one))
-        return self.pricer.price(chosen, settle=True)
+            known = self.known.candidate(one.strategy, self.said) if isinstance(one, StagedGuess) else one
+            if known is not None:
+                chosen.append((self.intervals.edges[edge], known))
+        return chosen
 
     def _look_closer(self, guesses: set[int]) -> bool:
         """Replace these candidates by what they are; whether there was one."""

@@ -19,16 +19,17 @@ SAVINGS: tuple[tuple[int, Remat | None], ...] = (
 )
 
 
-# Beside 1f1b. gpipe takes as long and more memory. interleaved_1f1b is not searched: deep pipelines are put together
-# from three stages on ranks of their own; with two per rank it waits longer than zb_h1 by the costs that are known here.
-OTHER_SCHEDULES = ("zb_h1",)
+# That the pipelines of the best sets may have instead of 1f1b. gpipe takes as long and more memory. interleaved_1f1b is
+# not searched: deep pipelines are put together from three stages on ranks of their own; with two per rank it waits
+# longer than zb_h1 by the costs that are known here.
+FASTER_SCHEDULE = "zb_h1"
 MOST_CUT = 64  # ranks that share the layers of a stage
 
 
 def shapes(world: int, most_tp: int, most_pp: int) -> Iterator[Strategy]:
     """All strategies of `world` ranks with tp of at most `most_tp`, pp of at most `most_pp`, cp and tp of at most
     MOST_CUT together, dp the rest; sp wherever there is tp. Those without stages come first, and of them those that cut
-    a model least; pipelines under 1f1b and OTHER_SCHEDULES.
+    a model least.
     """
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     found = [
@@ -40,10 +41,7 @@ def shapes(world: int, most_tp: int, most_pp: int) -> Iterator[Strategy]:
         if tp <= most_tp and cp * tp <= MOST_CUT and world % (pp * cp * tp) == 0
     ]
     for cut, pp, cp, tp in sorted(found, key=lambda one: (one[1] > 1, one)):
-        shape = of_degrees(world // cut, pp, cp, tp)
-        yield shape
-        if pp > 1:
-            yield from (replace(shape, pipeline=Pipeline(kind)) for kind in OTHER_SCHEDULES)
+        yield of_degrees(world // cut, pp, cp, tp)
 
 
 def without_stages(strategy: Strategy) -> Strategy:
@@ -59,6 +57,12 @@ def placed_alike(strategy: Strategy) -> Strategy:
     """
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     return replace(strategy, remat=None, pipeline=pipeline)
+
+
+def rescheduled(strategy: Strategy) -> Strategy | None:
+    """Under FASTER_SCHEDULE; None if there are no stages."""
+    faster = replace(strategy.pipeline, schedule=FASTER_SCHEDULE)
+    return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 else None
 
 
 def with_savings(shape: Strategy, level: int) -> Strategy | None:
