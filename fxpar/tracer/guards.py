@@ -86,8 +86,11 @@ _SAMPLES = (*range(1, 257), *range(4096, 4096 + 64), *range(10**6, 10**6 + 64))
 
 def _sizes_for(condition: sympy.Basic, guard: Guard) -> Sequence[int]:
     """Sizes that decide a condition. A remainder in a user's branch repeats with its divisor, so two periods are tried;
-    none for periods that are too long, of which nothing is known.
+    none for periods that are too long, of which nothing is known, and none where fractions decide: `(T * 0.01 - 3) ** 2
+    < 1e-9` may hold for a single size.
     """
+    if guard.by_user and condition.has(sympy.Float):
+        return ()
     period = math.prod({abs(int(n)) for n in condition.atoms(sympy.Integer) if n != 0})
     if not guard.by_user or 2 * period <= _SAMPLES[255]:
         return _SAMPLES

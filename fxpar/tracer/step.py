@@ -23,7 +23,9 @@ from fxpar.errors import (
     LossError,
     MissingInputError,
     UnsupportedOpError,
+    warn,
 )
+from fxpar.errors.capture import in_words
 from fxpar.ir.graph import TOKEN_NUMBERS, Averaged, Input, Output
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.torch_api import tracing
@@ -110,6 +112,7 @@ class Traced(ABC):
             ):
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
                 state.tell(again._call_again, self.world.in_names)
+                self._tell_of_texts()
         except CaptureError as error:
             error.args = tuple(self.world.in_names(str(arg)) for arg in error.args)
             raise
@@ -123,6 +126,13 @@ class Traced(ABC):
                 raise
             raise translated from error
         return RawTrace(gm, tuple(self.outputs), self.unused, self.signature)
+
+    def _tell_of_texts(self) -> None:
+        for place in self.world.texts:
+            warn(
+                f"{place} makes a text of {' or '.join(map(in_words, sorted(self.world.symbols)))}, which is a name at "
+                "capture and no number: what the model decides by it holds for all lengths. Compare the number"
+            )
 
     def _call_again(self) -> None:
         """Run the user's code once more with what it has kept, for what it does to that alone; no guard stays.
