@@ -2,7 +2,9 @@
 its capture, so what calls change is told, and put back.
 
 What a forward makes once and keeps, such as a table of positions, looks like state after one call. A second call with
-the same shapes tells them apart: it finds the table and changes nothing.
+the same shapes tells them apart: it finds the table, changes nothing, and computes the same from data. What is made
+once of data, or makes the second call compute something else, is state; a tensor that every call makes anew and none
+reads from the call before, such as an auxiliary loss, is handed on within a call.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from torch import Tensor, nn
 from fxpar.errors import warn
 from fxpar.losses import what_is_called
 from fxpar.torch_api import tracing
+from fxpar.tracer.computed import Computed
 from fxpar.tracer.provenance import is_user_file
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})  # others may make what they hold
 _ANSWERS = (bool, str, type(None))  # in a class or file what code has found out once, rather than state
 _PLAIN = (int, float, complex, *_ANSWERS)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _DEEPEST = 3  # containers inside of containers
-_LARGEST = 256  # of larger ones the elements are not looked at
+_LARGEST = 4096  # of larger ones the elements are not looked at
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class _Kept:
             return cls(value, 0 if value.is_inference() else value._version)
         if isinstance(value, _SYMBOLIC):
             return cls(value, str(value.node.expr))
+        if isinstance(value, nn.Module):
+            return cls(value)
         return cls(value) if isinstance(value, _PLAIN) else cls(type(value), len(value))
 
     def __eq__(self, other: object) -> bool:
@@ -64,6 +69,8 @@ class _Kept:
     def __str__(self) -> str:
         if isinstance(self.value, Tensor):
             return f"a tensor [{', '.join(map(str, self.value.shape))}]"
+        if isinstance(self.value, nn.Module):
+            return f"a {type(self.value).__name__}"
         if isinstance(self.value, type):
             return f"a {self.value.__name__} of {self.version}"
         return str(self.version) if isinstance(self.value, _SYMBOLIC) else repr(self.value)
@@ -82,14 +89,24 @@ class _Place:
     names: frozenset[str] | None = None
     put: Callable[[str, Any], None] | None = None
     drop: Callable[[str], Any] | None = None
+    buffers: frozenset[str] = frozenset()  # of a module, those that it had
 
     @classmethod
     def of_object(cls, words: str, owner: Any) -> _Place:
         """Of a class, or of an object that is no module."""
         return cls(words, vars(owner), {}, None, functools.partial(setattr, owner), functools.partial(delattr, owner))
 
+    @classmethod
+    def of_module(cls, words: str, module: nn.Module, of_class: Mapping[str, Any]) -> _Place:
+        """Its attributes, the modules in it, and buffers that it gets."""
+        buffers = frozenset(name for name, value in module._buffers.items() if value is not None)
+        return cls(words, vars(module), of_class, buffers=buffers)
+
     def now(self) -> dict[str, Any]:
         found = {**self.of_class, **self.values}
+        if isinstance(self.values.get("_modules"), dict):
+            made = {name: value for name, value in self.values["_buffers"].items() if name not in self.buffers}
+            found = {**found, **self.values["_modules"], **made}
         return {name: value for name, value in found.items() if name not in _OF_TORCH and self._has(name)}
 
     def _has(self, name: str) -> bool:
@@ -105,7 +122,7 @@ class _Place:
 
 
 def _look_into(name: str, value: Any, found: dict[str, _Kept], deepest: int) -> None:
-    if isinstance(value, (Tensor, *_PLAIN, *_SYMBOLIC)):
+    if isinstance(value, (Tensor, nn.Module, *_PLAIN, *_SYMBOLIC)):
         found[name] = _Kept.of(value)
     elif type(value) in _CONTAINERS or isinstance(value, tuple):
         found[name] = _Kept.of(value)
@@ -146,26 +163,55 @@ class State:
             if any(map(_is_traced, _elements(container))):
                 _fill(container, content)
 
-    def tell(self, call_again: Callable[[], None], in_names: Callable[[str], str]) -> None:
-        """Warn of what a call has changed: of numbers at once, of the rest if `call_again` changes it once more.
-        `in_names` puts the names of sizes into a message.
+    def tensors(self) -> Iterator[Tensor]:
+        """Those that code keeps now."""
+        for place in self.places:
+            yield from (one.value for one in place.kept().values() if isinstance(one.value, Tensor))
+
+    def changed(self) -> bool:
+        """Whether a call has changed anything."""
+        return any(_changed(was, place.kept()) for was, place in zip(self.kept, self.places, strict=True))
+
+    def tell(
+        self, first: Computed | None, call_again: Callable[[], Computed | None], in_names: Callable[[str], str]
+    ) -> None:
+        """Warn of what a call has changed: of numbers at once, of the rest by what `call_again` makes of it. `first` is
+        what the call computed, None if nothing had changed. `in_names` puts the names of sizes into a message.
         """
         found = [place.kept() for place in self.places]
-        changed = [_changed(was, now) for was, now in zip(self.kept, found, strict=True)]
-        if any(not both_numbers for names in changed for both_numbers in names.values()):
-            call_again()
-        for place, was, now, names in zip(self.places, self.kept, found, changed, strict=True):
-            again = _changed(now, place.kept()) if names else {}
-            told: set[str] = set()
+        changes = [_changed(was, now) for was, now in zip(self.kept, found, strict=True)]
+        second = None
+        if any(not both_numbers for names in changes for both_numbers in names.values()):
+            second = call_again()
+        told, rest = [], []
+        for place, was, now, names in zip(self.places, self.kept, found, changes, strict=True):
+            later = place.kept() if names else {}
+            again = _changed(now, later)
             for name, both_numbers in names.items():
                 whole = name.partition("[")[0]
-                if both_numbers or (name in again and whole not in told):
-                    told.add(whole)
-                    change = in_names(_in_words(was.get(name), now[name]))
-                    warn(
-                        f"{place.words} sets {name} {change}: captured, every step begins as before that, and none "
-                        "sets it. Make it a buffer, or keep it outside of the model"
-                    )
+                if whole in place.of_class and whole not in place.values:
+                    continue  # the class itself is a place
+                of_data = first is not None and id(now[name].value) in first.of_data
+                state = of_data if name not in again else not _handed_on(now[name], later.get(name), second)
+                change = in_names(_in_words(was.get(name), now[name]))
+                (told if both_numbers or state else rest).append((place.words, whole, both_numbers, f"{name} {change}"))
+        if not told and first is not None and second is not None and first.ops != second.ops:
+            told = rest
+        said: set[tuple[str, str]] = set()
+        for words, whole, both_numbers, change in told:
+            if both_numbers or (words, whole) not in said:
+                said.add((words, whole))
+                warn(
+                    f"{words} sets {change}: captured, every step begins as before that, and none "
+                    "sets it. Make it a buffer, or keep it outside of the model"
+                )
+
+
+def _handed_on(now: _Kept, later: _Kept | None, second: Computed | None) -> bool:
+    """Whether a tensor of the first call is another one after the second, which has not computed with it."""
+    if later is None or second is None or not isinstance(now.value, Tensor):
+        return False
+    return isinstance(later.value, Tensor) and later.value is not now.value and id(now.value) not in second.read
 
 
 def _in_words(was: _Kept | None, now: _Kept) -> str:
@@ -214,7 +260,7 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> list[_Place]:
             of_class[kind] = class_attributes(kind)
             classes |= dict.fromkeys(_own_classes(kind))
         words = f"the forward of module {fqn!r}" if fqn else "the forward of the model"
-        modules.append(_Place(words, vars(module), of_class[kind]))
+        modules.append(_Place.of_module(words, module, of_class[kind]))
     shared = [_Place.of_object(f"the code of class {each.__name__}", each) for each in classes]
     written = [value for each in classes for value in vars(each).values()]
     for function in functions:

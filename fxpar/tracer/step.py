@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ from fxpar.ir.graph import TOKEN_NUMBERS, Averaged, Input, Output
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.torch_api.tracing import node_of
+from fxpar.tracer.computed import Computed
 from fxpar.tracer.context import CaptureContext, running
 from fxpar.tracer.decompositions import DECOMPOSITIONS
 from fxpar.tracer.hosts import host_models
@@ -38,7 +39,7 @@ from fxpar.tracer.metrics import as_results
 from fxpar.tracer.provenance import Provenance, calls_user_code, line_of_error
 from fxpar.tracer.redirect import Redirect
 from fxpar.tracer.signature import Batch, Signature
-from fxpar.tracer.state import unchanged
+from fxpar.tracer.state import State, unchanged
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 _INSTEAD_OF_FLEX = (
@@ -92,10 +93,20 @@ class Traced(ABC):
     differentiate: bool = True
     own_backward: str | None = None
     functions: tuple[Any, ...] = ()  # the user's, beside the model
+    state: State | None = None
+    computed: Computed | None = None
 
     @abstractmethod
     def call(self, context: CaptureContext) -> Any:
         """Run the user's code: what is traced, before anything is made of it."""
+
+    def called(self, context: CaptureContext) -> Any:
+        """What `call` returns. What it has computed is kept if it has changed something that code keeps."""
+        found = self.call(context)
+        seed = node_of(context.seed)
+        if self.state is not None and seed is not None and self.state.changed():
+            self.computed = Computed.now(seed.graph, self.state.tensors())
+        return found
 
     @abstractmethod
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
@@ -103,15 +114,17 @@ class Traced(ABC):
 
     def trace(self) -> RawTrace:
         """Trace it. Raises the errors of `fxpar.capture`; the model is left as it was."""
-        again = copy.copy(self)  # the signature gets further inputs
+        signature = self.signature  # it gets further inputs
         try:
             with (
                 unchanged(self.model, self.functions) as state,
                 tracing.autocast_on_cpu(_ACCELERATORS),
                 host_models(self.model),
             ):
+                self.state = state
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
-                state.tell(again._call_again, self.world.in_names)
+                again = replace(self, signature=signature, provenance=Provenance(self.model), computed=None)
+                state.tell(self.computed, again._call_again, self.world.in_names)
                 self._tell_of_texts()
         except CaptureError as error:
             error.args = tuple(self.world.in_names(str(arg)) for arg in error.args)
@@ -134,18 +147,18 @@ class Traced(ABC):
                 "capture and no number: what the model decides by it holds for all lengths. Compare the number"
             )
 
-    def _call_again(self) -> None:
+    def _call_again(self) -> Computed | None:
         """Run the user's code once more with what it has kept, for what it does to that alone; no guard stays.
 
-        Where it fails, what it has changed by then counts.
+        Where it fails, what it has changed by then counts. Returns what it has computed, if it came so far.
         """
-        self.provenance = Provenance(self.model)
         with self.world.without_guards(), contextlib.suppress(Exception):
             tracing.trace(self.world, self._only_call, self.signature.fakes, DECOMPOSITIONS)
+        return self.computed
 
     def _only_call(self, *values: Tensor) -> tuple[Tensor, ...]:
         with self._as_traced(values) as context:
-            self.call(context)
+            self.called(context)
         return ()
 
     def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -259,7 +272,7 @@ class TracedStep(Traced):
 
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The scaled loss, metrics, and the gradients of all trainable parameters that the loss depends on."""
-        loss, metrics = with_metrics(self.call(context))
+        loss, metrics = with_metrics(self.called(context))
         loss, self.averaged = as_sum(loss, context)
         scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
         self.signature = self.signature.with_scale(loss.dtype)
