@@ -13,10 +13,11 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections import Counter, OrderedDict, defaultdict, deque
+import sys
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -270,13 +271,48 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> list[_Place]:
         if not plain and all(owner is not module for module in model.modules()):
             shared.append(_Place.of_object(f"the loss function, a {type(owner).__name__},", owner))
             written.append(type(owner).__call__)
-    return [*modules, *shared, *_globals([*written, *functions])]
+    return [*modules, *_objects(modules), *shared, *_globals([*written, *functions])]
+
+
+def _objects(modules: Sequence[_Place]) -> list[_Place]:
+    """Objects of the user's classes that modules hold in attributes, each once."""
+    found: dict[int, _Place] = {}
+    for module in modules:
+        for name, value in module.values.items():
+            if _is_users(type(value)) and hasattr(value, "__dict__"):
+                found.setdefault(id(value), _Place(f"{module.words} (in self.{name})", vars(value), {}))
+    return list(found.values())
+
+
+@functools.cache
+def _is_users(kind: type) -> bool:
+    """Whether objects of a class are the user's, by its file."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    plain = kind is SimpleNamespace or (file is not None and is_user_file(file))
+    return plain and not issubclass(kind, (type, Tensor, nn.Module))
+
+
+def _of_function(function: FunctionType) -> _Place:
+    """Its attributes, and containers that are defaults of its parameters or come from a function around it."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    arguments = code.co_varnames[: code.co_argcount]
+    found: dict[str, Any] = dict(zip(reversed(arguments), reversed(defaults), strict=False))
+    found |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            found[name] = cell.cell_contents
+    containers = {name: value for name, value in found.items() if type(value) in _CONTAINERS}
+    put, drop = functools.partial(setattr, function), functools.partial(delattr, function)
+    words = f"the code of {function.__qualname__}"
+    return _Place(words, ChainMap(vars(function), containers), {}, put=put, drop=drop)
 
 
 def _globals(functions: Sequence[Any]) -> list[_Place]:
-    """The globals that functions of the user's name, and what functions of the same file that these call do."""
+    """The globals that functions of the user's name, and what functions of the same file that these call do; and what
+    these functions themselves keep.
+    """
     found: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    todo, seen = list(functions), set()
+    todo, seen, places = list(functions), set(), list[_Place]()
     while todo:
         called = what_is_called(todo.pop())
         function = inspect.unwrap(getattr(called, "__func__", called))
@@ -285,11 +321,12 @@ def _globals(functions: Sequence[Any]) -> list[_Place]:
         seen.add(function)
         if is_user_file(function.__code__.co_filename):
             space = function.__globals__
+            places.append(_of_function(function))
             _, names = found.setdefault(id(space), (space, set()))
             new = _names(function.__code__) - names
             names |= new
             todo += [space[name] for name in new if isinstance(space.get(name), FunctionType)]
-    return [
+    return places + [
         _Place(f"the code in {space.get('__file__')}", space, {}, frozenset(names), space.__setitem__, space.pop)
         for space, names in found.values()
     ]

@@ -165,6 +165,7 @@ class Traced(ABC):
         inputs = self.signature.inputs
         with self._as_traced(values) as context:
             found = self.results(context, values)
+            self._check_parameters(values)
             buffers = self._reassigned(inputs, values)
         return (*found, *buffers)
 
@@ -201,6 +202,16 @@ class Traced(ABC):
     def trained(self, values: Sequence[Tensor]) -> list[tuple[Input, Tensor]]:
         """The inputs that want a gradient."""
         return [(i, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]
+
+    def _check_parameters(self, values: Sequence[Tensor]) -> None:
+        """Raise UnsupportedOpError for a parameter that the forward has made: it would be a constant of the graph."""
+        known = {id(value) for value in values}
+        for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in known:
+                raise UnsupportedOpError(
+                    f"parameter {fqn!r}, which the forward makes,",
+                    "Make it in __init__, or call the model once before it is captured.",
+                )
 
     def _reassigned(self, inputs: Sequence[Input], values: Sequence[Tensor]) -> list[Tensor]:
         """New values of buffers that the forward has set to another tensor (in-place updates are found later)."""

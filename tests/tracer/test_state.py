@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.errors import FxparWarning
+from fxpar.errors import FxparWarning, UnsupportedOpError
 from fxpar.tracer import capture, capture_forward
 from tests.captured import tokens
 
@@ -328,6 +328,80 @@ class Listing(Model):
     def kept(self, x: Tensor) -> Tensor:
         self.listed.append(1)
         return x * len(self.listed)
+
+
+class Holder:
+    calls = 0
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
+class Holding(Model):
+    """Keeps things where they are looked for last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder, self.space, self.many = Holder(), SimpleNamespace(n=0), [0] * 300
+
+    def kept(self, x: Tensor) -> Tensor:
+        self.holder.calls += 1
+        self.holder.last = x
+        self.holder.seen.append(x.detach())
+        self.space.n += 1
+        self.many[0] += 1
+        return self.by_default(x) * self.holder.calls * counted(x)
+
+    def by_default(self, x: Tensor, found: list[int] = []) -> Tensor:  # noqa: B006
+        found.append(1)
+        return x * len(found)
+
+
+def counted(x: Tensor) -> int:
+    counted.calls = getattr(counted, "calls", 0) + 1
+    return counted.calls
+
+
+def test_objects_functions_and_long_lists_are_looked_at():
+    model, losses = Holding(), []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses.append(fxpar.losses.causal_lm(model, batch))
+        return losses[-1]
+
+    said = " ".join(_captured(model, loss))
+    for words in (
+        "the model (in self.holder) sets calls to 1",
+        "the model (in self.holder) sets seen from a list of 0",
+        "the model (in self.space) sets n from 0 to 1",
+        "the model sets many[0] from 0 to 1",
+        "Holding.by_default sets found from a list of 0",
+        "the code of counted sets calls to 1",
+        "loss sets losses from a list of 0",
+    ):
+        assert words in said
+    assert vars(model.holder) == {"seen": []}
+    assert (model.space.n, model.many[0], losses) == (0, 0, [])
+
+
+def making(model: Model, x: Tensor) -> Tensor:
+    if not hasattr(model, "late"):
+        model.late = nn.Parameter(torch.ones(WIDTH))
+    return x * model.late
+
+
+def replacing(model: Model, x: Tensor) -> Tensor:
+    model.head.bias = nn.Parameter(torch.ones(13))
+    return x
+
+
+@pytest.mark.parametrize(("kept", "name"), [(making, "late"), (replacing, "head.bias")])
+def test_a_parameter_that_a_forward_makes_is_refused(kept, name):
+    model = type("Making", (Model,), {"kept": kept})()
+    (batch,) = tokens(13, 6)
+    with pytest.raises(UnsupportedOpError, match=f"parameter '{name}', which the forward makes, cannot be captured"):
+        capture(model, fxpar.losses.causal_lm, batch)
+    assert sorted(dict(model.named_parameters())) == ["embedding.weight", "head.bias", "head.weight"]
 
 
 def test_a_list_of_a_class_is_told_once():
