@@ -182,11 +182,13 @@ class State:
         found = [place.kept() for place in self.places]
         changes = [_changed(was, now) for was, now in zip(self.kept, found, strict=True)]
         second = None
+        laters: list[dict[str, _Kept]] = [{} for _ in self.places]
         if any(not both_numbers for names in changes for both_numbers in names.values()):
-            second = call_again()
+            with self._shared_kept():
+                second = call_again()
+                laters = [place.kept() if names else {} for place, names in zip(self.places, changes, strict=True)]
         told, rest = [], []
-        for place, was, now, names in zip(self.places, self.kept, found, changes, strict=True):
-            later = place.kept() if names else {}
+        for place, was, now, names, later in zip(self.places, self.kept, found, changes, laters, strict=True):
             again = _changed(now, later)
             for name, both_numbers in names.items():
                 whole = name.partition("[")[0]
@@ -206,6 +208,25 @@ class State:
                     f"{words} sets {change}: captured, every step begins as before that, and none "
                     "sets it. Make it a buffer, or keep it outside of the model"
                 )
+
+    @contextlib.contextmanager
+    def _shared_kept(self) -> Iterator[None]:
+        """Undo what the block changes in classes, files and functions, whose code may count calls."""
+        old = [(place, place.now()) for place, _ in self.shared]
+        containers = _contents(values for _, values in old)
+        try:
+            yield
+        finally:
+            for place, values in old:
+                assert place.put is not None
+                assert place.drop is not None
+                for name, value in place.now().items():
+                    if name not in values:
+                        place.drop(name)
+                    elif value is not values[name]:
+                        place.put(name, values[name])
+            for container, content in containers:
+                _fill(container, content)
 
 
 def _handed_on(now: _Kept, later: _Kept | None, second: Computed | None) -> bool:
