@@ -56,11 +56,11 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, Dim], guard: Guar
     symbol, low, high = found
     dim = bounds[symbol]
     place = guard.place if guard.asked_in is not None and is_user_file(guard.asked_in) else None
+    of_call = guard.place if guard.asked_in is None else None
     if low is not None and low > dim.minimum:
-        of_call = guard.place if guard.asked_in is None else None
         bounds[symbol] = dim = replace(dim, minimum=int(low), minimum_at=place, minimum_in=of_call)
     if high is not None and (dim.maximum is None or high < dim.maximum):
-        bounds[symbol] = replace(dim, maximum=int(high), maximum_at=place)
+        bounds[symbol] = replace(dim, maximum=int(high), maximum_at=place, maximum_in=of_call)
 
 
 _Bound = tuple[sympy.Symbol, int | None, int | None]  # dim, least, greatest
