@@ -21,6 +21,7 @@ from fxpar.errors import (
     ForwardArgumentsError,
     LossError,
     MissingInputError,
+    SymbolicSizeError,
     UnsupportedOpError,
     warn,
 )
@@ -36,7 +37,7 @@ from fxpar.tracer.decompositions import DECOMPOSITIONS
 from fxpar.tracer.hosts import host_models
 from fxpar.tracer.loss import as_sum
 from fxpar.tracer.metrics import as_results
-from fxpar.tracer.provenance import Provenance, calls_user_code, line_of_error
+from fxpar.tracer.provenance import Provenance, calls_user_code, failed_on_size, line_of_error
 from fxpar.tracer.redirect import Redirect
 from fxpar.tracer.signature import Batch, Signature
 from fxpar.tracer.state import State, unchanged
@@ -237,6 +238,10 @@ class Traced(ABC):
         if isinstance(error, TypeError) and _UNHASHABLE in str(error):
             dims = " and ".join(sorted(self.world.symbols))
             return FixedLengthError("the key of a dict or of a cached function", dims, _INSTEAD_OF_KEY, line)
+        if self.world.symbols and failed_on_size(error):
+            return SymbolicSizeError(error, " and ".join(sorted(self.world.symbols)), fqn, line)
+        if "INTERNAL ASSERT" in str(error):
+            return UnsupportedOpError("a call in which torch itself fails", "Write it with other ops.", fqn, line)
         if "FlexAttention" in str(error):
             return UnsupportedOpError("flex_attention", _INSTEAD_OF_FLEX, fqn, line)
         return None
