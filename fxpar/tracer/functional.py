@@ -249,6 +249,7 @@ class _Again(fx.Interpreter):
 def _functionalize(gm: fx.GraphModule, signature: Signature, world: FakeWorld) -> fx.GraphModule:
     """The same graph traced through `torch.func.functionalize`; metas are those of the nodes that were running."""
     again = _Again(gm, garbage_collect_values=False)
+    again.extra_traceback = False  # of nodes, which no user knows
 
     def stamp(node: fx.Node) -> None:
         if node.op == "call_function" and again.node is not None:
