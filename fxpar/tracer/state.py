@@ -202,8 +202,9 @@ class State:
             told = rest
         said: set[tuple[str, str]] = set()
         for words, whole, both_numbers, change in told:
-            if both_numbers or (words, whole) not in said:
-                said.add((words, whole))
+            place = words if whole != "training" else ""  # a model passes its mode on to all modules in it
+            if both_numbers or (place, whole) not in said:
+                said.add((place, whole))
                 warn(
                     f"{words} sets {change}: captured, every step begins as before that, and none "
                     "sets it. Make it a buffer, or keep it outside of the model"

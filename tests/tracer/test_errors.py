@@ -76,7 +76,7 @@ def test_what_sympy_fails_at_is_told():
 
 def test_a_write_through_data_is_told():
     with pytest.raises(
-        errors.UnsupportedOpError, match=r"a write through .data into .*test_errors.py.*Make it a buffer"
+        errors.UnsupportedOpError, match=r"a write through .data into .*test_errors.py.*Make it a buffer\.$"
     ):
         capture(With(writes_through_data), sum_loss, X)
 

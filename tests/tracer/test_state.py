@@ -280,6 +280,7 @@ ONCE = {
 def test_what_is_made_once_of_data_is_state(kept):
     said = _captured(type("Made", (Once,), {"kept": kept})())
     assert any(f"the forward of the model sets {ONCE[kept]}" in text for text in said)
+    assert sum(" training " in text for text in said) <= 1
 
 
 class FirstLoss:
