@@ -35,6 +35,7 @@ _ANSWERS = (bool, str, type(None))  # in a class or file what code has found out
 _PLAIN = (int, float, complex, *_ANSWERS)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _DEEPEST = 3  # containers inside of containers
+_OTHER = object()
 _LARGEST = 4096  # of larger ones the elements are not looked at
 
 
@@ -148,8 +149,7 @@ class State:
         count captures, only what holds values of a trace.
         """
         for place, old in self.attributes:
-            place.values.clear()  # type: ignore[attr-defined]
-            place.values.update(old)  # type: ignore[attr-defined]
+            _fill(place.values, old)
         for container, content in self.containers:
             _fill(container, content)
         for place, old in self.shared:
@@ -214,7 +214,7 @@ class State:
     def _shared_kept(self) -> Iterator[None]:
         """Undo what the block changes in classes, files and functions, whose code may count calls."""
         old = [(place, place.now()) for place, _ in self.shared]
-        containers = _contents(values for _, values in old)
+        containers = [one for one in _contents(values for _, values in old) if type(one[0]) in _CONTAINERS]
         try:
             yield
         finally:
@@ -378,6 +378,13 @@ def _contents(spaces: Iterable[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
 
 
 def _fill(container: Any, content: Any) -> None:
+    """Not what is as it was: another thread may be reading a configuration that models share."""
+    if isinstance(container, dict):
+        same = len(container) == len(content) and all(container.get(k, _OTHER) is v for k, v in content.items())
+    else:
+        same = not isinstance(container, set) and list(map(id, container)) == list(map(id, content))
+    if same:
+        return
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
