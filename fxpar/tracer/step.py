@@ -118,9 +118,9 @@ class Traced(ABC):
         signature = self.signature  # it gets further inputs
         try:
             with (
-                unchanged(self.model, self.functions) as state,
                 tracing.autocast_on_cpu(_ACCELERATORS),
-                host_models(self.model),
+                host_models(self.model),  # which sets options of theirs
+                unchanged(self.model, self.functions) as state,
             ):
                 self.state = state
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
