@@ -144,8 +144,8 @@ class Traced(ABC):
     def _tell_of_texts(self) -> None:
         for place in self.world.texts:
             warn(
-                f"{place} makes a text of {' or '.join(map(in_words, sorted(self.world.symbols)))}, which is a name at "
-                "capture and no number: what the model decides by it holds for all lengths. Compare the number"
+                f"{place} makes a text of {' or '.join(map(in_words, sorted(self.world.symbols)))} at capture a name "
+                "and no number: what the model decides by it holds for all lengths. Compare the number"
             )
 
     def _call_again(self) -> Computed | None:
