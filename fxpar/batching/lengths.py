@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class LengthLimits:
     """A sequence has `least` to `most` tokens (None: any number); `table` is what `most` comes from, where known.
     `least_at` and `most_at` are the lines ("file:line") where code of the model decides that, if it does, `least_in`
-    where a call asks for so many.
+    and `most_in` where a call takes one side.
     """
 
     least: int = 1
@@ -29,6 +29,7 @@ class LengthLimits:
     least_at: str | None = None
     most_at: str | None = None
     least_in: str | None = None
+    most_in: str | None = None
 
     def hold(self, length: int) -> bool:
         """Whether a sequence of so many tokens is within them."""
@@ -41,15 +42,17 @@ class LengthLimits:
         places = " and ".join(dict.fromkeys(filter(None, (self.least_at, self.most_at))))
         source = f"it has no more positions in {self.table}" if self.table else ""
         source = source or (f"its code branches on the length at {places}" if places else "")
-        if self.least_in and not source:
-            source = f"it asks for so many at {self.least_in}; in a slice, torch.sym_min(n, T) holds for all lengths"
+        calls = [f"it asks for so many at {self.least_in}"] * bool(self.least_in)
+        calls += [f"what it calls at {self.most_in} is captured for so few"] * bool(self.most_in)
+        if calls and not source:
+            source = f"{' and '.join(calls)}; in a slice, torch.sym_min(n, T) holds for all lengths"
         return f"{' and '.join(bounds)} tokens{f' ({source})' if source else ''}"
 
     def narrowed(self, position_ids: IdLimit | None) -> LengthLimits:
         """With the table that positions of the batch index, which count from 0 unless a sequence brings its own."""
         if position_ids is None or (self.most is not None and self.most <= position_ids.rows):
             return self
-        return replace(self, most=position_ids.rows, table=position_ids.table, most_at=None)
+        return replace(self, most=position_ids.rows, table=position_ids.table, most_at=None, most_in=None)
 
 
 def length_limits(logical: LogicalGraph) -> LengthLimits:
@@ -61,7 +64,9 @@ def length_limits(logical: LogicalGraph) -> LengthLimits:
     rows, table = (0, "") if most is None else _table(logical, most)
     if rows == most:
         most_at = None  # the model only says what its table says too
-    return LengthLimits(least, most, "" if most_at else table, tokens.minimum_at, most_at, tokens.minimum_in)
+    table = "" if most_at else table
+    most_in = None if table else tokens.maximum_in
+    return LengthLimits(least, most, table, tokens.minimum_at, most_at, tokens.minimum_in, most_in)
 
 
 def _table(logical: LogicalGraph, most: int) -> tuple[int, str]:

@@ -178,6 +178,19 @@ class FixedLengthError(SpecializedShapeError):
         )
 
 
+class SymbolicSizeError(CaptureError):
+    """Python or torch fails on a size that is free: at capture it is a symbol (a torch.SymInt), not a number."""
+
+    def __init__(self, error: Exception, dims: str, fqn: str | None, line: str | None) -> None:
+        said = one_line(str(error).partition("\n")[0], 120)
+        super().__init__(
+            f"{in_words(dims)} is a symbol at capture, and what is done with it fails{_at(fqn, line)}: "
+            f"{type(error).__name__}{f' ({said})' if said else ''}. Use +, -, *, //, %, an `if` that compares whole "
+            "numbers and, for tensors, torch.arange and torch.full. Or fix the dim: fxpar.capture(..., dynamic=None), "
+            "for one length alone"
+        )
+
+
 _DIMS = {"T": "the sequence length", "B": "the rows of the batch", "C": "the number of document bounds"}
 
 

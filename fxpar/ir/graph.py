@@ -51,7 +51,7 @@ class TensorMeta:
 class Dim:
     """A dynamic dim: its name (also of the sympy symbol), the size in the example, and what guards allow. Where code of
     the model decided a bound (an `if` about the size), `minimum_at` and `maximum_at` are its "file:line"; `minimum_in`
-    where a call asks for so many (`x[:, :16]`).
+    and `maximum_in` where a call takes one side (`x[:, :16]`).
     """
 
     name: str
@@ -61,6 +61,7 @@ class Dim:
     minimum_at: str | None = field(default=None, compare=False, repr=False)  # not the same on all machines
     maximum_at: str | None = field(default=None, compare=False, repr=False)
     minimum_in: str | None = field(default=None, compare=False, repr=False)
+    maximum_in: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def symbol(self) -> sympy.Symbol:

@@ -44,6 +44,12 @@ class SizeNode(SymNode):
             known.constants[num] = remembering(super().wrap_int(num))
         return known.constants[num]
 
+    def _graph_repr(self) -> str:
+        """What `str` and f-strings make of a size: the name of a symbol, of which code may ask if it is "300"."""
+        env: Any = self.shape_env
+        env.read_as_text()
+        return super()._graph_repr()
+
     def guard_bool(self, file: str, line: int) -> bool:
         """The truth value; a guard unless it is known already."""
         return self._expr is sympy.true or (self._expr is not sympy.false and super().guard_bool(file, line))

@@ -99,6 +99,7 @@ class _RecordingShapeEnv(ShapeEnv):
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.place = place
         self.recorded: list[Guard] = []
+        self.texts: dict[str, None] = {}
         self.known = KnownResults()
         self._at_one: dict[sympy.Basic, Any] = {}
 
@@ -125,6 +126,12 @@ class _RecordingShapeEnv(ShapeEnv):
             (symbol,) = orig_expr.free_symbols
             self.recorded.append(Guard(sympy.Gt(symbol, 1), self.place(), file))
         return result
+
+    def read_as_text(self) -> None:
+        """Keep the line of user code that makes a text of a size."""
+        place, file = self.place(), _asked_in()
+        if place is not None and file is not None and place.startswith(file):
+            self.texts.setdefault(place)
 
     def _is_other_at_one(self, condition: sympy.Basic, result: Any) -> bool:
         """Whether a condition on one size has another truth value where the size is 1."""
@@ -196,6 +203,11 @@ class FakeWorld:
     @property
     def guards(self) -> list[Guard]:
         return self.shape_env.recorded
+
+    @property
+    def texts(self) -> list[str]:
+        """Where ("file:line") user code has made a text of a size."""
+        return list(self.shape_env.texts)
 
     @contextmanager
     def without_guards(self) -> Iterator[None]:

@@ -131,6 +131,14 @@ def node_of(value: Tensor) -> fx.Node | None:
     return None if found is None else found.proxy.node
 
 
+def constants_of_trace() -> list[Tensor]:
+    """Inside a trace: the tensors that its ops have taken and that neither it nor its inputs made."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "constants_of_trace works inside a trace only"
+    root: Any = mode.tracer.root  # type: ignore[attr-defined]
+    return [value for value in vars(root).values() if isinstance(value, Tensor)]
+
+
 def is_fake(value: Tensor) -> bool:
     """Whether it has no data, as the values of a trace."""
     return isinstance(value, FakeTensor)

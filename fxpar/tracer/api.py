@@ -15,8 +15,9 @@ from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
 from fxpar.tracer.finish import canonical_graph
 from fxpar.tracer.provenance import Provenance
+from fxpar.tracer.rows import StepOfRows, tell_of_rows
 from fxpar.tracer.signature import Batch, make_signature, make_world, model_device, named_batch
-from fxpar.tracer.step import LossFunction, TracedStep
+from fxpar.tracer.step import LossFunction
 
 
 def capture(
@@ -78,7 +79,7 @@ def _capture(
         batch, dims = batch | {TOKEN_NUMBERS: batch[ids].long()}, dims.with_like(TOKEN_NUMBERS, ids)
     world = make_world(model)
     signature = make_signature(model, batch, world, dims)
-    step = TracedStep(
+    step = StepOfRows(
         model=model,
         signature=signature,
         world=world,
@@ -88,6 +89,7 @@ def _capture(
         batch=example_batch,
     )
     raw = step.trace()
+    tell_of_rows(step, batch, dims)
     if raw.unused:
         warn(f"the loss does not depend on {', '.join(raw.unused)}: no gradient, as in autograd")
     fields = canonical_graph(raw, world, dims, started)

@@ -160,15 +160,12 @@ class Forward(Traced):
 
     def call(self, context: CaptureContext) -> Any:
         """What the forward returns."""
-        if self.training is not None:
-            for module in self.model.modules():
-                module.training = self.training
         args, kwargs = self.arguments.rebuilt(context.batch)
         return _call_model(self.model, args, kwargs)
 
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The returned tensors, then the gradients."""
-        leaves, self.returned = flatten(self.call(context))
+        leaves, self.returned = flatten(self.called(context))
         self.restarting = tuple(sorted(context.restarting))
         tensors = self._values(leaves)
         if self.differentiate:
@@ -184,8 +181,17 @@ class Forward(Traced):
         )
 
     def trace(self) -> RawTrace:
-        """As `Traced.trace`; sizes that the forward returns are then expressions in the dynamic dims."""
-        raw = super().trace()
+        """As `Traced.trace`, in the mode that is asked for; sizes that the forward returns are then expressions in the
+        dynamic dims.
+        """
+        modes = {module: module.training for module in self.model.modules()}
+        try:
+            for module in modes:
+                module.training = module.training if self.training is None else self.training
+            raw = super().trace()
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
         self.leaves = [self._size(leaf) if isinstance(leaf, torch.SymInt) else leaf for leaf in self.leaves]
         return raw
 

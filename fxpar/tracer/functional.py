@@ -227,6 +227,9 @@ def _taking(op: Any, schema: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- functionalize
+_OF_DATA = "mutating a non-functional tensor with a functional tensor"  # what torch says of a write to a constant
+
+
 class _Again(fx.Interpreter):
     """Runs a traced graph, knowing which node is running."""
 
@@ -234,12 +237,19 @@ class _Again(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except RuntimeError as error:
+            if _OF_DATA not in str(error):
+                raise
+            what = "a write through .data into a tensor that is no parameter and no buffer"
+            raise UnsupportedOpError(what, "Make it a buffer.", n.meta.get("fqn"), source_of(n)) from error
 
 
 def _functionalize(gm: fx.GraphModule, signature: Signature, world: FakeWorld) -> fx.GraphModule:
     """The same graph traced through `torch.func.functionalize`; metas are those of the nodes that were running."""
     again = _Again(gm, garbage_collect_values=False)
+    again.extra_traceback = False  # of nodes, which no user knows
 
     def stamp(node: fx.Node) -> None:
         if node.op == "call_function" and again.node is not None:

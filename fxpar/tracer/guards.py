@@ -56,11 +56,11 @@ def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, Dim], guard: Guar
     symbol, low, high = found
     dim = bounds[symbol]
     place = guard.place if guard.asked_in is not None and is_user_file(guard.asked_in) else None
+    of_call = guard.place if guard.asked_in is None else None
     if low is not None and low > dim.minimum:
-        of_call = guard.place if guard.asked_in is None else None
         bounds[symbol] = dim = replace(dim, minimum=int(low), minimum_at=place, minimum_in=of_call)
     if high is not None and (dim.maximum is None or high < dim.maximum):
-        bounds[symbol] = replace(dim, maximum=int(high), maximum_at=place)
+        bounds[symbol] = replace(dim, maximum=int(high), maximum_at=place, maximum_in=of_call)
 
 
 _Bound = tuple[sympy.Symbol, int | None, int | None]  # dim, least, greatest
@@ -86,8 +86,11 @@ _SAMPLES = (*range(1, 257), *range(4096, 4096 + 64), *range(10**6, 10**6 + 64))
 
 def _sizes_for(condition: sympy.Basic, guard: Guard) -> Sequence[int]:
     """Sizes that decide a condition. A remainder in a user's branch repeats with its divisor, so two periods are tried;
-    none for periods that are too long, of which nothing is known.
+    none for periods that are too long, of which nothing is known, and none where fractions decide: `(T * 0.01 - 3) ** 2
+    < 1e-9` may hold for a single size.
     """
+    if guard.by_user and condition.has(sympy.Float):
+        return ()
     period = math.prod({abs(int(n)) for n in condition.atoms(sympy.Integer) if n != 0})
     if not guard.by_user or 2 * period <= _SAMPLES[255]:
         return _SAMPLES

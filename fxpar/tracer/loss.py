@@ -89,13 +89,18 @@ def _averaged(mean: Mean, context: CaptureContext) -> Averaged:
         if numbers == 1 or (fewer >= 0 and of_tokens):
             return Averaged(words, None if numbers == 1 or mean.by_labels else fewer)
         divisor = f"all numbers that it averages, of the example {numbers} for {hint(tokens)} tokens"
+    warn_of_scale(f"is {words}", divisor)
+    return Averaged(words)
+
+
+def warn_of_scale(is_mean: str, divisor: str) -> None:
+    """Say that one device divides the loss by `divisor`, where fxpar divides by the valid tokens."""
     warn(
-        f"the loss is {words}, which divides by {divisor}. fxpar takes the sum and divides by the valid "
+        f"the loss {is_mean}, which divides by {divisor}. fxpar takes the sum and divides by the valid "
         "tokens of the mini-batch (labels that are not -100; all tokens without labels): where that is another number, "
         "loss and gradients have another scale than on one device. Return the sum times a factor of your own, or pass "
         "train_step(denominator=...)"
     )
-    return Averaged(words)
 
 
 def _tokens(context: CaptureContext) -> int | torch.SymInt | None:

@@ -8,6 +8,7 @@ for a head, is its own business; so is a vector for each sequence that the loss 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ _AVERAGES = 1  # aten's number for reduction="mean"
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """A value behind the loss. `by`: the op that multiplies it, divides by it or is not linear in it, if there is one;
     `divides` by it. `direct`: the loss is linear in it.
     """
@@ -85,20 +86,26 @@ class _Place:
 
 def check_sum(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
     """Raise MeanLossError at a mean, and at a factor or divisor that depends on how long the batch is."""
-    todo = [_Place(loss)]
+    for place in behind_loss(loss):
+        _check(place, means)
+
+
+def behind_loss(loss: fx.Node) -> Iterator[Place]:
+    """Every value that a mean may be taken of, or that may scale the loss, from the loss back."""
+    todo = [Place(loss)]
     seen = {todo[0]}
     while todo:
         place = todo.pop()
         if not place.direct and _is_vector(place.node):
             continue
-        _check(place, means)
+        yield place
         for found in _behind(place):
             if found not in seen:
                 seen.add(found)
                 todo.append(found)
 
 
-def _check(place: _Place, means: dict[fx.Node, Mean]) -> None:
+def _check(place: Place, means: dict[fx.Node, Mean]) -> None:
     node, line = place.node, source_of(place.node)
     what = _mean_in_words(node)
     if node in means:
@@ -131,7 +138,7 @@ def _count_in_words(node: fx.Node) -> str:
     return "a size of the batch"
 
 
-def _behind(place: _Place) -> list[_Place]:
+def _behind(place: Place) -> list[Place]:
     """What a value is made of, as far as a mean there would be one of the loss."""
     node, value = place.node, place.node.meta.get("val")
     if node.op != "call_function" or isinstance(value, (torch.SymInt, torch.SymFloat)) or is_whole(value):
@@ -143,21 +150,21 @@ def _behind(place: _Place) -> list[_Place]:
         found = [n for n in _nodes(node.args) if _is_operand(n, op)]
         factors = [n for n in _nodes(tuple(node.kwargs.values())) if _is_factor(n, op)]  # such as alpha
         direct = place.direct and op in _LINEAR
-        return [_Place(n, place.by, place.divides, direct) for n in found] + [_Place(n, node) for n in factors]
+        return [Place(n, place.by, place.divides, direct) for n in found] + [Place(n, node) for n in factors]
     if not is_static(value):
-        return [_Place(n, node) for n in node.all_input_nodes if op in FACTORIES | SHAPED and _is_factor(n, op)]
+        return [Place(n, node) for n in node.all_input_nodes if op in FACTORIES | SHAPED and _is_factor(n, op)]
     if any(_is_weight(n) for n in node.all_input_nodes):
         return []
-    return [_Place(n, node, direct=False) for n in node.all_input_nodes if _is_operand(n, op) or _is_factor(n, op)]
+    return [Place(n, node, direct=False) for n in node.all_input_nodes if _is_operand(n, op) or _is_factor(n, op)]
 
 
-def _of_scaling(place: _Place, op: Any) -> list[_Place]:
+def _of_scaling(place: Place, op: Any) -> list[Place]:
     a, b = place.node.args[:2]
     found = [(a, False), (b, op in DIVISIONS)]
     scaled = isinstance(a, fx.Node) and isinstance(b, fx.Node)
     by = place.node if scaled else place.by
     return [
-        _Place(n, by, place.divides != divides, place.direct and not divides)
+        Place(n, by, place.divides != divides, place.direct and not divides)
         for n, divides in found
         if isinstance(n, fx.Node)
     ]

@@ -10,11 +10,12 @@ import contextlib
 import copy
 import functools
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ def _folder(file: str | None) -> str:
 _TORCH = _folder(torch.__file__)
 _FXPAR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
+_SYMPY = f"{os.sep}sympy{os.sep}"
 _TRANSFORMERS = f"{os.sep}transformers{os.sep}"
 F = TypeVar("F", bound=Callable[..., Any])
 _GENERATED = ("<frozen", "<string>", "<eval_with_key>")
@@ -52,7 +54,7 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith(_GENERATED):
         return False
     path = os.path.abspath(filename)
-    if path.startswith((_TORCH, _FXPAR)):
+    if path.startswith((_TORCH, _FXPAR)) or _SYMPY in path:
         return False
     if "-packages" + os.sep in path:
         return _TRANSFORMERS not in path or f"{_TRANSFORMERS}models{os.sep}" in path
@@ -89,6 +91,27 @@ def line_of_error(error: BaseException) -> str | None:
             line = f"{code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line
+
+
+def failed_on_size(error: BaseException) -> bool:
+    """Whether an exception comes from an operation on a symbolic size, below the innermost frame of user code."""
+    if re.search(r"\bSym(Int|Float|Bool)\b", str(error)):
+        return True
+    below, trace = False, error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if is_user_file(frame.f_code.co_filename):
+            below = False
+        else:
+            below = below or _SYMPY in frame.f_code.co_filename or _is_operator(frame)
+        trace = trace.tb_next
+    return below
+
+
+def _is_operator(frame: FrameType) -> bool:
+    """Whether a frame is of an operator of a symbolic size, such as `SymFloat.__pow__`; a truth value is a guard."""
+    of_size = isinstance(frame.f_locals.get("self"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return of_size and frame.f_code.co_name not in ("__bool__", "__index__", "__int__", "__float__")
 
 
 @dataclass

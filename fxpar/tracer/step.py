@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,21 +21,26 @@ from fxpar.errors import (
     ForwardArgumentsError,
     LossError,
     MissingInputError,
+    SymbolicSizeError,
     UnsupportedOpError,
+    warn,
 )
+from fxpar.errors.capture import in_words
 from fxpar.ir.graph import TOKEN_NUMBERS, Averaged, Input, Output
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
+from fxpar.torch_api.tracing import node_of
+from fxpar.tracer.computed import Computed
 from fxpar.tracer.context import CaptureContext, running
 from fxpar.tracer.decompositions import DECOMPOSITIONS
 from fxpar.tracer.hosts import host_models
 from fxpar.tracer.loss import as_sum
 from fxpar.tracer.metrics import as_results
-from fxpar.tracer.provenance import Provenance, calls_user_code, line_of_error
+from fxpar.tracer.provenance import Provenance, calls_user_code, failed_on_size, line_of_error
 from fxpar.tracer.redirect import Redirect
 from fxpar.tracer.signature import Batch, Signature
-from fxpar.tracer.state import unchanged
+from fxpar.tracer.state import State, unchanged
 
 _ACCELERATORS = ("cuda", "xpu", "mps")
 _INSTEAD_OF_FLEX = (
@@ -90,10 +94,20 @@ class Traced(ABC):
     differentiate: bool = True
     own_backward: str | None = None
     functions: tuple[Any, ...] = ()  # the user's, beside the model
+    state: State | None = None
+    computed: Computed | None = None
 
     @abstractmethod
     def call(self, context: CaptureContext) -> Any:
         """Run the user's code: what is traced, before anything is made of it."""
+
+    def called(self, context: CaptureContext) -> Any:
+        """What `call` returns. What it has computed is kept if it has changed something that code keeps."""
+        found = self.call(context)
+        seed = node_of(context.seed)
+        if self.state is not None and seed is not None and self.state.changed():
+            self.computed = Computed.now(seed.graph, self.state.tensors())
+        return found
 
     @abstractmethod
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
@@ -101,15 +115,18 @@ class Traced(ABC):
 
     def trace(self) -> RawTrace:
         """Trace it. Raises the errors of `fxpar.capture`; the model is left as it was."""
-        again = copy.copy(self)  # the signature gets further inputs
+        signature = self.signature  # it gets further inputs
         try:
             with (
-                unchanged(self.model, self.functions) as state,
                 tracing.autocast_on_cpu(_ACCELERATORS),
-                host_models(self.model),
+                host_models(self.model),  # which sets options of theirs
+                unchanged(self.model, self.functions) as state,
             ):
+                self.state = state
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
-                state.tell(again._call_again, self.world.in_names)
+                again = replace(self, signature=signature, provenance=Provenance(self.model), computed=None)
+                state.tell(self.computed, again._call_again, self.world.in_names)
+                self._tell_of_texts()
         except CaptureError as error:
             error.args = tuple(self.world.in_names(str(arg)) for arg in error.args)
             raise
@@ -124,24 +141,32 @@ class Traced(ABC):
             raise translated from error
         return RawTrace(gm, tuple(self.outputs), self.unused, self.signature)
 
-    def _call_again(self) -> None:
+    def _tell_of_texts(self) -> None:
+        for place in self.world.texts:
+            warn(
+                f"{place} makes a text of {' or '.join(map(in_words, sorted(self.world.symbols)))} at capture a name "
+                "and no number: what the model decides by it holds for all lengths. Compare the number"
+            )
+
+    def _call_again(self) -> Computed | None:
         """Run the user's code once more with what it has kept, for what it does to that alone; no guard stays.
 
-        Where it fails, what it has changed by then counts.
+        Where it fails, what it has changed by then counts. Returns what it has computed, if it came so far.
         """
-        self.provenance = Provenance(self.model)
         with self.world.without_guards(), contextlib.suppress(Exception):
             tracing.trace(self.world, self._only_call, self.signature.fakes, DECOMPOSITIONS)
+        return self.computed
 
     def _only_call(self, *values: Tensor) -> tuple[Tensor, ...]:
         with self._as_traced(values) as context:
-            self.call(context)
+            self.called(context)
         return ()
 
     def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
         inputs = self.signature.inputs
         with self._as_traced(values) as context:
             found = self.results(context, values)
+            self._check_parameters(values)
             buffers = self._reassigned(inputs, values)
         return (*found, *buffers)
 
@@ -179,6 +204,16 @@ class Traced(ABC):
         """The inputs that want a gradient."""
         return [(i, v) for i, v in zip(self.signature.inputs, values, strict=True) if i.requires_grad]
 
+    def _check_parameters(self, values: Sequence[Tensor]) -> None:
+        """Raise UnsupportedOpError for a parameter that the forward has made: it would be a constant of the graph."""
+        known = {id(value) for value in values}
+        for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in known:
+                raise UnsupportedOpError(
+                    f"parameter {fqn!r}, which the forward makes,",
+                    "Make it in __init__, or call the model once before it is captured.",
+                )
+
     def _reassigned(self, inputs: Sequence[Input], values: Sequence[Tensor]) -> list[Tensor]:
         """New values of buffers that the forward has set to another tensor (in-place updates are found later)."""
         now = dict(self.model.named_buffers(remove_duplicate=False))
@@ -203,6 +238,10 @@ class Traced(ABC):
         if isinstance(error, TypeError) and _UNHASHABLE in str(error):
             dims = " and ".join(sorted(self.world.symbols))
             return FixedLengthError("the key of a dict or of a cached function", dims, _INSTEAD_OF_KEY, line)
+        if self.world.symbols and failed_on_size(error):
+            return SymbolicSizeError(error, " and ".join(sorted(self.world.symbols)), fqn, line)
+        if "INTERNAL ASSERT" in str(error):
+            return UnsupportedOpError("a call in which torch itself fails", "Write it with other ops.", fqn, line)
         if "FlexAttention" in str(error):
             return UnsupportedOpError("flex_attention", _INSTEAD_OF_FLEX, fqn, line)
         return None
@@ -249,7 +288,7 @@ class TracedStep(Traced):
 
     def results(self, context: CaptureContext, values: Sequence[Tensor]) -> list[Tensor]:
         """The scaled loss, metrics, and the gradients of all trainable parameters that the loss depends on."""
-        loss, metrics = with_metrics(self.call(context))
+        loss, metrics = with_metrics(self.called(context))
         loss, self.averaged = as_sum(loss, context)
         scale = next(v for i, v in zip(self.signature.inputs, values, strict=True) if i.kind == "scale")
         self.signature = self.signature.with_scale(loss.dtype)

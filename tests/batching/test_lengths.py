@@ -34,6 +34,8 @@ class Positions(nn.Module):
             x = x + self.fixed[:T]
         if (self.how == "long" and T > 5) or (self.how == "short" and T <= 32):
             x = x * 2
+        if self.how == "first":
+            x = x + x[:, :20].sum(1, keepdim=True)
         if self.how == "product":
             x = x[:, 3:].sum(1, keepdim=True) + x
             x = torch.cat([x, x.new_zeros(1, 40 - T, 8)], 1)[:, :T]
@@ -53,9 +55,18 @@ def test_without_a_table_or_a_bound():
     assert length_limits(llama().graph) == LengthLimits(1, None, "")
     found = length_limits(capture(Positions("product"), losses.causal_lm, {"input_ids": IDS, "labels": IDS}))
     assert (found.least, found.most, found.table, found.least_at) == (3, 40, "", None)
-    asked = r"it asks for so many at \S*test_lengths\.py:38; in a slice, torch\.sym_min\(n, T\) holds for all lengths"
+    asked = (
+        r"it asks for so many at \S*test_lengths\.py:40 and what it calls at \S*test_lengths\.py:41 is captured for so "
+        r"few; in a slice, torch\.sym_min\(n, T\) holds for all lengths"
+    )
     assert re.fullmatch(rf"at least 3 and at most 40 tokens \({asked}\)", str(found))
     assert not found.hold(2)
+
+
+def test_a_slice_beyond_the_example_is_named():
+    found = length_limits(capture(Positions("first"), losses.causal_lm, {"input_ids": IDS, "labels": IDS}))
+    asked = r"what it calls at \S*test_lengths\.py:38 is captured for so few; in a slice, torch\.sym_min\(n, T\) holds"
+    assert re.fullmatch(rf"at most 19 tokens \({asked} for all lengths\)", str(found))
 
 
 @pytest.mark.parametrize("how", ["long", "short"])

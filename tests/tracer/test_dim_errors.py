@@ -127,6 +127,26 @@ def test_a_branch_on_what_rises_and_falls_is_none(holds):
         capture(With(lambda x: x * 2 if holds(x.shape[0]) else x), sum_loss, X)
 
 
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda n: abs(n * 0.5 - 2000.0) > 0.6,
+        lambda n: (n - 3999.5) * (n - 4000.5) > 0,
+        lambda n: (n * 0.1 - 400) * (n * 0.1 - 400) > 0.001,
+    ],
+)
+def test_a_branch_on_fractions_around_one_size_is_none(holds):
+    """No sample of sizes shows it: both sides of 4000 are alike."""
+    with pytest.raises(errors.SpecializedShapeError, match=r"test_dim_errors.py:"):
+        capture(With(lambda x: x * 2 if holds(x.shape[0]) else x), sum_loss, X)
+
+
+@pytest.mark.parametrize("text", [str, repr, lambda n: f"{n}"])
+def test_a_text_of_a_size_is_told(text):
+    with pytest.warns(errors.FxparWarning, match=r"test_dim_errors.py:\d+ makes a text of B, the rows of the batch"):
+        capture(With(lambda x: x * 2 if text(x.shape[0]) == "6" else x), sum_loss, X)
+
+
 def test_of_a_remainder_is_said_where_it_may_stand():
     with pytest.raises(errors.SpecializedShapeError, match=r"a remainder may stand in sizes and numbers"):
         capture(With(divisible), sum_loss, X)

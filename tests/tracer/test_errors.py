@@ -35,6 +35,52 @@ def sum_loss(model, batch):
     return model(batch["x"]).sum()
 
 
+KEPT = torch.zeros(4)
+
+
+def writes_through_data(x):
+    KEPT.data.mul_(0.9).add_(x.detach().mean(0))
+    return x + KEPT
+
+
+SIZES = {
+    "power of a fraction": lambda x: x * 2 if (x.shape[0] / 300 - 1) ** 2 < 1e-4 else x,
+    "tensor of a condition": lambda x: torch.where(torch.tensor(x.shape[0] > 200), x, 2 * x),
+    "divmod": lambda x: x * divmod(x.shape[0], 4)[0],
+    "an attribute of int": lambda x: x * x.shape[0].to_bytes(2)[0],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_fails_on_a_symbol_is_told(name):
+    message = (
+        r"^B, the rows of the batch, is a symbol at capture, and what is done with it fails \(at \S*test_errors.py"
+    )
+    with pytest.raises(errors.SymbolicSizeError, match=message):
+        capture(With(SIZES[name]), sum_loss, X)
+
+
+def test_what_sympy_fails_at_is_told():
+    class Unfolding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(61, 4)
+
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            return (x + x.unfold(1, 4, 2).sum((-1, 1))[:, None]).sum()
+
+    with pytest.raises(errors.SymbolicSizeError, match="T, the sequence length, is a symbol at capture"):
+        capture(Unfolding(), lambda model, batch: model(batch["input_ids"]), {"input_ids": IDS[:1]})
+
+
+def test_a_write_through_data_is_told():
+    with pytest.raises(
+        errors.UnsupportedOpError, match=r"a write through .data into .*test_errors.py.*Make it a buffer\.$"
+    ):
+        capture(With(writes_through_data), sum_loss, X)
+
+
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -129,6 +129,14 @@ def test_nothing_is_left_changed():
     assert masking_utils.find_packed_sequence_indices is find_packed_sequence_indices
 
 
+def test_what_capture_sets_in_a_config_is_no_state():
+    """The model's own code keeps nothing, so it is traced once."""
+    model, calls = build("llama"), []
+    model.register_forward_pre_hook(lambda *_: calls.append(None))
+    capture(model, losses.causal_lm, tokens(9))
+    assert len(calls) == 1
+
+
 def test_meta_device_allocates_nothing():
     options = LLAMA | {
         "num_hidden_layers": 1,

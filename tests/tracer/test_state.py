@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.errors import FxparWarning
+from fxpar.errors import FxparWarning, UnsupportedOpError
 from fxpar.tracer import capture, capture_forward
 from tests.captured import tokens
 
@@ -102,7 +102,6 @@ def _captured(model: Model, loss: Any = fxpar.losses.causal_lm) -> list[str]:
 
 
 KEPT = {
-    "last": "to a tensor [1, T, 8]",
     "plain": "to other values, []",
     "sum": "from 0 to a tensor []",
     "before": "from None to a tensor [1, 1, 8]",
@@ -115,7 +114,6 @@ KEPT = {
 SHARED = {
     "total": (f"the code in {__file__}", "to other values, []"),
     "calls": (f"the code in {__file__}", "from 0 to 1"),
-    "seen['x'][0]": (f"the code in {__file__}", "to a tensor [1, T, 8]"),
     "of_class": ("the code of class Keeping", "from 0 to 1"),
 }
 
@@ -199,8 +197,9 @@ class LossModule(nn.Module):
     kept = None
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        self.kept = fxpar.losses.causal_lm(model, batch)
-        return self.kept
+        loss = fxpar.losses.causal_lm(model, batch)
+        self.kept = loss.detach() if self.kept is None else 0.9 * self.kept + 0.1 * loss.detach()
+        return loss / self.kept
 
 
 def test_a_loss_module_that_keeps_something():
@@ -208,6 +207,208 @@ def test_a_loss_module_that_keeps_something():
     (said,) = _captured(Model(), loss)
     assert "a LossModule, sets kept to a tensor []" in said
     assert loss.kept is None
+
+
+class Once(Model):
+    """What the first call makes of data, or has found out, and later ones compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.by_name, self.started, self.turn = None, {}, False, "odd"
+        self.one, self.other = nn.Tanh(), nn.ReLU()
+
+
+def act_norm(model: Once, x: Tensor) -> Tensor:
+    if model.scale is None:
+        model.scale = 1 / (x.detach().std((0, 1)) + 0.1)
+    return x * model.scale
+
+
+def act_norm_in_dict(model: Once, x: Tensor) -> Tensor:
+    if not model.by_name:
+        model.by_name["scale"] = x.detach().abs().amax()
+    return x * model.by_name["scale"]
+
+
+def of_a_weight(model: Once, x: Tensor) -> Tensor:
+    if model.scale is None:
+        model.scale = model.head.weight.norm()
+    return x * model.scale
+
+
+def of_a_new_buffer(model: Once, x: Tensor) -> Tensor:
+    if not hasattr(model, "shift"):
+        model.register_buffer("shift", x.detach().mean((0, 1)))
+    return x - model.shift
+
+
+def first_call(model: Once, x: Tensor) -> Tensor:
+    if not model.started:
+        model.started = True
+        return x * 2
+    return x * 3
+
+
+def turns(model: Once, x: Tensor) -> Tensor:
+    model.turn = "even" if model.turn == "odd" else "odd"
+    return x * len(model.turn)
+
+
+def switches_modes(model: Once, x: Tensor) -> Tensor:
+    model.train(not model.training)
+    return x * 2 if model.training else x
+
+
+def swaps_modules(model: Once, x: Tensor) -> Tensor:
+    model.one, model.other = model.other, model.one
+    return model.one(x)
+
+
+ONCE = {
+    act_norm: "scale from None to a tensor [8]",
+    act_norm_in_dict: "by_name['scale'] to a tensor []",
+    of_a_weight: "scale from None to a tensor []",
+    of_a_new_buffer: "shift to a tensor [8]",
+    first_call: "started from False to True",
+    turns: "turn from 'odd' to 'even'",
+    switches_modes: "training from True to False",
+    swaps_modules: "one from a Tanh to a ReLU",
+}
+
+
+@pytest.mark.parametrize("kept", ONCE)
+def test_what_is_made_once_of_data_is_state(kept):
+    said = _captured(type("Made", (Once,), {"kept": kept})())
+    assert any(f"the forward of the model sets {ONCE[kept]}" in text for text in said)
+    assert sum(" training " in text for text in said) <= 1
+
+
+class FirstLoss:
+    def __init__(self) -> None:
+        self.first = None
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = fxpar.losses.causal_lm(model, batch)
+        if self.first is None:
+            self.first = loss.detach()
+        return loss / self.first
+
+
+def test_a_loss_over_its_first_value_is_state():
+    (said,) = _captured(Model(), FirstLoss())
+    assert "a FirstLoss, sets first to a tensor []" in said
+
+
+class HandingOn(Model):
+    """Sets what the loss reads in the same call, and freezes a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.by_layer, self.auxiliary = nn.BatchNorm1d(WIDTH), {}, None
+
+    def kept(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        self.auxiliary = x.square().sum()
+        self.by_layer["head"] = [x.abs().sum()]
+        return x
+
+
+def test_what_is_handed_on_within_a_call_is_no_state():
+    def loss(model: HandingOn, batch: dict[str, Tensor]) -> Tensor:
+        return fxpar.losses.causal_lm(model, batch) + model.auxiliary + model.by_layer["head"][0]
+
+    model = HandingOn()
+    assert [text for text in _captured(model, loss) if "sets" in text] == []
+    assert model.auxiliary is None
+    assert model.norm.training
+
+
+class Listing(Model):
+    listed: ClassVar[list[int]] = []
+
+    def kept(self, x: Tensor) -> Tensor:
+        self.listed.append(1)
+        return x * len(self.listed)
+
+
+class Holder:
+    calls = 0
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
+class Holding(Model):
+    """Keeps things where they are looked for last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder, self.space, self.many = Holder(), SimpleNamespace(n=0), [0] * 300
+
+    def kept(self, x: Tensor) -> Tensor:
+        self.holder.calls += 1
+        self.holder.last = x
+        self.holder.seen.append(x.detach())
+        self.space.n += 1
+        self.many[0] += 1
+        return self.by_default(x) * self.holder.calls * counted(x)
+
+    def by_default(self, x: Tensor, found: list[int] = []) -> Tensor:  # noqa: B006
+        found.append(1)
+        return x * len(found)
+
+
+def counted(x: Tensor) -> int:
+    counted.calls = getattr(counted, "calls", 0) + 1
+    return counted.calls
+
+
+def test_objects_functions_and_long_lists_are_looked_at():
+    model, losses = Holding(), []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses.append(fxpar.losses.causal_lm(model, batch))
+        return losses[-1]
+
+    said = " ".join(_captured(model, loss))
+    for words in (
+        "the model (in self.holder) sets calls to 1",
+        "the model (in self.holder) sets seen from a list of 0",
+        "the model (in self.space) sets n from 0 to 1",
+        "the model sets many[0] from 0 to 1",
+        "Holding.by_default sets found from a list of 0",
+        "the code of counted sets calls to 1",
+        "loss sets losses from a list of 0",
+    ):
+        assert words in said
+    assert counted.calls == 1  # the second call counts for nothing
+    assert vars(model.holder) == {"seen": []}
+    assert (model.space.n, model.many[0], losses) == (0, 0, [])
+
+
+def making(model: Model, x: Tensor) -> Tensor:
+    if not hasattr(model, "late"):
+        model.late = nn.Parameter(torch.ones(WIDTH))
+    return x * model.late
+
+
+def replacing(model: Model, x: Tensor) -> Tensor:
+    model.head.bias = nn.Parameter(torch.ones(13))
+    return x
+
+
+@pytest.mark.parametrize(("kept", "name"), [(making, "late"), (replacing, "head.bias")])
+def test_a_parameter_that_a_forward_makes_is_refused(kept, name):
+    model = type("Making", (Model,), {"kept": kept})()
+    (batch,) = tokens(13, 6)
+    with pytest.raises(UnsupportedOpError, match=f"parameter '{name}', which the forward makes, cannot be captured"):
+        capture(model, fxpar.losses.causal_lm, batch)
+    assert sorted(dict(model.named_parameters())) == ["embedding.weight", "head.bias", "head.weight"]
+
+
+def test_a_list_of_a_class_is_told_once():
+    (said,) = _captured(Listing())
+    assert said.startswith("the code of class Listing sets listed from a list of 0 to a list of 1")
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, functools.partial, lambda one: one.by_method])
