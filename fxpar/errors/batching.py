@@ -233,6 +233,16 @@ class TokenIdError(FxparError):
         )
 
 
+class BatchIdError(FxparError):
+    """A token id, class label or other index of a batch has no row in the table that it indexes."""
+
+    def __init__(self, key: str, value: int, rows: int, table: str) -> None:
+        super().__init__(
+            f"{key!r} of the batch has the value {value}, but {table} has {rows:,} rows (0 to {rows - 1}). Give ids or "
+            "labels that the model was made for, or a model with more rows"
+        )
+
+
 class UnmarkedDocumentsError(FxparError):
     """Several sequences in a row for a graph that could not tell them apart."""
 

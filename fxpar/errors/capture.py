@@ -152,6 +152,18 @@ class MeanLossError(CaptureError):
         )
 
 
+class RowMeanError(CaptureError):
+    """The loss of a batch is the mean over its rows."""
+
+    def __init__(self, rows: int, whole: float, total: float) -> None:
+        super().__init__(
+            f"the loss is a mean over the {rows} rows of the batch: it is {whole:.6g}, and the losses of its rows add "
+            f"up to {total:.6g}. Rows of a mini-batch are spread over micro-batches and replicas, so losses have to "
+            "add up: return the sum over rows; loss and gradient are then divided by the number of the whole "
+            "mini-batch, or by one of yours, train_step(sequences, denominator=number)"
+        )
+
+
 class SpecializedShapeError(CaptureError):
     """The model's code only holds for some sizes of a dynamic dim."""
 
