@@ -33,7 +33,8 @@ class LengthLimitError(FxparError):
     def __init__(self, limit: str, longest: int) -> None:
         super().__init__(
             f"strategies has the key {limit}. A key is the longest sequence that its strategy takes, in tokens: a "
-            f"whole number from 1 to {longest:,}, such as strategies={{512: 'dp2', 4096: 'tp2'}}"
+            f"whole number from 1 to {longest:,}, such as strategies={{512: 'dp2', 4096: 'tp2'}}. For plain calls "
+            "alone, model(x), where keys only tell strategies apart, number them: {1: 'dp2', 2: 'tp2'}"
         )
 
 
@@ -136,7 +137,8 @@ class LimitBranchError(FxparError):
         super().__init__(
             f"strategies has the limit {limit} ({strategy}), but captured with {example} tokens the model takes "
             f"{limits}. Choose limits within that, capture the other side of the branch with an example of such a "
-            "length (example=...), or let the model compute the same at all lengths, such as with torch.where"
+            "length (example=...), or let the model compute the same at all lengths, such as with torch.where. For "
+            "plain calls alone, where limits only tell strategies apart, any that the model takes will do"
         )
 
 

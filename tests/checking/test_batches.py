@@ -27,7 +27,7 @@ def loss(model, batch):
 
 
 def halved(model, batch):
-    return loss(model, batch) / batch["x"].shape[0]
+    return loss(model, batch) / 4
 
 
 def make(label: int = 1, keys: int = 0, mean: int = 0):
