@@ -283,9 +283,11 @@ class BackendOptionError(FxparError):
 class CheckpointError(FxparError):
     """Base of the errors of `fxpar.checkpoint`; the same error is raised on all ranks."""
 
+    what = "checkpoint"
+
     def __init__(self, path: object, why: str) -> None:
         self.path, self.why = str(path), one_line(why, None)
-        super().__init__(f"checkpoint {self.path!r}: {self.why}")
+        super().__init__(f"{self.what} {self.path!r}: {self.why}")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), (self.path, self.why)
@@ -293,6 +295,12 @@ class CheckpointError(FxparError):
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
+
+
+class WeightsWriteError(CheckpointWriteError):
+    """A folder of weights, as transformers reads it, cannot be written."""
+
+    what = "folder of weights"
 
 
 class CheckpointInUseError(CheckpointError):
