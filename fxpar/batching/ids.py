@@ -16,7 +16,8 @@ from fxpar.batching.collate import ALIASES, Tokens, collate, is_whole
 from fxpar.batching.plan import MicroBatch
 from fxpar.errors import TokenIdError
 from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.node_meta import tensor_of
+from fxpar.ir.node_meta import source_of, tensor_of
+from fxpar.ir.printer import without_folders
 from fxpar.ops.traits import EMBEDDINGS, KEEPS_ALL, LABEL_LOSSES
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -70,6 +71,10 @@ def _limits(ids: fx.Node) -> Iterator[IdLimit]:
             rows = tensor_of(user.args[0]).shape[int(user.target in LABEL_LOSSES)]
             if user.args[1] is ids and isinstance(rows, int):
                 yield IdLimit(rows, _name(user), _ignored(user, ids))
+        elif user.target is aten.gather.default and user.args[2] is ids:
+            rows = tensor_of(user.args[0]).shape[int(user.args[1])]  # type: ignore[arg-type]
+            if isinstance(rows, int):
+                yield IdLimit(rows, _name(user))
 
 
 def _keeps_values(node: fx.Node) -> bool:
@@ -88,6 +93,9 @@ def _ignored(lookup: fx.Node, ids: fx.Node) -> frozenset[int]:
 
 def _name(lookup: fx.Node) -> str:
     """What a user calls the table of a lookup."""
+    if lookup.target is aten.gather.default:
+        line = without_folders(source_of(lookup) or "")
+        return f"the dim that it picks from{f' at {line}' if line else ''}"
     return (
         "the table of logits"
         if lookup.target in LABEL_LOSSES

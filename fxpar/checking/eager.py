@@ -17,11 +17,15 @@ NOISE = 1e-3  # gradients smaller than this share of the largest are compared wi
 
 @dataclass(frozen=True)
 class EagerComparison:
-    """Relative errors (max |graph - eager| / max |eager|) of loss and gradients, and the worst parameter."""
+    """Relative errors (max |graph - eager| / max |eager|) of loss and gradients, and the worst parameter.
+
+    `factor`: what the loss of the graph is times that of the model, as a mean over so many tokens became a sum.
+    """
 
     loss_rel_err: float
     grad_max_rel_err: float
     worst_param: str
+    factor: float = 1.0
 
 
 def compare_with_eager(
@@ -55,7 +59,7 @@ def compare_with_eager(
     errors = {fqn: relative_error(graph_grads[fqn], g, floor=floor) for fqn, g in eager.items() if fqn in graph_grads}
     errors |= dict.fromkeys(eager.keys() ^ graph_grads.keys(), float("inf"))  # a gradient that only one of them has
     worst = max(errors, key=errors.__getitem__, default="")
-    return EagerComparison(relative_error(results[0], loss.detach() * factor), errors.get(worst, 0.0), worst)
+    return EagerComparison(relative_error(results[0], loss.detach() * factor), errors.get(worst, 0.0), worst, factor)
 
 
 def _arguments(logical: LogicalGraph, params: Mapping, buffers: Mapping, batch: Mapping) -> list[Tensor]:

@@ -23,8 +23,9 @@ from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.checkpoint.plain import decode
 from fxpar.checkpoint.save import PLAIN, without_group_warning
 from fxpar.checkpoint.state import IMPLEMENTATION_FLAGS, ModelState, model_state, parameter_names
-from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError, MissingCheckpointError
+from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError, MissingCheckpointError, warn
 
+_WITHOUT = "Nothing was loaded. For the weights alone: load_checkpoint(path, model, None)"
 _Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
@@ -39,7 +40,8 @@ def load_checkpoint(
     """Load `path` (see `latest_checkpoint`) in place and return its `extra`; call it on all ranks of the process group.
 
     The number of ranks and the placements may differ from those that wrote it. The optimizer gets the saved states and
-    options (learning rate, betas, ...) but keeps how it computes (`fused`, `foreach`); None loads the model alone.
+    options (learning rate, betas, ...), a warning says which are others than it was made with, but keeps how it
+    computes (`fused`, `foreach`). None loads the model alone.
     Takes one further copy of this rank's shards while it loads.
 
     Raises, the same on all ranks and before anything has changed: MissingCheckpointError where there is none (a folder
@@ -118,6 +120,8 @@ def _load(
     agreed(group, lambda: found.append(_plan(path, model, optimizer)), wrap)
     job = found[0]
     _read(path, job, group)
+    if rank == 0 and optimizer is not None and (told := _other_options(job, optimizer)):
+        warn(f"checkpoint {path.name}: the optimizer goes on with {told}, as saved. Set its param_groups after loading")
     agreed(group, lambda: _apply(job, model, optimizer), wrap)
     return job.extra
 
@@ -233,17 +237,19 @@ def _check_optimizer(
     """The class and the parameters of each group must be the same; the order inside a group may differ."""
     kind = type(optimizer).__name__
     if saved["class"] != kind:
-        why = f"holds the state of {saved['class']}, and the optimizer here is {kind}. Nothing was loaded"
+        why = f"holds the state of {saved['class']}, and the optimizer here is {kind}. {_WITHOUT}"
         raise CheckpointMismatchError(path, why)
     if len(saved["groups"]) != len(optimizer.param_groups):
         counts = f"{len(saved['groups'])} param groups, and the optimizer here has {len(optimizer.param_groups)}"
-        raise CheckpointMismatchError(path, f"holds {counts}. Nothing was loaded")
+        lists = "; ".join(_first(list(group["params"]), 2) for group in saved["groups"])
+        why = f"holds {counts}. Saved are {lists}; fxpar train has matrices apart from vectors, which do not decay. "
+        raise CheckpointMismatchError(path, why + _WITHOUT)
     rest = iter(names)
     for i, (before, group) in enumerate(zip(saved["groups"], optimizer.param_groups, strict=True)):
         here = {next(rest) for _ in group["params"]}
         other = here ^ {state.alias.get(name, name) for name in before["params"]}
         if other:
-            why = f"param group {i} holds other parameters than here: {_first(sorted(other))}. Nothing was loaded"
+            why = f"param group {i} holds other parameters than here: {_first(sorted(other))}. {_WITHOUT}"
             raise CheckpointMismatchError(path, why)
 
 
@@ -281,6 +287,20 @@ def _read(path: Path, job: _Job, group: dist.ProcessGroup | None) -> None:
         rank, (error, _) = min(failure.failures.items())
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise CorruptCheckpointError(path, f"rank {rank} cannot read it: {reason}. Nothing was loaded") from error
+
+
+def _other_options(job: _Job, optimizer: torch.optim.Optimizer) -> str:
+    """`momentum 0.9 instead of 0.0, ...`: what the saved options change; the learning rate, which schedules change, and
+    how it computes are left out.
+    """
+    told: list[str] = []
+    for before, group in zip((job.optimizer or {})["groups"], optimizer.param_groups, strict=True):
+        for key, saved in decode(before).items():
+            if key in group and key not in ("params", "lr", "initial_lr", *IMPLEMENTATION_FLAGS):
+                here = group[key]
+                same = tuple(saved) == tuple(here) if isinstance(saved, list | tuple) else saved == here
+                told += [] if same else [f"{key} {saved} instead of {here}"]
+    return ", ".join(dict.fromkeys(told))
 
 
 @torch.no_grad()

@@ -25,12 +25,14 @@ from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.checkpoint.plain import decode
 from fxpar.checkpoint.save import PLAIN, without_group_warning
 from fxpar.checkpoint.state import model_state
-from fxpar.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, MissingPackageError
+from fxpar.errors import CheckpointError, CorruptCheckpointError, MissingPackageError, WeightsWriteError
 from fxpar.store.folder import INDEX, WHOLE
 
 SHARD_BYTES = 5_000_000_000  # as transformers cuts
 HF_CONFIG = "hf_config"
 """Where a checkpoint's `extra` may hold the configuration of a model of transformers, as JSON text."""
+HF_GENERATION = "hf_generation_config"
+"""The same for how it generates text."""
 TOKENIZER = "tokenizer"
 """The folder beside checkpoints that may hold the files of the tokenizer."""
 
@@ -50,7 +52,7 @@ def save_weights(
     writes, and holds one file's weights at a time. The folder must not exist or be empty; it appears when all of it is
     written.
 
-    Raises CheckpointWriteError, the same on all ranks, MissingPackageError; PeerLostError if a rank is gone.
+    Raises WeightsWriteError, the same on all ranks, MissingPackageError; PeerLostError if a rank is gone.
     """
     group, final = group_of(process_group), Path(folder).expanduser()
     rank = rank_in(group)[0]
@@ -80,7 +82,7 @@ def export_checkpoint(
     """As `save_weights`, from a checkpoint of `save_checkpoint`, in one process and without the model. The files of a
     folder `tokenizer` beside the checkpoint, as `fxpar train` leaves one, are copied.
 
-    Raises CorruptCheckpointError, CheckpointWriteError, MissingPackageError.
+    Raises CorruptCheckpointError, WeightsWriteError, MissingPackageError.
     """
     source, final = Path(path), Path(folder).expanduser()
     check_files(source, read_manifest(source), 0, 1)
@@ -106,6 +108,8 @@ def export_checkpoint(
         if isinstance(extra.get(HF_CONFIG), str):
             config = json.loads(extra[HF_CONFIG])
             write_json(aside / "config.json", config if dtype is None else {**config, "dtype": _name(dtype)})
+        if isinstance(extra.get(HF_GENERATION), str):
+            write_json(aside / "generation_config.json", json.loads(extra[HF_GENERATION]))
         for file in (source.parent / TOKENIZER).glob("*"):
             shutil.copyfile(file, aside / file.name)
 
@@ -119,7 +123,7 @@ class _Wrap:
 
     def __call__(self, error: BaseException) -> CheckpointError:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
-        return CheckpointWriteError(self.folder, f"weights cannot be written: {type(error).__name__}: {reason}")
+        return WeightsWriteError(self.folder, f"weights cannot be written: {type(error).__name__}: {reason}")
 
 
 def _write(
@@ -175,7 +179,7 @@ def _aside(final: Path, rank: int, group: dist.ProcessGroup | None) -> Iterator[
 
     def make() -> None:
         if final.is_file() or (final.is_dir() and any(final.iterdir())):
-            raise CheckpointWriteError(final, "already exists. Name a folder that is empty or does not exist")
+            raise WeightsWriteError(final, "already exists. Name a folder that is empty or does not exist")
         aside.mkdir(parents=True)
 
     try:
@@ -237,6 +241,12 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)
+
+
+def hf_generation(model: nn.Module) -> str | None:
+    """What its `generation_config.json` holds, as JSON text; None of a model without one."""
+    config: Any = getattr(model, "generation_config", None)
+    return config.to_json_string() if hasattr(config, "to_json_string") else None
 
 
 def hf_config(model: nn.Module) -> str | None:

@@ -64,7 +64,7 @@ def after_passes(source: GraphSource, strategy: Strategy, steps: tuple[str, str]
 
     def look(name: str, graph: AnnotatedGraph) -> None:
         if name in seen:
-            seen[name].append(digest(graph, only=only))
+            seen[name].append(digest(graph, only=only, inputs=logical.inputs))
 
     logical = read_rows(source)
     lower(logical, strategy, storage=storage_dtype(source), on_pass=look)

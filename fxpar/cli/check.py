@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpar.checking import CheckResult, check
+from fxpar.checking.batches import check_rows_add_up, check_values, unread_keys
 from fxpar.checking.eager import EagerComparison, compare_with_eager
 from fxpar.cli.check_file import check_file
 from fxpar.cli.commands import CheckRequest
@@ -105,7 +106,12 @@ def run_check(request: CheckRequest) -> bool:
         status.update(f"capturing {source.model}")
         logical = capture_model(model)
         status.update("comparing the captured graph with the model")
+        check_values(logical, [model.example_batch, *model.batches])
         eager = compare_with_eager(logical, model.model, model.loss_fn, model.example_batch)
+        if eager is not None and eager.factor == 1.0:
+            check_rows_add_up(model.model, model.loss_fn, model.example_batch)
+        if unread := unread_keys(logical, model.example_batch):
+            notes.append(f"nothing reads {', '.join(map(repr, unread))} of the batch")
         logical = in_precision(logical, precision)
         results = []
         for strategy in strategies:

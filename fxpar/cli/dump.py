@@ -134,7 +134,7 @@ def predicted_time(request: DumpRequest, graph: AnyGraph) -> tuple[StepTime, str
     if not isinstance(graph, Program) or not sent(graph).tokens:
         return None
     cluster, words = devices_of(request, graph.strategy.world)
-    return step_time(graph, cluster, sent(graph).tokens), words
+    return step_time(graph, cluster, {d.name: d.example for d in graph.dims}), words
 
 
 def devices_of(request: DumpRequest, world: int) -> tuple[ClusterSpec, str]:
@@ -157,17 +157,19 @@ def _level(graph: AnyGraph) -> str:
 
 
 def planned(request: DumpRequest, graph: PipelineGraph) -> Timeline:
-    """The schedule run on paper, by default with one micro-batch per pipeline rank; parts of stages and messages take
+    """The schedule run on paper, by default with the micro-batches of `fxpar memory`; parts of stages and messages take
     what `fxpar viz` predicts of them. Raises MicroBatchCountError, ClusterError.
     """
-    from fxpar.memory import schedule_of
-    from fxpar.viz import Viewed
+    from fxpar.cost.polynomial import sequences_of
+    from fxpar.memory import schedule_of, steady_micro_batches
+    from fxpar.memory.state import padded_sizes
     from fxpar.viz.inside import Inside
 
     cluster, _ = devices_of(request, graph.strategy.world)
     cluster.require(graph.strategy.world)
-    plan = schedule_of(graph, request.micro_batches or graph.strategy.pipeline_size)
-    return Inside(graph, cluster).timeline(plan, Viewed(str(graph.strategy), graph).lengths)
+    plan = schedule_of(graph, request.micro_batches or steady_micro_batches(graph.strategy))
+    sizes = padded_sizes(graph, {})
+    return Inside(graph, cluster).timeline(plan, sequences_of(graph, sizes).lengths)
 
 
 def schedule_text(request: DumpRequest, graph: PipelineGraph, timeline: Timeline) -> str:

@@ -30,10 +30,10 @@ from fxpar.explain.document import (
     passes_document,
     stored_document,
     subject_document,
-    summary_document,
 )
 from fxpar.explain.subject import Placed, Subject, find, placed, vocabulary
-from fxpar.explain.traffic import CollectiveTraffic, by_module, casts, traffic
+from fxpar.explain.summary import summary_document
+from fxpar.explain.traffic import CollectiveTraffic, casts, traffic
 from fxpar.graph_files import SavedGraph
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
@@ -130,7 +130,7 @@ def _summary(graphs: _Graphs) -> Document:
     program, strategy = graphs.program, graphs.strategy
     stages = range(strategy.stages) if strategy.stages > 1 else ()
     head = heading(graphs.name, strategy, program.dims, stages)
-    return head | summary_document(program, graphs.traffic, by_module(graphs.traffic))
+    return head | summary_document(program, graphs.traffic)
 
 
 def _answers(request: ExplainRequest, text: str, graphs: _Graphs) -> tuple[list[Document], Document]:

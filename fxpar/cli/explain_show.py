@@ -90,7 +90,10 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
         return
     for axis in document["axes"]:
         yield from _said(f"{axis['axis']}{axis['degree']}: {axis['does']}", width, 2)
-    yield from (Styled(""), Styled("parameters, one rank's share:", "bold"))
+    whole, staged = human_bytes(document["weight_bytes"]), "messages" in document
+    shown = f"the most that a rank holds of each; the fullest rank {whole}" if staged else f"one rank's share: {whole}"
+    yield Styled("")
+    yield from _said(f"parameters, {shown}", width, 0, "bold")
     yield from _param_table(document, width)
     yield Styled("")
     padded = document["padded"]  # in a run; figures are for the example as it is
@@ -116,17 +119,31 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
 
 
 def _param_table(document: Document, width: int | None) -> Iterator[Styled]:
+    staged = "messages" in document
     rows = [
         (
             row["name"] + (" (override)" if row["override"] else ""),
             f"x{row['count']}",
+            *([_ranges(row["stages"])] if staged else []),
             row["stored"],
             human_bytes(row["local_bytes"]),
             human_bytes(row["wire_bytes"]),
         )
         for row in document["params"]
     ]
-    return _table(("parameter", "", "stored", "holds", "sends for it"), 3, rows, width)
+    titles = ("parameter", "", *["stages"] * staged, "stored", "holds", "sends for it")
+    return _table(titles, 3 + staged, rows, width)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-2, 5` for [0, 1, 2, 5]."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _module_table(modules: Sequence[Document], top: int, width: int | None) -> Iterator[Styled]:

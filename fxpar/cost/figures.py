@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxpar.cost.calls import handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.polynomial import Polynomial
+from fxpar.cost.polynomial import Polynomial, sequences_of
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ir.sent import ONCE
+from fxpar.ir.sent import ONCE, tokens_of
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Predicted seconds of one rank (of the slowest ranks of a pipeline, its bubble left out), nothing overlapped.
 
-    `micro_batch_s`: a micro-batch of one document of `tokens`; `mini_batch_s`: what runs once (prologue, epilogue).
+    `micro_batch_s`: a micro-batch of `tokens`, each row of it one document; `mini_batch_s`: what runs once (prologue,
+    epilogue).
     """
 
     micro_batch_s: float
@@ -40,8 +42,11 @@ class StepTime:
         return {**vars(self), "per_token_s": self.per_token_s}
 
 
-def step_time(program: Program, cluster: ClusterSpec, tokens: int) -> StepTime:
-    """Of `program` on `cluster`. Raises ClusterError for a cluster with fewer devices than ranks."""
+def step_time(program: Program, cluster: ClusterSpec, sizes: Mapping[str, int]) -> StepTime:
+    """Of `program` on `cluster` with its dynamic dims at `sizes` by name.
+
+    Raises ClusterError for a cluster with fewer devices than ranks.
+    """
     cluster.require(program.strategy.world)
     sums: dict[tuple[Mesh, bool], Polynomial] = {}
     for index, stage in enumerate(program.placed):
@@ -53,10 +58,11 @@ def step_time(program: Program, cluster: ClusterSpec, tokens: int) -> StepTime:
             for kind in ("sent", "sent_grad"):
                 key = stage.mesh, False
                 sums[key] = sums.get(key, Polynomial()) + handed_on_s(program, index, kind, cluster)
+    lengths = sequences_of(program, sizes).lengths
     slowest = {
-        once: max((float(p.at(tokens)) for (_, o), p in sums.items() if o == once), default=0.0) for once in (0, 1)
+        once: max((float(p.over(lengths)) for (_, o), p in sums.items() if o == once), default=0.0) for once in (0, 1)
     }
-    return StepTime(slowest[0], slowest[1], tokens)
+    return StepTime(slowest[0], slowest[1], tokens_of(program.inputs, {d.symbol: sizes[d.name] for d in program.dims}))
 
 
 __all__ = ["StepTime", "step_time"]

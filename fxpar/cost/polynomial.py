@@ -8,7 +8,7 @@ from above (`fitted`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -37,6 +37,10 @@ class Polynomial:
     def at(self, tokens: int) -> Fraction:
         """Value for one document of `tokens`."""
         return self.c0 + self.c1 * tokens + self.c2 * tokens * tokens
+
+    def over(self, lengths: Sequence[int]) -> Fraction:
+        """Value for documents of these lengths."""
+        return self.c0 + self.c1 * sum(lengths) + self.c2 * sum(length * length for length in lengths)
 
 
 def sent_bytes(program: Program, sent: Sequence[TensorMeta]) -> Polynomial:
@@ -95,6 +99,39 @@ def token_dim(program: Program) -> Dim | None:
         if key in batch and batch[key].shape and batch[key].shape[-1] in by_symbol:
             return by_symbol[batch[key].shape[-1]]  # type: ignore[index]
     return next(iter(program.dims), None)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A replica's micro-batch as costs are asked for it. Without token ids `lengths` is one: the first dynamic dim.
+
+    Rows whose number is fixed in the graph count as one, as the costs of the graph are those of all of them: each of
+    `lengths` stands for `rows` sequences.
+    """
+
+    lengths: tuple[int, ...]
+    rows: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * sum(self.lengths)
+
+
+def sequences_of(program: Program, sizes: Mapping[str, int]) -> Sequences:
+    """Of `program` with its dynamic dims at `sizes` by name: rows of equal length."""
+    batch = {info.fqn: info.meta for info in program.inputs if info.kind == "batch"}
+    ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
+    dim = token_dim(program)
+    if dim is None:
+        return Sequences((next((meta.numel({}) for meta in [ids, *batch.values()] if meta is not None), 0),))
+    times = 1
+    for other in program.dims:
+        if ids is not None and other is not dim and any(other.symbol == size for size in ids.shape):
+            times *= max(1, sizes[other.name] // base_rows(program, other))
+    lengths = (sizes[dim.name],) * times
+    if ids is None or not sum(lengths):
+        return Sequences(lengths)
+    return Sequences(lengths, max(1, ids.numel({d.symbol: sizes[d.name] for d in program.dims}) // sum(lengths)))
 
 
 def base_rows(program: Program, dim: Dim) -> int:

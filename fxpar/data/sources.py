@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ _UNITS = ("file", "definition")
 def check_source(source: str | Path) -> Path:
     """Where the documents are. Raises CorpusPathError if there is nothing."""
     path = Path(source).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # False, too, where a name is too long for a file
         raise CorpusPathError(str(source), [STDLIB])
     return path
 
@@ -80,7 +81,7 @@ def kind_of(path: Path, glob: Any = None) -> str:
 
     Raises CorpusPathError if there is nothing, CorpusOptionError for what is no pattern.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # False, too, where a name is too long for a file
         raise CorpusPathError(str(path), [STDLIB])
     if path.is_dir() and any((path / marker).is_file() for marker in dataset.MARKERS):
         return "dataset"

@@ -33,7 +33,8 @@ class LengthLimitError(FxparError):
     def __init__(self, limit: str, longest: int) -> None:
         super().__init__(
             f"strategies has the key {limit}. A key is the longest sequence that its strategy takes, in tokens: a "
-            f"whole number from 1 to {longest:,}, such as strategies={{512: 'dp2', 4096: 'tp2'}}"
+            f"whole number from 1 to {longest:,}, such as strategies={{512: 'dp2', 4096: 'tp2'}}. For plain calls "
+            "alone, model(x), where keys only tell strategies apart, number them: {1: 'dp2', 2: 'tp2'}"
         )
 
 
@@ -136,7 +137,8 @@ class LimitBranchError(FxparError):
         super().__init__(
             f"strategies has the limit {limit} ({strategy}), but captured with {example} tokens the model takes "
             f"{limits}. Choose limits within that, capture the other side of the branch with an example of such a "
-            "length (example=...), or let the model compute the same at all lengths, such as with torch.where"
+            "length (example=...), or let the model compute the same at all lengths, such as with torch.where. For "
+            "plain calls alone, where limits only tell strategies apart, any that the model takes will do"
         )
 
 
@@ -230,6 +232,16 @@ class TokenIdError(FxparError):
             f"sequence {index} of the mini-batch, position {position}: {key!r} is {value}, but {table} has {rows:,} "
             f"rows (0 to {rows - 1}). Give ids that the model was made for (those of its own tokenizer), or a model "
             "with more rows"
+        )
+
+
+class BatchIdError(FxparError):
+    """A token id, class label or other index of a batch has no row in the table that it indexes."""
+
+    def __init__(self, key: str, value: int, rows: int, table: str) -> None:
+        super().__init__(
+            f"{key!r} of the batch has the value {value}, but {table} has {rows:,} rows (0 to {rows - 1}). Give ids or "
+            "labels that the model was made for, or a model with more rows"
         )
 
 

@@ -152,6 +152,18 @@ class MeanLossError(CaptureError):
         )
 
 
+class RowMeanError(CaptureError):
+    """The loss of a batch is the mean over its rows."""
+
+    def __init__(self, rows: int, whole: float, total: float) -> None:
+        super().__init__(
+            f"the loss is a mean over the {rows} rows of the batch: it is {whole:.6g}, and the losses of its rows add "
+            f"up to {total:.6g}. Rows of a mini-batch are spread over micro-batches and replicas, so losses have to "
+            "add up: return the sum over rows; loss and gradient are then divided by the number of the whole "
+            "mini-batch, or by one of yours, train_step(sequences, denominator=number)"
+        )
+
+
 class SpecializedShapeError(CaptureError):
     """The model's code only holds for some sizes of a dynamic dim."""
 
@@ -284,9 +296,11 @@ class BackendOptionError(FxparError):
 class CheckpointError(FxparError):
     """Base of the errors of `fxpar.checkpoint`; the same error is raised on all ranks."""
 
+    what = "checkpoint"
+
     def __init__(self, path: object, why: str) -> None:
         self.path, self.why = str(path), one_line(why, None)
-        super().__init__(f"checkpoint {self.path!r}: {self.why}")
+        super().__init__(f"{self.what} {self.path!r}: {self.why}")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), (self.path, self.why)
@@ -294,6 +308,12 @@ class CheckpointError(FxparError):
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
+
+
+class WeightsWriteError(CheckpointWriteError):
+    """A folder of weights, as transformers reads it, cannot be written."""
+
+    what = "folder of weights"
 
 
 class CheckpointInUseError(CheckpointError):

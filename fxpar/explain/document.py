@@ -13,14 +13,11 @@ from fxpar.annotate.cost import LAUNCH_BYTES, Cost
 from fxpar.explain.reshards import Reshard
 from fxpar.explain.subject import Placed, Subject, alike
 from fxpar.explain.traffic import CollectiveTraffic
-from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Dim, Input
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, source_of, tensor_metas
-from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import op_name, type_of, without_folders
-from fxpar.ir.sent import sent
 from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
 from fxpar.rules.view import Sizes, resolve
 
@@ -266,96 +263,6 @@ def stored_document(program: Program, fqn: str) -> Document | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------- summary
-def summary_document(program: Program, found: Sequence[CollectiveTraffic], modules: list[Document]) -> Document:
-    """The strategy as a whole, from the lowered graph."""
-    strategy = program.strategy
-    params = _params(program, found)
-    return {
-        "kind": "summary",
-        "axes": [{"axis": a, "degree": d, "does": _does(strategy, a, params)} for a, d in strategy.mesh.axes],
-        "params": params,
-        "modules": modules,
-        "padded": {d.name: d.example + -d.example % program.divisors.get(d.name, 1) for d in program.dims},
-        "collectives": len(found),
-        "wire_bytes": round(sum(each.wire_bytes for each in found)),
-        "sent": sent(program).to_json(),
-        **_messages(program),
-        "overrides": [
-            {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
-            for glob, placement in strategy.overrides
-        ],
-        **noted(program.notes),
-    }
-
-
-def _messages(program: Program) -> Document:
-    """What pipeline stages send to each other."""
-    if not isinstance(program, PipelineGraph):
-        return {}
-    dims = {d.symbol: d.example for d in program.dims}
-    sizes = [meta.numel(dims) * meta.dtype.itemsize for _, _, meta in program.transfers]
-    return {"messages": len(sizes), "message_bytes": sum(sizes)}
-
-
-def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Document]:
-    """Parameters of a kind and placement in one row. Traffic that several cause is shared by their sizes."""
-    strategy = program.strategy
-    sizes = {info.fqn: info.meta.numel({}) for info, _ in program.params()}
-    caused: dict[str, float] = dict.fromkeys(sizes, 0.0)
-    for each in found:
-        whole = sum(sizes.get(fqn, 0) for fqn in each.params) or 1
-        for fqn in each.params:
-            if fqn in caused:
-                caused[fqn] += each.wire_bytes * sizes[fqn] / whole
-    rows: dict[tuple, Document] = {}
-    for info, stored in program.params():
-        decided = decided_by(strategy, info)
-        text = stored.dist.describe(stored.meta.shape)
-        key = (starred(info.fqn), text, decided.get("glob"))
-        row = rows.setdefault(
-            key,
-            {
-                "name": key[0],
-                "count": 0,
-                "stored": text,
-                "cut_by": sorted(_axes(stored.dist)),
-                "local_bytes": 0,
-                "wire_bytes": 0.0,
-                "override": decided.get("glob"),
-            },
-        )
-        row["count"] += 1
-        row["local_bytes"] += stored.local.numel({}) * stored.local.dtype.itemsize
-        row["wire_bytes"] += caused[info.fqn]
-    for row in rows.values():
-        row["wire_bytes"] = round(row["wire_bytes"])
-    return list(rows.values())
-
-
-def _axes(dist: DistConfig) -> set[str]:
-    """The axes of the mesh that cut a tensor; of a sub-axis, the axis."""
-    return {dist.mesh.part(name).axis for axis in dist.shard_axes for name in axis.split(".")}
-
-
-def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
-    """One line on what an axis is for here."""
-    count = sum(p["count"] for p in params)
-    cut = sum(p["count"] for p in params if axis in p["cut_by"])
-    zero = f"; ZeRO-{strategy.zero} shards {cut} of {count} stored parameters over them" if strategy.zero else ""
-    match USES[axis]:
-        case "replicas":
-            return f"data-parallel replicas, each with its own micro-batch; gradients are summed over them{zero}"
-        case "stages":
-            plan = strategy.pipeline
-            return f"splits the model into {strategy.stages} stages, run with schedule {plan.schedule}"
-        case "tokens":
-            return f"shards the tokens of a micro-batch; attention is sharded by heads where they divide evenly{zero}"
-        case _:
-            sp = "; +sp: tokens are sharded where no weight is involved" if strategy.sp else ""
-            return f"shards {cut} of {count} parameters and the work on them{sp}"
-
-
 __all__ = [
     "PRICES",
     "Document",
@@ -366,5 +273,4 @@ __all__ = [
     "passes_document",
     "stored_document",
     "subject_document",
-    "summary_document",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -242,7 +242,7 @@ def _mark(program: Program, part: Part, node: fx.Node, out: Output, found: dict[
                 _mark(program, part, operand, out, found)
 
 
-def by_module(found: tuple[CollectiveTraffic, ...]) -> list[dict[str, Any]]:
+def by_module(found: Sequence[CollectiveTraffic]) -> list[dict[str, Any]]:
     """Traffic per module with repeated layers folded, the largest first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     kinds: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))

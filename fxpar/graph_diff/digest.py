@@ -19,7 +19,7 @@ from fxpar.graph_diff.lines import Section, packs_a_bucket, places_of, sections_
 from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
-from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
@@ -114,13 +114,16 @@ class Digest:
         return [sum(of_stages[i::blocks]) for i in range(blocks)]  # type: ignore[misc]
 
 
-def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Digest:
+def digest(
+    graph: AnyGraph, title: str = "", *, only: str | None = None, inputs: Sequence[Input] | None = None
+) -> Digest:
     """The digest of a graph, called `title` (by default its strategy); of the modules that the glob `only` matches.
+    Of a pipeline stage `inputs` are those of the whole model, as token ids may be read by another stage.
 
     It keeps nothing of the graph, which a pass may change afterwards.
     """
     if isinstance(graph, PipelineGraph):
-        stages = [digest(stage, only=only) for stage in graph.stages]
+        stages = [digest(stage, only=only, inputs=graph.inputs) for stage in graph.stages]
         tokens = tokens_of(graph.inputs, {d.symbol: d.example for d in graph.dims})
         return replace(
             joined(stages, graph.name, graph.strategy, title), cuts=graph.cuts, divisors=graph.divisors, tokens=tokens
@@ -133,7 +136,8 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
         found = [move for node, place in places.items() for move in _moves(node, place, strategy, dims, only)]
         return found + (_messages(graph, dims) if only is None else [])
 
-    moved, fixed = moves(dims), moves(without_tokens(graph.inputs, dims))
+    batch = graph.inputs if inputs is None else inputs
+    moved, fixed = moves(dims), moves(without_tokens(batch, dims))
     params = {fqn: lying for fqn, lying in _params(graph, dims).items() if matches(fqn, only)}
     return Digest(
         title=title or str(strategy or "logical"),
@@ -149,7 +153,7 @@ def digest(graph: AnyGraph, title: str = "", *, only: str | None = None) -> Dige
         stage_bytes=(sum(move.bytes for move in moved if move.place.part not in ONCE),),
         stage_fixed=(sum(move.bytes for move in fixed if move.place.part not in ONCE),),
         stage_once=(sum(move.bytes for move in moved if move.place.part in ONCE),),
-        tokens=tokens_of(graph.inputs, dims),
+        tokens=tokens_of(batch, dims),
         stage_weights=(sum(lying.local_bytes for lying in params.values()),),
     )
 

@@ -65,7 +65,7 @@ def format_graph(
         if isinstance(each, AnnotatedGraph):
             sections.append(reshard_table(each))
         if isinstance(each, Program):
-            sections += [[] if nodes else collective_list(each), collective_table(each)]
+            sections += [[] if nodes else collective_list(each), collective_table(each, graph.inputs)]
     return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
 
 

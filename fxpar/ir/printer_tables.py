@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -10,7 +11,7 @@ from fxpar.ir.columns import columns
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
-from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.graph import AnnotatedGraph, Input
 from fxpar.ir.node_meta import is_size, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.sent import sent
@@ -27,9 +28,9 @@ def collective_list(graph: Program) -> list[str]:
     return ["collectives in order, with what a rank puts in:", *columns(cells)] if cells else []
 
 
-def collective_table(graph: Program) -> list[str]:
+def collective_table(graph: Program, inputs: Sequence[Input]) -> list[str]:
     """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends. What is sent per
-    micro-batch and what once per mini-batch have a sum each.
+    micro-batch and what once per mini-batch have a sum each. `inputs` are those of the whole model.
     """
     dims = {d.symbol: d.example for d in graph.dims}
     rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
@@ -43,7 +44,7 @@ def collective_table(graph: Program) -> list[str]:
         return [title, "  none"]
     cells = [("part", "kind", "axis", "calls", "tensors", "bytes")]
     cells += [(*key, str(calls), str(fused), f"{round(nbytes):,}") for key, (calls, fused, nbytes) in rows.items()]
-    return [title, *columns(cells, right=(3, 4, 5)), *(f"  {line}" for line in sent(graph).lines())]
+    return [title, *columns(cells, right=(3, 4, 5)), *(f"  {line}" for line in sent(graph, inputs=inputs).lines())]
 
 
 def stage_list(graph: PipelineGraph) -> list[str]:
@@ -59,7 +60,8 @@ def stage_list(graph: PipelineGraph) -> list[str]:
                 size = stored.local.numel({d.symbol: d.example for d in graph.dims}) * stored.local.dtype.itemsize
                 lines.append(f"    %{fqn} : {stored.local} to stage {to}, {size:,} bytes")
         lines += [f"    {fqn} is on other stages too" for fqn in stage.taken("param") if held[fqn] > 1]
-    return lines
+    found = sent(graph)
+    return [*lines, "  the busiest rank, messages and collectives:", *(f"    {line}" for line in found.lines())]
 
 
 def _micro_batch(graph: Program) -> str:

@@ -56,9 +56,11 @@ class Sent:
         return {**vars(self), "per_token_bytes": self.per_token_bytes}
 
 
-def sent(program: Program, sizes: Mapping[str, int] | None = None) -> Sent:
-    """Of a lowered program, with dynamic dims at `sizes` by name (the example's where missing)."""
-    return _Sums.of(program, sizes).most(lambda axis: True)
+def sent(program: Program, sizes: Mapping[str, int] | None = None, *, inputs: Sequence[Input] | None = None) -> Sent:
+    """Of a lowered program, with dynamic dims at `sizes` by name (the example's where missing). Of a pipeline stage
+    `inputs` are those of the whole model, as token ids may be read by another stage.
+    """
+    return _Sums.of(program, sizes, inputs).most(lambda axis: True)
 
 
 def sent_by_axis(program: Program, sizes: Mapping[str, int] | None = None) -> dict[str, Sent]:
@@ -87,10 +89,11 @@ class _Sums:
     tokens: int
 
     @classmethod
-    def of(cls, program: Program, sizes: Mapping[str, int] | None) -> _Sums:
+    def of(cls, program: Program, sizes: Mapping[str, int] | None, inputs: Sequence[Input] | None = None) -> _Sums:
         dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in program.dims}
-        fixed = without_tokens(program.inputs, dims)
-        return cls(_by_mesh(program, dims), _by_mesh(program, fixed), tokens_of(program.inputs, dims))
+        batch = program.inputs if inputs is None else inputs
+        fixed = without_tokens(batch, dims)
+        return cls(_by_mesh(program, dims), _by_mesh(program, fixed), tokens_of(batch, dims))
 
     def most(self, wanted: Callable[[str], bool]) -> Sent:
         """Over the `wanted` axes, of the ranks that send most."""

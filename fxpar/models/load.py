@@ -45,7 +45,12 @@ def load(
         return check_loaded(spec, loader_of(prefix)(spec.removeprefix(f"{prefix}:"), given, **settings))
     if is_function(spec):
         if tokens is not None:
-            raise ModelOptionError("tokens", "is for hf: and built-in models; return 'batches' from your function")
+            raise ModelOptionError(
+                "tokens",
+                "is for hf: and built-in models, whose batches fxpar makes. That of a function of yours is as long as "
+                "the function makes it: give it a parameter, such as --set length=64, and for check return 'batches' "
+                "from your function. memory and viz take --tokens of any model",
+            )
         return load_function(spec, given, dtype=dtype, device=device, seed=seed)
     if spec in EXAMPLES:
         return load_example(spec, given, dtype=dtype, device=device, seed=seed, tokens=tokens, noise=noise)

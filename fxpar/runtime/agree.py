@@ -120,16 +120,33 @@ def _different(mine: Mapping[str, Any], group: Any) -> dict[str, list[int]]:
     return {key: ranks for key, ranks in found.items() if ranks}
 
 
-def check_same_options(mine: Mapping[str, object], group: Any = None) -> None:
-    """Raise OptionMismatchError on every rank if one was given another value of an option; values are compared and
-    shown by their repr.
+def check_same_options(
+    mine: Mapping[str, object], group: Any = None, *, compared: Mapping[str, object] | None = None
+) -> None:
+    """Raise OptionMismatchError on every rank if one was given another value of an option (`value_text`). What options
+    named in `compared` lead to is compared in their place.
     """
-    shown = {name: repr(value) for name, value in mine.items()}
-    for name, different in _different(shown, group).items():
+    texts = {name: value_text(value) for name, value in {**mine, **(compared or {})}.items()}
+    for name, different in _different(texts, group).items():
         theirs: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(theirs, shown[name], group=group)
-        alike = [str(rank) for rank in different if theirs[rank] == theirs[different[0]]]
-        raise OptionMismatchError(name, ", ".join(alike), theirs[different[0]], theirs[0])
+        dist.all_gather_object(theirs, (texts[name], repr(mine[name])), group=group)
+        alike = [str(rank) for rank in different if theirs[rank][0] == theirs[different[0]][0]]
+        raise OptionMismatchError(name, ", ".join(alike), theirs[different[0]][1], theirs[0][1])
+
+
+def value_text(value: object) -> str:
+    """The same for values that mean the same, whatever they are written as: lists and tuples, 8e9 and 8000000000, the
+    items of a dict in any order.
+    """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{value_text(key)}: {value_text(one)}' for key, one in value.items()))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(value_text, value)))}}}"
+    if isinstance(value, float) and value.is_integer():
+        return repr(int(value))
+    return repr(value)
 
 
 def check_same_programs(programs: Mapping[str, Program], group: Any = None) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpar.batching import LengthGroup, length_groups
+from fxpar.batching.collate import ALIASES
 from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import LimitBranchError, ParallelizeError, warn
@@ -64,6 +65,11 @@ class Decided:
         return {info.fqn: info.meta for info in infos if info.kind == "batch" and info.fqn != TOKEN_NUMBERS}
 
     @property
+    def takes_sequences(self) -> bool:
+        """Whether `train_step` can train it; else the keys of `strategies` are no lengths, they tell them apart."""
+        return any(ALIASES.get(key, key) == "input_ids" for key in self.keys)
+
+    @property
     def read_keys(self) -> dict[str, TensorMeta]:
         """Those of `keys` that the graph reads."""
         logical = self.compiled.logical
@@ -89,15 +95,18 @@ def decide(
         module, strategies, loss, example, options.token_budget, options.precision, options.packed, options.passes
     )
     _check_compiled(compiled, names, options)
-    _check_limits(compiled, groups)
     # In the order of the groups: the order of a dict that was given may be another one on another rank.
     programs = {name: compiled.programs[name] for name in dict.fromkeys(names)}
     compiled = replace(compiled, programs=programs)
     order = None if options.order is None else check_order(options.order, list(programs))
     lowered = [programs[name] for name in names]
-    groups = with_multiples(groups, lowered, options.length_multiple, compiled.unpacked)
     packed = compiled.packing is not None and options.packed is not False
-    return Decided(compiled, groups, names, device, cluster, order, packed, given)
+    decided = Decided(compiled, groups, names, device, cluster, order, packed, given)
+    if not decided.takes_sequences:
+        return decided
+    _check_limits(compiled, groups)
+    groups = with_multiples(groups, lowered, options.length_multiple, compiled.unpacked)
+    return replace(decided, groups=groups)
 
 
 def _check_compiled(compiled: CompiledModel, names: Sequence[str], options: ParallelizeOptions) -> None:
@@ -127,20 +136,24 @@ def tell(decided: Decided, options: ParallelizeOptions) -> None:
     """Warn of what a user may not expect."""
     compiled = decided.compiled
     if not decided.packed and options.packed is None:
-        warn(f"{compiled.logical.name}: {_alone(compiled)}")
-    warn_of_limits(decided.groups, compiled.lengths.narrowed(decided.id_limits.get("position_ids")))
+        warn(f"{compiled.logical.name}: {_alone(decided)}")
+    if decided.takes_sequences:
+        warn_of_limits(decided.groups, compiled.lengths.narrowed(decided.id_limits.get("position_ids")))
+    elif staged := [name for name, program in compiled.programs.items() if program.strategy.pipeline_size > 1]:
+        warn(
+            f"{compiled.logical.name}: plain calls do not run under {', '.join(staged)}, and train_step does not take "
+            "its batch. Give it strategies without pp"
+        )
     warn_of_carried(compiled.logical)
 
 
-def _alone(compiled: CompiledModel) -> str:
+def _alone(decided: Decided) -> str:
     """What follows from rows that hold one sequence each, or none."""
-    infos = compiled.logical.inputs
-    keys = [info.fqn for info in infos if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
-    if "input_ids" in keys:
-        return f"each sequence runs alone, since {compiled.unpacked}"
+    if decided.takes_sequences:
+        return f"each sequence runs alone, since {decided.compiled.unpacked}"
     return (
-        f"its batch is {', '.join(keys)}, without 'input_ids', the tokens of sequences that train_step and evaluate "
-        "take; train it by plain calls, model(x)"
+        f"its batch is {', '.join(decided.keys)}, without 'input_ids', the tokens of sequences that train_step and "
+        "evaluate take; train it by plain calls, model(x)"
     )
 
 

@@ -41,6 +41,7 @@ from fxpar.runtime.spans import Recorder
 from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport
+from fxpar.store.home import rules_by_fqn
 from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
 from fxpar.tracer.signature import autocast_dtype
@@ -96,7 +97,8 @@ def _open(
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
     decided = replace(decided, cluster=agreed_cluster(decided.cluster, decided.device.type, world_group))
-    check_same_options(_shared_options(decided, options), world_group)
+    homes = rules_by_fqn([info.fqn for info in compiled.logical.params()], options.home or {})
+    check_same_options(_shared_options(decided, options), world_group, compared={"home": homes})
     check_same_programs(compiled.programs, world_group)
     check_same_values(module, world_group)
     engine, memory = _engine(module, decided, options, process_groups, world_group, watcher)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,6 +62,16 @@ def home_layout(params: Iterable[ParamSpec], world: int, rules: HomeRules | None
             known[key] = PlacedParam(spec.shape, spec.master, (chosen,))
         placed[spec.fqn] = known[key]
     return ParamLayout("home", world, placed)
+
+
+def rules_by_fqn(fqns: Sequence[str], rules: HomeRules) -> dict[str, str | DistConfig]:
+    """The rule of each parameter that has one; those that match nothing by their glob."""
+    found: dict[str, str | DistConfig] = {}
+    for pattern, placement in rules.items():
+        matched = [fqn for fqn in fqns if fnmatch.fnmatchcase(fqn, pattern)]
+        for name in matched or [pattern]:
+            found.setdefault(name, placement)
+    return found
 
 
 def _default(spec: ParamSpec, world: int) -> DistConfig:

@@ -40,8 +40,8 @@ _CONSEQUENCES = (
 def launch(job: Job, say: Callable[[str], None]) -> Outcome:
     """Run the job on local ranks, one process each, until they end. No restarts.
 
-    Ctrl-C lets the ranks finish their step and save; before the first step, and the second time, it ends them at once
-    (KeyboardInterrupt).
+    Ctrl-C lets the ranks finish their step and save; before the first step is done, and the second time, it ends them
+    at once (KeyboardInterrupt).
     Raises RankFailedError with the first error of a rank, LaunchError for one that died without, LauncherSignalError if
     this process was told to end (the ranks have been ended then).
     """

@@ -273,7 +273,6 @@ def _run(
 ) -> bool:
     """Train to the last step; True if stopped early. `files`: with metrics and checkpoints."""
     config = session.config
-    place.stop.step_begins()
     outputs = _outputs(config, session.step, place) if files else []
     title = "train" if files else f"static {config.strategies[0][1]}"
     every = config.checkpoint.every if files and config.checkpoint.enabled else 0
@@ -283,6 +282,7 @@ def _run(
 
         def done(record: StepRecord) -> None:
             session.step = record.step
+            place.stop.step_done()
             records.append(record)
             view.step(record)
             moved = [merged_text(*pair) for pair in record.merged] + [ride_text(*ride[:2]) for ride in record.rides]

@@ -17,6 +17,8 @@ from fxpar.errors import nearest
 
 T = TypeVar("T")
 
+# What other programs call a key.
+_ALIASES = {"learning_rate": "lr", "batch_size": "batch_sequences", "max_steps": "steps"}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a table"}
 
 
@@ -28,7 +30,8 @@ def from_table(cls: type[T], table: Mapping[str, Any], section: str, problems: l
     values = {}
     for key, value in table.items():
         if key not in known:
-            hint = nearest(key, known) or f"; [{section}] has {', '.join(known)}"
+            alias = _ALIASES.get(key, "")
+            hint = nearest(alias if alias in known else key, known) or f"; [{section}] has {', '.join(known)}"
             problems.append(f"{section}.{key} is not a known key{hint}")
             continue
         problem = fits(value, hints[key], known[key].metadata)

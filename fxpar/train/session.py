@@ -12,7 +12,7 @@ import torch
 
 from fxpar.api import parallelize
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from fxpar.checkpoint.weights import HF_CONFIG, hf_config
+from fxpar.checkpoint.weights import HF_CONFIG, HF_GENERATION, hf_config, hf_generation
 from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
@@ -66,6 +66,7 @@ class TrainSession:
             TRAINED: self.config.model.train,
             "strategies": [list(pair) for pair in self.config.strategies],
             HF_CONFIG: hf_config(self.model),
+            HF_GENERATION: hf_generation(self.model),
         }
         folder, keep = self.config.checkpoints, self.config.checkpoint.keep
         return save_checkpoint(folder, step, self.model, self.training.optimizer, extra, keep=keep)

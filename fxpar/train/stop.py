@@ -15,11 +15,11 @@ from fxpar.train.interrupt import hear
 
 
 class StopRequest:
-    """Within its `with`: whether this rank was asked to end; before the first step, and the second time, SIGINT ends it
-    at once.
+    """Within its `with`: whether this rank was asked to end; before the first step is done, and the second time,
+    SIGINT ends it at once.
 
     `file`: when it exists, that counts as being asked (local ranks are out of the terminal's reach: their launcher
-    hears Ctrl-C). `stepping` is made with the first step. Signals are handled on the main thread only.
+    hears Ctrl-C). `stepping` is made behind the first step. Signals are handled on the main thread only.
     """
 
     def __init__(self, file: Path | None = None, stepping: Path | None = None) -> None:
@@ -36,8 +36,8 @@ class StopRequest:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def step_begins(self) -> None:
-        """From now on there is something to finish and to save."""
+    def step_done(self) -> None:
+        """From now on there is something to finish and to save: the first step may take seconds, and has nothing."""
         self._is_stepping = True
         if self._stepping is not None:
             self._stepping.touch()

@@ -1,6 +1,6 @@
 """`python -m fxpar.train.worker FOLDER LAUNCHER`: one local rank that a launcher (its process) started.
 
-The folder holds `job.json`; `stepping` appears in it with the first step, `stop` when the rank is to end after its
+The folder holds `job.json`; `stepping` appears in it behind the first step, `stop` when the rank is to end after its
 step; rank 0 leaves `outcome.json`.
 """
 

@@ -54,8 +54,8 @@ def _timeline_events(timeline: StepTimeline, title: str, first: int, insides: Ma
     for span in timeline.spans:
         pid = first + timeline.lanes[span.lane].ranks[0]
         lengths = lengths_of(timeline, span)
-        name = span_name(span)
-        event = _complete(name, span.kind, pid, RUNS, span.start_ms, span.end_ms, sum(lengths))
+        tokens = sum(lengths) * timeline.groups[span.group].rows if lengths else 0
+        event = _complete(span_name(span), span.kind, pid, RUNS, span.start_ms, span.end_ms, tokens)
         if span.kind in ("switch", "reduce"):
             group = timeline.groups[span.group]
             event["args"]["bytes"] = group.switch_bytes if span.kind == "switch" else group.reduce_bytes

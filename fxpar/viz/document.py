@@ -64,7 +64,7 @@ def about(view: Viewed) -> list[list[str]]:
 def size_text(view: Viewed) -> str:
     """`62 tokens`; of a model without token ids its dynamic dims, such as `B = 8`."""
     if any(info.kind == "batch" and info.fqn in ("input_ids", "tokens", "position_ids") for info in view.graph.inputs):
-        return f"{view.tokens:,} tokens"
+        return f"{view.sequences.tokens:,} tokens"
     return ", ".join(f"{name} = {size:,}" for name, size in view.whole_sizes().items()) or "as captured"
 
 

@@ -82,23 +82,17 @@ def memory_section(
     }
 
 
-def micro_batches_of(view: Viewed) -> int:
-    """As told; else 2, under pipeline stages one per rank of the pp axis: the default of `fxpar memory`."""
-    degree = view.graph.strategy.pipeline_size
-    return view.micro_batches or (degree if degree > 1 else 2)
-
-
 def _strategy_json(view: Viewed, inside: Inside) -> dict[str, Any]:
     """`sizes` are padded, `asked` are those before. `ranks` have the moments; `peak` is the fullest moment of the
     fullest rank, by part; `table` reads as `fxpar memory` prints it.
     """
     assert view.stored is not None
-    program, count = view.stored, micro_batches_of(view)
+    program, count = view.stored, view.runs
     found = memory_over_time(program, view.sizes, micro_batches=count, cluster=view.cluster)
     if isinstance(program, PipelineGraph):
-        clocks = _schedule_clocks(schedule_of(program, count), inside, view.lengths)
+        clocks = _schedule_clocks(schedule_of(program, count), inside, view.sequences.lengths)
     else:
-        clocks = [NodeClock(inside.node_ms(0, "body", view.lengths))]
+        clocks = [NodeClock(inside.node_ms(0, "body", view.sequences.lengths))]
     most = max(LEAST_POINTS, MOST_POINTS // len(found.ranks))
     ranks = [_rank_json(rank, clock, most) for rank, clock in zip(found.ranks, clocks, strict=True)]
     fullest = max(found.ranks, key=lambda rank: rank.prediction.peak_bytes)

@@ -24,13 +24,16 @@ Lengths = tuple[int, ...]  # of the sequences of a micro-batch
 
 @dataclass(frozen=True)
 class StepGroup:
-    """A length group of a step: `micro_batches[replica]` are the lengths of the sequences of each micro-batch."""
+    """A length group of a step: `micro_batches[replica]` are the lengths of the sequences of each micro-batch, each of
+    which stands for `rows` sequences (`fxpar.cost.polynomial.Sequences`).
+    """
 
     label: str
     strategy: str
     micro_batches: tuple[tuple[Lengths, ...], ...]
     switch_bytes: int = 0
     reduce_bytes: int = 0
+    rows: int = 1
 
     @property
     def slots(self) -> int:
@@ -39,7 +42,7 @@ class StepGroup:
 
     @property
     def tokens(self) -> int:
-        return sum(sum(lengths) for replica in self.micro_batches for lengths in replica)
+        return self.rows * sum(sum(lengths) for replica in self.micro_batches for lengths in replica)
 
 
 @dataclass(frozen=True)

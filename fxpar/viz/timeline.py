@@ -97,12 +97,14 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
         placements = gradient_placements(program)
         trained = ParamLayout("home", world, {fqn: home.params[fqn] for fqn in placements})
         reduction = cheapest_reduction(placements, trained, cluster, name=view.strategy)
+        sequences = view.sequences
         group = StepGroup(
             "",
             view.strategy,
-            ((view.lengths,) * view.runs,) * program.strategy.replicas,
+            ((sequences.lengths,) * view.runs,) * program.strategy.replicas,
             switch.intra_node_bytes + switch.inter_node_bytes,
             reduction.intra_node_bytes + reduction.inter_node_bytes,
+            sequences.rows,
         )
         one = Planned(group, insides[view.strategy], switch.predicted_s * 1e3, reduction.predicted_s * 1e3)
         planned.append(one)
@@ -112,7 +114,7 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
 
 def equal_runs(views: Sequence[Viewed]) -> list[int]:
     """Micro-batches of each replica of a view, so that all views have at least the tokens of the largest."""
-    each = [sum(view.lengths) * view.graph.strategy.replicas for view in views]
+    each = [view.sequences.tokens * view.graph.strategy.replicas for view in views]
     most = max(tokens * view.runs for tokens, view in zip(each, views, strict=True))
     wanted = (-(-most // tokens) if tokens else view.runs for tokens, view in zip(each, views, strict=True))
     return [max(view.runs, min(runs, MOST_RUNS)) for view, runs in zip(views, wanted, strict=True)]
@@ -146,7 +148,7 @@ def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[st
 
 
 def _step_json(step: ShownStep) -> dict[str, Any]:
-    """A step with the sizes of its micro-batches as [tokens, sum of squares, sequences]."""
+    """A step with the sizes of its micro-batches as [tokens, sum of squares, sequences], of one of a group's `rows`."""
     timelines = [one for one in (step.predicted, step.measured) if one is not None]
     groups = step.predicted.groups
     return {
@@ -170,6 +172,7 @@ def _group_json(group: StepGroup) -> dict[str, Any]:
         "label": group.label,
         "strategy": group.strategy,
         "tokens": group.tokens,
+        "rows": group.rows,
         "switch_bytes": group.switch_bytes,
         "reduce_bytes": group.reduce_bytes,
         "replicas": [

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import sympy
 
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.cost.polynomial import TOKEN_KEYS, base_rows, token_dim
+from fxpar.cost.polynomial import Sequences, sequences_of
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.memory import steady_micro_batches
 from fxpar.memory.state import padded_sizes
 
 
@@ -54,32 +55,11 @@ class Viewed:
         return {dim.symbol: sizes[dim.name] for dim in self.graph.dims}
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """The sequences of a replica's micro-batch, which times are predicted for: rows of equal length. Without token
-        ids one, as long as the first dynamic dim. Rows whose number is fixed in the graph count as one: the costs of
-        the graph are those of all of them.
-        """
-        batch = {info.fqn: info.meta for info in self.graph.inputs if info.kind == "batch"}
-        ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
-        dim = token_dim(self.graph)
-        if dim is None:
-            return (next((meta.numel({}) for meta in [ids, *batch.values()] if meta is not None), 0),)
-        sizes = self.whole_sizes()
-        rows = 1
-        for other in self.graph.dims:
-            if ids is not None and other is not dim and any(other.symbol == size for size in ids.shape):
-                rows *= max(1, sizes[other.name] // base_rows(self.graph, other))
-        return (sizes[dim.name],) * rows
-
-    @property
-    def tokens(self) -> int:
-        """Of a replica's micro-batch."""
-        batch = {info.fqn: info.meta for info in self.graph.inputs if info.kind == "batch"}
-        ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
-        return sum(self.lengths) if ids is None else ids.numel(self.dims())
+    def sequences(self) -> Sequences:
+        """Of a replica's micro-batch, which times are predicted for."""
+        return sequences_of(self.graph, self.whole_sizes())
 
     @property
     def runs(self) -> int:
-        """Micro-batches of a mini-batch: as told, else one, under pipeline stages one per rank of the pp axis."""
-        degree = self.graph.strategy.pipeline_size if isinstance(self.graph, PipelineGraph) else 1
-        return self.micro_batches or degree
+        """Micro-batches of a mini-batch: as told, else those of `fxpar memory`."""
+        return self.micro_batches or steady_micro_batches(self.graph.strategy)

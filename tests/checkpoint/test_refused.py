@@ -1,6 +1,7 @@
 """Corrupt checkpoints and those of other models: one clear error, the same on all ranks, and nothing is loaded."""
 
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fxpar.errors import (
     CheckpointMismatchError,
     CheckpointValueError,
     CorruptCheckpointError,
+    FxparWarning,
     MissingCheckpointError,
 )
 from fxpar.runtime.forked import run_forked
@@ -171,7 +173,11 @@ def test_another_optimizer(tmp_path):
     path = save_checkpoint(tmp_path, 1, model, optimizer, {})
     refused = [
         (torch.optim.SGD(model.parameters()), "holds the state of AdamW, and the optimizer here is SGD"),
-        (torch.optim.AdamW(model.parameters()), "holds 2 param groups, and the optimizer here has 1"),
+        (
+            torch.optim.AdamW(model.parameters()),
+            "holds 2 param groups, and the optimizer here has 1. Saved are body.weight, body.bias; ",
+        ),
+        (torch.optim.AdamW(model.parameters()), r"For the weights alone: load_checkpoint\(path, model, None\)"),
         (
             torch.optim.AdamW([{"params": [model.gain]}, {"params": [model.unused, model.frozen]}]),
             r"param group 0 holds other parameters than here: body\.bias, body\.weight, gain",
@@ -184,6 +190,26 @@ def test_another_optimizer(tmp_path):
             load_checkpoint(path, model, other)
     assert_same(whole(model, optimizer), before)
     assert latest_checkpoint(tmp_path) == path
+
+
+def test_options_of_the_optimizer_that_loading_changes_are_told(tmp_path):
+    """The learning rate, which a schedule changes, and how it computes are none of them."""
+    model, optimizer = make(1, amsgrad=False)
+    step(model, optimizer, 0)
+    path = save_checkpoint(tmp_path, 1, model, optimizer, {})
+    other, its = make(1, amsgrad=True, foreach=False, betas=(0.5, 0.6))
+    its.param_groups[0]["lr"] = 0.7
+    with pytest.warns(FxparWarning) as said:
+        load_checkpoint(path, other, its)
+    (text,) = [str(one.message) for one in said]
+    assert text.startswith("checkpoint step-00000001: the optimizer goes on with ")
+    assert "amsgrad False instead of True" in text
+    assert "betas (0.9, 0.999) instead of (0.5, 0.6)" in text
+    assert "lr" not in text
+    assert "foreach" not in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(path, *make(1, seed=1))
 
 
 def test_nothing_to_load_and_a_step_that_is_no_number_are_named(tmp_path):

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 import fxpar
 from fxpar.checkpoint import export_checkpoint, save_checkpoint, save_weights
-from fxpar.checkpoint.weights import HF_CONFIG, hf_config
+from fxpar.checkpoint.weights import HF_CONFIG, hf_config, hf_generation
 from fxpar.errors import CheckpointWriteError, WeightsMismatchError
 from fxpar.runtime.forked import run_forked
 from tests import warm  # noqa: F401
@@ -151,3 +151,12 @@ def test_config_of_a_model(tmp_path):
     text = hf_config(on_meta(config_of("gpt2")))
     assert text is not None
     assert json.loads(text)["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_how_a_model_generates():
+    assert hf_generation(Small()) is None
+    model = on_meta(config_of("gpt2"))
+    model.generation_config.max_new_tokens = 9
+    text = hf_generation(model)
+    assert text is not None
+    assert json.loads(text)["max_new_tokens"] == 9

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxpar.checkpoint import save_checkpoint
-from fxpar.checkpoint.weights import TOKENIZER
+from fxpar.checkpoint.weights import HF_CONFIG, HF_GENERATION, TOKENIZER
 from fxpar.data.tokenizer import copy_tokenizer, load_tokenizer
 from fxpar.store.folder import WeightsFolder
 from tests.cli.helpers import fxpar
@@ -51,13 +51,24 @@ def test_what_cannot_be_exported(run, tmp_path):
     code, _, err = fxpar("export", tmp_path / "empty", tmp_path / "out")
     assert (code, "there is no complete checkpoint in this folder" in err) == (1, True)
     code, _, err = fxpar("export", run, run)
-    assert (code, "already exists" in err) == (1, True)
+    assert code == 1
+    assert err.startswith("error: folder of weights '")
+    assert "already exists. Name a folder that is empty" in err
     code, _, err = fxpar("export", run, tmp_path / "out", "--dtype", "int4")
     assert (code, "dtype 'int4' is not known" in err) == (1, True)
     (run / "checkpoints" / "step-00000002" / "__0_0.distcp").write_bytes(b"")
     code, _, err = fxpar("export", run, tmp_path / "out")
     assert (code, "__0_0.distcp" in err) == (1, True)
     assert not (tmp_path / "out").exists()
+
+
+def test_how_a_model_of_transformers_generates_goes_with_the_weights(tmp_path):
+    generation = json.dumps({"eos_token_id": 7, "max_new_tokens": 9})
+    model = nn.Linear(3, 2)
+    extra = {HF_CONFIG: json.dumps({"model_type": "any"}), HF_GENERATION: generation}
+    save_checkpoint(tmp_path / "checkpoints", 1, model, torch.optim.SGD(model.parameters()), extra)
+    assert fxpar("export", tmp_path, tmp_path / "out")[0] == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == json.loads(generation)
 
 
 def test_the_tokenizer_goes_with_the_weights(run, tmp_path):

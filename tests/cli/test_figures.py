@@ -59,6 +59,68 @@ def test_viz_agrees(tmp_path):
         assert any(value.startswith(each) for _, value in page["about"][strategy])
 
 
+PADDED = """
+import torch
+from fxpar.losses import causal_lm
+from fxpar.models.gpt import Gpt, GptOptions
+
+
+def make():
+    ids = torch.arange(48).reshape(3, 16) % 32
+    return Gpt(GptOptions(dim=16, heads=2, ffn=32, vocab=32, positions=32, dropout=0.0)), causal_lm, {
+        "input_ids": ids, "labels": ids, "position_ids": torch.arange(16).repeat(3, 1)
+    }
+"""
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("models") / "padded.py"
+    path.write_text(PADDED)
+    return f"{path}:make"
+
+
+@pytest.mark.parametrize("strategy", ["tp2+sp", "pp2", "dp2.cp2"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_all_commands_say_the_same(kind, strategy, padded, tmp_path):
+    """Of a batch of three rows whose number is fixed in the graph, and of one packed row."""
+    page, tokens = tmp_path / "page.json", 48 if kind == "padded" else 64
+    model = (padded,) if kind == "padded" else ("llama", "--tokens", "64")
+    explain, dumped = read("explain", *model, "-s", strategy), read("dump", *model, "-s", strategy)
+    diff = read("diff", *model, "-s", "tp2", "-s", strategy)["new"]
+    memory = read("memory", *model, "-s", strategy)
+    status, _, err = fxpar("viz", *model, "-s", strategy, "--format", "json", "-o", page)
+    assert status == 0, err
+    viz = json.loads(page.read_text())
+    sent = explain["sent"]
+    assert sent["tokens"] == memory["tokens"] == tokens
+    assert sent == dumped["sent"] == viz["sent"][strategy]
+    assert sent == pytest.approx(diff["sent"], abs=1)
+    assert explain["weight_bytes"] == diff["weight_bytes"]
+    brief = fxpar("dump", *model, "-s", strategy, "--brief")[1]
+    text = fxpar("explain", *model, "-s", strategy)[1]
+    each, once = f"{sent['micro_batch_bytes']:,} bytes", f"once: {sent['mini_batch_bytes']:,} bytes"
+    for shown in (brief, text):
+        assert f"per micro-batch: {each}" in shown
+        assert f"per mini-batch, {once}" in shown
+    count = str(memory["micro_batches"])
+    assert dict(map(tuple, viz["about"][strategy]))["micro-batches"] == count == str(4 if strategy == "pp2" else 2)
+    shown = viz["sections"]["memory"]["by_strategy"][strategy]
+    assert (shown["micro_batches"], shown["peak_bytes"]) == (int(count), memory["peak_bytes"])
+    (group,) = viz["sections"]["timeline"]["steps"][0]["groups"]
+    assert group["tokens"] == tokens * int(count) * len(group["replicas"])
+    if strategy != "pp2":
+        rows = viz["sections"]["timeline"]["inside"][strategy]["stages"][0]["body"]["rows"]
+        (length, squares, _), *_ = group["replicas"][0]
+        took = sum(c0 + c1 * length + c2 * squares for *_, (c0, c1, c2), _ in rows)
+        assert took == pytest.approx(1e3 * dumped["time"]["micro_batch_s"], rel=0.02)
+    else:
+        between = [row for row in explain["modules"] if row["module"] == "between stages"]
+        assert sum(row["wire_bytes"] for row in between) == explain["message_bytes"] == 2 * sent["micro_batch_bytes"]
+        assert sent["fixed_bytes"] == 0
+        assert explain["weight_bytes"] < sum(row["local_bytes"] for row in explain["params"])
+
+
 @pytest.mark.parametrize("strategy", ["tp4+sp", "dp2.tp2+zero3"])
 def test_a_collective_has_one_owner(strategy):
     by_dump: dict[str, float] = {}

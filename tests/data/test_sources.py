@@ -313,6 +313,8 @@ def test_unknown_things_name_the_nearest(tmp_path):
     with pytest.raises(CorpusPathError, match="did you mean 'python-stdlib'"):
         open_corpus("python-stdlb")
     with pytest.raises(CorpusPathError, match="no such file or folder"):
+        open_corpus("x" * 10_000)
+    with pytest.raises(CorpusPathError, match="no such file or folder"):
         open_corpus(tmp_path / "none", kind="text")
     with pytest.raises(CorpusKindError, match="did you mean 'jsonl'"):
         open_corpus(tmp_path, kind="json")

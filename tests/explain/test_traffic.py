@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar.annotate import annotate
-from fxpar.explain.document import summary_document
 from fxpar.explain.reshards import moves
+from fxpar.explain.summary import summary_document
 from fxpar.explain.traffic import by_module, traffic
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.strategy import Strategy
@@ -109,7 +109,7 @@ def test_each_term_of_a_tied_weights_gradient_is_its_own(strategy):
         (term,) = [t for t in found if t.what == "gradients" and t.params == ("embed.weight",)]
         assert (term.comm.kind, term.comm.axis, term.module) == ("reduce_scatter", "tp", "embed")
         assert term.wire_bytes == pytest.approx(83 * 32 * 4 / 2, rel=0.02)  # of 84 rows
-        rows = {row["name"]: row["wire_bytes"] for row in summary_document(program, found, [])["params"]}
+        rows = {row["name"]: row["wire_bytes"] for row in summary_document(program, found)["params"]}
         assert rows["embed.weight"] > 83 * 32 * 4 / 2
 
 

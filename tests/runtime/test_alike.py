@@ -74,6 +74,26 @@ def test_ranks_with_other_options_are_told_so():
 
 
 @WORLD.case
+def written_otherwise(rank):
+    rules = {"up_proj.*": "R", "*.weight": "S(0)"}
+    turned = {"*.weight": "S(0)", "up_proj.*": "R"}  # of one weight another rule comes first
+    every = {"strategies": STRATEGIES, "compiled": compiled(small, STRATEGIES.values())}
+    with pytest.raises(OptionMismatchError, match=r"home is {'\*.weight.* on rank 1, and {'up_proj"):
+        parallel(small, **every, home=turned if rank else rules)
+    alike = {
+        "resident": ("dp2",) if rank else ["dp2"],
+        "memory_budget_bytes": 8e9 if rank else 8_000_000_000,
+        "home": {"up_proj.*": "R", "head*": "R"} if rank else {"head*": "R", "up_proj.*": "R"},
+    }
+    return parallel(small, **every, **alike).train_step(sequences(1, LENGTHS)).loss
+
+
+def test_the_same_written_otherwise_is_the_same():
+    first, second = written_otherwise()
+    assert first == second
+
+
+@WORLD.case
 def batches_of_plain_calls(rank):
     model = parallel(small, strategies=STRATEGIES, compiled=compiled(small, STRATEGIES.values()))
     ids, positions = torch.arange(12)[None], torch.arange(12)[None]

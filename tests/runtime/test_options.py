@@ -10,6 +10,7 @@ from torch import nn
 import fxpar
 from fxpar import losses
 from fxpar.batching import length_groups
+from fxpar.cost.cluster import usual_cluster
 from fxpar.errors import (
     BatchError,
     ExampleNeededError,
@@ -21,7 +22,7 @@ from fxpar.errors import (
     PlannerError,
 )
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.decided import _alone, with_multiples
+from fxpar.runtime.decided import Decided, _alone, with_multiples
 from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
 from fxpar.runtime.session import Session
 
@@ -89,7 +90,8 @@ def test_a_model_without_tokens_is_told_that_no_step_takes_it():
     logical = capture_step(
         nn.Linear(5, 3), lambda model, batch: losses.cross_entropy_sum(model(batch["x"]), batch["labels"]), batch
     )
-    said = _alone(CompiledModel(logical, {}, unpacked="it has no dim of tokens"))
+    compiled = CompiledModel(logical, {}, unpacked="it has no dim of tokens")
+    said = _alone(Decided(compiled, (), [], torch.device("cpu"), usual_cluster(2), None, False, None))
     assert said.startswith("its batch is x, labels, without 'input_ids', ")
     assert said.endswith("by plain calls, model(x)")
 

@@ -165,6 +165,34 @@ def test_limits_on_the_other_side_of_a_branch_are_refused():
 
 
 @WORLD.case
+def without_tokens(rank):
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    example = {"input": torch.randn(3, 6).double(), "y": torch.randn(3, 4).double()}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        made = fxpar.parallelize(
+            model,
+            strategies={1: "dp2", 2: "pp2+cut(2)"},
+            loss=lambda model, batch: losses.mse_sum(model(batch["input"]), batch["y"]),
+            example=example,
+            monitor=False,
+        )
+    with made.using("dp2"):
+        made(example["input"]).sum().backward()
+    return [str(w.message) for w in warned]
+
+
+def test_stages_of_a_model_without_tokens_are_told_of_at_once():
+    said, nothing = without_tokens()
+    assert said[1:] == [
+        "Sequential: plain calls do not run under pp2+cut(2), and train_step does not take its batch. Give it "
+        "strategies without pp"
+    ]
+    assert "train it by plain calls" in said[0]
+    assert not nothing
+
+
+@WORLD.case
 def forced(rank):
     model = make(True, {LONGEST: "dp2"}, packed=True)
     model.train_step(BATCH)

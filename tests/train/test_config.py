@@ -112,6 +112,7 @@ def test_the_demo_is_valid():
     ("word", "expected"),
     [
         ("run.step=3", "run.step is not a known key; did you mean 'steps'?"),
+        ("optimizer.learning_rate=1e-3", "optimizer.learning_rate is not a known key; did you mean 'lr'?"),
         ("run.zzz=3", "run.zzz is not a known key; [run] has steps, ranks"),
         ("optimiser.lr=3", "[optimiser] is not a section; did you mean 'optimizer'?"),
         ("run.steps=many", 'run.steps = "many" must be an integer'),

@@ -118,12 +118,12 @@ def test_a_rank_of_torchrun_does_so_too(tmp_path):
     with StopRequest() as stop:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        stop.step_begins()
+        stop.step_done()
         signal.raise_signal(signal.SIGINT)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     with StopRequest(tmp_path / STOP, tmp_path / STEPPING) as stop:
-        stop.step_begins()
+        stop.step_done()
         assert (tmp_path / STEPPING).exists()
         assert not stop.asked

@@ -51,6 +51,25 @@ def test_groups_that_joined_another_and_riders_are_told_once_and_written_in_ever
     assert written == ["", "", "planned anew: why", ""]
 
 
+def test_there_is_something_to_save_behind_the_first_step(tmp_path, monkeypatch):
+    """Ctrl-C ends a run at once before that: the first step may take seconds."""
+    seen = []
+
+    def agreed(asked, cpu_s, wall_s, device):
+        seen.append((tmp_path / "stepping").exists())
+        return asked, cpu_s, wall_s
+
+    monkeypatch.setattr("fxpar.train.rank.agree", agreed)
+    words = (f'run.folder="{tmp_path}"', "run.steps=2", "run.tensorboard=false", "checkpoint.enabled=false")
+    session = SimpleNamespace(config=parse(SMALL, *words), step=0, training=training(2), validate=lambda step: None)
+    stop = StopRequest(tmp_path / "stop", tmp_path / "stepping")
+    monitor = SimpleNamespace(phase=lambda name: None)
+    place = ThisRank(0, 1, 0, torch.device("cpu"), Console(file=io.StringIO()), monitor, stop)
+    assert not _run(session, place, [], [])
+    assert not seen[0]
+    assert (tmp_path / "stepping").exists()
+
+
 def test_a_plan_is_for_a_model_with_as_many_parameters():
     config = parse(SMALL)
     count = parameters_of(shapes_for(config, 320, {}).model)

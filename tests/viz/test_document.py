@@ -18,7 +18,7 @@ def test_head():
     head = dict(map(tuple, document["about"]["pp2.tp2"]))
     assert head["mesh"] == "pp 2 × tp 2"
     assert head["stages"] == "2 (1f1b)"
-    assert head["micro-batches"] == "2"
+    assert head["micro-batches"] == "4"  # as `fxpar memory`
     assert head["cluster"].startswith("1 × 4 devices")
     assert head["cluster"].endswith("(assumed)")
 
@@ -28,10 +28,10 @@ def test_the_clusters_of_a_view():
     view = Viewed("tp2", viewed("dp2.tp2+sp").graph, cluster=cluster, sizes={"T": 9})
     assert view.links is cluster
     assert view.whole_sizes()["T"] == 10  # padded to what tp divides
-    assert view.tokens == 20  # two rows
+    assert view.sequences.tokens == 20  # two rows
 
 
 def test_models_without_token_ids():
     view = replace(tall(1), sizes={"B": 5})
-    assert view.lengths == (5,)  # rows, not their elements
+    assert view.sequences.lengths == (5,)  # rows, not their elements
     assert ["micro-batch", "B = 5"] in about(view)

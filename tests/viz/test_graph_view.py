@@ -10,6 +10,7 @@ import pytest
 
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.device import GPU
+from fxpar.cost.polynomial import Sequences
 from fxpar.ir.graph import Dim, dim_symbol
 from fxpar.ir.printer import parts
 from fxpar.viz.facts import program_facts
@@ -108,9 +109,9 @@ def test_times_of_the_body_are_those_of_a_micro_batch():
     slow = replace(usual_cluster(4), device=replace(GPU, tflops=1e-3))  # arithmetic outweighs all else
     view = replace(viewed("dp2.tp2+sp"), graph=viewed("dp2.tp2+sp").stored, sizes={"T": 4096}, cluster=slow)
     inside = Inside(view.graph, slow)
-    assert (view.lengths, view.tokens) == ((4096,), 8192)
+    assert view.sequences == Sequences((4096,), 2)
     (body,) = [part for part in program_facts(view, view.graph) if part.name == "body"]
-    found = inside.node_ms(0, "body", view.lengths)
+    found = inside.node_ms(0, "body", view.sequences.lengths)
     assert sum(node.ms for node in body.nodes) == pytest.approx(sum(found.values()))
     largest = max(body.nodes, key=lambda node: node.flops)
     computing_ms = largest.flops / (1e-3 * 1e9)
@@ -127,4 +128,4 @@ def test_rows_that_the_costs_count_already():
     )
     graph = replace(view.graph, inputs=inputs, dims=(*view.graph.dims, Dim("B", 4, minimum=2)))
     view = replace(view, graph=graph, sizes={"T": 4096, "B": 4})
-    assert (view.lengths, view.tokens) == ((4096, 4096), 4 * 4096)
+    assert view.sequences == Sequences((4096, 4096), 2)

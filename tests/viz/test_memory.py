@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.memory import MemoryOverTime, memory_over_time
-from fxpar.viz.memory import memory_section, micro_batches_of, thinned
+from fxpar.viz.memory import memory_section, thinned
 from tests.viz.shown import STRATEGIES, viewed
 
 
 @functools.cache
 def predicted(name: str) -> MemoryOverTime:
     view = viewed(name)
-    return memory_over_time(view.stored, micro_batches=micro_batches_of(view))
+    return memory_over_time(view.stored, micro_batches=view.runs)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_backward_begins_inside(section):
 
 def test_as_many_micro_batches_as_told():
     view = replace(viewed("pp2.tp2"), micro_batches=5)
-    assert micro_batches_of(view) == 5
-    assert [micro_batches_of(viewed(name)) for name in ("pp2.tp2", "dp2.tp2+sp")] == [2, 2]
+    assert view.runs == 5
+    assert [viewed(name).runs for name in ("pp2.tp2", "dp2.tp2+sp")] == [4, 2]  # as `fxpar memory`
 
 
 def test_nothing_to_show():

@@ -198,13 +198,13 @@ def test_strategies_are_compared_at_equal_tokens():
     """Micro-batches are added to those that have fewer replicas, or ranks."""
     section = timeline_section(views("dp4", "dp2.tp2+sp", "pp2.tp2", micro_batches=2))
     (step,) = section["steps"]
-    assert [group["tokens"] for group in step["groups"]] == [4 * 2 * 256] * 3
+    assert [group["tokens"] for group in step["groups"]] == [4 * 2 * 2 * 256] * 3  # of two rows each
     assert [len(group["replicas"][0]) for group in step["groups"]] == [2, 4, 8]
     for group, times in zip(step["groups"], step["timelines"][0]["groups"], strict=True):
         begin, end = times["window"]
         assert times["tokens_per_s"] == pytest.approx(1e3 * group["tokens"] / (end - begin))
     apart = timeline_section(views("dp4", "tp2", micro_batches=1))["steps"]
-    assert [group["tokens"] for step in apart for group in step["groups"]] == [1024, 1024]
+    assert [group["tokens"] for step in apart for group in step["groups"]] == [2048, 2048]
 
 
 def test_strategies_on_other_numbers_of_ranks_get_steps_of_their_own():

@@ -43,6 +43,11 @@
     return step.groups[span[GROUP]].replicas[timeline.lanes[span[LANE]].replicas[span[GROUP]]][span[MICRO]] ?? null;
   }
 
+  // Of all rows, of which `size` is one where their number is fixed in the graph.
+  function sizeText({ rows }, [tokens, , sequences]) {
+    return `${count(rows * tokens)} tokens in ${count(rows * sequences)} sequence${rows * sequences === 1 ? "" : "s"}`;
+  }
+
   // `F3`; `F3@2` where ranks run several stages.
   function label(span, chunked) {
     if (span[KIND] === "micro_batch") return String(span[MICRO]);
@@ -68,7 +73,7 @@
     const group = step.groups[span[GROUP]];
     if (span[STAGE] >= 0) lines.push(`stage ${span[STAGE]}`);
     const size = sizes(step, timeline, span);
-    if (size) lines.push(`${count(size[0])} tokens in ${count(size[2])} sequence${size[2] === 1 ? "" : "s"}`);
+    if (size) lines.push(sizeText(group, size));
     else if (span[KIND] in PART || span[KIND] === "micro_batch") lines.push("idle: keeps the others company");
     if (group) lines.push(groupName(group));
     if (span[KIND] === "switch") lines.push(`${bytes(group.switch_bytes)} moved by all ranks`);
@@ -302,8 +307,8 @@
     const chart = el("div", { style: "width:100%" });
     root.append(
       el("div", { class: "row" }, el("h2", { style: "margin:0" }, `Inside ${what} under ${found.strategy}, predicted`),
-        el("span", { class: "soft" }, `${count(found.size[0])} tokens in ${count(found.size[2])} sequence` +
-          `${found.size[2] === 1 ? "" : "s"}, ${ms(found.total)}; click another micro-batch above to look into it`)),
+        el("span", { class: "soft" }, `${sizeText(step.groups[span[GROUP]], found.size)}, ` +
+          `${ms(found.total)}; click another micro-batch above to look into it`)),
       legend(insideLegend(found.rows)), chart);
     if (!found.rows.length) return;
     const silent = found.rows.every((row) => row.kind === "compute");

@@ -1,0 +1,60 @@
+"""What is looked at of a user's batch and loss before strategies are checked with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.batching.ids import id_limits
+from fxpar.errors import BatchIdError, RowMeanError
+from fxpar.ir.graph import LogicalGraph
+from fxpar.losses import LossFunction, with_metrics
+
+Batch = Mapping[str, Tensor]
+_CLOSE = 1e-4  # relative: rounding of rows that are added up in another order
+
+
+def check_values(logical: LogicalGraph, batches: Sequence[Batch]) -> None:
+    """Raises BatchIdError for the first number of a batch that has no row in the table that it indexes."""
+    limits = id_limits(logical)
+    for batch in batches:
+        for key, limit in limits.items():
+            values = batch.get(key)
+            if values is None or not values.numel():
+                continue
+            bad = values[limit.outside(values)]
+            if bad.numel():
+                raise BatchIdError(key, int(bad.reshape(-1)[0]), limit.rows, limit.table)
+
+
+def unread_keys(logical: LogicalGraph, batch: Batch) -> list[str]:
+    """Keys of the captured batch that nothing in the model and the loss reads."""
+    pairs = zip(logical.placeholders, logical.inputs, strict=True)
+    read = {info.fqn for node, info in pairs if info.kind == "batch" and node.users}
+    return [key for key in batch if key not in read]
+
+
+def check_rows_add_up(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
+    """Raises RowMeanError where the loss of a batch of several rows is the mean of the losses of its rows.
+
+    The loss runs once per row, without gradients. Nothing is said where it is neither the mean nor the sum, where a row
+    does not run alone (a batch norm takes two), or where the batch has no common number of rows.
+    """
+    rows = {value.shape[0] if value.dim() else 0 for value in batch.values()}
+    count = rows.pop() if len(rows) == 1 else 0
+    if count < 2:
+        return
+    buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+    rows_alone = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(count)]
+    with torch.no_grad():
+        try:
+            whole, *each = (float(with_metrics(loss_fn(model, given))[0]) for given in (batch, *rows_alone))
+        except Exception:  # of the user's code, which is checked with the whole batch
+            return
+        finally:
+            for name, value in model.named_buffers():
+                value.copy_(buffers[name])  # batch norms count their steps
+    if whole and abs(sum(each) / count - whole) <= _CLOSE * abs(whole) < abs(sum(each) - whole):
+        raise RowMeanError(count, whole, sum(each))

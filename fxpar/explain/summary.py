@@ -1,0 +1,144 @@
+"""The summary of `fxpar explain`: a strategy as a whole, from the lowered graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fxpar.explain.document import Document, decided_by, noted
+from fxpar.explain.traffic import CollectiveTraffic, by_module
+from fxpar.graph_diff.digest import BETWEEN_STAGES
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.fqn import starred
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.sent import sent
+from fxpar.ir.strategy import STAGES, USES, Strategy
+
+
+def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Document:
+    """Its axes, its parameters, and what its modules (and of a pipeline its stages) send."""
+    strategy = program.strategy
+    params, sent_on = _params(program, found), _messages(program).values()
+    return {
+        "kind": "summary",
+        "axes": [{"axis": a, "degree": d, "does": _does(strategy, a, params)} for a, d in strategy.mesh.axes],
+        "params": params,
+        "weight_bytes": _weight_bytes(program),
+        "modules": _modules(program, found),
+        "padded": {d.name: d.example + -d.example % program.divisors.get(d.name, 1) for d in program.dims},
+        "collectives": len(found),
+        "wire_bytes": round(sum(each.wire_bytes for each in found)),
+        "sent": sent(program).to_json(),
+        **({"messages": sum(map(len, sent_on)), "message_bytes": sum(map(sum, sent_on))} if sent_on else {}),
+        "overrides": [
+            {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
+            for glob, placement in strategy.overrides
+        ],
+        **noted(program.notes),
+    }
+
+
+def _modules(program: Program, found: Sequence[CollectiveTraffic]) -> list[Document]:
+    """What modules send, and what stages send to each other, the most first."""
+    rows = by_module(found)
+    for what, messages in _messages(program).items():
+        size = sum(messages)
+        sends = [{"kind": "send", "axis": STAGES, "calls": len(messages)}]
+        row = {"module": BETWEEN_STAGES, "what": what, "calls": len(messages), "wire_bytes": size, "share": 0.0}
+        rows += [{**row, "collectives": sends}] if messages else []
+    whole = sum(row["wire_bytes"] for row in rows) or 1
+    return sorted(({**row, "share": row["wire_bytes"] / whole} for row in rows), key=lambda row: -row["wire_bytes"])
+
+
+def _messages(program: Program) -> dict[str, list[int]]:
+    """Bytes of the messages between pipeline stages, by what they carry."""
+    if not isinstance(program, PipelineGraph):
+        return {}
+    dims = {d.symbol: d.example for d in program.dims}
+    return {
+        what: [
+            stored.local.numel(dims) * stored.local.dtype.itemsize
+            for stage in program.stages
+            for stored in stage.given(kind).values()
+        ]
+        for kind, what in (("sent", "activations"), ("sent_grad", "gradients"))
+    }
+
+
+def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Document]:
+    """Parameters of a kind and placement in one row, with the bytes of the rank that has most of them: of a pipeline
+    `stages` are those that have any. Traffic that several cause is shared by their sizes.
+    """
+    caused = _caused(program, found)
+    rows: dict[tuple, Document] = {}
+    held: dict[tuple, list[dict[Mesh, float]]] = {}
+    seen: set[str] = set()
+    for placed in program.placed:
+        for info, stored in zip(placed.inputs, placed.stored_inputs, strict=True):
+            if info.kind != "param":
+                continue
+            decided, text = decided_by(program.strategy, info), stored.dist.describe(stored.meta.shape)
+            key = (starred(info.fqn), text, decided.get("glob"))
+            first = {"name": key[0], "count": 0, "stored": text, "cut_by": sorted(_axes(stored.dist))}
+            row = rows.setdefault(key, {**first, "override": key[2]})
+            row["count"] += info.fqn not in seen
+            seen.add(info.fqn)
+            if isinstance(placed, StageProgram):
+                row["stages"] = sorted({*row.get("stages", ()), placed.index})
+            holds, sends = held.setdefault(key, [defaultdict(float), defaultdict(float)])
+            holds[placed.mesh] += stored.local.numel({}) * stored.local.dtype.itemsize
+            sends[placed.mesh] += caused[placed.mesh].pop(info.fqn, 0.0)
+    for key, (holds, sends) in held.items():
+        rows[key] |= {"local_bytes": round(max(holds.values())), "wire_bytes": round(max(sends.values()))}
+    return list(rows.values())
+
+
+def _caused(program: Program, found: Sequence[CollectiveTraffic]) -> dict[Mesh, dict[str, float]]:
+    """Bytes that a rank of each mesh sends for each parameter."""
+    sizes = {info.fqn: info.meta.numel({}) for info in program.inputs if info.kind == "param"}
+    caused: dict[Mesh, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for each in found:
+        mesh = program.mesh if each.stage is None else program.placed[each.stage].mesh
+        whole = sum(sizes.get(fqn, 0) for fqn in each.params) or 1
+        for fqn in each.params:
+            if fqn in sizes:
+                caused[mesh][fqn] += each.wire_bytes * sizes[fqn] / whole
+    return caused
+
+
+def _weight_bytes(program: Program) -> int:
+    """The parameters that the fullest rank stores."""
+    held: dict[Mesh, int] = defaultdict(int)
+    for placed in program.placed:
+        for info, stored in zip(placed.inputs, placed.stored_inputs, strict=True):
+            if info.kind == "param":
+                held[placed.mesh] += stored.local.numel({}) * stored.local.dtype.itemsize
+    return max(held.values(), default=0)
+
+
+def _axes(dist: DistConfig) -> set[str]:
+    """The axes of the mesh that cut a tensor; of a sub-axis, the axis."""
+    return {dist.mesh.part(name).axis for axis in dist.shard_axes for name in axis.split(".")}
+
+
+def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
+    """One line on what an axis is for here."""
+    count = sum(p["count"] for p in params)
+    cut = sum(p["count"] for p in params if axis in p["cut_by"])
+    zero = f"; ZeRO-{strategy.zero} shards {cut} of {count} stored parameters over them" if strategy.zero else ""
+    match USES[axis]:
+        case "replicas":
+            return f"data-parallel replicas, each with its own micro-batch; gradients are summed over them{zero}"
+        case "stages":
+            plan = strategy.pipeline
+            return f"splits the model into {strategy.stages} stages, run with schedule {plan.schedule}"
+        case "tokens":
+            return f"shards the tokens of a micro-batch; attention is sharded by heads where they divide evenly{zero}"
+        case _:
+            sp = "; +sp: tokens are sharded where no weight is involved" if strategy.sp else ""
+            return f"shards {cut} of {count} parameters and the work on them{sp}"
+
+
+__all__ = ["summary_document"]
