@@ -264,8 +264,12 @@ class _Search:
             faster = None if other is None else self.known.candidate(other, self.said)
             if faster is not None:
                 tried = [(limit, faster if one.strategy == strategy else one) for limit, one in chosen]
-                priced = self.pricer.price(tried, settle=True)
-                if priced is not None and priced.predicted_s < best.predicted_s:
+                # As it is guessed first: what it holds takes longer to find than what it takes.
+                for settle in (False, True):
+                    priced = self.pricer.price(tried, settle)
+                    if priced is None or priced.predicted_s >= best.predicted_s:
+                        break
+                else:
                     best, chosen = priced, tried
         return best
 
