@@ -36,18 +36,22 @@ def unread_keys(logical: LogicalGraph, batch: Batch) -> list[str]:
     return [key for key in batch if key not in read]
 
 
-def check_rows_add_up(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
+def check_rows_add_up(model: nn.Module, loss_fn: LossFunction, batch: Batch, unread: Sequence[str] = ()) -> None:
     """Raises RowMeanError where the loss of a batch of several rows is the mean of the losses of its rows.
 
-    The loss runs once per row, without gradients. Nothing is said where it is neither the mean nor the sum, where a row
-    does not run alone (a batch norm takes two), or where the batch has no common number of rows.
+    The loss runs once per row, without gradients. Keys with one row are for all of them; what is `unread` does not
+    count. Nothing is said where the loss is neither the mean nor the sum, where a row does not run alone (a batch norm
+    takes two), or where the batch has no common number of rows.
     """
-    rows = {value.shape[0] if value.dim() else 0 for value in batch.values()}
-    count = rows.pop() if len(rows) == 1 else 0
-    if count < 2:
+    rows = {key: value.shape[0] if value.dim() else 1 for key, value in batch.items() if key not in unread}
+    counts = {count for count in rows.values() if count != 1}
+    if len(counts) != 1:
         return
+    (count,) = counts
     buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
-    rows_alone = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(count)]
+    rows_alone = [
+        {key: value[i : i + 1] if rows.get(key, 1) > 1 else value for key, value in batch.items()} for i in range(count)
+    ]
     with torch.no_grad():
         try:
             whole, *each = (float(with_metrics(loss_fn(model, given))[0]) for given in (batch, *rows_alone))

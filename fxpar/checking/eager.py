@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fxpar.errors import ExampleRunError, FxparError
 from fxpar.ir.exec_graph import compile_graph
 from fxpar.ir.graph import LogicalGraph
 from fxpar.losses import LossFunction, with_metrics
+from fxpar.tracer.provenance import line_of_error
 
 NOISE = 1e-3  # gradients smaller than this share of the largest are compared with that share
 
@@ -38,13 +40,20 @@ def compare_with_eager(
 
     `loss_fn` must return the sum over tokens; a mean that capture rewrote to a sum differs by the number of tokens,
     which is divided out. The model's parameters and buffers are left as they are.
+
+    Raises ExampleRunError if the model does not run on the batch.
     """
     if logical.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default):
         return None
     params = {i.fqn: dict(model.named_parameters())[i.fqn] for i in logical.params()}
     buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
     wanted = {fqn: p for fqn, p in params.items() if p.requires_grad}
-    loss, _ = with_metrics(loss_fn(model, batch))
+    try:
+        loss, _ = with_metrics(loss_fn(model, batch))
+    except FxparError:
+        raise
+    except Exception as error:  # of the user's code
+        raise ExampleRunError(error, line_of_error(error)) from error
     grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     with torch.no_grad():
         for name, value in model.named_buffers():

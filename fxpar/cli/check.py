@@ -108,9 +108,10 @@ def run_check(request: CheckRequest) -> bool:
         status.update("comparing the captured graph with the model")
         check_values(logical, [model.example_batch, *model.batches])
         eager = compare_with_eager(logical, model.model, model.loss_fn, model.example_batch)
+        unread = unread_keys(logical, model.example_batch)
         if eager is not None and eager.factor == 1.0:
-            check_rows_add_up(model.model, model.loss_fn, model.example_batch)
-        if unread := unread_keys(logical, model.example_batch):
+            check_rows_add_up(model.model, model.loss_fn, model.example_batch, unread)
+        if unread:
             notes.append(f"nothing reads {', '.join(map(repr, unread))} of the batch")
         logical = in_precision(logical, precision)
         results = []

@@ -152,7 +152,8 @@ class PlainCalls:
             if out.kind == "grad" and out.fqn not in mean:  # the plan of the reduction has them all
                 shape = tuple(int(size) for size in stored.local.shape)
                 mean[out.fqn] = torch.zeros(shape, dtype=stored.meta.dtype, device=store.device)
-        ready.reduction.run(mean, accumulate=True)
+        # For this rank's batch size it may be the first run, and for that of another rank not.
+        ready.reduction.run(mean, accumulate=True, compared=True)
 
     def _get_ready(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ready:
         gradients = torch.is_grad_enabled()

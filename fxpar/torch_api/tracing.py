@@ -131,12 +131,14 @@ def node_of(value: Tensor) -> fx.Node | None:
     return None if found is None else found.proxy.node
 
 
-def constants_of_trace() -> list[Tensor]:
-    """Inside a trace: the tensors that its ops have taken and that neither it nor its inputs made."""
+def constants_of_trace() -> dict[str, Tensor]:
+    """Inside a trace: the tensors that its ops have taken and that neither it nor its inputs made, by the target of
+    their `get_attr`.
+    """
     mode = proxy_tensor.get_proxy_mode()
     assert mode is not None, "constants_of_trace works inside a trace only"
     root: Any = mode.tracer.root  # type: ignore[attr-defined]
-    return [value for value in vars(root).values() if isinstance(value, Tensor)]
+    return {name: value for name, value in vars(root).items() if isinstance(value, Tensor)}
 
 
 def is_fake(value: Tensor) -> bool:

@@ -39,7 +39,7 @@ class Computed:
             elif _is_of_data(node, data):
                 data.add(node)
                 ops.append(f"{node.target} {_in_words((node.args, node.kwargs), data)}")
-        read = frozenset(map(id, constants_of_trace()))
+        read = frozenset(map(id, constants_of_trace().values()))
         return cls(tuple(ops), read, frozenset(id(value) for value in kept if node_of(value) in data))
 
 

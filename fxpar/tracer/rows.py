@@ -20,7 +20,7 @@ from fxpar.ir.graph import TOKEN_NUMBERS
 from fxpar.ir.node_meta import source_of
 from fxpar.losses import with_metrics
 from fxpar.torch_api.symbolic import hint
-from fxpar.torch_api.tracing import node_of
+from fxpar.torch_api.tracing import constants_of_trace, node_of
 from fxpar.tracer.context import CaptureContext, Mean
 from fxpar.tracer.counts import DIVISIONS, SCALINGS, is_whole, out_of_place
 from fxpar.tracer.dynamic import DynamicDims
@@ -31,6 +31,7 @@ from fxpar.tracer.signature import make_signature, make_world
 from fxpar.tracer.step import TracedStep
 
 aten = torch.ops.aten
+_SAME = {aten.lift_fresh_copy.default, aten.scalar_tensor.default, aten._to_copy.default, aten.detach.default}
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,19 @@ def tell_of_rows(step: StepOfRows, batch: Mapping[str, Tensor], dims: DynamicDim
     if not any(factor.is_for(rows) for factor in step.factors):
         return
     more = [found.is_for(rows + 1) for found in _on(rows, rows + 1, step, batch, dims)]
-    if len(more) == len(step.factors):
-        told = {
-            f.line: f
-            for f, also in zip(step.factors, more, strict=True)
-            if also and f.is_for(rows) and not (f.full and rows > 1)
-        }
-        for factor in told.values():
-            where = f" at {factor.line}" if factor.line else ""
-            warn_of_scale(
-                f"{'is' if factor.full else 'has'} {factor.what}{where}",
-                f"the rows of the batch, of the example {rows}",
-            )
+    if len(more) != len(step.factors):  # a loop over rows: another number of factors
+        more = [any(more)] * len(step.factors)
+    told = {
+        f.line: f
+        for f, also in zip(step.factors, more, strict=True)
+        if also and f.is_for(rows) and not (f.full and rows > 1)
+    }
+    for factor in told.values():
+        where = f" at {factor.line}" if factor.line else ""
+        warn_of_scale(
+            f"{'is' if factor.full else 'has'} {factor.what}{where}",
+            f"the rows of the batch, of the example {rows}",
+        )
 
 
 def _rows(batch: Mapping[str, Tensor], dims: DynamicDims) -> int | None:
@@ -142,9 +144,24 @@ def _factor(place: Place, mean: Mean | None) -> Factor | None:
         return Factor("a mean", source_of(node), math.prod(sizes))
     if op not in SCALINGS:
         return None
-    numbers = [arg for arg in node.args[:2] if isinstance(arg, (int, float))]
-    if not numbers or isinstance(node.args[0], (int, float)):
+    number = _number(node.args[1]) if len(node.args) > 1 else None
+    if number is None:
         return None
     divides = (op in DIVISIONS) != place.divides
-    number = numbers[0] if divides else 1 / numbers[0] if numbers[0] else math.inf
+    number = number if divides else 1 / number if number else math.inf
     return Factor("a division" if op in DIVISIONS else "a factor", source_of(node), number)
+
+
+def _number(operand: object) -> float | None:
+    """A number of Python, also as a tensor of one element (`torch.tensor(rows)`)."""
+    if isinstance(operand, (int, float)):
+        return operand
+    if not isinstance(operand, fx.Node):
+        return None
+    if operand.op == "get_attr":
+        value = constants_of_trace().get(str(operand.target))
+        return float(value) if value is not None and value.numel() == 1 and not value.is_meta else None
+    if operand.target in _SAME and operand.args:
+        return _number(operand.args[0])
+    filled = operand.target is aten.full.default and not operand.args[0]
+    return _number(operand.args[1]) if filled else None

@@ -42,7 +42,7 @@ class NodeFirstReduction:
             self._rounds.append((memory, sums, inside, Reduction(one.between, rank, part, **shared)))
 
     @torch.no_grad()
-    def run(self, sources: Mapping[str, Tensor], accumulate: bool = True) -> SwitchReport:
+    def run(self, sources: Mapping[str, Tensor], accumulate: bool = True, *, compared: bool = False) -> SwitchReport:
         """Add the sum of all ranks' `sources` to the target, or with `accumulate=False` put it there."""
         if not accumulate:
             for tensor in self._target.tensors.values():
@@ -50,7 +50,7 @@ class NodeFirstReduction:
         reports = []
         for memory, sums, inside, between in self._rounds:
             memory.zero_()
-            reports += [inside.run(sources), between.run(sums)]
+            reports += [inside.run(sources, compared=compared), between.run(sums, compared=compared)]
         return SwitchReport(
             math.fsum(one.wall_ms for one in reports),
             sum(one.sent_bytes for one in reports),

@@ -96,12 +96,14 @@ class Reduction:
         self._compared = False
 
     @torch.no_grad()
-    def run(self, sources: Mapping[str, Tensor], accumulate: bool = True) -> SwitchReport:
+    def run(self, sources: Mapping[str, Tensor], accumulate: bool = True, *, compared: bool = False) -> SwitchReport:
         """Add the sum of all ranks' `sources` to the target, or with `accumulate=False` put it there. Gradients are
         looked up about in the order of the plan, when they are sent or added: looking one up may wait for it.
+
+        The ranks' plans are compared in the first run, and in each that is to be `compared`: so say all ranks alike.
         """
         begun = time.perf_counter()
-        if not self._compared or self.options.checked:
+        if compared or not self._compared or self.options.checked:
             compare_fingerprints(self.name, self._fingerprint, self._wire, self._stream.device)
             self._compared = True
         self._sources.rebind(sources)

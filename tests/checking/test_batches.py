@@ -30,10 +30,14 @@ def averaged(model, batch):
     return loss(model, batch) / batch["x"].shape[0]
 
 
-def make(label: int = 1, keys: int = 0, mean: int = 0):
+def shifted(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["labels"] + 1, reduction="sum")
+
+
+def make(label: int = 1, keys: int = 0, mean: int = 0, shift: int = 0):
     batch = {"x": torch.arange(12.0).reshape(4, 3) / 7, "labels": torch.tensor([0, label, 2, 1])}
     batch |= {f"extra_{i}": torch.ones(4, 2) for i in range(keys)}
-    return Head(3, 5), averaged if mean else loss, batch
+    return Head(3, 5), shifted if shift else averaged if mean else loss, batch
 """
 
 
@@ -49,6 +53,14 @@ def test_a_label_without_a_class(model):
     assert status == 1
     assert err.startswith("error: 'labels' of the batch has the value 9, but the dim that it picks from at head.py:13")
     assert "has 5 rows (0 to 4)" in err
+
+
+def test_a_batch_that_the_loss_does_not_run_on(model):
+    """What is looked up is computed from a key: no limit is known of it."""
+    status, _, err = fxpar("check", model, "-s", "dp2", "--set", "label=4", "--set", "shift=1")
+    assert status == 1
+    assert err.startswith("error: the model or its loss does not run on the example batch: IndexError at ")
+    assert "head.py:21: Target 5 is out of bounds. It was captured from shapes alone; look at" in err
 
 
 def test_a_key_that_nothing_reads(model):
@@ -81,8 +93,12 @@ def test_rows_that_do_not_add_up():
     head, batch = nn.Linear(3, 5), batch_of(4)
     with pytest.raises(RowMeanError, match="a mean over the 4 rows of the batch: it is "):
         check_rows_add_up(head, lambda model, batch: summed(model, batch) / len(batch["x"]), batch)
+    beside = {**batch, "mask": torch.ones(1, 3), "other": torch.ones(5)}
+    with pytest.raises(RowMeanError, match="a mean over the 4 rows"):
+        check_rows_add_up(head, lambda model, batch: summed(model, batch) / len(batch["x"]), beside, ["other"])
     for loss, given in (
         (summed, batch),
+        (summed, beside),
         (spread, batch),
         (summed, batch_of(1)),
         (summed, {**batch, "n": torch.ones(2)}),

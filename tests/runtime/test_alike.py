@@ -107,6 +107,29 @@ def batches_of_plain_calls(rank):
     return torch.equal(own, same), float((own - same).abs().max())
 
 
+@WORLD.case
+def batches_of_replicas(rank):
+    """Each number of rows is a capture of its own; gradients of equal rows, summed, are the mean over replicas."""
+    model = parallel(small, strategies=STRATEGIES, compiled=compiled(small, STRATEGIES.values()))
+    ids, positions = torch.arange(12)[None], torch.arange(12)[None]
+
+    def gradient(*rows: int) -> torch.Tensor:
+        with model.using("dp2"):
+            model(ids.expand(rows[rank], -1), positions.expand(rows[rank], -1)).sum().backward()
+        found = model.head.weight.grad.full_tensor()
+        model.zero_grad()
+        return found
+
+    of_one = gradient(1, 1)
+    return [float((gradient(*rows) / of_one).mean()) for rows in ((2, 2), (2, 3), (3, 1), (3, 2))]
+
+
+def test_replicas_bring_other_numbers_of_rows():
+    """What is new to one rank alone must not make it wait for the others."""
+    for found in batches_of_replicas():
+        assert found == pytest.approx([2.0, 2.5, 2.0, 2.5], rel=1e-10)
+
+
 def test_ranks_of_one_replica_bring_the_same_batch():
     """Replicas bring their own: tp would mix the tokens of two batches without a word."""
     (_, near), (second, _) = batches_of_plain_calls()

@@ -45,6 +45,9 @@ BY_ROWS = {
     "division": (lambda m, b: _each(m, b).sum() / b["labels"].shape[0], "has a division"),
     "division by len": (lambda m, b: _each(m, b).sum() / len(b["labels"]), "has a division"),
     "factor": (lambda m, b: _each(m, b).sum() * (1 / b["labels"].size(0)), "has a factor"),
+    "division by a tensor": (lambda m, b: _each(m, b).sum() / torch.tensor(b["labels"].shape[0]), "has a division"),
+    "division by what is filled": (lambda m, b: _each(m, b).sum() / torch.full((), len(b["labels"])), "has a division"),
+    "loop": (lambda m, b: sum(row.sum() / len(b["labels"]) for row in _each(m, b)), "has a division"),
     "each": (lambda m, b: (_each(m, b) / b["labels"].shape[0]).sum(), "has a division"),
     "batchmean": (
         lambda m, b: F.kl_div(
@@ -56,6 +59,7 @@ BY_ROWS = {
 BY_CHANCE = {
     "factor of one": lambda m, b: _each(m, b).sum() * 1.0,
     "division by one": lambda m, b: _each(m, b).sum() / 1,
+    "division by a tensor of one": lambda m, b: _each(m, b).sum() / torch.tensor(1.0),
     "mean of one number": lambda m, b: _each(m, b).sum().mean(),
     "mean of one view": lambda m, b: _each(m, b).sum().view(1).mean(),
 }
