@@ -34,8 +34,8 @@ class ExampleRunError(FxparError):
     def __init__(self, error: BaseException, line: str | None) -> None:
         said, where = " ".join(str(error).split()).rstrip("."), f" at {line}" if line else ""
         super().__init__(
-            f"the model or its loss does not run on the example batch: {type(error).__name__}{where}: {said}. It was captured from shapes alone; look at the values of the batch, such as labels beyond the "
-            "number of classes"
+            f"the model or its loss does not run on the example batch: {type(error).__name__}{where}: {said}. It was "
+            "captured from shapes alone; look at the values of the batch, such as labels beyond the number of classes"
         )
 
 
