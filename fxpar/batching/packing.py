@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from fxpar.cost.group_cost import ZB_H1_SHORTER
+
 TICKS_PER_S = 10**15
 
 
@@ -44,7 +46,7 @@ class PackingRule:
     @property
     def shorter(self) -> int:
         """By so many times, at most, a pipeline fills and drains faster than under 1f1b."""
-        return 3 if self.zero_bubble else self.virtual
+        return ZB_H1_SHORTER if self.zero_bubble else self.virtual
 
     def fill(self, cost: int) -> int:
         """Ticks to fill and drain the pipeline, at least, if the dearest micro-batch costs this; rounded up."""
@@ -56,7 +58,7 @@ class PackingRule:
             return self.fill(max(costs))
         first, *others = sorted(costs, reverse=True)[: self.stages]
         waits = 2 * (self.stages - 1) * (self.fixed + first)
-        return -((sum(others) + self.fixed * len(others) - waits) // 3)
+        return -((sum(others) + self.fixed * len(others) - waits) // ZB_H1_SHORTER)
 
     def time(self, costs: Sequence[int]) -> int:
         """Ticks of micro-batches of these costs, one after the other."""

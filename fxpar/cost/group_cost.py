@@ -10,6 +10,11 @@ from fxpar.errors import CostModelError, ScheduleOptionError
 from fxpar.schedule import KINDS
 from fxpar.schedule.mini_batch import FORWARD
 
+ZB_H1_SHORTER = 3
+"""By so many times, at most, a pipeline waits less under zb_h1 than under 1f1b: with equal micro-batches, as many as
+stages or more, of whose time forward, input and weight parts take a third each (Qi et al. 2023, table 2).
+"""
+
 
 @dataclass(frozen=True)
 class GroupCost:

@@ -6,13 +6,14 @@ index 0 for those from the shortest on; arrays [..., i, j] are over the interval
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import ZB_H1_SHORTER, GroupCost
 from fxpar.ir.strategy import Strategy
 
 
@@ -71,7 +72,7 @@ def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | N
     runs = np.ceil(found.tokens / limits)
     free = cost.per_token_s * found.tokens + cost.per_square_s * found.squares
     work = free + cost.fixed_s * runs
-    fill = (cost.stages - 1) / cost.virtual if cost.schedule != "zb_h1" else (cost.stages - 1) / 3
+    fill = (cost.stages - 1) / (ZB_H1_SHORTER if cost.schedule == "zb_h1" else cost.virtual)
     alone = cost.fixed_s + cost.per_token_s * found.longest + cost.per_square_s * found.longest**2
     mean = work / strategy.replicas + fill * cost.fixed_s
     filled = _filled(free / strategy.replicas, cost.fixed_s, fill, runs if strategy.replicas == 1 else 1.0)
@@ -89,7 +90,7 @@ def _filled(free: np.ndarray, fixed_s: float, fill: float, fewest: np.ndarray | 
     """
     if fixed_s == 0:
         return free
-    m = np.maximum(np.sqrt(fill * free / fixed_s), np.maximum(fewest, 1.0))
+    m = np.maximum(np.sqrt(fill * free) / math.sqrt(fixed_s), np.maximum(fewest, 1.0))  # the quotient may be too large
     return free + m * fixed_s + fill * (free / m + fixed_s)
 
 

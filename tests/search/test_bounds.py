@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpar.batching import LengthGroup, plan_batch
@@ -35,6 +35,7 @@ def planned_s(batch, chosen, most):
     return plan.predicted_s
 
 
+@example(one=(Strategy.parse("dp2.pp2"), GroupCost(2.2e-311, 0.0, 1e-4, stages=2)), lengths=[[9]], budget=200)
 @given(costs(), batches, st.sampled_from([200, 300, 1000]))
 def test_a_group_takes_at_least_its_bound(one, lengths, budget):
     strategy, cost = one
