@@ -24,13 +24,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, set_results
-from fxpar.ir.strategy import REPLICAS
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class ReduceGradients:
             if out.kind == "buffer":
                 node.meta["buffer"] = out.fqn
             body = _varying(node, graph, "avg" if out.kind == "buffer" or self.whole else "sum")
-            early = out.kind == "grad" and graph.strategy.zero >= 2 and not self.whole
+            early = out.kind == "grad" and graph.strategy.zero_of(out.fqn) >= 2 and not self.whole
             if out.kind == "grad" and self.deferred and not early:
                 graph.deferred[out.fqn] = body
                 results.append(node)
                 continue
             target = DistConfig.replicated(body.mesh, body.ndim, body.dtype)
             if out.kind == "grad" and not self.whole:
-                lies = _scattered(stored[out.fqn], graph) if early else stored[out.fqn]
+                lies = _scattered(stored[out.fqn], graph.strategy.data_axes_of(out.fqn)) if early else stored[out.fqn]
                 target = replace(lies, dtype=body.dtype)  # a sum is made in the dtype that its terms add up in
             if body == target:
                 results.append(node)
@@ -89,9 +89,8 @@ def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
     return config.with_placement(REPLICAS, Partial(op if op == "sum" or dtype.is_floating_point else "max"))
 
 
-def _scattered(param: DistConfig, graph: AnnotatedGraph) -> DistConfig:
+def _scattered(param: DistConfig, axis: str) -> DistConfig:
     """Where a ZeRO-2 or 3 gradient ends: dim 0 cut over the data axes, whether or not the parameter is."""
-    axis = ".".join(graph.strategy.data_axes)
     if not axis or not param.ndim or axis in param.shard_axes:
         return param
     return replace(param, dims=((*param.dims[0], AxisShard(axis)), *param.dims[1:]))

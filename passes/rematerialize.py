@@ -26,7 +26,7 @@ from torch import fx
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.node_meta import is_backward
 from fxpar.ir.pass_base import Tier
-from fxpar.remat import choose, forward_values, saved_bytes, trace_storages
+from fxpar.remat import chosen_by_module, forward_values, saved_bytes, trace_storages
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Rematerialize:
     tier: ClassVar[Tier] = "exact"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        remat = graph.strategy.remat
-        if remat is None or not forward_values(graph).needed:
+        remat, by_rules = graph.strategy.remat, any(rule.remat for rule in graph.strategy.rules)
+        if not (remat or by_rules) or not forward_values(graph).needed:
             return
         dims = self._dims(graph)
-        again = choose(graph, remat, dims)
-        if not again and remat.mode == "full":
+        again = chosen_by_module(graph, dims)
+        if not again and remat and remat.mode == "full" and not by_rules:
             graph.notes.append(
                 f"{remat}: nothing is recomputed, since the model has no repeated blocks (layers.0, ...)"
             )
         _sink(_duplicate(graph, again))
         _drop_unused(graph.graph)
-        if remat.mode == "budget":  # which may be meant at other sizes than it was applied to
+        if remat and remat.mode == "budget":  # which may be meant at other sizes than it was applied to
             saved = saved_bytes(graph.graph, trace_storages(graph.graph, dims)) / 1e6
             where = ", ".join(f"{symbol} = {size}" for symbol, size in dims.items())
             graph.notes.append(

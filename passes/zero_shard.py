@@ -40,18 +40,20 @@ class ZeroShard:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         strategy = graph.strategy
-        if strategy.zero < max(1, self.params_from) or not strategy.data_axes:
+        if strategy.most_zero < max(1, self.params_from):
             return
-        axis = ".".join(strategy.data_axes)
         blocks = gathered_together(graph)
-        middle = _released_blocks(graph, blocks) if strategy.zero == 3 else set()
+        middle = _released_blocks(graph, blocks) if strategy.most_zero == 3 else set()
         for node, info in zip(graph.placeholders, graph.inputs, strict=True):
             if info.kind != "param" or not info.meta.shape:
+                continue
+            level, axis = strategy.zero_of(info.fqn), strategy.data_axes_of(info.fqn)
+            if level < max(1, self.params_from) or not axis:
                 continue
             compute = dist_of(node)
             stored = shard_over(compute, axis)
             node.meta["dist"] = stored
-            if strategy.zero < 3:
+            if level < 3:
                 _gather(graph.graph, node, info.fqn, compute, list(node.users), "prologue", "params")
                 continue
             block = blocks[info.fqn]

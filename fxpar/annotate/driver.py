@@ -21,23 +21,20 @@ from typing import Any, ClassVar
 import sympy
 from torch import fx
 
-from fxpar.annotate.policy import (
-    boundary_placement,
-    grad_cost,
-    resolve_overrides,
-)
+from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
 from fxpar.annotate.problem import AxisProblem, build
 from fxpar.annotate.roles import Policy, check_options, policy_of
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError, warn
 from fxpar.flow import padding_hazard, token_symbol
+from fxpar.ir.axes import ROLE_AXES, USES, whole_axis
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, is_backward, source_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
-from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.ops.traits import BATCHED_PRODUCTS
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
@@ -72,7 +69,7 @@ class AnnotateOnce:
     tier: ClassVar[Tier] = Annotate.tier
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        key = replace(graph.strategy, zero=0, remat=None)
+        key = graph.strategy.placing()
         if key not in self.known:
             search_placements(graph)
             metas = tuple((node.name, dict(node.meta)) for node in graph.graph.nodes)
@@ -141,6 +138,7 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
     sizes = Sizes([d.symbol for d in graph.dims], degrees_product(strategy), token)
     overrides = resolve_overrides(graph, strategy)
     _label_variants(graph, overrides)
+    _label_rules(graph)
     searches: list[AxisSearch] = []
     choices: dict[str, Choice] = {}
     inner: Choice | None = None
@@ -149,7 +147,7 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
         policy = policy_of(strategy, axis, overrides, token)
         problem = build(graph.graph, sizes, policy.degree, inner, inner_degree, policy, token)
         check_options(strategy, axis, problem)
-        searches.append(_search(axis, policy, problem, _demands(graph, problem, token, axis)))
+        searches.append(_search(axis, policy, problem, _demands(graph, problem, token, axis, policy)))
         inner = choices[axis] = _spread(searches[-1])
         inner_degree = policy.degree
     _write(graph, choices, token)
@@ -157,7 +155,7 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
     _note_uncut(graph, choices)
     _note_missing_rules(graph)
     if token is not None:
-        graph.divisors[str(token)] = math.prod(map(strategy.degree, strategy.token_axes))
+        graph.divisors[str(token)] = strategy.token_parts
     graph.timings["annotate_cpu_s"] = time.process_time() - started
     return tuple(searches)
 
@@ -185,13 +183,30 @@ def _label_variants(graph: AnnotatedGraph, overrides: dict[str, Placement]) -> N
             node.meta["variant"] = tuple(variants.get(block_or_module_of(fqn_of(node)), ()))
 
 
-def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, axis: str) -> list[Demand]:
+def _label_rules(graph: AnnotatedGraph) -> None:
+    """Each node gets the rule of its module, which decides for what axes are there, and classes of its own with it."""
+    strategy = graph.strategy
+    if not any(rule.axes for rule in strategy.rules):
+        return
+    fqns = {node: info.fqn for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"}
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "call_function"):
+            continue
+        rule = node.meta["rule"] = strategy.rule_of(fqns.get(node, fqn_of(node)))
+        if node in fqns:
+            node.meta["class"] = (*node.meta["class"], rule)
+        node.meta["variant"] = (*node.meta.get("variant", ()), rule)
+
+
+def _demands(
+    graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | None, axis: str, policy: Policy
+) -> list[Demand]:
     """What the graph's results may be: a gradient lies like its parameter, or stays partial if that is replicated.
 
     Buffers, values and gradients of the batch leave whole, what goes to another stage as `boundary_placement` says. On
     a data axis terms of gradients cost nothing: they are summed with those of the replicas.
     """
-    cuts_tokens, is_data = axis in graph.strategy.token_axes, axis in graph.strategy.data_axes
+    cuts_tokens = axis in graph.strategy.token_axes
     placeholder = {
         info.fqn: node for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"
     }
@@ -208,6 +223,7 @@ def _demands(graph: AnnotatedGraph, problem: AxisProblem, token: sympy.Symbol | 
         else:
             param = problem.class_of[placeholder[output.fqn]]
             lies = [o.outputs[0] for o in problem.classes[param].options]
+            is_data = isinstance(policy.of(problem.classes[param]), ContextAxis)
             nbytes = problem.sizes.nbytes(tensor_metas(source)[index])  # type: ignore[arg-type]
             later = 0.0 if is_data else grad_cost(nbytes, P, problem.degree)
             if param in problem.narrow:
@@ -290,16 +306,15 @@ def combine(
     base: DistConfig, meta: TensorMeta, placements: Mapping[str, Placement], token: sympy.Symbol | None
 ) -> DistConfig:
     """The placements of all axes on one tensor. The axis that is searched first cuts first; but on a token dim last,
-    as a piece on a context axis is a run of tokens.
+    as a piece on a context axis is a run of tokens. Of parts of one axis the outermost cuts first.
     """
-    order = [axis for axis in ROLE_AXES if placements.get(axis, R) != R]
-    cut = {axis: p.dim for axis in order if isinstance(p := placements[axis], Shard)}
-    if len(cut) > len(set(cut.values())):
-        (dim,) = set(cut.values())
-        size = meta.shape[dim]
-        if not isinstance(size, int) and token in size.free_symbols:
-            order.reverse()
-    for axis in order:
+
+    def turn(axis: str) -> int:
+        place, by_turn = placements[axis], ROLE_AXES.index(whole_axis(axis))
+        size = meta.shape[place.dim] if isinstance(place, Shard) else 1
+        return -by_turn if not isinstance(size, int) and token in size.free_symbols else by_turn
+
+    for axis in sorted((axis for axis, place in placements.items() if place != R), key=turn):
         base = base.with_placement(axis, placements[axis])
     return base
 
@@ -341,7 +356,7 @@ def _note_uncut(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
     """Say where an axis that cuts weights cuts none."""
     params = [n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "param"]
     for axis, choice in choices.items():
-        if USES[axis] == "weights" and params and all(choice[node].outputs[0] == R for node in params):
+        if USES[whole_axis(axis)] == "weights" and params and all(choice[node].outputs[0] == R for node in params):
             none = f": no parameter has a dim that {graph.strategy.degree(axis)} ranks can share"
             graph.notes.append(
                 f"{axis} shards no parameter{'' if graph.strategy.overrides else none}, so every {axis} rank holds "

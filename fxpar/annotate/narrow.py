@@ -8,7 +8,7 @@ of it: it would be cut less for the sake of keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fxpar.annotate.problem import AxisProblem, OpClass
@@ -29,12 +29,16 @@ def _keys_values(op: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (first + 1, first + 2), (1, 2) if first else ()
 
 
-def narrow_classes(problem: AxisProblem) -> dict[int, int]:
-    """Classes that compute with fewer key and value heads than the axis has ranks; to each the number of its heads."""
+def narrow_classes(problem: AxisProblem, is_meant: Callable[[OpClass], bool] = lambda _: True) -> dict[int, int]:
+    """Classes that compute with fewer key and value heads than the axis has ranks; to each the number of its heads.
+    Only attention that `is_meant` counts.
+    """
     found: dict[int, int] = {}
     queries: set[int] = set()
     for entry in problem.classes:
-        if entry.view.target not in ATTENTION or narrow_attention(entry.view, problem.degree) is None:
+        if entry.view.target not in ATTENTION or not is_meant(entry):
+            continue
+        if narrow_attention(entry.view, problem.degree) is None:
             continue
         operands, _ = _keys_values(entry.view.target)
         heads = entry.view.inputs[operands[0]][1]

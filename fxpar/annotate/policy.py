@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import sympy
 
@@ -112,6 +113,10 @@ class ModelAxis:
     cuts_tokens: bool
     overrides: Mapping[str, Placement]  # of parameters, by placeholder name
     token: sympy.Symbol | None
+
+    def of(self, entry: OpClass) -> Self:
+        """What the axis is for in the module that a class belongs to: this, wherever that is."""
+        return self
 
 
 @dataclass(frozen=True)

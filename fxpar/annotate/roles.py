@@ -7,22 +7,61 @@ role is a class of policies: one that derives from `TensorAxis` is for tp, one t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import sympy
 
+from fxpar.annotate.narrow import narrow_classes
 from fxpar.annotate.policy import ContextAxis, TensorAxis
-from fxpar.annotate.problem import AxisProblem
+from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.errors import RoleContractError, UnknownRoleError
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, Replicate, Shard
 from fxpar.ir.registry import Registry
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option, OpView
 
-Policy = TensorAxis | ContextAxis
+Role = TensorAxis | ContextAxis
 # What an axis is used for unless the strategy names another role, and what such another role derives from.
-BASES: dict[str, type[Policy]] = {"tp": TensorAxis, "cp": ContextAxis}
+BASES: dict[str, type[Role]] = {"tp": TensorAxis, "cp": ContextAxis}
 BUILTIN = {axis: f"{base.__module__}:{base.__name__}" for axis, base in BASES.items()}
 ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
+
+
+@dataclass(frozen=True)
+class ByModule:
+    """An axis whose role depends on the module: `base` is for those of no rule, `others[i]` for those of rule i."""
+
+    base: Role
+    others: Mapping[int, Role]
+
+    @property
+    def degree(self) -> int:
+        return self.base.degree
+
+    def of(self, entry: OpClass) -> Role:
+        """What the axis is for in the module that a class belongs to."""
+        return self.others.get(entry.nodes[0].meta["rule"], self.base)
+
+    def seeds(self, entry: OpClass, result: int) -> list[int]:
+        return self.of(entry).seeds(entry, result)
+
+    def sources(self, entry: OpClass) -> list[Option]:
+        return self.of(entry).sources(entry)
+
+    def narrow(self, problem: AxisProblem) -> dict[int, int]:
+        return narrow_classes(problem, lambda entry: isinstance(self.of(entry), TensorAxis))
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
+        return self.of(entry).extra(problem, entry)
+
+    def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
+        return self.of(entry).refusal(problem, entry, option)
+
+    def node_cost(self, problem: AxisProblem, entry: OpClass, option: Option) -> float:
+        return self.of(entry).node_cost(problem, entry, option)
+
+
+Policy = Role | ByModule
 
 
 def policy_of(strategy: Strategy, axis: str, overrides: Mapping[str, Placement], token: sympy.Symbol | None) -> Policy:
@@ -30,13 +69,18 @@ def policy_of(strategy: Strategy, axis: str, overrides: Mapping[str, Placement],
 
     Raises UnknownRoleError, RoleContractError, DuplicateNameError, EntryLoadError.
     """
-    role = _class(strategy, axis)
-    return role(strategy.degree(axis), axis in strategy.token_axes, overrides, token)
+
+    def role(rule: int | None) -> Role:
+        cuts_tokens = strategy.cuts_tokens_in(axis, rule)
+        return _class(strategy, strategy.axis_in(axis, rule))(strategy.degree(axis), cuts_tokens, overrides, token)
+
+    others = {index: role(index) for index, rule in enumerate(strategy.rules) if rule.axes}
+    return ByModule(role(None), others) if others else role(None)
 
 
 def check_options(strategy: Strategy, axis: str, problem: AxisProblem) -> None:
     """Raise RoleContractError if the axis' role leaves a node without any placement, or gives it an impossible one."""
-    role = role_of(strategy, axis)
+    role = role_of(strategy, strategy.axis_in(axis, None))
     for entry in problem.classes:
         name, view = entry.nodes[0].name, entry.view
         if not entry.options:
@@ -65,7 +109,7 @@ def role_of(strategy: Strategy, axis: str) -> str:
     return dict(strategy.roles).get(axis, axis)
 
 
-def _class(strategy: Strategy, axis: str) -> type[Policy]:
+def _class(strategy: Strategy, axis: str) -> type[Role]:
     name, base = role_of(strategy, axis), BASES[axis]
     if name == axis:
         return base  # without a look at what is installed, which takes 15 ms

@@ -46,7 +46,7 @@ class LengthGroup:
         From ZeRO-2 on, every micro-batch ends with a collective over the replicas (gradients are scattered, with
         ZeRO-3 weights are gathered too), so each one takes as long as the slowest replica's.
         """
-        return self.strategy.zero >= 2 and self.replicas > 1
+        return self.strategy.most_zero >= 2 and self.replicas > 1
 
     def __str__(self) -> str:
         return f"<={self.limit}: {self.strategy}"

@@ -297,7 +297,7 @@ def run_world(
         mine = plan[replica_of(program, rank)]
         # ZeRO-2 and 3 talk to the other replicas inside the body, so all run the same number of micro-batches: a
         # replica that has none left repeats one at scale 0, which adds exact zeros.
-        idle = max(map(len, plan)) - len(mine) if strategy.zero >= 2 else 0
+        idle = max(map(len, plan)) - len(mine) if strategy.most_zero >= 2 else 0
         bound.run_all(
             [
                 MicroRun(partial(pad, program, batches[index % len(batches)]), scale, index, turn >= len(mine))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fxpar.cli.names import SUFFIX
+from fxpar.ir.module_rules import split_outside
 from fxpar.ir.strategy import MOST_RANKS
 
 _MODEL_HELP = (
@@ -116,7 +117,7 @@ Overlap = Annotated[
 
 def split_strategies(given: Sequence[str]) -> list[str]:
     """["dp2", "tp2", "cp2"] for ("dp2,tp2", "cp2"): repeated options, each a list."""
-    return [text for one in given for text in one.split(",")]
+    return [text for one in given for text in split_outside(one, ",")]
 
 
 def one_strategy(given: Sequence[str]) -> str | None:

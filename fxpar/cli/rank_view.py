@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from fxpar.errors import UnknownRankError
+from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Part, Program, substitute_tokens
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.ir.strategy import STAGES
 
 P = TypeVar("P", bound=Program)
 

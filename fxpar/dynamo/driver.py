@@ -15,9 +15,10 @@ from fxpar.dynamo.graph_model import GraphModel
 from fxpar.dynamo.inputs import Slot, has_tokens, slots_of
 from fxpar.dynamo.options import BackendOptions
 from fxpar.errors import BackendOptionError, SpecializedShapeError, warn
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import ForwardGraph
-from fxpar.ir.strategy import REPLICAS, Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.runtime.plain import PlainRunner
 from fxpar.torch_api.since_2_13 import all_gather_single

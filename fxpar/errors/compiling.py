@@ -19,6 +19,14 @@ class StrategySyntaxError(FxparError):
         )
 
 
+class RuleConflictError(FxparError):
+    """Two rules of a strategy say different things of one module."""
+
+    def __init__(self, module: str, what: str, rules: Iterable[str]) -> None:
+        both = " and ".join(map(repr, rules))
+        super().__init__(f"two rules say the {what} of module {module!r}: {both}. Narrow one of the globs.")
+
+
 class WorldSizeError(FxparError):
     """The degrees of a strategy do not multiply to the number of ranks."""
 

@@ -13,12 +13,13 @@ from fxpar.annotate.cost import LAUNCH_BYTES, Cost
 from fxpar.explain.reshards import Reshard
 from fxpar.explain.subject import Placed, Subject, alike
 from fxpar.explain.traffic import CollectiveTraffic
+from fxpar.ir.axes import ROLE_AXES, USES
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Dim, Input
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, source_of, tensor_metas
 from fxpar.ir.printer import op_name, type_of, without_folders
-from fxpar.ir.strategy import ROLE_AXES, USES, Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.rules.view import Sizes, resolve
 
 Document = dict[str, Any]

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from fxpar.explain.document import Document, decided_by, noted
 from fxpar.explain.traffic import CollectiveTraffic, by_module
 from fxpar.graph_diff.digest import BETWEEN_STAGES
+from fxpar.ir.axes import STAGES, USES
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.sent import sent
-from fxpar.ir.strategy import STAGES, USES, Strategy
+from fxpar.ir.strategy import Strategy
 
 
 def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Document:

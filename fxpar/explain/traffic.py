@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from fxpar.ir.axes import USES
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import starred
@@ -16,7 +17,6 @@ from fxpar.ir.graph import Output
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_of, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
-from fxpar.ir.strategy import USES
 from fxpar.ops import layout
 from fxpar.ops.traits import is_view
 from fxpar.rules.view import resolve

@@ -18,13 +18,14 @@ from torch import fx
 from fxpar.graph_diff.lines import Section, packs_a_bucket, places_of, sections_of
 from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
+from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
 from fxpar.ir.sent import ONCE, Sent, tokens_of, without_tokens
-from fxpar.ir.strategy import STAGES, Strategy
+from fxpar.ir.strategy import Strategy
 
 BETWEEN_STAGES = "between stages"
 _SENT = {"sent": "forward", "sent_grad": "backward"}

@@ -33,8 +33,9 @@ from fxpar.ir.exec_graph import ExecGraph, Part, Stored
 from fxpar.ir.graph import AnnotatedGraph, Averaged, Dim, Input, LogicalGraph, Output, TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.remat import Remat
 from fxpar.ir.serialize import target_name
-from fxpar.ir.strategy import Pipeline, Remat, Strategy
+from fxpar.ir.strategy import Pipeline, Strategy
 from fxpar.torch_api.expressions import expression_classes
 
 # Equal values of these are stored once.

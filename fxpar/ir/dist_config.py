@@ -172,8 +172,8 @@ class DistConfig:
         return self._on_sub_axes(axis)
 
     def _on_sub_axes(self, axis: str) -> Placement:
-        cuts = [(d, e) for d, entries in enumerate(self.dims) for e in entries if _is_part(e.axis, axis)]
-        terms = [(name, op) for name, op in self.partial if _is_part(name, axis)]
+        cuts = [(d, e) for d, entries in enumerate(self.dims) for e in entries if self._is_part(e.axis, axis)]
+        terms = [(name, op) for name, op in self.partial if self._is_part(name, axis)]
         if not cuts and not terms:
             return R
         found = OuterShard(cuts[0][0], self.mesh.degree(cuts[0][1].axis), P if terms else R) if cuts else R
@@ -184,8 +184,8 @@ class DistConfig:
 
     def with_placement(self, axis: str, placement: Placement) -> DistConfig:
         """This config with `axis` placed anew; a new shard becomes the innermost cut of its dim."""
-        dims = [tuple(e for e in entries if not _is_within(e, axis)) for entries in self.dims]
-        partial = [(a, op) for a, op in self.partial if not _is_part(a, axis)]
+        dims = [tuple(e for e in entries if not self._is_within(e, axis)) for entries in self.dims]
+        partial = [(a, op) for a, op in self.partial if not self._is_part(a, axis)]
         match placement:
             case Shard(dim, sections):
                 dims[dim] += (AxisShard(axis, sections),)
@@ -198,6 +198,18 @@ class DistConfig:
                 partial.append((axis, op))
         partial.sort(key=lambda entry: self.mesh.place(entry[0]))
         return replace(self, dims=tuple(dims), partial=tuple(partial))
+
+    def _is_part(self, name: str, axis: str) -> bool:
+        """Whether `name` is the axis (or sub-axis), or a part of it."""
+        if name == axis or ":" not in name or "." in name:
+            return name == axis
+        part, whole = self.mesh.part(name), self.mesh.part(axis)
+        inside = whole.step <= part.step and part.step * part.degree <= whole.step * whole.degree
+        return part.axis == whole.axis and inside
+
+    def _is_within(self, cut: AxisShard, axis: str) -> bool:
+        """Whether nothing but the axis, whole or in parts, makes the cut."""
+        return all(self._is_part(name, axis) for name in cut.axis.split("."))
 
     @property
     def is_partial(self) -> bool:
@@ -311,16 +323,6 @@ class DistConfig:
 
     def __str__(self) -> str:
         return self.describe()
-
-
-def _is_part(name: str, axis: str) -> bool:
-    """Whether `name` is the axis or one of its sub-axes."""
-    return name == axis or name.startswith(f"{axis}:")
-
-
-def _is_within(cut: AxisShard, axis: str) -> bool:
-    """Whether nothing but the axis, whole or in parts, makes the cut."""
-    return all(_is_part(name, axis) for name in cut.axis.split("."))
 
 
 def _with_sub_axes(names: list[str]) -> Iterable[tuple[str, str]]:

@@ -34,7 +34,10 @@ class AxisPart(NamedTuple):
 
 
 def sub_axis(axis: str, front: int, degree: int) -> str:
-    """The name of the sub-axis of `degree` that has `front` coordinates in front of it."""
+    """The name of the sub-axis of `degree` that has `front` coordinates in front of it, of an axis or a sub-axis."""
+    split = _split_name(axis)
+    if split is not None:
+        axis, front = split[0], split[1] * front
     return f"{axis}:({front}){degree}"
 
 

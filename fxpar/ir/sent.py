@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import Input, TensorMeta
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ir.strategy import STAGES
 
 ONCE = ("prologue", "epilogue")  # parts that run once per mini-batch, however many micro-batches it has
 TOKEN_IDS = ("input_ids", "tokens", "position_ids")

@@ -8,7 +8,10 @@ Axes: dp (data), pp (pipeline), cp (context: tokens), tp (tensor), ep (expert). 
 the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp and cp), remat or
 remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
 `Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where
-another package says so, see `fxpar.annotate.roles`).
+another package says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise
+(see `fxpar.ir.module_rules`):
+
+    dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 """
 
 from __future__ import annotations
@@ -16,71 +19,28 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError, nearest
+from fxpar.ir.axes import AXES, REPLICAS, ROLE_AXES, STAGES, USES, data_axes, whole_axis
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.module_rules import Axes, ModuleRule, atoms, check_glob, governing, joined
+from fxpar.ir.remat import REMAT, Remat, parse_remat
 
-Use = Literal["replicas", "stages", "tokens", "weights", "experts"]
-# What each axis is used for. Only this file and the policies of axes (`fxpar.annotate.policy`) know axes by name.
-USES: dict[str, Use] = {"dp": "replicas", "pp": "stages", "cp": "tokens", "tp": "weights", "ep": "experts"}
-AXES = tuple(USES)
-REPLICAS, STAGES = "dp", "pp"
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-ROLE_AXES = ("tp", "cp")  # inside of a replica, in the order in which placements are searched
 FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut", "role")
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
 _ROLE = re.compile(r"(\w+)=(\w+)", re.ASCII)
-_REMAT = re.compile(r"remat(?:\((.*)\))?", re.DOTALL)
-_GLOB = re.compile(r"[\w.*?\[\]!-]+", re.ASCII)
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
-_NO_SIZE = re.compile(r"[-+].*|(?:inf|infinity|nan)\s*(?:[kmgt]?b)?", re.ASCII | re.IGNORECASE)
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FQN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
 _OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
-
-
-RematMode = Literal["full", "selective", "modules", "budget"]
-_COLLECTIVES = {"keep_comm": "keep", "redo_comm": "redo"}
-
-
-@dataclass(frozen=True)
-class Remat:
-    """What the backward computes again, instead of reading what the forward saved. Written as a flag:
-
-        remat                       all of each repeated block; only what goes into a block is saved
-        remat(selective)            what is cheap (pointwise, norms), where that saves bytes
-        remat(*.ffn|*.attention)    everything inside of the modules that match, by FQN
-        remat(200MB)                as little as possible, with at most so many bytes saved per micro-batch and rank
-
-    `collectives`: "redo" runs those on the way again, "keep" saves their results instead; "auto" redoes them in whole
-    blocks and modules, keeps them under `selective`, weighs them under a budget. Written `|keep_comm`, `|redo_comm`.
-    """
-
-    mode: RematMode
-    globs: tuple[str, ...] = ()
-    budget_bytes: int = 0
-    collectives: Literal["auto", "keep", "redo"] = "auto"
-
-    def __str__(self) -> str:
-        unit = max((u for u, size in _UNITS.items() if self.budget_bytes % size == 0), key=lambda u: _UNITS[u])
-        words = {
-            "full": ["full"],
-            "selective": ["selective"],
-            "modules": list(self.globs),
-            "budget": [f"{self.budget_bytes // _UNITS[unit]}{unit}"],
-        }[self.mode]
-        words += [word for word, choice in _COLLECTIVES.items() if choice == self.collectives]
-        return "remat" if words == ["full"] else f"remat({'|'.join(words)})"
 
 
 @dataclass(frozen=True)
@@ -107,7 +67,7 @@ class Strategy:
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis
-    is used for.
+    is used for. `rules` are what some modules do otherwise.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -118,6 +78,7 @@ class Strategy:
     pipeline: Pipeline = Pipeline()
     roles: tuple[tuple[str, str], ...] = ()
     offset: int = 0
+    rules: tuple[ModuleRule, ...] = ()
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -127,27 +88,15 @@ class Strategy:
         """
         if not isinstance(text, str):
             raise StrategySyntaxError(repr(text), repr(text), "it is not text")
-        axis_text, *flags = text.strip().split("+")
-        axes: list[tuple[str, int]] = []
-        for part in axis_text.split("."):
-            match = _AXIS.fullmatch(part)
-            if not match and re.fullmatch(r"[a-z]+[0-9]+", part, re.ASCII):
-                raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
-            if not match:
-                raise StrategySyntaxError(text, part, "an axis is a name and a degree, such as dp2")
-            name, degree = match[1], int(match[2])
-            if name not in AXES:
-                why = f"unknown axis {name!r}{nearest(name, AXES) or '.'} Axes are {', '.join(AXES)}"
-                raise StrategySyntaxError(text, part, why)
-            if name in dict(axes):
-                raise StrategySyntaxError(text, part, f"axis {name!r} is given twice")
-            if degree < 1:
-                raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
-            axes.append((name, degree))
+        outside, inside = _split_rules(text.strip())
+        axis_text, *flags = outside.split("+")
         found = _parse_flags(text, flags)
-        strategy = cls(tuple(axes), **found, overrides=tuple((overrides or {}).items()))
+        rules = () if inside is None else _parse_rules(text, inside)
+        strategy = cls(_parse_axes(text, axis_text), **found, overrides=tuple((overrides or {}).items()), rules=rules)
         if strategy.world > MOST_RANKS:
             raise StrategySyntaxError(text, axis_text, f"{strategy.world:,} ranks are more than {MOST_RANKS:,}")
+        if rules:
+            strategy.atoms  # noqa: B018  raises where degrees do not fit
         _check_pipeline(text, strategy)
         _check_roles(text, strategy)
         for pattern, placement in strategy.overrides:
@@ -178,8 +127,8 @@ class Strategy:
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
-        """Degree of `axis`; 1 if the strategy does not name it."""
-        return dict(self.axes).get(axis, 1)
+        """Degree of `axis` or of a sub-axis; 1 if the strategy does not name it."""
+        return self.mesh.degree(axis)
 
     @property
     def replicas(self) -> int:
@@ -202,29 +151,91 @@ class Strategy:
         ranks = self.mesh.at(STAGES, stage % self.pipeline_size)
         return replace(self, axes=axes, pipeline=Pipeline(), offset=ranks.offset)
 
+    @cached_property
+    def atoms(self) -> Mapping[str, tuple[str, ...]]:
+        """The axes inside of a replica, degree > 1 only, in parts where rules split them, outermost first. To each the
+        axis that it is for in the strategy itself, then in each rule.
+        """
+        return atoms(str(self), tuple(a for a in self.axes if a[0] in ROLE_AXES and a[1] > 1), self.rules)
+
+    def axis_in(self, atom: str, rule: int | None) -> str:
+        """The axis that `atom` is for in the modules of a rule, or (None) where no rule says something of it."""
+        return self.atoms[atom][0 if rule is None else rule + 1]
+
+    def cuts_tokens_in(self, atom: str, rule: int | None) -> bool:
+        """Whether `atom` cuts tokens where no weight is involved, in the modules of a rule: cp, and tp under sp."""
+        sp = self.sp if rule is None else self.rules[rule].sp
+        return sp or USES[self.axis_in(atom, rule)] == "tokens"
+
+    def rule_of(self, fqn: str, what: str = "roles") -> int | None:
+        """The rule for a module or parameter, see `fxpar.ir.module_rules.governing`. Raises RuleConflictError."""
+        return governing(self.rules, fqn, what) if self.rules else None
+
+    def data_axes_of(self, fqn: str) -> str:
+        """The axes over which a parameter is replicated and its gradient is summed (dp, and what cuts tokens but no
+        weights where the parameter is), of degree > 1, joined by '.'; "" for none.
+        """
+        if not self.rules:
+            return ".".join(data_axes(self.axes))
+        rule = self.rule_of(fqn)
+        inside = [atom for atom in self.atoms if USES[self.axis_in(atom, rule)] == "tokens"]
+        names = [REPLICAS] * (self.replicas > 1) + inside
+        return joined(sorted(names, key=self.mesh.stride, reverse=True), self.atoms)
+
+    def zero_of(self, fqn: str) -> int:
+        """The ZeRO level of a parameter."""
+        level = None if (rule := self.rule_of(fqn, "zero")) is None else self.rules[rule].zero
+        return self.zero if level is None else level
+
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """Axes over which parameters are replicated and gradients are summed (dp and cp), degree > 1 only."""
-        return data_axes(self.axes)
+    def most_zero(self) -> int:
+        """The highest ZeRO level of any parameter."""
+        return max(self.zero, *(rule.zero or 0 for rule in self.rules)) if self.rules else self.zero
+
+    def remat_of(self, fqn: str) -> Remat | None:
+        """What is recomputed of a module."""
+        found = self.remat if (rule := self.rule_of(fqn, "remat")) is None else self.rules[rule].remat
+        return None if found is None or found.mode == "none" else found
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes on which the values of a replica are placed (tp, then cp), degree > 1 only."""
-        return tuple(axis for axis in ROLE_AXES if self.degree(axis) > 1)
+        """Axes on which the values of a replica are placed, in the order in which they are searched: tp, then cp, of
+        degree > 1 only; parts of an axis outermost first.
+        """
+        return tuple(sorted(self.atoms, key=lambda atom: ROLE_AXES.index(whole_axis(atom))))
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """Those that cut the tokens of a micro-batch between modules: cp, and tp under sequence parallelism."""
-        return tuple(axis for axis in self.model_axes if self.sp or USES[axis] == "tokens")
+        return tuple(axis for axis in self.model_axes if self.cuts_tokens_in(axis, None))
+
+    @property
+    def token_parts(self) -> int:
+        """In how many parts tokens are cut, where they are cut most."""
+        layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
+        cut = [a for a in self.atoms if any(self.cuts_tokens_in(a, layout) for layout in layouts)]
+        return math.prod(map(self.degree, cut))
+
+    def placing(self) -> Strategy:
+        """The same without what saves memory alone: two strategies that are equal so place every value alike."""
+        rules = tuple(replace(rule, zero=None, remat=None) for rule in self.rules if rule.axes)
+        return replace(self, zero=0, remat=None, rules=rules)
 
     def __str__(self) -> str:
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
         flags += [*([str(self.remat)] if self.remat else []), *self.pipeline.flags()]
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
-        return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags])
+        return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags]) + self._rules_text
+
+    @property
+    def _rules_text(self) -> str:
+        return f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
 
     def to_json(self) -> dict:
-        data: dict = {"strategy": str(self)}
+        """{"strategy": "dp2.tp4"}, with "rules" (glob -> roles) and "overrides" where there are some."""
+        data: dict = {"strategy": str(replace(self, rules=()))}
+        if self.rules:
+            data["rules"] = {rule.glob: str(rule).partition(": ")[2] for rule in self.rules}
         if self.overrides:
             data["overrides"] = dict(self.overrides)
         return data
@@ -233,7 +244,8 @@ class Strategy:
     def from_json(cls, data: dict | str) -> Strategy:
         if isinstance(data, str):
             data = json.loads(data)
-        return cls.parse(data["strategy"], overrides=data.get("overrides"))
+        rules = "; ".join(f"{glob}: {roles}" for glob, roles in data.get("rules", {}).items())
+        return cls.parse(data["strategy"] + (f"[{rules}]" if rules else ""), overrides=data.get("overrides"))
 
 
 SINGLE = Strategy(((REPLICAS, 1),))  # one rank
@@ -247,9 +259,76 @@ def of_degrees(replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int
     return Strategy(axes or SINGLE.axes, sp=weights > 1, zero=zero)
 
 
-def data_axes(axes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    """Of axes with degrees those over which parameters are replicated, degree > 1 only."""
-    return tuple(name for name, size in axes if USES.get(name) in ("replicas", "tokens") and size > 1)
+def _split_rules(text: str) -> tuple[str, str | None]:
+    """What stands in front of the brackets at the end, and in them (None without brackets)."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "[" and not depth:
+            if not text.endswith("]"):
+                raise StrategySyntaxError(text, text[at:], "the brackets with the rules are closed at the end")
+            return text[:at], text[at + 1 : -1]
+    return text, None
+
+
+def _parse_rules(text: str, inside: str) -> tuple[ModuleRule, ...]:
+    rules: list[ModuleRule] = []
+    for part in filter(None, map(str.strip, inside.split(";"))):
+        glob, colon, roles = map(str.strip, part.partition(":"))
+        if not colon or not roles:
+            raise StrategySyntaxError(text, part, "a rule is a glob of modules, ':' and roles, such as *.mlp: tp4+sp")
+        check_glob(text, glob)
+        if glob in {rule.glob for rule in rules}:
+            raise StrategySyntaxError(text, part, f"there are two rules for {glob!r}")
+        axis_text, *flags = roles.split("+")
+        axes = _parse_axes(text, axis_text) if axis_text else ()
+        wrong = next((name for name, _ in axes if name not in ROLE_AXES), "")
+        if wrong:
+            why = f"axes of a rule are those inside of a replica, {' and '.join(ROLE_AXES)}; {wrong} is of all modules"
+            raise StrategySyntaxError(text, part, why)
+        rules.append(_parse_rule(text, part, glob, axes, flags))
+    if not rules:
+        raise StrategySyntaxError(text, "[]", "there are no rules in the brackets")
+    return tuple(rules)
+
+
+def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -> ModuleRule:
+    zero = [int(flag[-1]) for flag in flags if re.fullmatch("zero[0-3]", flag)]
+    found = _parse_flags(text, [flag for flag in flags if not re.fullmatch("zero[0-3]", flag)])
+    if len(zero) > 1:
+        raise StrategySyntaxError(text, part, "one ZeRO level at a time")
+    if found["pipeline"] != Pipeline() or found["roles"]:
+        raise StrategySyntaxError(text, part, "a schedule, cuts and role(...) are of all modules; write them in front")
+    if found["sp"] and not axes:
+        raise StrategySyntaxError(text, part, "sp goes with axes, such as tp4+sp")
+    remat = found["remat"]
+    if remat is None and any(flag.startswith("remat") for flag in flags):
+        remat = Remat("none")
+    if remat is not None and remat.mode not in ("full", "selective", "none"):
+        raise StrategySyntaxError(
+            text, part, "a rule recomputes all of its modules: remat, remat(selective), or remat(none)"
+        )
+    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat)
+
+
+def _parse_axes(text: str, axis_text: str) -> Axes:
+    axes: list[tuple[str, int]] = []
+    for part in axis_text.split("."):
+        match = _AXIS.fullmatch(part)
+        if not match and re.fullmatch(r"[a-z]+[0-9]+", part, re.ASCII):
+            raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
+        if not match:
+            raise StrategySyntaxError(text, part, "an axis is a name and a degree, such as dp2")
+        name, degree = match[1], int(match[2])
+        if name not in AXES:
+            why = f"unknown axis {name!r}{nearest(name, AXES) or '.'} Axes are {', '.join(AXES)}"
+            raise StrategySyntaxError(text, part, why)
+        if name in dict(axes):
+            raise StrategySyntaxError(text, part, f"axis {name!r} is given twice")
+        if degree < 1:
+            raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
+        axes.append((name, degree))
+    return tuple(axes)
 
 
 def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
@@ -268,10 +347,10 @@ def _parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
             if sp:
                 raise StrategySyntaxError(text, flag, "flag 'sp' is given twice")
             sp = True
-        elif match := _REMAT.fullmatch(flag):
+        elif match := REMAT.fullmatch(flag):
             if remats:
                 raise StrategySyntaxError(text, flag, "flag 'remat' is given twice")
-            remats.append(_parse_remat(text, flag, match[1]))
+            remats.append(parse_remat(text, flag, match[1]))
         elif match := _SCHEDULE.fullmatch(flag):
             schedules.append(_parse_schedule(text, flag, match[1], match[2]))
         elif match := _CUT.fullmatch(flag):
@@ -340,46 +419,6 @@ def _check_pipeline(text: str, strategy: Strategy) -> None:
     if cuts and len(cuts) != strategy.stages - 1:
         why = f"{strategy.stages} stages have {strategy.stages - 1} cuts, not {len(cuts)}"
         raise StrategySyntaxError(text, flags[-1], why)
-
-
-def _parse_remat(text: str, flag: str, inside: str | None) -> Remat | None:
-    """What stands between the parentheses of `remat(...)`; None is `remat` alone."""
-    words = ["full"] if inside is None else [word.strip() for word in inside.split("|")]
-    choices = [_COLLECTIVES[word] for word in words if word in _COLLECTIVES]
-    words = [word for word in words if word not in _COLLECTIVES]
-    if len(choices) > 1:
-        raise StrategySyntaxError(text, flag, "keep_comm or redo_comm, once")
-    how = choices[0] if choices else "auto"
-    if not words:
-        words = ["full"]
-    modes = ("none", "full", "selective")
-    if len(words) == 1 and words[0] in modes:
-        if words[0] == "none" and choices:
-            raise StrategySyntaxError(text, flag, f"{inside!r} says twice what to do")
-        return None if words[0] == "none" else Remat(words[0], collectives=how)  # type: ignore[arg-type]
-    if len(words) == 1 and (words[0][:1].isdigit() or _NO_SIZE.fullmatch(words[0])):
-        return Remat("budget", budget_bytes=_parse_bytes(text, flag, words[0]), collectives=how)  # type: ignore[arg-type]
-    for word in words:
-        mistyped = nearest(word, (*modes, *_COLLECTIVES)) if word.isidentifier() else ""
-        if word in modes or word[:1].isdigit():
-            raise StrategySyntaxError(text, flag, f"{word!r} stands alone in remat(...)")
-        if mistyped or not _GLOB.fullmatch(word):
-            why = f"{word!r} says nothing about recomputation{mistyped or '.'} Write full, selective, a size such as"
-            raise StrategySyntaxError(text, flag, why + " 200MB, or globs of modules such as *.ffn|*.attention")
-    if len(set(words)) < len(words):
-        raise StrategySyntaxError(text, flag, "a glob is given twice")
-    return Remat("modules", tuple(words), collectives=how)  # type: ignore[arg-type]
-
-
-def _parse_bytes(text: str, flag: str, word: str) -> int:
-    match = _BYTES.fullmatch(word)
-    unit = next((u for u in _UNITS if match and match[2].lower() == u.lower()), None)
-    if match is None or unit is None:
-        raise StrategySyntaxError(text, flag, f"{word!r} is not a size; units are {', '.join(_UNITS)}, such as 200MB")
-    size = Fraction(match[1]) * _UNITS[unit]
-    if size < 1:
-        raise StrategySyntaxError(text, flag, "a budget is at least 1 byte")
-    return int(size)
 
 
 def parse_override(pattern: str, placement: str) -> Placement:

@@ -14,13 +14,13 @@ import torch
 from torch import fx
 
 from fxpar.errors import VerifyError
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.collectives import is_collective, reshard
 from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import comm_of, dist_of, is_size, phase_of, tensor_of
-from fxpar.ir.strategy import REPLICAS
 from fxpar.lowering.verify import misfit, writes
 
 
@@ -50,10 +50,13 @@ def _is_reduced(graph: AnnotatedGraph) -> bool:
 
 
 def _is_zero_sharded(graph: AnnotatedGraph) -> bool:
-    data = set(graph.strategy.data_axes)
     pairs = zip(graph.placeholders, graph.inputs, strict=True)
-    axes = [axis for node, info in pairs if info.kind == "param" for axis in dist_of(node).shard_axes]
-    return any(data & set(axis.split(".")) for axis in axes)
+    return any(
+        set(graph.strategy.data_axes_of(info.fqn).split(".")) & set(axis.split("."))
+        for node, info in pairs
+        if info.kind == "param"
+        for axis in dist_of(node).shard_axes
+    )
 
 
 def _is_padded(node: fx.Node) -> bool:

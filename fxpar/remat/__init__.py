@@ -1,6 +1,6 @@
 """Recomputation: which forward values the backward reads from memory, and which it computes again."""
 
-from fxpar.remat.choose import choose
+from fxpar.remat.choose import choose, chosen_by_module
 from fxpar.remat.forward import ForwardValues, forward_values
 from fxpar.remat.storages import (
     Storages,
@@ -17,6 +17,7 @@ __all__ = [
     "ForwardValues",
     "Storages",
     "choose",
+    "chosen_by_module",
     "forward_values",
     "run_on_meta",
     "saved_bytes",

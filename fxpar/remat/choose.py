@@ -12,14 +12,43 @@ from fxpar.cost.cluster import USUAL
 from fxpar.cost.ops import SizesAt, flops
 from fxpar.errors import RematBudgetError, RematGlobError
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.strategy import Remat
+from fxpar.ir.module_rules import ModuleRule
+from fxpar.ir.remat import Remat
 from fxpar.remat.cut import Cut, least_bytes, least_work
-from fxpar.remat.forward import ForwardValues, forward_values, is_communication
+from fxpar.remat.forward import ForwardValues, forward_values, is_communication, prefixes
 from fxpar.remat.storages import trace_storages
 
 # What a graph computes again must not depend on where it was lowered: ranks compare graphs, and a cache keeps them.
 _CLUSTER = USUAL["cuda"]
 _LEAST_S = 1e-15  # views take no time, but of two cuts the one that repeats fewer of them is better
+
+
+def chosen_by_module(graph: AnnotatedGraph, dims: Mapping[sympy.Symbol, int]) -> frozenset[fx.Node]:
+    """As `choose`, with what the strategy says of each module, its rules included."""
+    strategy, values = graph.strategy, forward_values(graph)
+    if not any("remat" in rule.says for rule in strategy.rules):
+        return choose(graph, strategy.remat, dims) if strategy.remat else frozenset()
+    by_rule: dict[int | None, dict[fx.Node, str]] = {}
+    for node in values.nodes:
+        place = values.place_of(node)
+        by_rule.setdefault(strategy.rule_of(place, "remat"), {})[node] = place
+    found: set[fx.Node] = set()
+    for index, places in by_rule.items():
+        rule = None if index is None else strategy.rules[index]
+        remat = strategy.remat if rule is None else rule.remat
+        if remat is None or remat.mode == "none":
+            continue
+        if rule is None or remat.mode != "full":
+            found |= choose(graph, remat, dims) & places.keys()
+            continue
+        region = {node: _outermost(rule, place) for node, place in places.items()}
+        found |= _inside(values, region, remat)
+    return frozenset(found)
+
+
+def _outermost(rule: ModuleRule, place: str) -> str:
+    """The outermost module that the rule matches, of those around a place."""
+    return next(module for module in prefixes(place) if rule.matches(module))
 
 
 def choose(graph: AnnotatedGraph, remat: Remat, dims: Mapping[sympy.Symbol, int]) -> frozenset[fx.Node]:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.axes import ROLE_AXES
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard, chunk, normalize_sections
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pass_registry import get
-from fxpar.ir.strategy import ROLE_AXES, Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Cut, Option, OpView, Seed, TensorRef, divides, replicated
 from fxpar.rules.table import options, passing
 

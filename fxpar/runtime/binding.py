@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fxpar.ir.axes import STAGES
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
-from fxpar.ir.strategy import STAGES
 from fxpar.runtime.bound import BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
 from fxpar.runtime.pipeline import BoundPipeline

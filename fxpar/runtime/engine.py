@@ -345,7 +345,7 @@ class Engine:
             MicroRun(partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"), scale, seed)
             for turn, micro in enumerate(mine)
         ]
-        if program.strategy.zero >= 2:
+        if program.strategy.most_zero >= 2:
             # Any small batch will do: it counts nothing.
             shortest = min(group.sequences, key=lambda i: sequence_length(sequences[i]))
             micro = MicroBatch((shortest,), sequence_length(sequences[shortest]))

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import collate
 from fxpar.errors import EvaluateLossError, EvaluateStagesError, muted_warnings
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.graph import COUNT, Averaged, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ir.strategy import REPLICAS
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
@@ -135,7 +135,7 @@ class Evaluation:
         bound, engine = self._bound[name], self.engine
         program = bound.program
         micro_batches = list(group.replicas[replica_of(program, bound.rank)])
-        idle = group.slots - len(micro_batches) if program.strategy.zero == 3 else 0
+        idle = group.slots - len(micro_batches) if program.strategy.most_zero == 3 else 0
         runs = [MicroRun(partial(row_of, program, sequences, micro), 1.0) for micro in micro_batches]
         spare = partial(row_of, program, sequences, _shortest(sequences, group))
         runs += [MicroRun(spare, 0.0, idle=True)] * idle

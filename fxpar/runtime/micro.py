@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fxpar.batching import MicroBatch
 from fxpar.batching.collate import ALIASES, Tokens, collate
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import TOKEN_NUMBERS, Input
-from fxpar.ir.strategy import REPLICAS
 from fxpar.ops.dropout import token_numbers
 from fxpar.runtime.padding import pad
 

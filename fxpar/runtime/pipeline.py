@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.cost.flowing import flowing_pace
+from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.ir.strategy import STAGES
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.channels import Channels, PendingMessage
 from fxpar.runtime.micro import MicroRun, local_batch

@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from fxpar.errors import StageCountError
+from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.ir.strategy import STAGES, Strategy
+from fxpar.ir.strategy import Strategy
 
 FEW = 3  # stages that are lowered
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpar.ir.strategy import REPLICAS, STAGES, Pipeline, Remat, Strategy, of_degrees
+from fxpar.ir.axes import REPLICAS, STAGES
+from fxpar.ir.remat import Remat
+from fxpar.ir.strategy import Pipeline, Strategy, of_degrees
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
 # ZeRO level, and what is recomputed. `selective` gathers again what sequence parallelism has gathered: under large tp

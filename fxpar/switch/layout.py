@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxpar.errors import LayoutError
+from fxpar.ir.axes import data_axes
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.pipeline_graph import side_by_side
-from fxpar.ir.strategy import data_axes
 from fxpar.passes.zero_shard import shard_over
 
 
@@ -80,7 +80,7 @@ class ParamLayout:
 
 
 def _scatter(dist: DistConfig) -> DistConfig:
-    axes = [name for name in data_axes(dist.mesh.axes) if name not in _used(dist)]
+    axes = [a for a in data_axes(dist.mesh.axes) if not any(dist.mesh.overlap(a, used) for used in _used(dist))]
     return shard_over(dist, ".".join(axes)) if axes else dist
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.ir.axes import STAGES
 from fxpar.ir.dist_config import short_dtype
 from fxpar.ir.fqn import numbers_in, starred, with_numbers
-from fxpar.ir.strategy import STAGES, Strategy
+from fxpar.ir.strategy import Strategy
 from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of, plan_switch
 from fxpar.switch.layout import PlacedParam

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from fxpar.ir.axes import STAGES
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ir.strategy import STAGES
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
@@ -247,7 +247,7 @@ def _place(one: Planned, rank: int) -> _Place:
 def _run(one: Planned, replica: int, position: int) -> _Run:
     """What a rank does between the switch and the reduction of a group, from 0."""
     program, replicas = one.inside.program, one.group.micro_batches
-    lockstep = program.strategy.zero >= 2
+    lockstep = program.strategy.most_zero >= 2
     if isinstance(program, PipelineGraph):
         slots = max(map(len, replicas)) if lockstep else len(replicas[replica])
         return _actions(one, program, replica, slots, lockstep)[position] if slots else []

@@ -14,8 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSizeError
+from fxpar.ir.axes import AXES
 from fxpar.ir.dist_config import R, Shard
-from fxpar.ir.strategy import AXES, MOST_RANKS, SCHEDULES, Pipeline, Remat, Strategy, parse_override
+from fxpar.ir.remat import Remat
+from fxpar.ir.strategy import MOST_RANKS, SCHEDULES, Pipeline, Strategy, parse_override
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 

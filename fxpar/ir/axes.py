@@ -1,0 +1,23 @@
+"""What mesh axes are called, and what each is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+Use = Literal["replicas", "stages", "tokens", "weights", "experts"]
+# What each axis is used for. Only this file and the policies of axes (`fxpar.annotate.policy`) know axes by name.
+USES: dict[str, Use] = {"dp": "replicas", "pp": "stages", "cp": "tokens", "tp": "weights", "ep": "experts"}
+AXES = tuple(USES)
+REPLICAS, STAGES = "dp", "pp"
+ROLE_AXES = ("tp", "cp")  # inside of a replica, in the order in which placements are searched
+
+
+def whole_axis(name: str) -> str:
+    """Of an axis or a sub-axis (`tp:(1)2`) the axis."""
+    return name.partition(":")[0]
+
+
+def data_axes(axes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """Of axes with degrees those over which parameters are replicated, degree > 1 only."""
+    return tuple(name for name, size in axes if USES.get(name) in ("replicas", "tokens") and size > 1)
