@@ -91,9 +91,11 @@ def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
 
 def _scattered(param: DistConfig, axis: str) -> DistConfig:
     """Where a ZeRO-2 or 3 gradient ends: dim 0 cut over the data axes, whether or not the parameter is."""
-    if not axis or not param.ndim or axis in param.shard_axes:
+    used = [name for joined in param.shard_axes for name in joined.split(".")]
+    there = all(any(param.mesh.inside(name, one) for one in used) for name in axis.split("."))
+    if not axis or not param.ndim or there:
         return param
-    return replace(param, dims=((*param.dims[0], AxisShard(axis)), *param.dims[1:]))
+    return replace(param, dims=((*param.dims[0], AxisShard(axis)), *param.dims[1:])).whole()
 
 
 def _reduce(

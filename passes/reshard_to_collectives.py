@@ -24,6 +24,7 @@ from fxpar.errors import PlacementError
 from fxpar.ir import collectives as c
 from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
 from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import Tier, insert
 
@@ -59,6 +60,40 @@ class ReshardToCollectives:
 
 def steps(source: DistConfig, target: DistConfig) -> list[Step]:
     """The single-axis steps from `source` to `target`. Raises PlacementError where there is no way (R -> P)."""
+    names = {name for dist in (source, target) for name in (*dist.shard_axes, *(axis for axis, _ in dist.partial))}
+    if not any(":" in name for name in names):
+        return _single_steps(source, target)
+    parts = source.mesh.parts(part for name in names for part in name.split("."))
+    found = _together(source.mesh, _single_steps(source.in_parts(parts), target.in_parts(parts)))
+    return [(op, args, dist.whole()) for op, args, dist in found]
+
+
+def _together(mesh: Mesh, steps: list[Step]) -> list[Step]:
+    """Steps that do the same on neighbouring parts of an axis, one after the other, as one on both."""
+    found: list[Step] = []
+    for op, args, dist in steps:
+        last = found[-1] if found and found[-1][0] is op and found[-1][1][1:] == args[1:] else None
+        here = args[0]
+        # A gather undoes the innermost cut first; what cuts or scatters makes the outermost first.
+        outer, inner = (here, last[1][0]) if last and op is c.all_gather else (last[1][0] if last else "", here)
+        joint = mesh.joint(outer, inner) if last and op in (c.all_gather, c.reduce_scatter, c.shard) else None
+        if joint:
+            found[-1] = (op, (joint, *args[1:]), dist)
+        else:
+            found.append((op, (_joined(mesh, here), *args[1:]) if op is c.all_reduce else args, dist))
+    return found
+
+
+def _joined(mesh: Mesh, names: str) -> str:
+    """Axes joined by '.', with neighbouring parts of one axis as one."""
+    found: list[str] = []
+    for name in sorted(names.split("."), key=mesh.place):
+        joint = mesh.joint(found[-1], name) if found else None
+        found = [*found[:-1], joint] if joint else [*found, name]
+    return ".".join(found)
+
+
+def _single_steps(source: DistConfig, target: DistConfig) -> list[Step]:
     found: list[Step] = []
     current = source
     while (current.dims, current.partial) != (target.dims, target.partial):

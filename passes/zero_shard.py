@@ -86,7 +86,7 @@ def _released_blocks(graph: AnnotatedGraph, blocks: Mapping[str, str]) -> set[st
 
 def shard_over(config: DistConfig, axis: str) -> DistConfig:
     """`config` with dim 0 also cut by `axis`, inside its other cuts."""
-    return replace(config, dims=((*config.dims[0], AxisShard(axis)), *config.dims[1:]))
+    return replace(config, dims=((*config.dims[0], AxisShard(axis)), *config.dims[1:])).whole()
 
 
 def _gather(

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import sympy
 from torch import fx
 
+from fxpar.annotate.module_rules import check_heads, check_rules
 from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
 from fxpar.annotate.problem import AxisProblem, build
 from fxpar.annotate.roles import Policy, check_options, policy_of
@@ -48,7 +49,8 @@ SENT = ("sent", "sent_grad")
 class Annotate:
     """The first pass of the ladder; another one in its place must leave a placement on every value.
 
-    Raises OverrideError for an override that fits nothing, UnknownRoleError and RoleContractError for a role.
+    Raises OverrideError for an override that fits nothing, UnknownRoleError and RoleContractError for a role,
+    RuleHeadsError for a rule that cuts heads which do not divide.
     """
 
     name: ClassVar[str] = "annotate"
@@ -99,6 +101,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
 
 def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[AnnotatedGraph, tuple[AxisSearch, ...]]:
     """As `annotate`, and the search of each axis that cuts something; their classes hold nodes of the copy."""
+    check_rules(logical, strategy)
     graph = unplaced(logical, strategy)
     searches = search_placements(graph)
     graph.passes.append(Annotate.name)
@@ -141,15 +144,14 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
     _label_rules(graph)
     searches: list[AxisSearch] = []
     choices: dict[str, Choice] = {}
-    inner: Choice | None = None
-    inner_degree = 1
+    others: list[tuple[Choice, int]] = []
     for axis in strategy.model_axes:
         policy = policy_of(strategy, axis, overrides, token)
-        problem = build(graph.graph, sizes, policy.degree, inner, inner_degree, policy, token)
+        problem = build(graph.graph, sizes, policy.degree, others, policy, token)
         check_options(strategy, axis, problem)
         searches.append(_search(axis, policy, problem, _demands(graph, problem, token, axis, policy)))
-        inner = choices[axis] = _spread(searches[-1])
-        inner_degree = policy.degree
+        choices[axis] = _spread(searches[-1])
+        others.append((choices[axis], policy.degree))
     _write(graph, choices, token)
     _note_attention(graph, choices)
     _note_uncut(graph, choices)
@@ -250,8 +252,17 @@ def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Sy
     """Put DistConfigs on all nodes from the choices of all axes."""
     mesh = graph.strategy.mesh
 
-    def config(meta: TensorMeta, placements: Mapping[str, Placement]) -> DistConfig:
-        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token)
+    def config(meta: TensorMeta, placements: Mapping[str, Placement], roles: Mapping[str, str] | None) -> DistConfig:
+        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token, roles)
+
+    def roles_of(rule: int | None, chosen: Mapping[str, Option]) -> Mapping[str, str] | None:
+        """Cuts in sections, and those that leave ranks over, are right in the order in which they were found; then all
+        tensors of the op lie so.
+        """
+        places = [place for option in chosen.values() for place in (*option.inputs, *option.outputs)]
+        if any(isinstance(place, OuterShard) or (isinstance(place, Shard) and place.sections) for place in places):
+            return None
+        return {axis: graph.strategy.axis_in(axis, rule) for axis in chosen}
 
     made: dict[Any, tuple[tuple[DistConfig | None, ...], tuple[DistConfig, ...]]] = {}  # repeated layers share theirs
     for node in graph.graph.nodes:
@@ -259,15 +270,17 @@ def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Sy
             metas = tensor_metas(node)
             chosen = {axis: choice[node] for axis, choice in choices.items()}
             taken = tuple(tensor_of(operand) for operand in tensor_operands(node))
-            key = (*map(id, chosen.values()), metas, taken)
+            rule = node.meta.get("rule")
+            key = (*map(id, chosen.values()), metas, taken, rule)
             if key not in made:
+                roles = roles_of(rule, chosen)
                 made[key] = (
                     tuple(
-                        config(m, {axis: option.outputs[j] for axis, option in chosen.items()}) if m else None
+                        config(m, {axis: option.outputs[j] for axis, option in chosen.items()}, roles) if m else None
                         for j, m in enumerate(metas)
                     ),
                     tuple(
-                        config(m, {axis: option.inputs[i] for axis, option in chosen.items()})
+                        config(m, {axis: option.inputs[i] for axis, option in chosen.items()}, roles)
                         for i, m in enumerate(taken)
                     ),
                 )
@@ -294,29 +307,40 @@ def _result_config(
     if kind in SENT:
         meta = tensor_of(node)
         cut = boundary_placement(meta, token, True)
-        return combine(target, meta, dict.fromkeys(graph.strategy.token_axes, cut), token)
+        axes = graph.strategy.token_axes
+        return combine(target, meta, dict.fromkeys(axes, cut), token, {a: whole_axis(a) for a in axes})
     if kind in ("loss", "grad"):
-        for axis, op in made.partial:
+        parts = [atom for atom in graph.strategy.atoms if ":" in atom]
+        for axis, op in made.in_parts(parts).partial:
             if target.placement(axis) == R:
                 target = target.with_placement(axis, Partial(op))
+        target = target.whole() if parts else target
     return target
 
 
 def combine(
-    base: DistConfig, meta: TensorMeta, placements: Mapping[str, Placement], token: sympy.Symbol | None
+    base: DistConfig,
+    meta: TensorMeta,
+    placements: Mapping[str, Placement],
+    token: sympy.Symbol | None,
+    roles: Mapping[str, str] | None,
 ) -> DistConfig:
-    """The placements of all axes on one tensor. The axis that is searched first cuts first; but on a token dim last,
-    as a piece on a context axis is a run of tokens. Of parts of one axis the outermost cuts first.
+    """The placements of all axes on one tensor. What cuts weights cuts first, but on a token dim last, as a piece on a
+    context axis is a run of tokens. `roles` are the axes that each is for where the tensor is, None for the order of
+    the search; in pieces of tokens all modules agree.
     """
+    cut = {axis: place for axis, place in placements.items() if isinstance(place, Shard | OuterShard)}
 
-    def turn(axis: str) -> int:
-        place, by_turn = placements[axis], ROLE_AXES.index(whole_axis(axis))
-        size = meta.shape[place.dim] if isinstance(place, Shard) else 1
-        return -by_turn if not isinstance(size, int) and token in size.free_symbols else by_turn
+    def turn(axis: str) -> tuple[int, tuple[int, int]]:
+        place, here = cut.get(axis), base.mesh.place(axis)
+        size = meta.shape[place.dim] if place else 1
+        if not isinstance(size, int) and token in size.free_symbols:
+            return -ROLE_AXES.index(whole_axis(axis)), here
+        return (ROLE_AXES.index(roles[axis]), here) if roles else (0, (0, 0))
 
     for axis in sorted((axis for axis, place in placements.items() if place != R), key=turn):
         base = base.with_placement(axis, placements[axis])
-    return base
+    return base.whole() if any(":" in axis for axis in placements) else base
 
 
 def degrees_product(strategy: Strategy) -> int:
@@ -326,6 +350,7 @@ def degrees_product(strategy: Strategy) -> int:
 
 def _note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
     """Say where heads did not divide and what was done instead; once for all layers, and alike on all stages."""
+    uncut: dict[fx.Node, tuple[int, int]] = {}
     for axis, choice in choices.items():
         degree = graph.strategy.degree(axis)
         places: set[tuple[str, str]] = set()
@@ -333,7 +358,8 @@ def _note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> Non
             if any(isinstance(p, Shard) for p in option.inputs):
                 continue
             if node.target is own.attention.default:
-                heads, kv_heads = (tensor_of(node.args[i]).shape[1] for i in (0, 1))  # type: ignore[union-attr]
+                heads, kv_heads = (int(tensor_of(node.args[i]).shape[1]) for i in (0, 1))  # type: ignore[union-attr]
+                uncut[node] = heads, kv_heads
                 places.add((starred(fqn_of(node)), f"{heads} query and {kv_heads} key-value heads are"))
             elif (count := _heads_of_scores(node)) % degree:
                 places.add((starred(fqn_of(node)), f"{count} head{'s are' if count != 1 else ' is'}"))
@@ -342,6 +368,7 @@ def _note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> Non
                 f"{axis} does not shard the attention of {fqn or 'the root module'}: {heads} not divisible by "
                 f"{axis}={degree}, so every {axis} rank runs all of them"
             )
+    check_heads(graph, uncut)
 
 
 def _heads_of_scores(node: fx.Node) -> int:

@@ -7,7 +7,7 @@ that module, same op and sizes). A class is solved once, so a model of 80 layers
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,10 +17,10 @@ from torch import fx
 from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Size
-from fxpar.ir.node_meta import fqn_of, input_kind, is_backward, tensor_metas, tensor_of
+from fxpar.ir.node_meta import fqn_of, input_kind, is_backward, tensor_metas
 from fxpar.rules.option import Cut, Option, OpView, Seed, divides
 from fxpar.rules.table import options
-from fxpar.rules.view import Sizes, is_op, make_view
+from fxpar.rules.view import Sizes, is_op, made_shapes, make_view
 
 
 @dataclass
@@ -80,26 +80,24 @@ def build(
     graph: fx.Graph,
     sizes: Sizes,
     degree: int,
-    inner: Mapping[fx.Node, Option] | None,
-    inner_degree: int,
+    others: Sequence[tuple[Mapping[fx.Node, Option], int]],
     policy: AxisPolicy,
     token: sympy.Symbol | None,
 ) -> AxisProblem:
     """Group the graph's nodes into classes and enumerate each class's legal options on one axis.
 
-    `inner` are the options already chosen for another axis, of degree `inner_degree`: sizes are local to it. `token`
-    is the symbol of the token dim.
+    `others` are the options already chosen for other axes, with their degrees: sizes are local to them. `token` is the
+    symbol of the token dim.
     """
     problem = AxisProblem(degree, sizes, [], {})
     keys: dict[Any, int] = {}
     counts: dict[tuple[str, bool], int] = defaultdict(int)
     for node in graph.nodes:
         if node.op == "placeholder":
-            meta = tensor_of(node)
-            view, operands = OpView("input", (), (), (), (sizes.shape(meta),)), []
+            view, operands = OpView("input", (), (), (), made_shapes(node, sizes, others)), []
             key: Any = (node.meta.get("class", node.name), view)
         elif is_op(node):
-            view, operands = make_view(node, sizes, inner, inner_degree)
+            view, operands = make_view(node, sizes, others)
             place = (fqn_of(node), is_backward(node))
             key = (starred(place[0]), place[1], counts[place], view, node.meta.get("variant", ()))
             counts[place] += 1

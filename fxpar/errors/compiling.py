@@ -9,6 +9,14 @@ from fxpar.errors.base import FxparError, nearest
 
 
 # ----------------------------------------------------------------------------------------------- strategy and mesh
+def _near_modules(glob: str, modules: Iterable[str]) -> str:
+    """What may have been meant with a glob over modules that matches none."""
+    known = sorted(modules)
+    ends = {f"*.{name.rpartition('.')[2]}" for name in known if "." in name}
+    some = f". Modules are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
+    return nearest(glob, [*known, *sorted(ends)]) or some
+
+
 class StrategySyntaxError(FxparError):
     """A strategy string does not parse."""
 
@@ -25,6 +33,23 @@ class RuleConflictError(FxparError):
     def __init__(self, module: str, what: str, rules: Iterable[str]) -> None:
         both = " and ".join(map(repr, rules))
         super().__init__(f"two rules say the {what} of module {module!r}: {both}. Narrow one of the globs.")
+
+
+class RuleGlobError(FxparError):
+    """A rule of a strategy whose glob matches no module."""
+
+    def __init__(self, glob: str, modules: Iterable[str]) -> None:
+        super().__init__(f"rule {glob!r} of the strategy matches no module of the model{_near_modules(glob, modules)}")
+
+
+class RuleHeadsError(FxparError):
+    """A rule cuts attention in more parts than its heads divide in."""
+
+    def __init__(self, rule: str, module: str, heads: int, kv_heads: int, axis: str, nearest_axis: str) -> None:
+        super().__init__(
+            f"rule {rule!r}: the attention of {module!r} has {heads} query and {kv_heads} key-value heads, which "
+            f"{axis} does not divide. The nearest that does is {nearest_axis}."
+        )
 
 
 class WorldSizeError(FxparError):
@@ -269,13 +294,7 @@ class RematGlobError(FxparError):
     """A glob in remat(...) that matches no module."""
 
     def __init__(self, glob: str, modules: Iterable[str]) -> None:
-        known = sorted(modules)
-        ends = {f"*.{name.rpartition('.')[2]}" for name in known if "." in name}
-        hint = (
-            nearest(glob, [*known, *sorted(ends)])
-            or f". Modules are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
-        )
-        super().__init__(f"remat({glob}): {glob!r} matches no module of the model{hint}")
+        super().__init__(f"remat({glob}): {glob!r} matches no module of the model{_near_modules(glob, modules)}")
 
 
 class RematBudgetError(FxparError):

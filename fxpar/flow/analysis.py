@@ -178,7 +178,7 @@ class _Walk:
 
     # ------------------------------------------------------------------------------------------------- ops
     def _op(self, node: fx.Node) -> Flows:
-        view, operands = make_view(node, self.sizes, None, 1)
+        view, operands = make_view(node, self.sizes)
         flows = tuple(self._flow(value) for value in operands)
         metas = [m for m in tensor_metas(node) if m]
         bad = next((f for f in flows if f.kind == "row"), None)

@@ -164,16 +164,16 @@ class DistConfig:
         """Placement on one axis, without the nesting order. Raises PlacementError where sub-axes lie as none says."""
         for d, entries in enumerate(self.dims):
             for entry in entries:
-                if entry.axis == axis:
+                if self.mesh.inside(axis, entry.axis):
                     return Shard(d, entry.sections)
         for name, op in self.partial:
-            if name == axis:
+            if self.mesh.inside(axis, name):
                 return Partial(op)
         return self._on_sub_axes(axis)
 
     def _on_sub_axes(self, axis: str) -> Placement:
-        cuts = [(d, e) for d, entries in enumerate(self.dims) for e in entries if self._is_part(e.axis, axis)]
-        terms = [(name, op) for name, op in self.partial if self._is_part(name, axis)]
+        cuts = [(d, e) for d, entries in enumerate(self.dims) for e in entries if self.mesh.inside(e.axis, axis)]
+        terms = [(name, op) for name, op in self.partial if self.mesh.inside(name, axis)]
         if not cuts and not terms:
             return R
         found = OuterShard(cuts[0][0], self.mesh.degree(cuts[0][1].axis), P if terms else R) if cuts else R
@@ -185,7 +185,7 @@ class DistConfig:
     def with_placement(self, axis: str, placement: Placement) -> DistConfig:
         """This config with `axis` placed anew; a new shard becomes the innermost cut of its dim."""
         dims = [tuple(e for e in entries if not self._is_within(e, axis)) for entries in self.dims]
-        partial = [(a, op) for a, op in self.partial if not self._is_part(a, axis)]
+        partial = [(a, op) for a, op in self.partial if not self.mesh.inside(a, axis)]
         match placement:
             case Shard(dim, sections):
                 dims[dim] += (AxisShard(axis, sections),)
@@ -199,17 +199,27 @@ class DistConfig:
         partial.sort(key=lambda entry: self.mesh.place(entry[0]))
         return replace(self, dims=tuple(dims), partial=tuple(partial))
 
-    def _is_part(self, name: str, axis: str) -> bool:
-        """Whether `name` is the axis (or sub-axis), or a part of it."""
-        if name == axis or ":" not in name or "." in name:
-            return name == axis
-        part, whole = self.mesh.part(name), self.mesh.part(axis)
-        inside = whole.step <= part.step and part.step * part.degree <= whole.step * whole.degree
-        return part.axis == whole.axis and inside
-
     def _is_within(self, cut: AxisShard, axis: str) -> bool:
         """Whether nothing but the axis, whole or in parts, makes the cut."""
-        return all(self._is_part(name, axis) for name in cut.axis.split("."))
+        return all(self.mesh.inside(name, axis) for name in cut.axis.split("."))
+
+    def in_parts(self, parts: Iterable[str]) -> DistConfig:
+        """The same with each axis that has parts among `parts` (of one axis outermost first) written as these."""
+        known = list(parts)
+
+        def split(name: str) -> list[str]:
+            return [part for part in known if part != name and self.mesh.inside(part, name)] or [name]
+
+        dims = tuple(tuple(AxisShard(a, e.sections) for e in entries for a in split(e.axis)) for entries in self.dims)
+        return replace(self, dims=dims, partial=tuple((part, op) for name, op in self.partial for part in split(name)))
+
+    def whole(self) -> DistConfig:
+        """The same with neighbouring parts of an axis that place the tensor alike written as one: the one way in which
+        a graph has it.
+        """
+        dims = tuple(tuple(_merged(self.mesh, [(e.axis, e.sections) for e in entries])) for entries in self.dims)
+        partial = tuple(_merged(self.mesh, list(self.partial)))
+        return replace(self, dims=tuple(tuple(AxisShard(*e) for e in entries) for entries in dims), partial=partial)
 
     @property
     def is_partial(self) -> bool:
@@ -323,6 +333,18 @@ class DistConfig:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def _merged(mesh: Mesh, entries: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Entries (axis, how) with neighbouring parts of one axis that go the same way as one."""
+    found: list[tuple[str, Any]] = []
+    for axis, how in entries:
+        joint = mesh.joint(found[-1][0], axis) if found and found[-1][1] == how else None
+        if joint:
+            found[-1] = (joint, how)
+        else:
+            found.append((axis, how))
+    return found
 
 
 def _with_sub_axes(names: list[str]) -> Iterable[tuple[str, str]]:

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -112,6 +112,39 @@ class Mesh:
         if min(front, degree) < 1 or whole % (front * degree):
             raise PlacementError(f"{name!r} is not a sub-axis of {axis}{whole}")
         return AxisPart(axis, degree, whole // (front * degree))
+
+    def joint(self, outer: str, inner: str) -> str | None:
+        """The name of the axis or sub-axis that two neighbouring parts of one axis make; None for any others."""
+        if ":" not in outer or ":" not in inner or "." in outer + inner:
+            return None
+        front, behind = self.part(outer), self.part(inner)
+        if front.axis != behind.axis or front.step != behind.step * behind.degree:
+            return None
+        degree, whole = front.degree * behind.degree, self._degrees[front.axis]
+        return front.axis if degree == whole else sub_axis(front.axis, whole // (degree * behind.step), degree)
+
+    def parts(self, names: Iterable[str]) -> list[str]:
+        """The parts that the axes are made of from which `names` have sub-axes, outermost first: each name is some of
+        them, or has none.
+        """
+        steps: dict[str, set[int]] = {}
+        for name in names:
+            if ":" in name:
+                part = self.part(name)
+                steps.setdefault(part.axis, {1, self._degrees[part.axis]}).update((part.step, part.step * part.degree))
+        return [
+            sub_axis(axis, self._degrees[axis] // high, high // low)
+            for axis, found in steps.items()
+            for low, high in reversed(list(itertools.pairwise(sorted(found))))
+        ]
+
+    def inside(self, part: str, axis: str) -> bool:
+        """Whether `part` is the axis (or sub-axis) `axis`, or a part of it."""
+        if part == axis or ":" not in part or "." in part + axis:
+            return part == axis
+        one, whole = self.part(part), self.part(axis)
+        within = whole.step <= one.step and one.step * one.degree <= whole.step * whole.degree
+        return one.axis == whole.axis and within
 
     def overlap(self, one: str, other: str) -> bool:
         """Whether two axes or sub-axes, of which neither is joined, share a part of an axis."""

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any
 
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError, nearest
-from fxpar.ir.axes import AXES, REPLICAS, ROLE_AXES, STAGES, USES, data_axes, whole_axis
+from fxpar.ir.axes import AXES, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import Axes, ModuleRule, atoms, check_glob, governing, joined
@@ -200,9 +200,13 @@ class Strategy:
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes on which the values of a replica are placed, in the order in which they are searched: tp, then cp, of
-        degree > 1 only; parts of an axis outermost first.
+        degree > 1 only. Of parts of an axis those first that rules use least for tokens, then the outermost.
         """
-        return tuple(sorted(self.atoms, key=lambda atom: ROLE_AXES.index(whole_axis(atom))))
+
+        def for_tokens(atom: str) -> int:
+            return sum(USES[axis] == "tokens" for axis in self.atoms[atom])
+
+        return tuple(sorted(self.atoms, key=lambda atom: (ROLE_AXES.index(self.atoms[atom][0]), for_tokens(atom))))
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -297,7 +301,7 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
     found = _parse_flags(text, [flag for flag in flags if not re.fullmatch("zero[0-3]", flag)])
     if len(zero) > 1:
         raise StrategySyntaxError(text, part, "one ZeRO level at a time")
-    if found["pipeline"] != Pipeline() or found["roles"]:
+    if any(_SCHEDULE.fullmatch(flag) or _CUT.fullmatch(flag) or _ROLES.fullmatch(flag) for flag in flags):
         raise StrategySyntaxError(text, part, "a schedule, cuts and role(...) are of all modules; write them in front")
     if found["sp"] and not axes:
         raise StrategySyntaxError(text, part, "sp goes with axes, such as tp4+sp")

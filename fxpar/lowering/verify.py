@@ -163,17 +163,16 @@ def _check_op(
     key = (node.target, tensor_metas(node), wanted, made, *call_key(node))
     if key in known:
         return
-    inner: dict[fx.Node, Option] | None = None
-    inner_degree = 1
+    others: list[tuple[dict[fx.Node, Option], int]] = []
     for axis in strategy.model_axes:
         option = Option(
             tuple(c.placement(axis) for c in wanted),
             tuple(c.placement(axis) if c is not None else R for c in made),
         )
-        view, _ = make_view(node, sizes, inner, inner_degree)
+        view, _ = make_view(node, sizes, others)
         if not legal(view, option, strategy.degree(axis)):
             raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
-        inner, inner_degree = {node: option}, strategy.degree(axis)
+        others.append(({node: option}, strategy.degree(axis)))
     known.add(key)
 
 

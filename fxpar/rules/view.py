@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxpar.ir.dist_config import R
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.node_meta import is_size, size_of, tensor_metas
 from fxpar.rules.option import Option, OpView, TensorRef, localize
@@ -86,14 +85,14 @@ def is_op(node: fx.Node) -> bool:
 
 
 def make_view(
-    node: fx.Node, sizes: Sizes, inner: Mapping[fx.Node, Option] | None, degree: int
+    node: fx.Node, sizes: Sizes, others: Sequence[tuple[Mapping[fx.Node, Option], int]] = ()
 ) -> tuple[OpView, list[Value]]:
-    """`OpView` of a node, with sizes already cut by the options in `inner` (those of another axis, of `degree`)."""
+    """`OpView` of a node, with sizes already cut by the options of other axes: `others` are these with degrees."""
     operands: list[Value] = []
     shapes: list[tuple[int, ...]] = []
     dynamic: list[tuple[int, ...]] = []
     moving = False
-    option = inner.get(node) if inner else None
+    cuts = [(option, degree) for options, degree in others if (option := options.get(node))]
 
     def convert(arg: fx.Node) -> Any:
         nonlocal moving
@@ -103,21 +102,33 @@ def make_view(
         value = resolve(arg)
         meta = tensor_metas(value[0])[value[1]]
         assert meta is not None
-        shape = sizes.shape(meta)
-        position = len(operands)
+        shape, position = sizes.shape(meta), len(operands)
+        for option, degree in cuts:
+            shape = localize(shape, option.inputs[position], degree)
         operands.append(value)
         dynamic.append(_dynamic_dims(meta))
-        shapes.append(localize(shape, option.inputs[position] if option else R, degree))
+        shapes.append(shape)
         return TensorRef(position)
 
     args = tuple(_freeze(map_arg(list(node.args), convert)))
     kwargs = tuple((k, _freeze(map_arg(v, convert))) for k, v in node.kwargs.items())
-    outputs = tuple(
-        localize(sizes.shape(m), option.outputs[j] if option else R, degree) if m is not None else ()
-        for j, m in enumerate(tensor_metas(node))
-    )
+    outputs = made_shapes(node, sizes, others)
     dynamic += [_dynamic_dims(m) if m is not None else () for m in tensor_metas(node)]
     return OpView(node.target, args, kwargs, tuple(shapes), outputs, tuple(dynamic), moving), operands
+
+
+def made_shapes(
+    node: fx.Node, sizes: Sizes, others: Sequence[tuple[Mapping[fx.Node, Option], int]] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the results of a node, cut as for `make_view`; () for one that is no tensor."""
+    found = []
+    for index, meta in enumerate(tensor_metas(node)):
+        shape: tuple[int, ...] = sizes.shape(meta) if meta is not None else ()
+        for options, degree in others:
+            if meta is not None and (option := options.get(node)):
+                shape = localize(shape, option.outputs[index], degree)
+        found.append(shape)
+    return tuple(found)
 
 
 def call_key(node: fx.Node) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ OTHERS = {
 
 
 def view(node):
-    return make_view(node, Sizes([T], 4), None, 1)[0]
+    return make_view(node, Sizes([T], 4))[0]
 
 
 def test_repeated_calls_have_one_key():
