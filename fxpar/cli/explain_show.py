@@ -90,6 +90,8 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
         return
     for axis in document["axes"]:
         yield from _said(f"{axis['axis']}{axis['degree']}: {axis['does']}", width, 2)
+    for rule in document.get("rules", []):
+        yield from _said(f"{rule['rule']} ({rule['modules']} modules, {rule['params']} parameters)", width, 2)
     whole, staged = human_bytes(document["weight_bytes"]), "messages" in document
     shown = f"the most that a rank holds of each; the fullest rank {whole}" if staged else f"one rank's share: {whole}"
     yield Styled("")
@@ -109,6 +111,8 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     for line in Sent(**named).lines():
         yield from _said(f"{'the busiest rank' if 'messages' in document else 'one rank'} sends {line}", width, 2)
     yield from _module_table(document["modules"], top, width)
+    if "borders" in document:
+        yield from _border_table(document["borders"], width)
     yield Styled("")
     if not document["overrides"]:
         yield from _said("you chose the axes and flags (no overrides); the search chose the rest", width, 0)
@@ -158,6 +162,19 @@ def _module_table(modules: Sequence[Document], top: int, width: int | None) -> I
         calls = f"{sum(r['calls'] for r in rest)} collectives"
         rows.append((f"{len(rest)} more", "", calls, human_bytes(size), f"{share:.1%}"))
     return _table(("module", "of", "collectives", "sends", "share"), 3, rows, width)
+
+
+def _border_table(borders: Sequence[Document], width: int | None) -> Iterator[Styled]:
+    """What moves between modules of different roles."""
+    yield Styled("")
+    if not borders:
+        yield from _said("nothing moves between modules of different roles", width, 0)
+        return
+    rows = []
+    for row in borders:
+        calls = ", ".join(f"{c['calls']} {c['kind']} {c['axis']}" for c in row["collectives"])
+        rows.append((f"{row['from']} to {row['to']}", calls, human_bytes(row["wire_bytes"])))
+    yield from _table(("between modules of different roles", "collectives", "sends"), 2, rows, width)
 
 
 # -------------------------------------------------------------------------------------------------- values and modules

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fxpar.explain.document import Document, decided_by, noted
+from fxpar.explain.rules import rules_document
 from fxpar.explain.traffic import CollectiveTraffic, by_module
 from fxpar.graph_diff.digest import BETWEEN_STAGES
 from fxpar.ir.axes import STAGES, USES
@@ -37,6 +38,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
             {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
             for glob, placement in strategy.overrides
         ],
+        **rules_document(program, found),
         **noted(program.notes),
     }
 

@@ -14,7 +14,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import Output
-from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_of, source_of
+from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_of, reader_of, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
 from fxpar.ops import layout
@@ -33,7 +33,8 @@ class CollectiveTraffic:
 
     `value` and `users` are nodes of the model's own graph by their fx names, as far as they are: what it moves, and who
     reads that. `module` is the one that makes what is sent (`comm.fqn`, as in a dump). `params` are those it moves,
-    reduces the gradients of, or that the ops which make partial sums, or want the value so, read.
+    reduces the gradients of, or that the ops which make partial sums, or want the value so, read. `reader` is the module
+    that it is moved for.
     """
 
     name: str
@@ -46,6 +47,7 @@ class CollectiveTraffic:
     value: str
     users: tuple[str, ...]
     source: str | None
+    reader: str
     stage: int | None = None
 
     @property
@@ -120,6 +122,7 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
         values[0].name if len(values) == 1 else "",
         tuple(dict.fromkeys(u.name for u in users)) if what == "activations" else (),
         source_of(node),
+        reader_of(node),
     )
 
 

@@ -171,6 +171,18 @@ class DistConfig:
                 return Partial(op)
         return self._on_sub_axes(axis)
 
+    def placements(self) -> dict[str, Placement]:
+        """The placement on each axis of the mesh; on the parts of one that are placed in different ways."""
+        found: dict[str, Placement] = {}
+        used = [part for axis in (*self.shard_axes, *(a for a, _ in self.partial)) for part in axis.split(".")]
+        for axis in self.mesh.names:
+            try:
+                found[axis] = self.placement(axis)
+            except PlacementError:
+                parts = self.mesh.parts(name for name in used if self.mesh.inside(name, axis))
+                found |= {part: self.placement(part) for part in parts}
+        return found
+
     def _on_sub_axes(self, axis: str) -> Placement:
         cuts = [(d, e) for d, entries in enumerate(self.dims) for e in entries if self.mesh.inside(e.axis, axis)]
         terms = [(name, op) for name, op in self.partial if self.mesh.inside(name, axis)]

@@ -171,12 +171,17 @@ class Strategy:
         """The rule for a module or parameter, see `fxpar.ir.module_rules.governing`. Raises RuleConflictError."""
         return governing(self.rules, fqn, what) if self.rules else None
 
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which parameters of no rule are replicated and gradients are summed (dp and cp), degree > 1 only."""
+        return data_axes(self.axes)
+
     def data_axes_of(self, fqn: str) -> str:
         """The axes over which a parameter is replicated and its gradient is summed (dp, and what cuts tokens but no
         weights where the parameter is), of degree > 1, joined by '.'; "" for none.
         """
         if not self.rules:
-            return ".".join(data_axes(self.axes))
+            return ".".join(self.data_axes)
         rule = self.rule_of(fqn)
         inside = [atom for atom in self.atoms if USES[self.axis_in(atom, rule)] == "tokens"]
         names = [REPLICAS] * (self.replicas > 1) + inside
@@ -229,17 +234,12 @@ class Strategy:
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
         flags += [*([str(self.remat)] if self.remat else []), *self.pipeline.flags()]
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
-        return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags]) + self._rules_text
-
-    @property
-    def _rules_text(self) -> str:
-        return f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
+        rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
+        return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags]) + rules
 
     def to_json(self) -> dict:
-        """{"strategy": "dp2.tp4"}, with "rules" (glob -> roles) and "overrides" where there are some."""
-        data: dict = {"strategy": str(replace(self, rules=()))}
-        if self.rules:
-            data["rules"] = {rule.glob: str(rule).partition(": ")[2] for rule in self.rules}
+        """{"strategy": "dp2.tp4"}, with "overrides" where there are some."""
+        data: dict = {"strategy": str(self)}
         if self.overrides:
             data["overrides"] = dict(self.overrides)
         return data
@@ -248,8 +248,7 @@ class Strategy:
     def from_json(cls, data: dict | str) -> Strategy:
         if isinstance(data, str):
             data = json.loads(data)
-        rules = "; ".join(f"{glob}: {roles}" for glob, roles in data.get("rules", {}).items())
-        return cls.parse(data["strategy"] + (f"[{rules}]" if rules else ""), overrides=data.get("overrides"))
+        return cls.parse(data["strategy"], overrides=data.get("overrides"))
 
 
 SINGLE = Strategy(((REPLICAS, 1),))  # one rank

@@ -136,7 +136,7 @@ class _Reader:
         if dist is None:
             return ""
         if dist not in self._axes:
-            self._axes[dist] = ", ".join(f"{axis} {dist.placement(axis)}" for axis in dist.mesh.names)
+            self._axes[dist] = ", ".join(f"{axis} {place}" for axis, place in dist.placements().items())
         return self._axes[dist]
 
     def _wire(self, node: fx.Node, part: str) -> Wire | None:

@@ -1,0 +1,64 @@
+"""What the rules of a strategy do: which modules each is of, and what moves between modules of different roles."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from fxpar.explain.document import Document
+from fxpar.explain.traffic import CollectiveTraffic
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.strategy import Strategy
+
+
+def rules_document(program: Program, found: Sequence[CollectiveTraffic]) -> Document:
+    """{"rules": [...], "borders": [...]}; nothing without rules."""
+    strategy = program.strategy
+    if not strategy.rules:
+        return {}
+    return {
+        "rules": [_rule(program, index) for index in range(len(strategy.rules))],
+        "borders": _borders(strategy, found),
+    }
+
+
+def _rule(program: Program, index: int) -> Document:
+    """How many modules a rule matches, and of how many parameters it has the last word."""
+    strategy, rule = program.strategy, program.strategy.rules[index]
+    fqns = [info.fqn for info in program.inputs if info.kind == "param"]
+    modules = {".".join(fqn.split(".")[:end]) for fqn in fqns for end in range(1, fqn.count(".") + 1)}
+    decides = sum(any(strategy.rule_of(fqn, what) == index for what in rule.says) for fqn in fqns)
+    return {"rule": str(rule), "modules": sum(map(rule.matches, modules)), "params": decides}
+
+
+def _borders(strategy: Strategy, found: Sequence[CollectiveTraffic]) -> list[Document]:
+    """Activations that move from modules of one role to modules of another, the most bytes first. What the modules
+    would send in any neighbourhood is part of it: tp under sp gathers its tokens whoever made them.
+    """
+    rows: dict[tuple[int | None, int | None], list[CollectiveTraffic]] = defaultdict(list)
+    for each in found:
+        ends = strategy.rule_of(each.module), strategy.rule_of(each.reader)
+        if each.what == "activations" and ends[0] != ends[1]:
+            rows[ends].append(each)
+    return sorted(
+        (
+            {
+                "from": _named(strategy, made),
+                "to": _named(strategy, read),
+                "collectives": [
+                    {"kind": kind, "axis": axis, "calls": calls}
+                    for (kind, axis), calls in Counter((e.comm.kind, e.comm.axis) for e in group).items()
+                ],
+                "wire_bytes": round(sum(each.wire_bytes for each in group)),
+            }
+            for (made, read), group in rows.items()
+        ),
+        key=lambda row: -row["wire_bytes"],
+    )
+
+
+def _named(strategy: Strategy, rule: int | None) -> str:
+    return "the rest" if rule is None else strategy.rules[rule].glob
+
+
+__all__ = ["rules_document"]
