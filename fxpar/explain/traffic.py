@@ -33,8 +33,8 @@ class CollectiveTraffic:
 
     `value` and `users` are nodes of the model's own graph by their fx names, as far as they are: what it moves, and who
     reads that. `module` is the one that makes what is sent (`comm.fqn`, as in a dump). `params` are those it moves,
-    reduces the gradients of, or that the ops which make partial sums, or want the value so, read. `reader` is the module
-    that it is moved for.
+    reduces the gradients of, or that the ops which make partial sums, or want the value so, read. `reader` is who it is
+    moved for.
     """
 
     name: str

@@ -169,11 +169,20 @@ class Strategy:
 
     def rule_of(self, fqn: str, what: str = "roles") -> int | None:
         """The rule for a module or parameter, see `fxpar.ir.module_rules.governing`. Raises RuleConflictError."""
-        return governing(self.rules, fqn, what) if self.rules else None
+        if not self.rules:
+            return None
+        if (fqn, what) not in self._found_rules:
+            self._found_rules[fqn, what] = governing(self.rules, fqn, what)
+        return self._found_rules[fqn, what]
+
+    @cached_property
+    def _found_rules(self) -> dict[tuple[str, str], int | None]:
+        """What `rule_of` has looked up: thousands of nodes are in few modules."""
+        return {}
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes over which parameters of no rule are replicated and gradients are summed (dp and cp), degree > 1 only."""
+        """Axes over which parameters of no rule are replicated, gradients summed (dp and cp), degree > 1 only."""
         return data_axes(self.axes)
 
     def data_axes_of(self, fqn: str) -> str:

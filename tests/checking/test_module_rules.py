@@ -1,0 +1,205 @@
+"""A strategy per module gives the gradients of a single device, whatever roles, degrees, ZeRO levels and recomputation
+are mixed.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.checking import CheckResult
+from fxpar.errors import RuleConflictError, RuleGlobError, RuleHeadsError
+from fxpar.ir.module_rules import ModuleRule
+from fxpar.ir.remat import Remat
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import lower
+from fxpar.runtime.micro import as_one_sequence
+from tests.captured import Captured, gpt, llama
+from tests.repeat import crossed
+from tests.stages.models import Model, loaded, random_model
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model, and what its parts are called."""
+
+    attention: str
+    ffn: str
+    block: str
+    ends: str
+
+
+PARTS = {
+    "llama": Named("*.attention", "*.ffn", "layers", "{embedding,head}"),
+    "gpt": Named("*.attention", "*.{up,down}", "layers", "embedding"),
+    "hf:llama": Named("*.self_attn", "*.mlp", "model.layers", "{model.embed_tokens,lm_head}"),
+    "hf:qwen3": Named("*.self_attn", "*.mlp", "model.layers", "{model.embed_tokens,lm_head}"),
+    "hf:gpt2": Named("*.attn", "*.mlp", "transformer.h", "transformer.wte"),
+    "hf:gemma2": Named("*.self_attn", "*.mlp", "model.layers", "model.embed_tokens"),
+}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+OPTIONS = {"hf:gpt2": {"n_head": 8}}
+
+# {a} attention, {f} feed-forward, {b}.0 and {b}.1 blocks, {e} embedding and head.
+STRATEGIES = [
+    # roles
+    "tp2+sp[{a}: cp2]",
+    "tp2[{a}: cp2]",
+    "cp2[{f}: tp2]",
+    "cp2[{f}: tp2+sp]",
+    "tp4+sp[{a}: cp4]",
+    "tp4+sp[{f}: cp4]",
+    "cp4[{a}: tp4+sp; {f}: tp4]",
+    "cp4[{e}: tp4]",
+    "tp4[{b}.0: cp4]",
+    "tp2+sp[{b}.{{0-1}}: cp2; {a}: tp2]",
+    "dp2.tp2+sp[{a}: cp2]",
+    "dp2.cp2[{f}: tp2+sp; {e}: tp2]",
+    # degrees
+    "tp4+sp[{a}: cp2.tp2]",
+    "tp4[{a}: tp2.cp2]",
+    "cp4[{f}: cp2.tp2]",
+    "cp2.tp2+sp[{f}: tp4+sp]",
+    "cp2.tp2+sp[{f}: tp4+sp; {a}: cp4]",
+    "cp2.tp2[{a}: tp4; {f}: cp4]",
+    "tp2.cp2[{a}: cp2.tp2+sp]",
+    "cp4[{a}: tp2.cp2; {f}: tp4; {e}: cp2.tp2]",
+    "tp8+sp[{a}: cp2.tp4]",
+    "tp8+sp[{a}: cp2.tp4+sp; {f}: cp4.tp2]",
+    "cp8[{a}: cp2.tp4; {f}: tp8+sp]",
+    "tp6+sp[{a}: cp2.tp3; {f}: cp6]",
+    # ZeRO
+    "dp4[{b}.0: +zero3]",
+    "dp4+zero3[{b}.1: +zero0; {e}: +zero1]",
+    "dp2.tp2+sp+zero2[{a}: cp2]",
+    "dp2.cp2+zero3[{f}: tp2]",
+    "dp2.tp2+sp[{a}: cp2+zero3; {f}: +zero1]",
+    "cp4[{a}: tp2.cp2+zero3]",
+    "cp4+zero3[{a}: tp2.cp2; {f}: tp4+sp]",
+    "dp2.cp4+zero1[{a}: cp2.tp2+zero2]",
+    # recomputation
+    "tp2+sp[{b}.0: +remat]",
+    "dp2+remat[{b}.1: +remat(none)]",
+    "tp2+sp[{a}: cp2+remat; {f}: +remat(selective)]",
+    "dp2+zero3[{f}: +remat; {b}.0: +zero1]",
+    "cp2+remat(selective)[{b}.0: +remat(keep_comm); {f}: tp2]",
+    # stages
+    "pp2.tp2+sp[{a}: cp2]",
+    "pp2.cp2+zb_h1[{b}.0: tp2+sp; {b}.1: +remat]",
+    "dp2.pp2+zero2[{b}.0: +zero3]",
+    "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
+    "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
+]
+
+
+@functools.cache
+def model(name: str) -> Captured:
+    if name == "llama":
+        return llama(layers=2, heads=8, kv_heads=4, dim=32)
+    if name == "gpt":
+        return gpt(heads=8)
+    return with_checks(loaded(name, **OPTIONS.get(name, HEADS)))
+
+
+def with_checks(found: Model) -> Captured:
+    numbered = tuple(as_one_sequence(found.graph.inputs, batch, i) for i, batch in enumerate(found.batches))
+    return Captured(found.graph, dict(found.params), dict(found.buffers), numbered)
+
+
+def parted(template: str, name: str) -> str:
+    """The strategy for a model."""
+    parts = PARTS[name]
+    return template.format(a=parts.attention, f=parts.ffn, b=parts.block, e=parts.ends)
+
+
+def assert_exact(result: CheckResult) -> None:
+    assert result.ok, result
+    assert max(result.loss_rel_err, result.grad_max_rel_err) <= 1e-10
+
+
+@pytest.mark.parametrize(("template", "name"), crossed(STRATEGIES, list(PARTS)))
+def test_gradients_are_those_of_one_device(template, name):
+    if "tp3" in template:
+        with pytest.raises(RuleHeadsError, match="which tp3 does not divide. The nearest that does is tp[24]"):
+            lower(model(name).graph, parted(template, name))
+        return
+    assert_exact(model(name).check(parted(template, name)))
+
+
+@st.composite
+def ruled(draw, globs: list[str]) -> str:
+    """A strategy of up to eight ranks with rules for some of these globs, none of which holds another."""
+    world, replicas = draw(st.sampled_from([2, 4, 4, 8])), draw(st.sampled_from([1, 1, 2]))
+
+    def axes() -> tuple[tuple[str, int], ...]:
+        first = draw(st.sampled_from([d for d in (1, 2, 4, 8) if d <= world]))
+        names = draw(st.permutations(["tp", "cp"]))
+        return tuple((n, d) for n, d in ((names[0], first), (names[1], world // first)) if d > 1)
+
+    rules = []
+    for glob in draw(st.lists(st.sampled_from(globs), unique=True, min_size=1, max_size=3)):
+        zero = draw(st.sampled_from([None, 0, 1, 2, 3]))
+        remat = draw(st.sampled_from([None, None, Remat("full"), Remat("selective")]))
+        rules.append(ModuleRule(glob, axes(), draw(st.booleans()), zero, remat))
+    outer = (("dp", replicas),) if replicas > 1 else ()
+    zero = draw(st.integers(0, 3))
+    return str(Strategy((*outer, *axes()), draw(st.booleans()), zero, rules=tuple(rules)))
+
+
+@given(ruled(["*.attention", "*.ffn", "embedding", "head", "norm", "layers.0.attention_norm"]))
+def test_any_rules(strategy):
+    """Heads are many enough for all of them."""
+    assert_exact(llama(layers=1, heads=8, kv_heads=8, dim=32).check(strategy))
+
+
+@given(seed=st.integers(0, 10**6), strategy=ruled(["layers.{0-2}", "layers.{3-4}", "layers.5", "embedding", "weights"]))
+def test_any_rules_on_any_program(seed, strategy):
+    """Random programs, in which a rule matches what it happens to match."""
+    try:
+        result = with_checks(random_model(seed)).check(strategy)
+    except (RuleGlobError, RuleHeadsError):
+        return
+    assert_exact(result)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error", "why"),
+    [
+        ("tp2[*.attn: cp2]", RuleGlobError, "matches no module of the model; did you mean '*.attention'?"),
+        ("tp2[layers.7: cp2]", RuleGlobError, "matches no module"),
+        ("pp2.tp2[layers.7: cp2]", RuleGlobError, "matches no module"),
+        ("tp2[*.attention: cp2; layers.0.*: tp2+sp]", RuleConflictError, "two rules say the roles of module"),
+        (
+            "tp16[*.attention: cp16]",
+            RuleHeadsError,
+            "rule '*.attention: cp16': the attention of 'layers.0.attention' has 8 query and 4 key-value heads, which "
+            "cp16 does not divide. The nearest that does is cp4.",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit_the_model(strategy, error, why):
+    with pytest.raises(error) as raised:
+        lower(model("llama").graph, strategy)
+    assert why in str(raised.value)
+
+
+def collectives(strategy: str) -> dict[str, int]:
+    """How many of each kind run per micro-batch on two layers."""
+    found: dict[str, int] = {}
+    for comm in lower(model("hf:llama").graph, strategy).communications():
+        if comm.part == "body":
+            found[comm.kind] = found.get(comm.kind, 0) + 1
+    return found
+
+
+def test_a_change_of_role_costs_nothing():
+    """Between modules tokens lie alike under tp+sp and cp: beside cp attention the rest sends what it sends anyway."""
+    mixed, tp, cp = (collectives(s) for s in ("tp4+sp[*.self_attn: cp4]", "tp4+sp", "cp4"))
+    assert mixed["all_to_all"] == cp["all_to_all"]
+    # tp attention of two layers: tokens gathered for it, and again for its weights; its results and gradients scattered.
+    assert tp["all_gather"] - mixed["all_gather"] == 6 - 0
+    assert tp["reduce_scatter"] - mixed["reduce_scatter"] == 4

@@ -1,0 +1,140 @@
+"""Rules of a strategy: text and value say the same, globs mean what they say, and degrees are split as far as needed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpar.errors import RuleConflictError, StrategySyntaxError
+from fxpar.ir.module_rules import ModuleRule, governing, split_outside
+from fxpar.ir.remat import Remat
+from fxpar.ir.strategy import Strategy
+
+GLOBS = ["*.mlp", "layers.{0-7}", "{embed,head}", "layers.1?.attn", "*"]
+
+
+def factored(draw, world: int) -> tuple[tuple[str, int], ...]:
+    """Axes of a rule with this product; one of degree 1 may be among them."""
+    first = draw(st.sampled_from([d for d in range(1, world + 1) if world % d == 0]))
+    names = draw(st.permutations(["tp", "cp"]))
+    return ((names[0], first), (names[1], world // first))
+
+
+@st.composite
+def ruled(draw) -> Strategy:
+    """Powers of two, so that degrees always factor."""
+    world = 2 ** draw(st.integers(0, 4))
+    rules = []
+    for glob in draw(st.lists(st.sampled_from(GLOBS), unique=True, min_size=1)):
+        axes = factored(draw, world) if draw(st.booleans()) else ()
+        zero = draw(st.sampled_from([None, 0, 3])) if axes else draw(st.integers(0, 3))
+        remat = draw(st.sampled_from([None, Remat("none"), Remat("full"), Remat("selective", collectives="keep")]))
+        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat))
+    return Strategy((("dp", 2), *factored(draw, world)), draw(st.booleans()), rules=tuple(rules))
+
+
+@given(ruled())
+def test_text_and_value_say_the_same(strategy):
+    assert Strategy.parse(str(strategy)) == strategy
+    assert Strategy.from_json(strategy.to_json()) == strategy
+
+
+@given(ruled())
+def test_every_axis_is_made_of_atoms(strategy):
+    """In the strategy and in each rule: the degrees of an axis' atoms multiply to its own, in order of the ranks."""
+    assert math.prod(map(strategy.degree, strategy.atoms)) == strategy.world // 2
+    layouts = [strategy.axes[1:], *(rule.axes or strategy.axes[1:] for rule in strategy.rules)]
+    for index, axes in enumerate(layouts):
+        owners = [(owners[index], strategy.degree(atom)) for atom, owners in strategy.atoms.items()]
+        assert list(dict.fromkeys(name for name, _ in owners)) == [name for name, degree in axes if degree > 1]
+        for name, degree in axes:
+            assert math.prod(d for owner, d in owners if owner == name) == degree
+
+
+@given(ruled())
+def test_atoms_are_split_no_further_than_needed(strategy):
+    """Two neighbours lie on one axis in every layout only if that axis is two in the strategy itself."""
+    atoms = list(strategy.atoms.items())
+    for (outer, owners), (inner, others) in zip(atoms, atoms[1:], strict=False):
+        assert owners != others, (outer, inner)
+
+
+def test_roles_of_parts():
+    strategy = Strategy.parse("dp2.tp4+sp[*.attn: cp2.tp2+zero3; *.mlp: +zero1]")
+    assert strategy.atoms == {"tp:(1)2": ("tp", "cp", "tp"), "tp:(2)2": ("tp", "tp", "tp")}
+    assert strategy.data_axes_of("layers.0.attn.q.weight") == "dp.tp:(1)2"
+    assert strategy.data_axes_of("layers.0.mlp.up.weight") == "dp"
+    assert [strategy.zero_of(f"layers.0.{name}.weight") for name in ("attn.q", "mlp.up", "norm")] == [3, 1, 0]
+    assert (strategy.most_zero, strategy.token_parts) == (3, 4)
+    assert Strategy.parse("cp4+zero3[*.attn: cp2.tp2]").data_axes_of("layers.0.mlp.up") == "cp"
+
+
+def test_the_innermost_module_decides():
+    """Property by property: the rule of the block says what is recomputed, that of the module inside the axes."""
+    rules = Strategy.parse("tp2[layers.{0-1}: cp2+remat; *.attn: tp2; layers.0: +zero3]").rules
+    assert governing(rules, "layers.1.attn.q.weight", "roles") == 1
+    assert governing(rules, "layers.1.attn.q.weight", "remat") == 0
+    assert governing(rules, "layers.1.mlp", "roles") == 0
+    assert governing(rules, "layers.0.mlp", "zero") == 2
+    assert governing(rules, "layers.2.mlp", "roles") is None
+    assert governing(rules, "", "roles") is None
+
+
+@pytest.mark.parametrize(
+    ("glob", "yes", "no"),
+    [
+        ("layers.{0-11}", "layers.11", "layers.12"),
+        ("layers.{0-11}", "layers.0", "layers.0.mlp"),
+        ("{embed,lm_*}", "lm_head", "head"),
+        ("*.mlp", "model.layers.3.mlp", "mlp"),
+        ("layers.{1,4-5}.attn", "layers.4.attn", "layers.3.attn"),
+        ("a.b", "a.b", "aXb"),
+        ("layers.?", "layers.7", "layers.17"),
+    ],
+)
+def test_globs(glob, yes, no):
+    rule = ModuleRule(glob, zero=3)
+    assert rule.matches(yes)
+    assert not rule.matches(no)
+
+
+def test_two_rules_for_one_module():
+    rules = Strategy.parse("tp2[*.attn: cp2; layers.0.*: tp2+sp]").rules
+    with pytest.raises(RuleConflictError, match=r"two rules say the roles of module 'layers\.0\.attn'"):
+        governing(rules, "layers.0.attn", "roles")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tp4[*.mlp: cp3]", "of 3 ranks, a replica has 4; give axes with the product 4"),
+        ("dp4[*.mlp: cp2]", "of 2 ranks, a replica has 1"),
+        ("tp6[*.a: cp2.tp3; *.b: cp3.tp2]", "degrees do not factor: ranks in runs of 2 do not fit in runs of 3"),
+        ("tp2[*.mlp dp2]", "a rule is a glob of modules, ':' and roles"),
+        ("tp2[*.mlp:]", "a rule is a glob of modules, ':' and roles"),
+        ("tp2[*.mlp: dp2]", "axes of a rule are those inside of a replica, tp and cp; dp is of all modules"),
+        ("tp2[*.mlp: +sp]", "sp goes with axes"),
+        ("tp2[]", "there are no rules in the brackets"),
+        ("tp2[*.mlp: +1f1b]", "a schedule, cuts and role"),
+        ("tp2[*.mlp: +cut(a)]", "a schedule, cuts and role"),
+        ("tp2[*.mlp: +remat(20MB)]", "a rule recomputes all of its modules"),
+        ("tp2[*.mlp: +zero1+zero3]", "one ZeRO level at a time"),
+        ("tp2[*.mlp: tp2; *.mlp: cp2]", "there are two rules for '*.mlp'"),
+        ("tp2[*.mlp: cp2", "the brackets with the rules are closed at the end"),
+        ("tp2[*.mlp: cp2]+sp", "the brackets with the rules are closed at the end"),
+        ("tp2[{a: cp2]", "a rule begins with a glob of modules"),
+        ("tp2[*.m lp: cp2]", "a rule begins with a glob of modules"),
+        ("tp2[*.mlp: tq2]", "unknown axis 'tq'"),
+    ],
+)
+def test_bad_rules(text, why):
+    with pytest.raises(StrategySyntaxError) as error:
+        Strategy.parse(text)
+    assert why in str(error.value)
+
+
+def test_lists_are_split_outside_of_brackets():
+    assert split_outside("dp2,tp4[{a,b}: cp4],cp2", ",") == ["dp2", "tp4[{a,b}: cp4]", "cp2"]
