@@ -17,7 +17,7 @@ from fxpar.cli.request import check_output, write_json
 from fxpar.errors import NothingFitsError, PlanFileError, PlanOptionError
 from fxpar.search.galvatron import GalvatronCost
 from fxpar.search.galvatron_files import read_profiles
-from fxpar.search.galvatron_plan import read_galvatron_plan
+from fxpar.search.galvatron_plan import as_strategy, read_galvatron_plan
 from fxpar.search.layered import LayeredPlan, search
 from fxpar.search.plan_file import is_plan
 
@@ -87,7 +87,7 @@ def run_plan_galvatron(request: GalvatronRequest) -> None:
 
 
 def run_import_galvatron(path: str, devices: int | None = None, json: str | None = None) -> None:
-    """Print a plan of Galvatron's as strategies per layer. Raises FxparError."""
+    """Print a plan of Galvatron's as strategies per layer, and as one strategy. Raises FxparError."""
     check_output(json)
     if is_plan(path):
         do = f"Train with it: fxpar train CONFIG --plan {path}"
@@ -103,6 +103,7 @@ def run_import_galvatron(path: str, devices: int | None = None, json: str | None
         "division": list(plan.division),
         "layers": list(texts),
         "ends": str(plan.ends),
+        "strategy": str(as_strategy(plan)),
         "runs": [{"stage": stage, "layers": [first, last], "strategy": text} for stage, first, last, text in runs],
     }
     if write_json(json, document):
@@ -110,6 +111,7 @@ def run_import_galvatron(path: str, devices: int | None = None, json: str | None
         steps = _micro_batches(plan.micro_batches)
         console.print(f"{path}: {plan.devices} devices, batch {plan.batch} in {steps}, {plan.schedule}", markup=False)
         _show_runs(runs, str(plan.ends))
+        console.print(f"as one strategy: {document['strategy']}", markup=False, soft_wrap=True)
 
 
 def _plan_document(found: LayeredPlan, seq_len: int) -> dict[str, Any]:

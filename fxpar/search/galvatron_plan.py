@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fxpar.ir.strategy import of_degrees
+from fxpar.ir.axes import REPLICAS, ROLE_AXES, STAGES
+from fxpar.ir.module_rules import ModuleRule
+from fxpar.ir.remat import Remat
+from fxpar.ir.strategy import SINGLE, Pipeline, Strategy, of_degrees
 from fxpar.search.json_file import JsonFile
 
 _PER_LAYER = ("tp_sizes_enc", "dp_types_enc", "use_sp", "checkpoint", "cp_sizes_enc", "tp_consecutive_flags")
@@ -57,6 +62,42 @@ class GalvatronPlan:
     schedule: Literal["1f1b", "gpipe"]
     layers: tuple[LayerStrategy, ...]
     ends: LayerStrategy
+
+
+def as_strategy(plan: GalvatronPlan, layers: str = "model.layers") -> Strategy:
+    """The plan as one strategy of fxpar's: what the ends have for the whole model, and a rule for each run of layers that
+    has something else. `layers` is the FQN of the list of layers.
+
+    Replicas are as many as all layers have. Where a layer has more, its replicas share the tokens of one (cp): the work
+    and the weights are divided as in the plan, but attention swaps tokens for heads.
+    """
+    replicas = math.gcd(plan.ends.dp, *(layer.dp for layer in plan.layers))
+    schedule = "1f1b" if plan.ends.stages == 1 else plan.schedule
+    first, cuts = 0, []
+    for count in plan.division[:-1]:
+        first += count
+        cuts.append(f"{layers}.{first}")
+    rules, base = [], _roles(plan.ends, replicas)
+    for layer, group in itertools.groupby(enumerate(plan.layers), lambda one: one[1]):
+        places = [place for place, _ in group]
+        numbers = f"{{{places[0]}-{places[-1]}}}" if len(places) > 1 else str(places[0])
+        axes, sp = _roles(layer, replicas)
+        other = () if (axes, sp) == base else axes
+        zero = None if layer.zero == plan.ends.zero else layer.zero
+        remat = Remat("full") if layer.remat else None
+        if other or zero is not None or remat:
+            rules.append(ModuleRule(f"{layers}.{numbers}", other, sp and bool(other), zero, remat))
+    axes, sp = base
+    outer = tuple(axis for axis in ((REPLICAS, replicas), (STAGES, plan.ends.stages)) if axis[1] > 1)
+    pipeline = Pipeline(schedule, cuts=tuple(cuts))
+    return Strategy((*outer, *axes) or SINGLE.axes, sp, plan.ends.zero, pipeline=pipeline, rules=tuple(rules))
+
+
+def _roles(layer: LayerStrategy, replicas: int) -> tuple[tuple[tuple[str, int], ...], bool]:
+    """The axes inside of a replica, and whether tokens are cut beside weights."""
+    weights, tokens = ROLE_AXES
+    degrees = ((tokens, layer.dp // replicas * layer.ulysses), (weights, layer.tp))
+    return tuple(axis for axis in degrees if axis[1] > 1), layer.tp > 1
 
 
 def read_galvatron_plan(path: str | Path, devices: int | None = None) -> GalvatronPlan:

@@ -6,9 +6,12 @@ import json
 
 import pytest
 
+from fxpar.checking import check
 from fxpar.errors import GalvatronFileError, GalvatronKeyError
 from fxpar.ir.strategy import Strategy
-from fxpar.search.galvatron_plan import LayerStrategy, read_galvatron_plan
+from fxpar.runtime.micro import as_one_sequence
+from fxpar.search.galvatron_plan import LayerStrategy, as_strategy, read_galvatron_plan
+from tests.stages.models import loaded
 
 # As Galvatron 3.0 writes it: without the number of devices.
 PLAN = {
@@ -47,6 +50,43 @@ def test_a_plan_in_our_words(tmp_path):
     assert str(plan.ends) == "dp2.pp2.cp2+zero3"
     assert (plan.devices, plan.batch, plan.micro_batches) == (8, 64, 8)
     assert (plan.division, plan.schedule) == ((3, 1), "1f1b")
+
+
+def test_a_plan_as_one_strategy(tmp_path):
+    """What embedding and head have is that of the whole model; replicas of a layer that others lack share tokens."""
+    plan = read_galvatron_plan(written(tmp_path), devices=8)
+    assert str(as_strategy(plan)) == (
+        "pp2.cp4+zero3+cut(model.layers.3)[model.layers.0: cp2.tp2+sp+remat; model.layers.1: +zero2; "
+        "model.layers.2: tp4+sp+zero0; model.layers.3: +zero2+remat]"
+    )
+    flat = written(tmp_path, pp_deg=1, pp_division=None, tp_sizes_enc="2,2,2,2", use_sp=None, checkpoint="1,1,1,0")
+    assert str(as_strategy(read_galvatron_plan(flat, 8), "blocks")) == (
+        "dp4.cp2+zero3[blocks.0: tp2+sp+remat; blocks.{1-2}: tp2+sp+zero2+remat; blocks.3: tp2+sp+zero2]"
+    )
+    uniform = written(tmp_path, tp_sizes_enc="1,1,1,1", use_sp=None, checkpoint=None, dp_types_enc="0,0,0,0", vtp=1)
+    assert str(as_strategy(read_galvatron_plan(uniform, 2))) == "pp2+cut(model.layers.3)"
+    single = written(
+        tmp_path,
+        pp_deg=1,
+        pp_division=None,
+        tp_sizes_enc="1,1",
+        use_sp=None,
+        checkpoint=None,
+        vtp=1,
+        dp_types_enc="0,0",
+        tp_consecutive_flags=None,
+    )
+    assert str(as_strategy(read_galvatron_plan(single, 1))) == "dp1"
+
+
+def test_a_plan_runs(tmp_path):
+    """With the gradients of a single device."""
+    strategy = str(as_strategy(read_galvatron_plan(written(tmp_path), devices=8)))
+    found = loaded("hf:llama", num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8)
+    batches = [as_one_sequence(found.graph.inputs, batch, i) for i, batch in enumerate(found.batches)]
+    (result,) = check(found.graph, [strategy], found.params, found.buffers, batches)
+    assert result.ok
+    assert max(result.loss_rel_err, result.grad_max_rel_err) <= 1e-10
 
 
 def test_the_texts_are_strategies():
