@@ -1,10 +1,11 @@
 """A fake mode in which a call like an earlier one costs little: layers repeat, and so do their calls.
 
 torch keeps results of calls by the metadata of their operands, and decides which calls may be kept. It takes it most of
-a millisecond to make the key and the result where sizes are symbolic. `RepeatingFakeMode` remembers what torch has
-decided to keep, under a key that says the same and is made of what the tensors hold, and makes the result from there.
+a millisecond to make the key, an entry, and the result where sizes are symbolic: more than it saves where few layers
+repeat. `RepeatingFakeMode` keeps what torch would keep, under a key that says the same and is made of what the tensors
+hold, and makes the result from there.
 
-What this wraps (torch 2.13): FakeTensorMode and its cache of calls.
+What this wraps (torch 2.13): FakeTensorMode, its cache of calls, and its rule of what may be kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fxpar.torch_api.since_2_13 import make_fake
@@ -61,12 +62,12 @@ def _expression(size: Any) -> Any:
 
 
 class RepeatingFakeMode(FakeTensorMode):
-    """A FakeTensorMode with one more memory in front of its cache; for one thread and one capture."""
+    """A FakeTensorMode with a memory of its own in the place of torch's; for one thread and one capture."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._calls: dict[Any, _Known] = {}
-        self._kept: tuple[Any, Any] | None = None  # (op, arguments) of the call that torch has kept or found last
+        self._repeats: dict[Any, bool] = {}  # what torch says of an op; what depends on data has raised before
 
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -76,26 +77,20 @@ class RepeatingFakeMode(FakeTensorMode):
         if known is not None:
             made = tuple(None if result is None else self._make(result, args) for result in known.results)
             return made[0] if known.single else made
-        self._kept = None
-        output = super()._cached_dispatch_impl(func, types, args, kwargs)
-        if key is not None and self._kept is not None and self._kept[0] is func and self._kept[1] is args:
-            self._remember(key, func, args, output)
-        self._kept = None
+        output = self._dispatch_impl(func, types, args, kwargs)
+        if key is not None and self._may_repeat(func, args, kwargs):
+            self._remember(key, func, args, kwargs, output)
         return output
 
-    def _make_cache_entry(self, state: Any, key: Any, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        try:
-            entry = super()._make_cache_entry(state, key, func, args, kwargs, output)
-        except BaseException:
-            self._kept = None  # torch tried to make a result, and found that it must not keep the call
-            raise
-        self._kept = func, args
-        return entry
-
-    def _output_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        output = super()._output_from_cache_entry(state, entry, key, func, args)
-        self._kept = func, args
-        return output
+    def _may_repeat(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether torch would keep a call of this op."""
+        if func not in self._repeats:
+            try:
+                self._validate_cache_key(func, args, kwargs)
+                self._repeats[func] = True
+            except _BypassDispatchCache:
+                self._repeats[func] = False
+        return self._repeats[func]
 
     # ------------------------------------------------------------------------------------------------------- keys
     def _key_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -158,12 +153,24 @@ class RepeatingFakeMode(FakeTensorMode):
         parts += (value.dim(), value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())
 
     # ---------------------------------------------------------------------------------------------------- results
-    def _remember(self, key: Any, func: Any, args: Sequence[Any], output: Any) -> None:
+    def _remember(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Keep a call, if all of its results can be made again."""
         outputs = output if isinstance(output, tuple) else (output,)
-        if all(found is None or type(found) is FakeTensor for found in outputs):
-            results = tuple(None if found is None else self._result(func, args, found) for found in outputs)
-            if not any(result is None and found is not None for result, found in zip(results, outputs, strict=True)):
-                self._calls[key] = _Known(func, results, not isinstance(output, tuple))
+        results: list[_Result | None] = []
+        for found in outputs:
+            result = None
+            if found is not None:
+                given = type(found) is not FakeTensor or any(value is found for value in kwargs.values())
+                result = None if given else self._result(func, args, found)
+                if result is None or not self._is_made_alike(result, args, found):
+                    return
+            results.append(result)
+        self._calls[key] = _Known(func, tuple(results), not isinstance(output, tuple))
+
+    def _is_made_alike(self, result: _Result, args: Sequence[Any], found: Any) -> bool:
+        """Whether calls of what is made go where those of the result go, such as to the kernels of views."""
+        made = self._make(result, args)
+        return torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(found)
 
     def _result(self, func: Any, args: Sequence[Any], found: Any) -> _Result | None:
         """How to make a result again; None for one that is not plain."""
@@ -178,6 +185,8 @@ class RepeatingFakeMode(FakeTensorMode):
             shown = args[view_of]
             if shown.dtype == found.dtype and not (shown.is_conj() or shown.is_neg()):
                 restrides, view_of = view_of, None
+        elif type(found.storage_offset()) is not int or found.storage_offset() != 0:
+            return None
         return _Result(
             restrides=restrides,
             view_of=view_of,

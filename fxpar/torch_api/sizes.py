@@ -14,8 +14,14 @@ import sympy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 
-# Their results are functions of the two expressions. `mod` is not here: torch looks at the known range of a size too.
-_OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "and_", "or_")
+# Their results are functions of the two expressions.
+_OPERATIONS = (
+    *("add", "sub", "mul", "int_floordiv", "sym_max", "sym_min"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_"),
+)
+# Asked again each time, such as `mod`, for which torch looks at the known range of a size. What they give remembers: a
+# single result that does not would hand on plain nodes to all that is computed from it.
+_ASKED_AGAIN = ("mod", "int_truediv", "neg", "sym_not", "sym_sum")
 
 
 class SizeNode(SymNode):
@@ -40,9 +46,16 @@ class SizeNode(SymNode):
     def wrap_int(self, num: int) -> SymNode:
         """A constant of the same ShapeEnv."""
         known = known_results(self)
-        if num not in known.constants:
-            known.constants[num] = remembering(super().wrap_int(num))
-        return known.constants[num]
+        if (int, num) not in known.constants:
+            known.constants[int, num] = remembering(super().wrap_int(num))
+        return known.constants[int, num]
+
+    def wrap_bool(self, num: bool) -> SymNode:
+        """A truth value of the same ShapeEnv."""
+        known = known_results(self)
+        if (bool, num) not in known.constants:
+            known.constants[bool, num] = remembering(super().wrap_bool(num))
+        return known.constants[bool, num]
 
     def _graph_repr(self) -> str:
         """What `str` and f-strings make of a size: the name of a symbol, of which code may ask if it is "300"."""
@@ -65,7 +78,7 @@ class KnownResults:
     def __init__(self) -> None:
         self.version = 0
         self.results: dict[Any, SymNode] = {}
-        self.constants: dict[int, SymNode] = {}
+        self.constants: dict[tuple[type, int], SymNode] = {}
         self.sizes: dict[Any, Any] = {}
 
     def at(self, version: int) -> KnownResults:
@@ -107,5 +120,17 @@ def _remembered(name: str) -> Callable[[Any, Any], Any]:
     return operation
 
 
+def _asked_again(name: str) -> Callable[..., Any]:
+    method = getattr(SymNode, name)
+
+    def operation(self: Any, *others: Any) -> Any:
+        return remembering(method(self, *others))
+
+    operation.__name__ = name
+    return operation
+
+
+for _name in _ASKED_AGAIN:
+    setattr(SizeNode, _name, _asked_again(_name))
 for _name in _OPERATIONS:
     setattr(SizeNode, _name, _remembered(_name))

@@ -152,20 +152,14 @@ class _RecordingShapeEnv(ShapeEnv):
 
 @dataclass
 class FakeWorld:
-    """One fake mode with named symbolic sizes. `place` gives the line of user code being traced.
-
-    `cached`: results of ops are kept for calls with the same shapes, which pays where layers repeat often (the plain
-    Llama: a third slower for one layer, equal for five, a sixth faster for eight).
-    """
+    """One fake mode with named symbolic sizes. `place` gives the line of user code being traced."""
 
     place: Place
-    cached: bool = True
     symbols: dict[str, torch.SymInt] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shape_env: _RecordingShapeEnv = counting(_RecordingShapeEnv)(self.place)
         self.mode = RepeatingFakeMode(allow_non_fake_inputs=True, shape_env=self.shape_env)
-        self.mode.cache_enabled = self.mode.cache_enabled and self.cached
 
     def symbol(self, name: str, hint: int) -> torch.SymInt:
         """The symbolic size called `name`; `hint` (at least 2) is its value where tracing needs one."""

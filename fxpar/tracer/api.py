@@ -77,7 +77,7 @@ def _capture(
     ids = token_row(batch, dims)
     if ids is not None:
         batch, dims = batch | {TOKEN_NUMBERS: batch[ids].long()}, dims.with_like(TOKEN_NUMBERS, ids)
-    world = make_world(model)
+    world = make_world()
     signature = make_signature(model, batch, world, dims)
     step = StepOfRows(
         model=model,

@@ -121,7 +121,7 @@ def capture_forward(
     batch = named_batch(call.tensors)
     dims = resolve_dynamic(dynamic, batch)
     with torch.inference_mode(False), collector_paused():
-        world = make_world(model)
+        world = make_world()
         signature = make_signature(
             model, batch, world, dims, scale=False, gradients=gradients, batch_gradients=gradients
         )

@@ -107,7 +107,7 @@ def _on(rows: int, others: int, step: StepOfRows, batch: Mapping[str, Tensor], d
         for key, value in batch.items()
         if key != TOKEN_NUMBERS
     }
-    world = make_world(step.model)
+    world = make_world()
     again = _OnlyCalled(
         model=step.model,
         signature=make_signature(step.model, changed, world, dims),

@@ -14,8 +14,6 @@ from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.dynamic import DynamicDims
 from fxpar.tracer.provenance import user_line
 
-_MODULES_OF_FEW_LAYERS = 64  # of about five transformer layers
-
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
 
@@ -70,9 +68,9 @@ def named_batch(batch: Batch) -> dict[str, Tensor]:
     return named
 
 
-def make_world(model: nn.Module) -> FakeWorld:
-    """Where `model` is traced."""
-    return FakeWorld(user_line, cached=sum(1 for _ in model.modules()) > _MODULES_OF_FEW_LAYERS)
+def make_world() -> FakeWorld:
+    """Where a model is traced."""
+    return FakeWorld(user_line)
 
 
 def make_signature(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import fxpar
+from tests.repeat import crossed
 
 CHOOSE = (Path(__file__).parents[2] / "docs" / "choose.md").read_text()
 STRATEGIES = ("dp4", "tp4+sp", "dp2.tp2+zero3", "pp2.tp2")
@@ -80,9 +81,8 @@ def padded(tmp_path_factory) -> str:
     return f"{path}:make"
 
 
-@pytest.mark.parametrize("strategy", ["tp2+sp", "pp2", "dp2.cp2"])
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_all_commands_say_the_same(kind, strategy, padded, tmp_path):
+@pytest.mark.parametrize(("strategy", "kind"), crossed(["tp2+sp", "pp2", "dp2.cp2"], ["padded", "packed"]))
+def test_all_commands_say_the_same(strategy, kind, padded, tmp_path):
     """Of a batch of three rows whose number is fixed in the graph, and of one packed row."""
     page, tokens = tmp_path / "page.json", 48 if kind == "padded" else 64
     model = (padded,) if kind == "padded" else ("llama", "--tokens", "64")

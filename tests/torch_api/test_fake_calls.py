@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from fxpar.torch_api.fake_calls import RepeatingFakeMode
 from fxpar.torch_api.symbolic import FakeWorld
 
 aten = torch.ops.aten
@@ -58,7 +59,8 @@ def test_a_repeated_call_gives_what_the_first_gave(world: FakeWorld, shape, call
     assert _same(first, second)
     assert _same(first, third)
     assert first is not third
-    plain = FakeWorld(lambda: None, cached=False)
+    plain = FakeWorld(lambda: None)
+    plain.mode.cache_enabled = False
     with plain.mode:
         call(_tensor(plain, *shape))
     assert [str(guard.condition) for guard in world.guards] == [str(guard.condition) for guard in plain.guards]
@@ -84,7 +86,7 @@ def test_results_of_a_repeated_call_are_made_out_of_sight_of_function_modes(worl
 def test_a_repeated_call_is_not_computed_again(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     with world.mode:
         aten.mul.Tensor(_tensor(world, "T", 4), 2.0)
-        monkeypatch.setattr(FakeTensorMode, "_cached_dispatch_impl", None)  # torch's own memory
+        monkeypatch.setattr(FakeTensorMode, "_dispatch_impl", None)
         aten.mul.Tensor(_tensor(world, "T", 4), 3.0 - 1.0)
         with pytest.raises(TypeError):
             aten.mul.Tensor(_tensor(world, "T", 5), 2.0)
@@ -129,3 +131,38 @@ def test_a_repeated_write_returns_the_tensor_that_was_written(world: FakeWorld) 
         xs = [_tensor(world, "T", 4) for _ in range(3)]
     for x in xs:
         assert world.mode.__torch_dispatch__(aten.mul_.Tensor, (), (x, 2.0)) is x
+
+
+@pytest.mark.parametrize(
+    ("call", "kept"),
+    [
+        (lambda x: aten.index.Tensor(x, [aten.arange.default(3)]), True),
+        (lambda x: aten.mul.out(x, x, out=x), False),
+        (lambda x: aten.unsqueeze_.default(x, 0), False),
+        (lambda x: aten._unsafe_view.default(x, [24]), False),
+        (lambda x: aten.sym_size.int(x, 0), False),
+    ],
+    ids=["index by numbers", "out", "a view in place", "unsafe view", "a size"],
+)
+def test_only_calls_that_torch_would_keep_are_kept(world: FakeWorld, call, kept: bool) -> None:
+    with world.mode:
+        x = _tensor(world, 6, 4)
+        call(x)
+    ops = {known.func for known in world.mode._calls.values()}
+    assert bool(ops & {aten.index.Tensor, aten.mul.out, aten.unsqueeze_.default, aten._unsafe_view.default}) == kept
+
+
+def test_an_index_by_a_mask_is_asked_each_time(world: FakeWorld) -> None:
+    with world.mode:
+        x = _tensor(world, 6, 4)
+        for _ in range(2):
+            aten.index.Tensor(x, [aten.arange.default(3)])
+            with pytest.raises(DynamicOutputShapeException):
+                aten.index.Tensor(x, [aten.gt.Scalar(aten.select.int(x, 1, 0), 0.0)])
+
+
+def test_a_result_that_is_made_otherwise_is_not_kept(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RepeatingFakeMode, "_make", lambda self, result, args: torch.empty(1, device="meta"))
+    with world.mode:
+        aten.mul.Tensor(_tensor(world, "T", 4), 2.0)
+    assert not world.mode._calls

@@ -5,12 +5,22 @@ from __future__ import annotations
 import itertools
 import operator
 
+import pytest
 import torch
 
 from fxpar.torch_api import sizes
 from fxpar.torch_api.symbolic import FakeWorld
 
-OPERATIONS = [operator.add, operator.sub, operator.mul, operator.eq, operator.ne, operator.lt, operator.ge]
+OPERATIONS = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.eq,
+    operator.ne,
+    operator.lt,
+    operator.ge,
+    operator.floordiv,
+]
 
 
 def _world() -> tuple[FakeWorld, torch.SymInt]:
@@ -57,3 +67,22 @@ def test_decided_without_guards():
     assert (world.guards, world.replacements()) == ([], {})
     assert T == 6
     assert (len(world.guards), len(world.replacements())) == (1, 1)
+
+
+@pytest.mark.parametrize("made", [lambda T: (T * 2) // 2, lambda T: (T * 3) % (T * 2), lambda T: -T, lambda T: T / 2])
+def test_what_is_made_of_sizes_remembers_too(made):
+    # A plain node hands on plain nodes, and all behind it is computed again and again.
+    _, T = _world()
+    assert type(made(T).node) is sizes.SizeNode
+    assert type((made(T) + 1).node) is sizes.SizeNode
+    assert type(torch.sym_not(made(T) > 3).node) is sizes.SizeNode
+
+
+def test_truth_values_and_sums_remember_too():
+    _, T = _world()
+    either = T.node.wrap_bool(False).or_((T > 3).node)
+    assert type(either) is sizes.SizeNode
+    assert either is T.node.wrap_bool(False).or_((T > 3).node)
+    assert type(T.node.sym_sum([T.node, (T * 2).node])) is sizes.SizeNode
+    assert T.node.wrap_int(1).pytype is int
+    assert T.node.wrap_bool(True).pytype is bool

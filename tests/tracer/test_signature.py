@@ -1,26 +1,38 @@
-"""Where a model is traced: results of ops are kept where layers repeat often enough to be met again."""
+"""Where a model is traced: calls like an earlier one are not computed again, and the graph is the same."""
 
 from __future__ import annotations
 
 import pytest
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
+from fxpar import losses
 from fxpar.ir.printer import format_graph
-from fxpar.tracer import capture, signature
-from fxpar.tracer.signature import make_world
-from tests.captured import Mlp, squared, vectors
+from fxpar.models.llama import Llama, LlamaOptions
+from fxpar.torch_api.fake_calls import RepeatingFakeMode
+from fxpar.tracer import capture
+from tests.captured import Mlp, squared, tokens, vectors
+
+MODELS = {
+    "mlp": lambda: (Mlp(nn.functional.gelu, (6, 6, 6, 6)), squared, vectors(6, 6, 5)[0]),
+    "llama": lambda: (Llama(LlamaOptions(2, 16, 4, 2, 24, 31)), losses.causal_lm, tokens(31, 9, rows=2)[0]),
+}
 
 
-@pytest.mark.parametrize(("layers", "kept"), [(1, False), (63, False), (64, True)])
-def test_results_are_kept_for_models_of_many_modules(layers, kept):
-    """The container is a module too."""
-    assert make_world(nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))).mode.cache_enabled == kept
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_captured_is_the_same(name, monkeypatch):
+    graphs, computed = [], []
+    compute = FakeTensorMode._dispatch_impl
 
+    def counted(*args):
+        computed[-1] += 1
+        return compute(*args)
 
-def test_what_is_captured_is_the_same(monkeypatch):
-    found = []
-    for most in (0, 1000):
-        monkeypatch.setattr(signature, "_MODULES_OF_FEW_LAYERS", most)
-        graph = capture(Mlp(nn.functional.gelu, (6, 6, 6, 6)), squared, vectors(6, 6, 5)[0])
-        found.append(format_graph(graph, fold=False))
-    assert found[0] == found[1]
+    monkeypatch.setattr(FakeTensorMode, "_dispatch_impl", counted)
+    for remembering in (True, False):
+        if not remembering:
+            monkeypatch.setattr(RepeatingFakeMode, "_remember", lambda *_: None)
+        computed.append(0)
+        graphs.append(format_graph(capture(*MODELS[name]()), fold=False))
+    assert graphs[0] == graphs[1]
+    assert computed[0] < (1.0 if name == "mlp" else 0.7) * computed[1]
