@@ -153,7 +153,11 @@ def _params(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
 
 
 def _collectives(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
-    sizes = ", ".join(f"{name}={size}" for name, size in diff.old.sizes.items())
+    new = diff.new.sizes
+    sizes = ", ".join(
+        f"{name}={size}" + (f" -> {new[name]}" if new.get(name, size) != size else "")
+        for name, size in diff.old.sizes.items()
+    )
     who = "a rank of each stage" if _stages(diff.old) + _stages(diff.new) > 2 else "a rank"
     yield Styled("")
     yield Styled(f"collectives ({f'{sizes}; ' if sizes else ''}bytes that {who} sends):", "bold")

@@ -96,9 +96,9 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     yield from _said(f"parameters, {shown}", width, 0, "bold")
     yield from _param_table(document, width)
     yield Styled("")
-    padded = document["padded"]  # in a run; figures are for the example as it is
+    padded = document["padded"]
     sizes = ", ".join(
-        f"{name}={size}" + (f", padded to {padded[name]} when it runs" if padded.get(name, size) != size else "")
+        f"{name}={size}" + (f", figures are for {padded[name]}" if padded[name] != size else "")
         for name, size in document["sizes"].items()
     )
     total = f"{document['collectives']} collectives"

@@ -11,6 +11,7 @@ from fxpar.graph_diff.digest import BETWEEN_STAGES
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
+from fxpar.ir.graph import run_dims, run_sizes
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.sent import sent
@@ -27,7 +28,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
         "params": params,
         "weight_bytes": _weight_bytes(program),
         "modules": _modules(program, found),
-        "padded": {d.name: d.example + -d.example % program.divisors.get(d.name, 1) for d in program.dims},
+        "padded": run_sizes(program),
         "collectives": len(found),
         "wire_bytes": round(sum(each.wire_bytes for each in found)),
         "sent": sent(program).to_json(),
@@ -56,7 +57,7 @@ def _messages(program: Program) -> dict[str, list[int]]:
     """Bytes of the messages between pipeline stages, by what they carry."""
     if not isinstance(program, PipelineGraph):
         return {}
-    dims = {d.symbol: d.example for d in program.dims}
+    dims = run_dims(program)
     return {
         what: [
             stored.local.numel(dims) * stored.local.dtype.itemsize

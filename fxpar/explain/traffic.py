@@ -12,7 +12,7 @@ from torch import fx
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import starred
-from fxpar.ir.graph import Output
+from fxpar.ir.graph import Output, run_dims
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_of, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
@@ -78,7 +78,7 @@ def traffic(program: Program) -> tuple[CollectiveTraffic, ...]:
 
 
 def _traffic(program: Program) -> Iterator[CollectiveTraffic]:
-    dims = {d.symbol: d.example for d in program.dims}
+    dims = run_dims(program)
     mesh = program.strategy.mesh
     ends, weights = _ends(program), _weights(program)
     for printed in parts(program):
