@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -116,21 +117,31 @@ def test_all_commands_say_the_same(kind, strategy, padded, tmp_path):
         assert took == pytest.approx(1e3 * dumped["time"]["micro_batch_s"], rel=0.02)
     else:
         between = [row for row in explain["modules"] if row["module"] == "between stages"]
-        assert sum(row["wire_bytes"] for row in between) == explain["message_bytes"] == 2 * sent["micro_batch_bytes"]
+        assert sum(row["micro_batch_bytes"] for row in between) == explain["message_bytes"]
+        assert explain["message_bytes"] == 2 * sent["micro_batch_bytes"]
         assert sent["fixed_bytes"] == 0
         assert explain["weight_bytes"] < sum(row["local_bytes"] for row in explain["params"])
 
 
 @pytest.mark.parametrize("strategy", ["tp4+sp", "dp2.tp2+zero3"])
 def test_a_collective_has_one_owner(strategy):
-    by_dump: dict[str, float] = {}
+    """And counts for a micro-batch or once for a mini-batch: of what parameters cause and modules send neither is more
+    than a rank sends.
+    """
+    names = ("micro_batch_bytes", "mini_batch_bytes")
+    by_dump: dict[tuple[str, str], float] = defaultdict(float)
     for each in dump(strategy)["collectives"]:
-        name = re.sub(r"\.\d+", ".*", each["fqn"])
-        by_dump[name] = by_dump.get(name, 0) + each["bytes"]
-    by_explain: dict[str, float] = {}
-    for row in read("explain", "llama", "-s", strategy)["modules"]:
-        by_explain[row["module"]] = by_explain.get(row["module"], 0) + row["wire_bytes"]
+        once = each["part"] in ("prologue", "epilogue")
+        by_dump[re.sub(r"\.\d+", ".*", each["fqn"]), names[once]] += each["bytes"]
+    found = read("explain", "llama", "-s", strategy)
+    by_explain: dict[tuple[str, str], float] = defaultdict(float)
+    for row in found["modules"]:
+        for name in filter(row.get, names):
+            by_explain[row["module"], name] += row[name]
     assert by_explain == pytest.approx(by_dump, abs=8)
+    for name in names:
+        assert sum(row[name] for row in found["modules"]) == pytest.approx(found["sent"][name], abs=8)
+        assert sum(row[name] for row in found["params"]) <= found["sent"][name] + len(found["params"])
 
 
 def test_a_dump_says_what_is_sent_and_how_long_it_takes():
