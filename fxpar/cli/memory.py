@@ -24,7 +24,7 @@ from fxpar.memory.prediction import prediction_of
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "for backward", "messages", "peak", "rank")
 _MEANT = {
     "stays": "weights, their gradients and the optimizer",
-    "for backward": "activations kept until their backward",
+    "for backward": "activations kept until their backward, at most",
     "per token": "those of one micro-batch, by its tokens",
     "peak": "all that a rank holds at its fullest moment",
 }
