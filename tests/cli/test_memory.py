@@ -15,7 +15,6 @@ from fxpar.ir.columns import human_bytes
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
 from tests.captured import llama
-from fxpar.ir.columns import human_bytes
 from tests.cli.helpers import fxpar
 
 
@@ -59,9 +58,9 @@ def test_who_pads_the_tokens(strategies, tokens, said):
 
 
 def test_only_tokens_are_asked_for():
-    found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp")
-    assert _sizes_text([found], 77) == ", B = 2, T = 77, padded to 78"
-    assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1")], 77) == ""
+    found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp", tokens=156)
+    assert _sizes_text([found], 154) == ", B = 2, T = 77, padded to 78"
+    assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1", tokens=0)], 77) == ""
 
 
 def test_a_line_per_stage():
@@ -97,6 +96,45 @@ def test_json(tmp_path):
     assert json.loads(out)["strategy"] == "dp1"
 
 
+ROWS = """
+import torch
+from torch import nn
+from fxpar.losses import causal_lm
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, input_ids):
+        assert input_ids.shape[1] <= 32
+        return self.head(self.embed(input_ids).cumsum(1))  # over documents of a row: rows are not packed
+
+
+def make():
+    ids = torch.arange(48).reshape(3, 16) % 32
+    return Sums(), causal_lm, {"input_ids": ids, "labels": ids}
+"""
+
+
+def test_tokens_are_those_of_a_micro_batch_of_several_rows(tmp_path):
+    (tmp_path / "rows.py").write_text(ROWS)
+    model, page = f"{tmp_path / 'rows.py'}:make", tmp_path / "page.json"
+    document = json.loads(fxpar("memory", model, "-s", "tp2", "--tokens", "96", "--json", "-")[1])
+    assert (document["tokens"], document["sizes"]) == (96, {"T": 32})
+    assert fxpar("memory", model, "-s", "tp2", "--tokens", "75")[1].splitlines()[0].endswith(" 2 ranks, T = 25")
+    assert fxpar("viz", model, "-s", "tp2", "--format", "json", "-o", page, "--tokens", "75")[0] == 0
+    assert json.loads(page.read_text())["sent"]["tp2"]["tokens"] == 75
+    for tokens, command in ((97, "memory"), (99, "memory"), (99, "viz")):
+        more = ("-o", tmp_path / "page.html") if command == "viz" else ()
+        status, _, err = fxpar(command, model, "-s", "tp2", "--tokens", tokens, *more)
+        said = " ".join(err.split())
+        assert status != 0
+        assert f"--tokens {tokens}: a micro-batch of this model has tokens in 3 rows of T each" in said
+        assert "Write a multiple of 3, at most 96" in said
+
+
 def test_for_backward_is_one_figure():
     """The most that is kept, in the table of one strategy and of several, also where the peak is at another moment."""
     status, out, err = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096", "--json", "-")
@@ -104,10 +142,11 @@ def test_for_backward_is_one_figure():
     body = json.loads(out)["body"]
     assert body["kept_bytes"] <= body["forward_bytes"] < body["saved_bytes"]
     out = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096")[1]
-    kept = re.search(r"^for backward +(\S+ MB)  activations kept until their backward, at most, when less", out, re.M)[1]
+    words = "activations kept until their backward, at most, when less is held in all"
+    kept = re.search(rf"^for backward +(\S+ MB)  {words}", out, re.MULTILINE)[1]
     assert kept == human_bytes(body["saved_bytes"])
     table = fxpar("memory", "llama", "-s", "pp2.tp2+sp,tp4", "--tokens", "4096")[1]
-    assert re.search(rf"^pp2.tp2\+sp .* {kept} ", table, re.M)
+    assert re.search(rf"^pp2.tp2\+sp .* {kept} ", table, re.MULTILINE)
 
 
 def test_strategies_and_what_a_device_holds():
