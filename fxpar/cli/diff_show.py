@@ -119,7 +119,7 @@ def sides(diff: GraphDiff) -> Table:
     for name in dict.fromkeys([*old.divisors, *new.divisors]):
         left, right = old.divisors.get(name, 1), new.divisors.get(name, 1)
         if left != right:
-            rows.append(((f"{name} padded to",), (f"n x {left}", f"n x {right}", "")))
+            rows.append(((f"{name} a multiple of",), (str(left), str(right), "")))
     rows += [
         (("ops",), (str(old.op_count), str(new.op_count), _signed(new.op_count - old.op_count))),
         (("weights per rank",), _bytes_of(old.weight_bytes, new.weight_bytes)),

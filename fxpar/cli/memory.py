@@ -134,8 +134,8 @@ def _verdict(found: MemoryPrediction, device: int) -> str:
 
 
 def _sizes_text(found: Sequence[MemoryPrediction], tokens: int | None) -> str:
-    """`, T = 77, padded to 78`: what was asked for, and what the runtime makes of it; of several strategies also which
-    of them pad it. Empty without dynamic dims.
+    """`, T = 77, rounded up to 78`: what was asked for, and what figures are for; of several strategies also which of
+    them need it. Empty without dynamic dims.
     """
     parts, first = [], found[0]
     asked = next((name for name in ("T", *first.sizes) if name in first.sizes), "")
@@ -148,7 +148,7 @@ def _sizes_text(found: Sequence[MemoryPrediction], tokens: int | None) -> str:
         padded.pop(size, None)
         alike = any(len(who) == len(found) for who in padded.values())
         told = [f"to {other}" + ("" if alike else f" by {', '.join(who)}") for other, who in padded.items()]
-        parts.append(f", {name} = {size}" + (f", padded {' and '.join(told)}" if told else ""))
+        parts.append(f", {name} = {size}" + (f", rounded up {' and '.join(told)}" if told else ""))
     return "".join(parts)
 
 

@@ -44,11 +44,15 @@ def test_table():
     ("strategies", "tokens", "said"),
     [
         ("tp2", 77, "llama under tp2, 2 ranks, T = 77"),
-        ("tp2+sp", 77, "llama under tp2+sp, 2 ranks, T = 77, padded to 78"),
+        ("tp2+sp", 77, "llama under tp2+sp, 2 ranks, T = 77, rounded up to 78"),
         ("tp2+sp", 78, "llama under tp2+sp, 2 ranks, T = 78"),
-        ("tp2+sp,cp2", 77, "llama, T = 77, padded to 78; the"),
-        ("tp4+sp,dp4,dp2.tp2+sp,cp4", 77, "llama, T = 77, padded to 80 by tp4+sp, cp4 and to 78 by dp2.tp2+sp; the"),
-        ("cp4,dp4", None, "llama, T = 61, padded to 64 by cp4; the"),  # those of the captured example
+        ("tp2+sp,cp2", 77, "llama, T = 77, rounded up to 78; the"),
+        (
+            "tp4+sp,dp4,dp2.tp2+sp,cp4",
+            77,
+            "llama, T = 77, rounded up to 80 by tp4+sp, cp4 and to 78 by dp2.tp2+sp; the",
+        ),
+        ("cp4,dp4", None, "llama, T = 61, rounded up to 64 by cp4; the"),  # those of the captured example
     ],
 )
 def test_who_pads_the_tokens(strategies, tokens, said):
@@ -59,7 +63,7 @@ def test_who_pads_the_tokens(strategies, tokens, said):
 
 def test_only_tokens_are_asked_for():
     found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp", tokens=156)
-    assert _sizes_text([found], 154) == ", B = 2, T = 77, padded to 78"
+    assert _sizes_text([found], 154) == ", B = 2, T = 77, rounded up to 78"
     assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1", tokens=0)], 77) == ""
 
 
@@ -102,19 +106,20 @@ from torch import nn
 from fxpar.losses import causal_lm
 
 
-class Sums(nn.Module):
+class Centered(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
 
     def forward(self, input_ids):
         assert input_ids.shape[1] <= 32
-        return self.head(self.embed(input_ids).cumsum(1))  # over documents of a row: rows are not packed
+        x = self.embed(input_ids)
+        return self.head(x - x.mean(1, keepdim=True))  # sees all of a row: neither packed nor padded
 
 
 def make():
     ids = torch.arange(48).reshape(3, 16) % 32
-    return Sums(), causal_lm, {"input_ids": ids, "labels": ids}
+    return Centered(), causal_lm, {"input_ids": ids, "labels": ids}
 """
 
 
@@ -133,6 +138,22 @@ def test_tokens_are_those_of_a_micro_batch_of_several_rows(tmp_path):
         assert status != 0
         assert f"--tokens {tokens}: a micro-batch of this model has tokens in 3 rows of T each" in said
         assert "Write a multiple of 3, at most 96" in said
+
+
+def test_nothing_is_padded_that_must_not_be(tmp_path):
+    (tmp_path / "rows.py").write_text(ROWS)
+    model = f"{tmp_path / 'rows.py'}:make"
+    assert "dim T: 16 in the example; it takes multiples of 3; figures are for 18, at most 32" in dump_of(model, "cp3")
+    line = fxpar("memory", model, "-s", "cp3", "--tokens", "48")[1].splitlines()[0]
+    assert line.endswith("under cp3, 3 ranks, T = 16, rounded up to 18")
+    assert "(example: T=16, figures are for 18): " in fxpar("explain", model, "-s", "cp3")[1]
+    out = fxpar("diff", model, "-s", "dp3", "-s", "cp3", "--brief")[1]
+    assert re.search(r"^  T a multiple of +1 +3$", out, re.MULTILINE)
+    assert "padded" not in out
+
+
+def dump_of(model, strategy):
+    return fxpar("dump", model, "-s", strategy, "--brief")[1]
 
 
 def test_for_backward_is_one_figure():
