@@ -20,10 +20,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import sympy
 from torch import fx
 
-from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.graph import AnnotatedGraph, run_dims
 from fxpar.ir.node_meta import is_backward
 from fxpar.ir.pass_base import Tier
 from fxpar.remat import chosen_by_module, forward_values, saved_bytes, trace_storages
@@ -43,7 +42,7 @@ class Rematerialize:
         remat, by_rules = graph.strategy.remat, any(rule.remat for rule in graph.strategy.rules)
         if not (remat or by_rules) or not forward_values(graph).needed:
             return
-        dims = self._dims(graph)
+        dims = run_dims(graph, dict(self.sizes))  # that every placement divides
         again = chosen_by_module(graph, dims)
         if not again and remat and remat.mode == "full" and not by_rules:
             graph.notes.append(
@@ -57,12 +56,6 @@ class Rematerialize:
             graph.notes.append(
                 f"{remat}: {saved:.3f} MB per rank are saved for the backward at {where or 'these sizes'}"
             )
-
-    def _dims(self, graph: AnnotatedGraph) -> dict[sympy.Symbol, int]:
-        """Sizes that every placement divides, as the runtime pads them."""
-        given = dict(self.sizes)
-        divisors = {d.name: graph.divisors.get(d.name, 1) for d in graph.dims}
-        return {d.symbol: -(-given.get(d.name, d.example) // divisors[d.name]) * divisors[d.name] for d in graph.dims}
 
 
 def _duplicate(graph: AnnotatedGraph, again: frozenset[fx.Node]) -> list[fx.Node]:

@@ -6,7 +6,7 @@ line of their own, and on lines of their own if need be. No number is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.graph_diff.compare import DiffRow, GraphCounts, GraphDiff, total
+from fxpar.graph_diff.compare import DiffRow, GraphDiff, total
 from fxpar.graph_diff.digest import Digest
 from fxpar.graph_diff.lines import SectionDiff
 from fxpar.graph_diff.modules import ModulePlace, ranges
@@ -45,10 +45,10 @@ class Table:
     rows: Sequence[tuple[tuple[str, ...], tuple[Cell, ...]]]
 
     def lines(self, width: int | None) -> list[Styled]:
-        """Aligned columns, or what fits in `width`. Rows called "all" or as in SUMS are sums."""
+        """Aligned columns, or what fits in `width`. Rows called as in SUMS are sums."""
         keys = _aligned([self.keys, *(row[0] for row in self.rows)], right=False)
         cells = _aligned([self.values, *_pairs([row[1] for row in self.rows])], right=True)
-        styles = ["bold", *("bold" if row[0][0] in ("all", *SUMS) else "" for row in self.rows)]
+        styles = ["bold", *("bold" if row[0][0] in SUMS else "" for row in self.rows)]
         found: list[Styled] = []
         if width is None or 4 + len(keys[0]) + len(cells[0]) <= width:
             return [Styled(f"  {k}  {c}".rstrip(), s) for k, c, s in zip(keys, cells, styles, strict=True)]
@@ -119,7 +119,7 @@ def sides(diff: GraphDiff) -> Table:
     for name in dict.fromkeys([*old.divisors, *new.divisors]):
         left, right = old.divisors.get(name, 1), new.divisors.get(name, 1)
         if left != right:
-            rows.append(((f"{name} padded to",), (f"n x {left}", f"n x {right}", "")))
+            rows.append(((f"{name} a multiple of",), (str(left), str(right), "")))
     rows += [
         (("ops",), (str(old.op_count), str(new.op_count), _signed(new.op_count - old.op_count))),
         (("weights per rank",), _bytes_of(old.weight_bytes, new.weight_bytes)),
@@ -153,7 +153,11 @@ def _params(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
 
 
 def _collectives(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
-    sizes = ", ".join(f"{name}={size}" for name, size in diff.old.sizes.items())
+    new = diff.new.sizes
+    sizes = ", ".join(
+        f"{name}={size}" + (f" -> {new[name]}" if new.get(name, size) != size else "")
+        for name, size in diff.old.sizes.items()
+    )
     who = "a rank of each stage" if _stages(diff.old) + _stages(diff.new) > 2 else "a rank"
     yield Styled("")
     yield Styled(f"collectives ({f'{sizes}; ' if sizes else ''}bytes that {who} sends):", "bold")
@@ -161,9 +165,7 @@ def _collectives(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
         yield Styled("  none")
         return
     rows = [(row.key, _sent(row, bare=row.key[1] == "reshard")) for row in diff.collectives]
-    once = [row for row in diff.collectives if row.key[0] in ONCE]
-    each = [row for row in diff.collectives if row.key[0] not in ONCE]
-    rows += [((name, "", ""), _sent(total(of))) for name, of in zip(SUMS, (each, once), strict=True) if of]
+    rows += [((name, "", ""), _sent(of)) for name, of in _sums(diff.collectives, lambda key: key[0])]
     yield from Table(("part", "kind", "axis"), ("calls", "bytes", "change", ""), rows).lines(width)
     if any(row.key[1] == "reshard" for row in diff.collectives):
         yield Styled(f"  {RESHARD_NOTE}")
@@ -175,12 +177,19 @@ def _blocks(diff: GraphDiff, width: int | None) -> Iterator[Styled]:
     if not changed:
         return
     rows = [(key, _numbers(row)) for key, row in folded(changed)]
-    same = total([row for row in diff.blocks if not row.differs])
-    if same.old != GraphCounts():
-        rows.append((("others", ""), _numbers(same)))
-    rows.append((("all", ""), _numbers(total(diff.blocks))))
+    same = [row for row in diff.blocks if not row.differs]
+    rows += [(("others", name), _numbers(of)) for name, of in _sums(same, lambda key: key.part)]
+    rows += [((name, ""), _numbers(of)) for name, of in _sums(diff.blocks, lambda key: key.part)]
     yield from (Styled(""), Styled("blocks that differ (ops, tensors sent, their bytes):", "bold"))
     yield from Table(("block", "part"), ("ops", "tensors", "bytes", "change"), rows).lines(width)
+
+
+def _sums(rows: Sequence[DiffRow[Any]], part: Callable[[Any], str]) -> Iterator[tuple[str, DiffRow[str]]]:
+    """What counts per micro-batch and what once per mini-batch, never added; `part` of a row's key."""
+    for name, once in zip(SUMS, (False, True), strict=True):
+        of = [row for row in rows if (part(row.key) in ONCE) == once]
+        if of:
+            yield name, total(of)
 
 
 def folded(rows: Iterable[DiffRow[ModulePlace]]) -> list[tuple[tuple[str, str], DiffRow[ModulePlace]]]:

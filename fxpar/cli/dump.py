@@ -32,7 +32,7 @@ from fxpar.errors import (
 from fxpar.graph_files import SavedGraph, kind_of, save_graph
 from fxpar.ir.columns import folded
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph, run_sizes
 from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, format_graph, matches, parts, without_folders
@@ -134,7 +134,7 @@ def predicted_time(request: DumpRequest, graph: AnyGraph) -> tuple[StepTime, str
     if not isinstance(graph, Program) or not sent(graph).tokens:
         return None
     cluster, words = devices_of(request, graph.strategy.world)
-    return step_time(graph, cluster, {d.name: d.example for d in graph.dims}), words
+    return step_time(graph, cluster, run_sizes(graph)), words
 
 
 def devices_of(request: DumpRequest, world: int) -> tuple[ClusterSpec, str]:
@@ -162,14 +162,12 @@ def planned(request: DumpRequest, graph: PipelineGraph) -> Timeline:
     """
     from fxpar.cost.polynomial import sequences_of
     from fxpar.memory import schedule_of, steady_micro_batches
-    from fxpar.memory.state import padded_sizes
     from fxpar.viz.inside import Inside
 
     cluster, _ = devices_of(request, graph.strategy.world)
     cluster.require(graph.strategy.world)
     plan = schedule_of(graph, request.micro_batches or steady_micro_batches(graph.strategy))
-    sizes = padded_sizes(graph, {})
-    return Inside(graph, cluster).timeline(plan, sequences_of(graph, sizes).lengths)
+    return Inside(graph, cluster).timeline(plan, sequences_of(graph, run_sizes(graph)).lengths)
 
 
 def schedule_text(request: DumpRequest, graph: PipelineGraph, timeline: Timeline) -> str:

@@ -14,10 +14,12 @@ from rich.text import Text
 
 from fxpar.cli.diff_show import Styled, Table
 from fxpar.explain.document import Document
+from fxpar.explain.traffic import SENDS
 from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.sent import Sent
 
 _SENT = tuple(field.name for field in fields(Sent))
+_SENDS = ("sends per micro-batch", "per mini-batch")
 MOST_NODES = 4  # names of nodes in a row before the rest is counted
 EVERYWHERE = "root, or several modules"
 PRICE_LINE = (
@@ -98,9 +100,9 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     yield from _said(f"parameters, {shown}", width, 0, "bold")
     yield from _param_table(document, width)
     yield Styled("")
-    padded = document["padded"]  # in a run; figures are for the example as it is
+    padded = document["padded"]
     sizes = ", ".join(
-        f"{name}={size}" + (f", padded to {padded[name]} when it runs" if padded.get(name, size) != size else "")
+        f"{name}={size}" + (f", figures are for {padded[name]}" if padded[name] != size else "")
         for name, size in document["sizes"].items()
     )
     total = f"{document['collectives']} collectives"
@@ -131,11 +133,11 @@ def _param_table(document: Document, width: int | None) -> Iterator[Styled]:
             *([_ranges(row["stages"])] if staged else []),
             row["stored"],
             human_bytes(row["local_bytes"]),
-            human_bytes(row["wire_bytes"]),
+            *(human_bytes(row[name]) for name in SENDS),
         )
         for row in document["params"]
     ]
-    titles = ("parameter", "", *["stages"] * staged, "stored", "holds", "sends for it")
+    titles = ("parameter", "", *["stages"] * staged, "stored", "holds", *_SENDS)
     return _table(titles, 3 + staged, rows, width)
 
 
@@ -155,13 +157,13 @@ def _module_table(modules: Sequence[Document], top: int, width: int | None) -> I
     for row in modules[:top]:
         calls = ", ".join(f"{c['calls']} {c['kind']} {c['axis']}" for c in row["collectives"])
         name = row["module"] or EVERYWHERE
-        rows.append((name, row["what"], calls, human_bytes(row["wire_bytes"]), f"{row['share']:.1%}"))
+        rows.append((name, row["what"], calls, *(human_bytes(row[each]) for each in SENDS)))
     rest = modules[top:]
     if rest:
-        size, share = sum(r["wire_bytes"] for r in rest), sum(r["share"] for r in rest)
+        sizes = (human_bytes(sum(r[each] for r in rest)) for each in SENDS)
         calls = f"{sum(r['calls'] for r in rest)} collectives"
-        rows.append((f"{len(rest)} more", "", calls, human_bytes(size), f"{share:.1%}"))
-    return _table(("module", "of", "collectives", "sends", "share"), 3, rows, width)
+        rows.append((f"{len(rest)} more", "", calls, *sizes))
+    return _table(("module", "of", "collectives", *_SENDS), 3, rows, width)
 
 
 def _border_table(borders: Sequence[Document], width: int | None) -> Iterator[Styled]:

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import LogicalGraph, TensorMeta
+from fxpar.ir.graph import LogicalGraph, TensorMeta, run_dims
 from fxpar.ir.node_meta import fqn_of, is_backward, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.printer import AnyGraph, PrintedPart, matches, parts
@@ -25,7 +25,6 @@ def graph_document(
     """One dict per graph; sizes are integers or expressions in the dynamic dims, as text. Of a pipeline the document
     has one such dict per stage, or that of `pipeline_stage` alone. With `fqn` nodes of modules that match the glob.
     """
-    divisors = {} if isinstance(graph, LogicalGraph) else graph.divisors
     document: dict[str, Any] = {
         "model": graph.name,
         "stage": stage,
@@ -36,7 +35,7 @@ def graph_document(
                 "example": dim.example,
                 "minimum": dim.minimum,
                 "maximum": dim.maximum,
-                "divisor": divisors.get(dim.name, 1),
+                "divisor": graph.divisors.get(dim.name, 1),
             }
             for dim in graph.dims
         ],
@@ -86,7 +85,7 @@ def schedule_document(graph: PipelineGraph, timeline: Timeline) -> dict[str, Any
 
 def _pipeline(graph: PipelineGraph) -> dict[str, Any]:
     """What concerns all stages."""
-    dims = {d.symbol: d.example for d in graph.dims}
+    dims = run_dims(graph)
     messages = [
         {
             "from": stage.index,
@@ -154,7 +153,7 @@ def _node(node: fx.Node, part: PrintedPart) -> dict[str, Any]:
 
 
 def _collectives(graph: Program) -> dict[str, Any]:
-    dims = {d.symbol: d.example for d in graph.dims}
+    dims = run_dims(graph)
     mesh = graph.strategy.mesh
     return {
         "collectives": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import from_cache, placed_words, read_for_store, rows_once, strategies_of
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.polynomial import micro_batch_sizes
 from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
@@ -24,7 +25,7 @@ from fxpar.memory.prediction import prediction_of
 _STAGE_TITLES = ("stage", "ranks", "from", "weights", "accumulators", "for backward", "messages", "peak", "rank")
 _MEANT = {
     "stays": "weights, their gradients and the optimizer",
-    "for backward": "activations kept until their backward",
+    "for backward": "activations kept until their backward, at most",
     "per token": "those of one micro-batch, by its tokens",
     "peak": "all that a rank holds at its fullest moment",
 }
@@ -70,8 +71,7 @@ def _predicted(
     count = request.micro_batches or steady_micro_batches(strategy)
 
     def build() -> tuple[dict[str, Any], tuple[str, ...]]:
-        names = [] if request.tokens is None else [dim.name for dim in rows().dims]
-        sizes = None if request.tokens is None else {_token_name(names): request.tokens}
+        sizes = None if request.tokens is None else micro_batch_sizes(rows(), request.tokens)
         program = read_for_store(request.source, strategy, sizes, rows)
         conditions = Conditions(longest=request.longest)
         found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
@@ -133,25 +133,22 @@ def _verdict(found: MemoryPrediction, device: int) -> str:
     return "fits" if found.peak_bytes <= device else "does not fit"
 
 
-def _token_name(names: Collection[str]) -> str:
-    """Of dynamic dims the one that counts tokens, or what comes first where there are none."""
-    return next((name for name in ("T", *names) if name in names), "T")
-
-
 def _sizes_text(found: Sequence[MemoryPrediction], tokens: int | None) -> str:
-    """`, T = 77, padded to 78`: what was asked for, and what the runtime makes of it; of several strategies also which
-    of them pad it. Empty without dynamic dims.
+    """`, T = 77, rounded up to 78`: what was asked for, and what figures are for; of several strategies also which of
+    them need it. Empty without dynamic dims.
     """
-    parts = []
-    for name in found[0].sizes:
+    parts, first = [], found[0]
+    asked = next((name for name in ("T", *first.sizes) if name in first.sizes), "")
+    rows = first.tokens // first.sizes[asked] if first.tokens and asked else 1
+    for name in first.sizes:
         padded: dict[int, list[str]] = {}
         for one in found:
             padded.setdefault(one.sizes[name], []).append(one.strategy)
-        size = min(padded) if tokens is None or name != _token_name(found[0].sizes) else tokens
+        size = min(padded) if tokens is None or name != asked else tokens // rows
         padded.pop(size, None)
         alike = any(len(who) == len(found) for who in padded.values())
         told = [f"to {other}" + ("" if alike else f" by {', '.join(who)}") for other, who in padded.items()]
-        parts.append(f", {name} = {size}" + (f", padded {' and '.join(told)}" if told else ""))
+        parts.append(f", {name} = {size}" + (f", rounded up {' and '.join(told)}" if told else ""))
     return "".join(parts)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxpar.errors import GraphFileError
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph, run_dims
 from fxpar.remat import run_on_meta, tensors_of
 
 # Every rank of a program is a thread of this process.
@@ -51,7 +51,7 @@ def rehearse(path: str, graph: LogicalGraph | Program, dims: Mapping[sympy.Symbo
         ranks, graphs = 1, [graph.gm.graph]
     else:
         ranks, graphs = graph.strategy.world, [part.graph for part in graph.parts.values()]
-        dims = {d.symbol: _up(dims.get(d.symbol, d.example), graph.divisors.get(d.name, 1)) for d in graph.dims}
+        dims = run_dims(graph, {symbol.name: size for symbol, size in dims.items()})
     if ranks > MOST_RANKS:
         raise GraphFileError(path, f"its {ranks:,} ranks are more than the {MOST_RANKS} that are run here", _AGAIN)
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
@@ -60,10 +60,6 @@ def rehearse(path: str, graph: LogicalGraph | Program, dims: Mapping[sympy.Symbo
 
 
 _AGAIN = "Write it again with: fxpar dump MODEL -o FILE.fxpar"
-
-
-def _up(size: int, divisor: int) -> int:
-    return -(-size // max(1, divisor)) * max(1, divisor)
 
 
 def _rehearse(path: str, graph: fx.Graph, dims: Mapping[sympy.Symbol, int], limit: int) -> None:

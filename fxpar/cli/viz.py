@@ -16,7 +16,7 @@ from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, rows_once, strategies_of
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.polynomial import token_dim
+from fxpar.cost.polynomial import micro_batch_sizes
 from fxpar.errors import (
     DrawnRanksError,
     OpenStdoutError,
@@ -140,7 +140,8 @@ def _views(
         if cluster:
             cluster.require(graph.strategy.world)
         text = str(graph.strategy)
-        sizes = _sizes(graph, request.tokens or budgets.get(text))
+        tokens = request.tokens or budgets.get(text)
+        sizes = None if tokens is None else micro_batch_sizes(graph, tokens)
         view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
         views.append(replace(view, tflops=request.tflops))
     return views
@@ -150,11 +151,6 @@ def _check_ranks(strategy: Strategy) -> None:
     """Raises DrawnRanksError."""
     if strategy.world > MOST_DRAWN:
         raise DrawnRanksError(str(strategy), strategy.world, MOST_DRAWN)
-
-
-def _sizes(graph: TrainGraph, tokens: int | None) -> Mapping[str, int] | None:
-    dim = token_dim(graph)
-    return {dim.name: tokens} if tokens is not None and dim is not None else None
 
 
 def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> list[str]:

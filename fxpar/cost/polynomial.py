@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fxpar.cost.ops import SizesAt
+from fxpar.errors import DimNameError, MicroBatchTokensError
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import Dim, TensorMeta
+from fxpar.ir.graph import Dim, LogicalGraph, TensorMeta
+from fxpar.ir.sent import tokens_of
 
 MOST_TOKENS = 16384  # a matrix of T x T numbers takes 1 GB then
 TOKEN_KEYS = ("input_ids", "tokens", "labels", "position_ids")
@@ -91,7 +93,21 @@ class Sizes(SizesAt):
         return math.prod(self(meta))
 
 
-def token_dim(program: Program) -> Dim | None:
+def micro_batch_sizes(graph: Program | LogicalGraph, tokens: int) -> dict[str, int]:
+    """The dynamic dim of `token_dim` by name for a micro-batch of so many tokens, in as many rows as the example's;
+    without token ids it is the dim itself. Raises MicroBatchTokensError.
+    """
+    dim = token_dim(graph)
+    if dim is None:
+        raise DimNameError("T", ())
+    rows = tokens_of(graph.inputs, {d.symbol: 1 if d is dim else d.example for d in graph.dims}) or 1
+    most = dim.maximum or tokens
+    if tokens % rows or not dim.minimum <= tokens // rows <= most:
+        raise MicroBatchTokensError(tokens, rows, dim.name, dim.minimum, dim.maximum)
+    return {dim.name: tokens // rows}
+
+
+def token_dim(program: Program | LogicalGraph) -> Dim | None:
     """The dynamic dim that counts tokens: the last dim of the token ids; without such a batch, the first one."""
     by_symbol = {d.symbol: d for d in program.dims}
     batch = {i.fqn: i.meta for i in program.inputs if i.kind == "batch"}

@@ -89,6 +89,16 @@ class LossError(CaptureError):
         )
 
 
+class LossCallError(CaptureError):
+    """The loss function fails on what it is called with, such as one that takes logits and labels."""
+
+    def __init__(self, why: str, given: str, line: str | None) -> None:
+        super().__init__(
+            f"the loss function failed{_at(None, line)}: {why}. fxpar calls it with the model and the batch, "
+            f"loss(model, batch), and the batch is {given}. Let it call the model and return the sum of the losses"
+        )
+
+
 class MetricError(CaptureError):
     """What the loss function returns beside the loss is no metric that can be added up over ranks and micro-batches."""
 

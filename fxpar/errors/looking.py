@@ -119,6 +119,18 @@ class TokensError(FxparError):
         )
 
 
+class MicroBatchTokensError(FxparError):
+    """A micro-batch of so many tokens that the model cannot have."""
+
+    def __init__(self, tokens: int, rows: int, dim: str, least: int, most: int | None) -> None:
+        takes = f"{dim} from {least:,}" + ("" if most is None else f" to {most:,}")
+        each = f" in {rows:,} rows of {dim} each, as many as in the example" if rows > 1 else f" of {dim} each"
+        super().__init__(
+            f"--tokens {tokens}: a micro-batch of this model has tokens{each}, and it takes {takes}. Write a multiple "
+            f"of {rows:,}" + ("" if most is None else f", at most {rows * most:,}")
+        )
+
+
 class OutputError(FxparError):
     """A result cannot be written where the user wants it."""
 

@@ -15,7 +15,7 @@ from torch import fx
 from fxpar.ir.collectives import partial, reshard, shard
 from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.exec_graph import Communication
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
 from fxpar.ir.node_meta import dist_of, dists_of, tensor_of, wanted_dists
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.traits import is_view
@@ -69,7 +69,7 @@ def moves(graph: AnnotatedGraph) -> tuple[Reshard, ...]:
 
 def _move(graph: AnnotatedGraph, node: fx.Node, moved: set[fx.Node]) -> Reshard:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    value, dims = _unmoved(node), {d.symbol: d.example for d in graph.dims}
+    value, dims = _unmoved(node), run_dims(graph)
     wanting = tuple(u for u in node.users if u.target is not reshard)
     have, wanted = dist_of(value), dist_of(node)
     taken = tuple(_steps(graph, tensor_of(node), dist_of(source), wanted, dims))

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from fxpar.explain.document import Document, decided_by, noted
 from fxpar.explain.rules import rules_document
-from fxpar.explain.traffic import CollectiveTraffic, by_module
+from fxpar.explain.traffic import SENDS, CollectiveTraffic, by_module
 from fxpar.graph_diff.digest import BETWEEN_STAGES
 from fxpar.ir.axes import STAGES, USES
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
+from fxpar.ir.graph import run_dims, run_sizes
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.sent import sent
@@ -29,9 +30,8 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
         "params": params,
         "weight_bytes": _weight_bytes(program),
         "modules": _modules(program, found),
-        "padded": {d.name: d.example + -d.example % program.divisors.get(d.name, 1) for d in program.dims},
+        "padded": run_sizes(program),
         "collectives": len(found),
-        "wire_bytes": round(sum(each.wire_bytes for each in found)),
         "sent": sent(program).to_json(),
         **({"messages": sum(map(len, sent_on)), "message_bytes": sum(map(sum, sent_on))} if sent_on else {}),
         "overrides": [
@@ -44,22 +44,22 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
 
 
 def _modules(program: Program, found: Sequence[CollectiveTraffic]) -> list[Document]:
-    """What modules send, and what stages send to each other, the most first."""
+    """What modules send, and what stages send to each other: first what sends most per micro-batch."""
     rows = by_module(found)
     for what, messages in _messages(program).items():
         size = sum(messages)
         sends = [{"kind": "send", "axis": STAGES, "calls": len(messages)}]
-        row = {"module": BETWEEN_STAGES, "what": what, "calls": len(messages), "wire_bytes": size, "share": 0.0}
+        row = {"module": BETWEEN_STAGES, "what": what, "calls": len(messages)}
+        row |= zip(SENDS, (size, 0), strict=True)
         rows += [{**row, "collectives": sends}] if messages else []
-    whole = sum(row["wire_bytes"] for row in rows) or 1
-    return sorted(({**row, "share": row["wire_bytes"] / whole} for row in rows), key=lambda row: -row["wire_bytes"])
+    return sorted(rows, key=lambda row: [-row[name] for name in SENDS])
 
 
 def _messages(program: Program) -> dict[str, list[int]]:
     """Bytes of the messages between pipeline stages, by what they carry."""
     if not isinstance(program, PipelineGraph):
         return {}
-    dims = {d.symbol: d.example for d in program.dims}
+    dims = run_dims(program)
     return {
         what: [
             stored.local.numel(dims) * stored.local.dtype.itemsize
@@ -76,7 +76,7 @@ def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Docume
     """
     caused = _caused(program, found)
     rows: dict[tuple, Document] = {}
-    held: dict[tuple, list[dict[Mesh, float]]] = {}
+    held: dict[tuple, dict[str, dict[Mesh, float]]] = {}
     seen: set[str] = set()
     for placed in program.placed:
         for info, stored in zip(placed.inputs, placed.stored_inputs, strict=True):
@@ -90,24 +90,26 @@ def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Docume
             seen.add(info.fqn)
             if isinstance(placed, StageProgram):
                 row["stages"] = sorted({*row.get("stages", ()), placed.index})
-            holds, sends = held.setdefault(key, [defaultdict(float), defaultdict(float)])
-            holds[placed.mesh] += stored.local.numel({}) * stored.local.dtype.itemsize
-            sends[placed.mesh] += caused[placed.mesh].pop(info.fqn, 0.0)
-    for key, (holds, sends) in held.items():
-        rows[key] |= {"local_bytes": round(max(holds.values())), "wire_bytes": round(max(sends.values()))}
+            none: dict[str, dict[Mesh, float]] = {name: defaultdict(float) for name in ("local_bytes", *SENDS)}
+            of_rank = held.setdefault(key, none)
+            of_rank["local_bytes"][placed.mesh] += stored.local.numel({}) * stored.local.dtype.itemsize
+            for name in SENDS:
+                of_rank[name][placed.mesh] += caused[placed.mesh].pop((info.fqn, name), 0.0)
+    for key, of_rank in held.items():
+        rows[key] |= {name: round(max(by_mesh.values())) for name, by_mesh in of_rank.items()}
     return list(rows.values())
 
 
-def _caused(program: Program, found: Sequence[CollectiveTraffic]) -> dict[Mesh, dict[str, float]]:
-    """Bytes that a rank of each mesh sends for each parameter."""
+def _caused(program: Program, found: Sequence[CollectiveTraffic]) -> dict[Mesh, dict[tuple[str, str], float]]:
+    """Bytes that a rank of each mesh sends for each parameter, by which of `SENDS` they are."""
     sizes = {info.fqn: info.meta.numel({}) for info in program.inputs if info.kind == "param"}
-    caused: dict[Mesh, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    caused: dict[Mesh, dict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
     for each in found:
         mesh = program.mesh if each.stage is None else program.placed[each.stage].mesh
         whole = sum(sizes.get(fqn, 0) for fqn in each.params) or 1
         for fqn in each.params:
             if fqn in sizes:
-                caused[mesh][fqn] += each.wire_bytes * sizes[fqn] / whole
+                caused[mesh][fqn, each.sends] += each.wire_bytes * sizes[fqn] / whole
     return caused
 
 

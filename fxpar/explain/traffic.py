@@ -13,16 +13,18 @@ from fxpar.ir.axes import USES
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Communication, Part, PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import starred
-from fxpar.ir.graph import Output
+from fxpar.ir.graph import Output, run_dims
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_of, reader_of, source_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
+from fxpar.ir.sent import ONCE
 from fxpar.ops import layout
 from fxpar.ops.traits import is_view
 from fxpar.rules.view import resolve
 
 What = Literal["parameters", "gradients", "loss", "buffers", "activations"]
 _ENDS: dict[str, What] = {"grad": "gradients", "loss": "loss", "buffer": "buffers"}
+SENDS = ("micro_batch_bytes", "mini_batch_bytes")  # what is sent for each micro-batch, and once: never added
 _REDUCES = ("all_reduce", "reduce_scatter")
 _WAIT = "_c10d_functional.wait_tensor"
 
@@ -49,6 +51,11 @@ class CollectiveTraffic:
     source: str | None
     reader: str
     stage: int | None = None
+
+    @property
+    def sends(self) -> str:
+        """Which of `SENDS` its bytes count for."""
+        return SENDS[self.part in ONCE]
 
     @property
     def added_by(self) -> tuple[str, ...]:
@@ -80,7 +87,7 @@ def traffic(program: Program) -> tuple[CollectiveTraffic, ...]:
 
 
 def _traffic(program: Program) -> Iterator[CollectiveTraffic]:
-    dims = {d.symbol: d.example for d in program.dims}
+    dims = run_dims(program)
     mesh = program.strategy.mesh
     ends, weights = _ends(program), _weights(program)
     for printed in parts(program):
@@ -246,21 +253,19 @@ def _mark(program: Program, part: Part, node: fx.Node, out: Output, found: dict[
 
 
 def by_module(found: Sequence[CollectiveTraffic]) -> list[dict[str, Any]]:
-    """Traffic per module with repeated layers folded, the largest first."""
+    """Traffic per module with repeated layers folded: what is sent per micro-batch, and once per mini-batch."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     kinds: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
-    total = sum(each.wire_bytes for each in found) or 1.0
     for each in found:
         key = (starred(each.module), each.what)
-        row = rows.setdefault(key, {"module": key[0], "what": each.what, "calls": 0, "wire_bytes": 0.0})
+        row = rows.setdefault(key, {"module": key[0], "what": each.what, "calls": 0, **dict.fromkeys(SENDS, 0.0)})
         row["calls"] += 1
-        row["wire_bytes"] += each.wire_bytes
+        row[each.sends] += each.wire_bytes
         kinds[key][each.comm.kind, each.comm.axis] += 1
     for key, row in rows.items():
-        row["wire_bytes"] = round(row["wire_bytes"])
-        row["share"] = row["wire_bytes"] / total
+        row |= {name: round(row[name]) for name in SENDS}
         row["collectives"] = [{"kind": k, "axis": a, "calls": n} for (k, a), n in kinds[key].items()]
-    return sorted(rows.values(), key=lambda row: -row["wire_bytes"])
+    return list(rows.values())
 
 
 def casts(program: Program) -> dict[str, tuple[str, ...]]:
@@ -275,4 +280,4 @@ def casts(program: Program) -> dict[str, tuple[str, ...]]:
     return {fqn: tuple(names) for fqn, names in found.items()}
 
 
-__all__ = ["CollectiveTraffic", "by_module", "casts", "traffic"]
+__all__ = ["SENDS", "CollectiveTraffic", "by_module", "casts", "traffic"]

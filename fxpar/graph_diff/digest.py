@@ -20,7 +20,7 @@ from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
 from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
-from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta, run_dims, run_sizes
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
@@ -67,8 +67,8 @@ class Digest:
     """All that a comparison needs. `ops` and `sections` by place; a pipeline's are those of all its stages, and its
     moves those of one rank of each. `stage_bytes`, `stage_fixed`, `stage_once`, `stage_weights`: what one rank of each
     stage sends per micro-batch, the part of it that does not grow with tokens, what it sends once per mini-batch, and
-    the bytes of its parameters. `divisors` and `sizes` (in the
-    example) of the dynamic dims by name; `tokens` of a replica's micro-batch, 0 without token ids.
+    the bytes of its parameters. `divisors` and `sizes` (as a run has them) of the dynamic dims by name; `tokens` of a
+    replica's micro-batch, 0 without token ids.
     """
 
     title: str
@@ -125,12 +125,12 @@ def digest(
     """
     if isinstance(graph, PipelineGraph):
         stages = [digest(stage, only=only, inputs=graph.inputs) for stage in graph.stages]
-        tokens = tokens_of(graph.inputs, {d.symbol: d.example for d in graph.dims})
+        tokens = tokens_of(graph.inputs, run_dims(graph))
         return replace(
             joined(stages, graph.name, graph.strategy, title), cuts=graph.cuts, divisors=graph.divisors, tokens=tokens
         )
     strategy = None if isinstance(graph, LogicalGraph) else graph.strategy
-    dims = {d.symbol: d.example for d in graph.dims}
+    dims = run_dims(graph)
     places = places_of(graph)
 
     def moves(dims: Dims) -> list[SentTensor]:
@@ -144,8 +144,8 @@ def digest(
         title=title or str(strategy or "logical"),
         model=graph.name,
         strategy=strategy,
-        divisors={} if isinstance(graph, LogicalGraph) else dict(graph.divisors),
-        sizes={d.name: d.example for d in graph.dims},
+        divisors=dict(graph.divisors),
+        sizes=run_sizes(graph),
         shapes={info.fqn: info.meta for info in graph.inputs if info.kind == "param"},
         params=params,
         ops=dict(Counter(at for n, at in places.items() if matches(fqn_of(n), only) and not packs_a_bucket(n))),

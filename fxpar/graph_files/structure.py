@@ -48,6 +48,8 @@ def check_value(value: Any) -> None:
             raise GraphFormatError(f"{value} is not how its strategy is written")
     if isinstance(value, Dim) and not 1 <= value.minimum <= value.example <= (value.maximum or math.inf):
         raise GraphFormatError(f"dynamic dim {value.name!r} does not allow its own example")
+    if isinstance(value, AnnotatedGraph | Program) and any(each < 1 for each in value.divisors.values()):
+        raise GraphFormatError(f"dynamic dims cannot be padded to multiples of {sorted(value.divisors.values())}")
     if isinstance(value, TensorMeta) and any(isinstance(size, int) and size < 0 for size in value.shape):
         raise GraphFormatError(f"{value} has a negative size")
     if isinstance(value, LogicalGraph | AnnotatedGraph):

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from fxpar.ir.content import content
 from fxpar.ir.copies import copy_graph, copy_node
 from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta
+from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta, run_dims
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
 from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data
@@ -212,7 +212,7 @@ class Program(ABC):
 
     def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
         """Bytes that one rank sends per step with dynamic dims at `sizes` (the example's by default)."""
-        dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in self.dims}
+        dims = run_dims(self, sizes)
         return round(sum(c.wire_bytes(self.mesh.degree(c.axis), dims) for c in self.communications()))
 
     def fingerprint(self) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import sympy
 import torch
 from torch import fx
 
+from fxpar.errors import DimNameError
 from fxpar.ir.dist_config import DistConfig, short_dtype
 from fxpar.ir.strategy import Strategy
 
@@ -71,6 +72,33 @@ class Dim:
 def dim_symbol(name: str) -> sympy.Symbol:
     """The sympy symbol of a dynamic dim."""
     return sympy.Symbol(name, integer=True, positive=True)
+
+
+class Sized(Protocol):
+    """What has dynamic dims, some of which a run pads to a multiple."""
+
+    @property
+    def dims(self) -> tuple[Dim, ...]: ...
+
+    @property
+    def divisors(self) -> Mapping[str, int]: ...
+
+
+def run_sizes(graph: Sized, sizes: Mapping[str, int] | None = None) -> dict[str, int]:
+    """The dynamic dims by name as a run has them, padded: those of `sizes`, the others as in the example. All figures
+    are for these. Raises DimNameError.
+    """
+    given = {dim.name: dim.example for dim in graph.dims}
+    for name in sizes or {}:
+        if name not in given:
+            raise DimNameError(name, given)
+    return {name: size + -size % graph.divisors.get(name, 1) for name, size in (given | dict(sizes or {})).items()}
+
+
+def run_dims(graph: Sized, sizes: Mapping[str, int] | None = None) -> dict[sympy.Symbol, int]:
+    """`run_sizes` by symbol."""
+    found = run_sizes(graph, sizes)
+    return {dim.symbol: found[dim.name] for dim in graph.dims}
 
 
 @dataclass(frozen=True)
@@ -189,6 +217,11 @@ class LogicalGraph:
 
     def example_dims(self) -> dict[sympy.Symbol, int]:
         return {dim.symbol: dim.example for dim in self.dims}
+
+    @property
+    def divisors(self) -> Mapping[str, int]:
+        """Of a graph that nothing cuts: none."""
+        return {}
 
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}  # of a batch norm; a subclass may count more

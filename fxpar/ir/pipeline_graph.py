@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored
-from fxpar.ir.graph import TensorMeta
+from fxpar.ir.graph import TensorMeta, run_dims
 from fxpar.ir.mesh import Mesh
 
 
@@ -94,7 +94,7 @@ class PipelineGraph(Program):
 
     def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
         """Bytes that a rank of the busiest stage sends per micro-batch, to its own stage and to others."""
-        dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in self.dims}
+        dims = run_dims(self, sizes)
         total: dict[Mesh, int] = defaultdict(int)
         for stage in self.stages:
             total[stage.mesh] += stage.collective_bytes(sizes)

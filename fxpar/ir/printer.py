@@ -24,7 +24,7 @@ from torch import fx
 from fxpar.ir.dist_config import DistConfig, short_dtype
 from fxpar.ir.exec_graph import PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import block_of, starred
-from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta, run_sizes
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, is_backward, is_size, source_of, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.printer_tables import collective_list, collective_table, reshard_table, stage_list, tensor_operands_of
@@ -83,18 +83,19 @@ def header(graph: AnyGraph) -> list[str]:
     """Model, strategy, mesh, dynamic dims with their divisors, notes."""
     stage = next(name for kind, name in _STAGES.items() if isinstance(graph, kind))
     lines = [f"fxpar {stage} graph of {graph.name}"]
-    divisors: dict[str, int] = {}
     if not isinstance(graph, LogicalGraph):
         mesh = graph.strategy.mesh
         axes = " x ".join(f"{axis}{degree}" for axis, degree in mesh.axes)
         lines.append(f"strategy {graph.strategy}: mesh {axes}, {mesh.size} rank{'s' * (mesh.size != 1)}")
         lines += [f"override {pattern}={placement}" for pattern, placement in graph.strategy.overrides]
-        divisors = graph.divisors
     for dim in graph.dims:
-        text, divisor = f"dim {dim.name}: {dim.example} in the example", divisors.get(dim.name, 1)
+        text, divisor = f"dim {dim.name}: {dim.example} in the example", graph.divisors.get(dim.name, 1)
         if divisor > 1:
-            text += f", padded to a multiple of {divisor} when it runs"
-            text += f"; figures are for {dim.example}" if dim.example % divisor else ""
+            padded = isinstance(graph, LogicalGraph) or graph.padding_hazard is None
+            text += (
+                f", padded to a multiple of {divisor} when it runs" if padded else f"; it takes multiples of {divisor}"
+            )
+            text += f"; figures are for {run_sizes(graph)[dim.name]}" if dim.example % divisor else ""
         lines.append(text + (f", at most {dim.maximum}" if dim.maximum is not None else ""))
     if not isinstance(graph, LogicalGraph):
         lines += [f"note: {without_folders(note)}" for note in graph.notes]

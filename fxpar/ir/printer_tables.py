@@ -11,7 +11,7 @@ from fxpar.ir.columns import columns
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
-from fxpar.ir.graph import AnnotatedGraph, Input
+from fxpar.ir.graph import AnnotatedGraph, Input, run_dims, run_sizes
 from fxpar.ir.node_meta import is_size, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.sent import sent
@@ -32,7 +32,7 @@ def collective_table(graph: Program, inputs: Sequence[Input]) -> list[str]:
     """Collectives by part, kind and axis: calls, tensors fused in them, bytes that one rank sends. What is sent per
     micro-batch and what once per mini-batch have a sum each. `inputs` are those of the whole model.
     """
-    dims = {d.symbol: d.example for d in graph.dims}
+    dims = run_dims(graph)
     rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for c in graph.communications():
         row = rows[(c.part, c.kind, c.axis)]
@@ -57,7 +57,7 @@ def stage_list(graph: PipelineGraph) -> list[str]:
         lines.append(f"  {i} on {ranks}, from {graph.cuts[i - 1] if i else 'the start'}, {share:.0%} of the FLOPs")
         for kind, to in (("sent", i + 1), ("sent_grad", i - 1)):
             for fqn, stored in stage.given(kind).items():
-                size = stored.local.numel({d.symbol: d.example for d in graph.dims}) * stored.local.dtype.itemsize
+                size = stored.local.numel(run_dims(graph)) * stored.local.dtype.itemsize
                 lines.append(f"    %{fqn} : {stored.local} to stage {to}, {size:,} bytes")
         lines += [f"    {fqn} is on other stages too" for fqn in stage.taken("param") if held[fqn] > 1]
     found = sent(graph)
@@ -65,7 +65,7 @@ def stage_list(graph: PipelineGraph) -> list[str]:
 
 
 def _micro_batch(graph: Program) -> str:
-    sizes = ", ".join(f"{d.name}={d.example}" for d in graph.dims)
+    sizes = ", ".join(f"{name}={size}" for name, size in run_sizes(graph).items())
     return f"one micro-batch{f', {sizes}' if sizes else ''}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import Input, TensorMeta
+from fxpar.ir.graph import Input, TensorMeta, run_dims
 from fxpar.ir.pipeline_graph import PipelineGraph
 
 ONCE = ("prologue", "epilogue")  # parts that run once per mini-batch, however many micro-batches it has
@@ -38,7 +38,7 @@ class Sent:
         return (self.micro_batch_bytes - self.fixed_bytes) / self.tokens if self.tokens else 0.0
 
     def each(self) -> str:
-        """What the bytes of a micro-batch are made of: ` (25,152 at any length + 3,637.7 per token)`."""
+        """What the bytes of a micro-batch are made of: ` (25,152 at any length + 3,666.0 per token)`."""
         if not self.tokens:
             return ""
         fixed = f"{self.fixed_bytes:,} at any length + " if self.fixed_bytes else ""
@@ -90,7 +90,7 @@ class _Sums:
 
     @classmethod
     def of(cls, program: Program, sizes: Mapping[str, int] | None, inputs: Sequence[Input] | None = None) -> _Sums:
-        dims = {d.symbol: (sizes or {}).get(d.name, d.example) for d in program.dims}
+        dims = run_dims(program, sizes)
         batch = program.inputs if inputs is None else inputs
         fixed = without_tokens(batch, dims)
         return cls(_by_mesh(program, dims), _by_mesh(program, fixed), tokens_of(batch, dims))

@@ -8,6 +8,7 @@ import sympy
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.graph import run_dims, run_sizes
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.sent import tokens_of
 from fxpar.ir.strategy import Strategy
@@ -16,7 +17,7 @@ from fxpar.memory.parts import accumulating_graph
 from fxpar.memory.pipeline import pipeline_over_time
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
-from fxpar.memory.state import home_bytes, padded_sizes
+from fxpar.memory.state import home_bytes
 from fxpar.memory.workspace import Conditions
 from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.layout import layout_of
@@ -70,8 +71,7 @@ def memory_over_time(
     """The prediction with all moments that it is the maximum of; arguments and errors as in `predict_memory`. Of a
     pipeline only ranks at `positions` are looked at; None: at all.
     """
-    whole = padded_sizes(program, sizes or {})
-    dims = {dim.symbol: whole[dim.name] for dim in program.dims}
+    whole, dims = run_sizes(program, sizes), run_dims(program, sizes)
     sums = 0
     if cluster is not None:
         cluster.require(program.strategy.world)

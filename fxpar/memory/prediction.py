@@ -115,6 +115,7 @@ class MemoryPrediction:
             if self.micro_batches == 1:
                 of = "after the micro-batch"
         by = " by the stage that keeps most" if staged else ""
+        elsewhere = ", when less is held in all" if body.saved_bytes > 1.01 * body.kept_bytes else ""
         kept_per_token = f"kept for the backward{by}, at {self.tokens:,} tokens"
         rows = [
             ("master weights", self.master_bytes, "sharded over all ranks"),
@@ -123,8 +124,7 @@ class MemoryPrediction:
             ("gradients", self.home_gradient_bytes, "as the optimizer sees them"),
             ("accumulators", summed, of),
             ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node})"),
-            ("for backward", body.kept_bytes, "of these activations, kept until their backward"),
-            ("at most", body.saved_bytes, "for backward, at another moment, when less is held in all"),
+            ("for backward", body.saved_bytes, f"activations kept until their backward, at most{elsewhere}"),
             ("per token", round(self.per_token_bytes), kept_per_token),
             ("backward", backward, with_),
             ("workspace", body.workspace_bytes, "of the kernel at the peak"),
@@ -134,8 +134,7 @@ class MemoryPrediction:
             ("peak", self.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
             ("reserved", self.reserved_bytes, "by an engine: without optimizer, staging beside a micro-batch"),
         ]
-        elsewhere = body.saved_bytes > 1.01 * body.kept_bytes
-        left_out = {"messages": not staged, "sums": not self.sums_bytes, "at most": not elsewhere}
+        left_out = {"messages": not staged, "sums": not self.sums_bytes}
         left_out["per token"] = not self.tokens
         return [row for row in rows if not left_out.get(row[0])]
 

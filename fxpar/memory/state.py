@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from fxpar.errors import DimNameError
 from fxpar.ir.exec_graph import Program
 from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.layout import ParamLayout
@@ -19,18 +16,6 @@ def home_bytes(program: Program) -> tuple[int, int, int]:
     gradients = _only(home, {out.fqn for out in program.outputs if out.kind == "grad"})
     trained = sum(-(-_only(home, {f}).max_bytes() // p.dtype.itemsize) for f, p in gradients.params.items())
     return home.max_bytes(), OPTIMIZER_BYTES * trained, gradients.max_bytes()
-
-
-def padded_sizes(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Every dynamic dim by name, as the runtime pads it. Raises DimNameError."""
-    known = {dim.name: dim.example for dim in program.dims}
-    for name in sizes:
-        if name not in known:
-            raise DimNameError(name, known)
-    whole = {**known, **sizes}
-    return {
-        name: -(-size // program.divisors.get(name, 1)) * program.divisors.get(name, 1) for name, size in whole.items()
-    }
 
 
 def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:

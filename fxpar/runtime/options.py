@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -173,6 +174,9 @@ class ParallelizeOptions:
         hints = get_type_hints(ParallelizeOptions)
         for one in fields(self):
             value, hint = getattr(self, one.name), hints[one.name]
+            if isinstance(value, Integral) and not isinstance(value, int):  # a numpy integer
+                value = int(value)
+                object.__setattr__(self, one.name, value)
             words = get_args(hint) if get_origin(hint) is Literal else one.metadata.get("words")
             if words and value not in words:
                 wanted = f"none of {', '.join(words)}{nearest(str(value), words)}"

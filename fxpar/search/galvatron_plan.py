@@ -65,8 +65,8 @@ class GalvatronPlan:
 
 
 def as_strategy(plan: GalvatronPlan, layers: str = "model.layers") -> Strategy:
-    """The plan as one strategy of fxpar's: what the ends have for the whole model, and a rule for each run of layers that
-    has something else. `layers` is the FQN of the list of layers.
+    """The plan as one strategy of fxpar's: what the ends have for the whole model, and a rule for each run of layers
+    that has something else. `layers` is the FQN of the list of layers.
 
     Replicas are as many as all layers have. Where a layer has more, its replicas share the tokens of one (cp): the work
     and the weights are divided as in the plan, but attention swaps tokens for heads.

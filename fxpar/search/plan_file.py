@@ -126,6 +126,8 @@ def read_plan(path: str) -> Plan:
     """Read and check a file. Raises PlanFileError, which names the key."""
     try:
         return parse_plan(Path(path).read_text(encoding="utf-8"), path)
+    except IsADirectoryError as error:
+        raise PlanFileError(path, "it is a folder; name the file that fxpar plan -o has written") from error
     except OSError as error:
         raise PlanFileError(path, f"it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -62,7 +62,8 @@ class WeightsFolder:
         """
         where = Path(path).expanduser()
         if not where.is_dir():
-            raise WeightsFolderError(where, "is not a folder. Nothing is downloaded: name a local one")
+            what = "is a file" if where.exists() else "does not exist"
+            raise WeightsFolderError(where, f"{what}. Nothing is downloaded: name a local folder")
         found = cls(where, {})
         index = where / INDEX
         found.files = found._of_index(index) if index.is_file() else found._of_files(_weight_files(where))

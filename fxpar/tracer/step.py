@@ -19,6 +19,7 @@ from fxpar.errors import (
     DeviceError,
     FixedLengthError,
     ForwardArgumentsError,
+    LossCallError,
     LossError,
     MissingInputError,
     SymbolicSizeError,
@@ -67,7 +68,7 @@ class RawTrace:
 def _call_loss(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Any:
     try:
         return loss_fn(model, batch)
-    except (AttributeError, KeyError, TypeError) as error:
+    except KeyError as error:  # of any other error `TracedStep` makes one of its own
         if not _inside(error, inspect.unwrap(model.forward)):
             keys = f"; the keys of the batch are {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
             error.add_note(f"fxpar calls the loss function with the model and the batch, loss(model, batch){keys}")
@@ -256,7 +257,12 @@ class TracedStep(Traced):
     averaged: Averaged | None = None
 
     def _translate(self, error: Exception) -> CaptureError | None:
-        return super()._translate(error) or self._wrong_call(error) or self._missing_input(error)
+        return (
+            super()._translate(error)
+            or self._wrong_call(error)
+            or self._missing_input(error)
+            or self._wrong_loss(error)
+        )
 
     def _missing_input(self, error: Exception) -> CaptureError | None:
         """For a key that was looked up in the batch, or in a dict made of it, and is not there. What is raised where no
@@ -268,6 +274,16 @@ class TracedStep(Traced):
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         read = any(isinstance(value, dict) and value.keys() & keys for value in frame.f_locals.values())
         return MissingInputError(key, keys) if read and isinstance(key, str) and key not in keys else None
+
+    def _wrong_loss(self, error: Exception) -> CaptureError | None:
+        """For code of the loss function, outside of the model, that takes what it is given for something else."""
+        in_loss = _inside(error, _call_loss) and not _inside(error, inspect.unwrap(self.model.forward))
+        if not (in_loss and isinstance(error, AttributeError | TypeError)):
+            return None
+        given = f"a {type(self.batch).__name__}"
+        if isinstance(self.batch, Mapping):
+            given = f"a dict with {', '.join(map(repr, self.batch))}"
+        return LossCallError(f"{type(error).__name__}: {error}", given, line_of_error(error))
 
     def _wrong_call(self, error: Exception) -> CaptureError | None:
         """For a call of the model's forward with other arguments than it takes; Python names the function first."""

@@ -230,6 +230,8 @@ def read_config(path: str | Path, assignments: Sequence[str] = (), launched: int
     """Read and check a file. Raises ConfigFileError and what `parse_config` raises."""
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except IsADirectoryError as error:
+        raise ConfigFileError(str(path), "it is a folder; name the TOML file, such as run.toml") from error
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigFileError(str(path), f"{why}{_if_a_model(str(path))}") from error

@@ -10,10 +10,9 @@ import sympy
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.cost.polynomial import Sequences, sequences_of
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph, run_dims, run_sizes
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory import steady_micro_batches
-from fxpar.memory.state import padded_sizes
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,11 @@ class Viewed:
 
     def whole_sizes(self) -> dict[str, int]:
         """The dynamic dims by name, rounded up as the runtime pads them. Raises DimNameError."""
-        return padded_sizes(self.graph, self.sizes or {})
+        return run_sizes(self.graph, self.sizes)
 
     def dims(self) -> dict[sympy.Symbol, int]:
         """The same by symbol, for `TensorMeta.numel` and `Communication.wire_bytes`."""
-        sizes = self.whole_sizes()
-        return {dim.symbol: sizes[dim.name] for dim in self.graph.dims}
+        return run_dims(self.graph, self.sizes)
 
     @property
     def sequences(self) -> Sequences:

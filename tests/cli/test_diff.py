@@ -52,6 +52,16 @@ def test_golden_pass():
     compare_golden("lower_collectives", out)
 
 
+def test_bytes_of_a_micro_batch_and_of_a_mini_batch_are_not_added():
+    """Neither in the table of collectives nor in that of blocks, whose sums are the same."""
+    out = fxpar("diff", "llama", "-s", "dp2.tp2", "-s", "dp2.tp2+zero3", "--brief")[1]
+    sums = [line.split() for line in out.splitlines() if line.startswith(("  per micro-batch", "  per mini-batch"))]
+    assert len(sums) == 4
+    sent = [" ".join(words).partition("B ->")[0].split()[-1] for words in sums]  # by the old strategy
+    assert sent[:2] == sent[2:]
+    assert not any(line.startswith(("  all ", "  others   0")) for line in out.splitlines())
+
+
 def test_equal():
     for words in (("-s", "tp2", "-s", "tp2"), ("--strategies", "tp2,tp2", "--text", "--exit-code")):
         status, out, _ = fxpar("diff", "mlp", *words)

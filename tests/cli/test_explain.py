@@ -224,12 +224,12 @@ def test_piped_text_is_plain(model):
 
 
 def test_padded_tokens_are_said():
-    """Figures are for the tokens as asked for, and a run pads them."""
-    for tokens, said in ((61, "(example: T=61, padded to 64 when it runs): "), (64, "(example: T=64): ")):
+    """Figures are for as many tokens as a run has, and both are said."""
+    for tokens, said in ((61, "(example: T=61, figures are for 64): "), (64, "(example: T=64): ")):
         status, out, err = fxpar("explain", "llama", "-s", "cp4", "--tokens", tokens)
         assert status == 0, err
         assert said in out
     out = fxpar("dump", "llama", "-s", "cp4", "--brief", "--tokens", "61")[1]
-    assert "dim T: 61 in the example, padded to a multiple of 4 when it runs; figures are for 61\n" in out
+    assert "dim T: 61 in the example, padded to a multiple of 4 when it runs; figures are for 64\n" in out
     out = fxpar("dump", "llama", "-s", "cp4", "--brief", "--tokens", "64")[1]
     assert "padded to a multiple of 4 when it runs\n" in out

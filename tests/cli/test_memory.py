@@ -31,7 +31,6 @@ def test_table():
         "accumulators",
         "activations",
         "for backward",
-        "at most",
         "per token",
         "backward",
         "workspace",
@@ -45,11 +44,15 @@ def test_table():
     ("strategies", "tokens", "said"),
     [
         ("tp2", 77, "llama under tp2, 2 ranks, T = 77"),
-        ("tp2+sp", 77, "llama under tp2+sp, 2 ranks, T = 77, padded to 78"),
+        ("tp2+sp", 77, "llama under tp2+sp, 2 ranks, T = 77, rounded up to 78"),
         ("tp2+sp", 78, "llama under tp2+sp, 2 ranks, T = 78"),
-        ("tp2+sp,cp2", 77, "llama, T = 77, padded to 78; the"),
-        ("tp4+sp,dp4,dp2.tp2+sp,cp4", 77, "llama, T = 77, padded to 80 by tp4+sp, cp4 and to 78 by dp2.tp2+sp; the"),
-        ("cp4,dp4", None, "llama, T = 61, padded to 64 by cp4; the"),  # those of the captured example
+        ("tp2+sp,cp2", 77, "llama, T = 77, rounded up to 78; the"),
+        (
+            "tp4+sp,dp4,dp2.tp2+sp,cp4",
+            77,
+            "llama, T = 77, rounded up to 80 by tp4+sp, cp4 and to 78 by dp2.tp2+sp; the",
+        ),
+        ("cp4,dp4", None, "llama, T = 61, rounded up to 64 by cp4; the"),  # those of the captured example
     ],
 )
 def test_who_pads_the_tokens(strategies, tokens, said):
@@ -59,9 +62,9 @@ def test_who_pads_the_tokens(strategies, tokens, said):
 
 
 def test_only_tokens_are_asked_for():
-    found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp")
-    assert _sizes_text([found], 77) == ", B = 2, T = 77, padded to 78"
-    assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1")], 77) == ""
+    found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp", tokens=156)
+    assert _sizes_text([found], 154) == ", B = 2, T = 77, rounded up to 78"
+    assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1", tokens=0)], 77) == ""
 
 
 def test_a_line_per_stage():
@@ -97,19 +100,74 @@ def test_json(tmp_path):
     assert json.loads(out)["strategy"] == "dp1"
 
 
-def test_a_part_is_no_larger_than_its_whole():
-    """What is saved at the peak is a part of the activations there; what is saved elsewhere has a line of its own."""
+ROWS = """
+import torch
+from torch import nn
+from fxpar.losses import causal_lm
+
+
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, input_ids):
+        assert input_ids.shape[1] <= 32
+        x = self.embed(input_ids)
+        return self.head(x - x.mean(1, keepdim=True))  # sees all of a row: neither packed nor padded
+
+
+def make():
+    ids = torch.arange(48).reshape(3, 16) % 32
+    return Centered(), causal_lm, {"input_ids": ids, "labels": ids}
+"""
+
+
+def test_tokens_are_those_of_a_micro_batch_of_several_rows(tmp_path):
+    (tmp_path / "rows.py").write_text(ROWS)
+    model, page = f"{tmp_path / 'rows.py'}:make", tmp_path / "page.json"
+    document = json.loads(fxpar("memory", model, "-s", "tp2", "--tokens", "96", "--json", "-")[1])
+    assert (document["tokens"], document["sizes"]) == (96, {"T": 32})
+    assert fxpar("memory", model, "-s", "tp2", "--tokens", "75")[1].splitlines()[0].endswith(" 2 ranks, T = 25")
+    assert fxpar("viz", model, "-s", "tp2", "--format", "json", "-o", page, "--tokens", "75")[0] == 0
+    assert json.loads(page.read_text())["sent"]["tp2"]["tokens"] == 75
+    for tokens, command in ((97, "memory"), (99, "memory"), (99, "viz")):
+        more = ("-o", tmp_path / "page.html") if command == "viz" else ()
+        status, _, err = fxpar(command, model, "-s", "tp2", "--tokens", tokens, *more)
+        said = " ".join(err.split())
+        assert status != 0
+        assert f"--tokens {tokens}: a micro-batch of this model has tokens in 3 rows of T each" in said
+        assert "Write a multiple of 3, at most 96" in said
+
+
+def test_nothing_is_padded_that_must_not_be(tmp_path):
+    (tmp_path / "rows.py").write_text(ROWS)
+    model = f"{tmp_path / 'rows.py'}:make"
+    assert "dim T: 16 in the example; it takes multiples of 3; figures are for 18, at most 32" in dump_of(model, "cp3")
+    line = fxpar("memory", model, "-s", "cp3", "--tokens", "48")[1].splitlines()[0]
+    assert line.endswith("under cp3, 3 ranks, T = 16, rounded up to 18")
+    assert "(example: T=16, figures are for 18): " in fxpar("explain", model, "-s", "cp3")[1]
+    out = fxpar("diff", model, "-s", "dp3", "-s", "cp3", "--brief")[1]
+    assert re.search(r"^  T a multiple of +1 +3$", out, re.MULTILINE)
+    assert "padded" not in out
+
+
+def dump_of(model, strategy):
+    return fxpar("dump", model, "-s", strategy, "--brief")[1]
+
+
+def test_for_backward_is_one_figure():
+    """The most that is kept, in the table of one strategy and of several, also where the peak is at another moment."""
     status, out, err = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096", "--json", "-")
     assert status == 0, err
     body = json.loads(out)["body"]
     assert body["kept_bytes"] <= body["forward_bytes"] < body["saved_bytes"]
     out = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096")[1]
-    rows = {line.split("  ")[0]: line for line in out.splitlines()}
-    size = re.search(r"activations +(\S+ MB)", rows["activations"])[1]
-    assert (
-        f" {size}  of these activations" in rows["for backward"]
-    )  # all that is held at this peak waits for the backward
-    assert "at another moment" in out
+    words = "activations kept until their backward, at most, when less is held in all"
+    kept = re.search(rf"^for backward +(\S+ MB)  {words}", out, re.MULTILINE)[1]
+    assert kept == human_bytes(body["saved_bytes"])
+    table = fxpar("memory", "llama", "-s", "pp2.tp2+sp,tp4", "--tokens", "4096")[1]
+    assert re.search(rf"^pp2.tp2\+sp .* {kept} ", table, re.MULTILINE)
 
 
 def test_strategies_and_what_a_device_holds():

@@ -103,6 +103,11 @@ def test_parts(program):
     refused(program, "does not say of each input")
 
 
+def test_divisors(program):
+    program.divisors = {"T": 0}
+    refused(program, "cannot be padded to multiples of [0]")
+
+
 def test_axes(program):
     nodes = (node for part in program.parts.values() for node in part.graph.nodes)
     node = next(node for node in nodes if any(str(a).startswith("@") for a in node.args))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.annotate import annotate
+from fxpar.errors import DimNameError
 from fxpar.ir.fqn import block_or_module_of
-from fxpar.ir.graph import Dim, Input, TensorMeta, dim_symbol
+from fxpar.ir.graph import Dim, Input, TensorMeta, dim_symbol, run_dims, run_sizes
 from fxpar.ir.pass_base import gathered_together
 from fxpar.ir.strategy import Strategy
 from fxpar.tracer import capture
@@ -44,6 +45,17 @@ def test_logical_graph_lists_inputs_and_results_in_order():
     assert [o.kind for o in graph.outputs] == ["loss"] + ["grad"] * (len(graph.outputs) - 1)
     assert graph.example_dims() == {T: 13}
     assert sum(1 for _ in graph.params()) == 21
+
+
+def test_sizes_of_a_run():
+    """What a strategy cuts is padded, named or not; another dim's name is refused."""
+    whole = llama().graph
+    cut = annotate(whole, Strategy.parse("cp4"))
+    assert (run_sizes(whole), run_dims(whole)) == ({"T": 13}, whole.example_dims())
+    assert (run_sizes(cut), run_sizes(cut, {"T": 17}), run_sizes(cut, {"T": 20})) == ({"T": 16}, {"T": 20}, {"T": 20})
+    assert run_dims(cut, {"T": 17}) == {T: 20}
+    with pytest.raises(DimNameError, match="'S' is not a dynamic dim"):
+        run_sizes(cut, {"S": 8})
 
 
 def test_gradients_are_shaped_like_their_parameters():

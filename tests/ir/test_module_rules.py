@@ -1,7 +1,8 @@
-"""Rules of a strategy: text and value say the same, globs mean what they say, and degrees are split as far as needed."""
+"""Rules of a strategy: text and value say the same, globs mean what they say, degrees are split as far as needed."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -58,7 +59,7 @@ def test_every_axis_is_made_of_atoms(strategy):
 def test_atoms_are_split_no_further_than_needed(strategy):
     """Two neighbours lie on one axis in every layout only if that axis is two in the strategy itself."""
     atoms = list(strategy.atoms.items())
-    for (outer, owners), (inner, others) in zip(atoms, atoms[1:], strict=False):
+    for (outer, owners), (inner, others) in itertools.pairwise(atoms):
         assert owners != others, (outer, inner)
 
 

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -83,6 +84,14 @@ def test_what_is_meant_is_taken():
         strategies=TWO, memory_budget_bytes=8e9, timeout_s=0.5, home={"*": "R"}, precision="bf16", planner="hotspa"
     )
     ParallelizeOptions(strategies=TWO, seed=-1, loss_scale=1, packed=False, monitor=False)
+
+
+def test_numpy_integers_are_integers():
+    found = ParallelizeOptions(strategies=TWO, memory_budget_bytes=np.int64(8e9), length_multiple=np.int32(8))
+    assert (found.memory_budget_bytes, found.length_multiple) == (8_000_000_000, 8)
+    assert {type(found.memory_budget_bytes), type(found.length_multiple)} == {int}
+    with pytest.raises(ParallelizeError, match="length_multiple=0 is not a whole number of 1 or more"):
+        ParallelizeOptions(strategies=TWO, length_multiple=np.int64(0))
 
 
 def test_a_model_without_tokens_is_told_that_no_step_takes_it():

@@ -89,6 +89,11 @@ def test_a_bad_file_is_one_error(tmp_path, old, new, why):
         read_plan(str(path))
 
 
+def test_a_folder_in_place_of_a_plan(tmp_path):
+    with pytest.raises(PlanFileError, match="it is a folder; name the file that fxpar plan -o has written"):
+        read_plan(str(tmp_path))
+
+
 def test_another_model_or_world_is_refused():
     PLAN.check("p", "llama", ["layers=4"], 4)
     PLAN.check("p", "llama", ["layers=4"], None)

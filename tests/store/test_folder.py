@@ -152,8 +152,11 @@ def test_folders_that_cannot_be_read(tmp_path, damage, message):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(WeightsFolderError, match=r"is not a folder\. Nothing is downloaded"):
+    with pytest.raises(WeightsFolderError, match=r"the folder does not exist\. Nothing is downloaded"):
         WeightsFolder.open(tmp_path / "meta-llama")
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsFolderError, match=r"the folder is a file\. Nothing is downloaded"):
+        WeightsFolder.open(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsFolderError, match=r"has no \*\.safetensors$"):
         WeightsFolder.open(tmp_path / "empty")

@@ -367,15 +367,27 @@ def test_operators_with_functions_inside():
     [
         (lambda output, labels=0: output.sum(), AttributeError),
         (lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels), AttributeError),
-        (lambda model, batch: {"x": model(batch["x"])}["y"].sum(), KeyError),
+        (lambda model, batch: batch(model).sum(), TypeError),
     ],
-    ids=["one argument", "of logits", "a dict of its own"],
+    ids=["one argument", "of logits", "the batch called"],
 )
 def test_an_error_of_the_loss_says_how_it_is_called(loss, kind):
-    with pytest.raises(kind) as caught:
+    with pytest.raises(errors.LossCallError) as caught:
         capture(MLP(), loss, X)
-    note = caught.value.__notes__[0]
-    assert "loss(model, batch); the keys of the batch are 'x', 'y'" in note
+    assert isinstance(caught.value.__cause__, kind)
+    assert f": {kind.__name__}: {caught.value.__cause__}. fxpar calls it" in str(caught.value)
+    assert "loss(model, batch), and the batch is a dict with 'x', 'y'" in str(caught.value)
+
+
+def test_a_key_of_a_dict_of_the_loss_stays_what_it_is():
+    with pytest.raises(KeyError) as caught:
+        capture(MLP(), lambda model, batch: {"x": model(batch["x"])}["y"].sum(), X)
+    assert "loss(model, batch); the keys of the batch are 'x', 'y'" in caught.value.__notes__[0]
+
+
+def test_a_batch_that_the_loss_cannot_read_is_named():
+    with pytest.raises(errors.LossCallError, match=r"tuple indices .* the batch is a tuple\."):
+        capture(MLP(), lambda model, batch: model(batch["x"]).sum(), tuple(X.values()))
 
 
 def popped(model, batch):

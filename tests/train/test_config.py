@@ -200,6 +200,8 @@ def test_a_plan_in_place_of_a_configuration(tmp_path):
 
 def test_files(tmp_path):
     path = tmp_path / "long-name.toml"
+    with pytest.raises(errors.ConfigFileError, match="it is a folder; name the TOML file"):
+        read_config(tmp_path)
     with pytest.raises(errors.ConfigFileError, match="No such file"):
         read_config(path)
     path.write_text("[model\n")
