@@ -18,8 +18,9 @@ Cost per rank: an all-reduce of the local gradients over dp and cp, in buckets; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -65,7 +66,11 @@ class ReduceGradients:
                 continue
             target = DistConfig.replicated(body.mesh, body.ndim, body.dtype)
             if out.kind == "grad" and not self.whole:
-                lies = _scattered(stored[out.fqn], graph.strategy.data_axes_of(out.fqn)) if early else stored[out.fqn]
+                lies = (
+                    _scattered(stored[out.fqn], graph.strategy.data_axes_of(out.fqn), tensor_of(node).shape)
+                    if early
+                    else stored[out.fqn]
+                )
                 target = replace(lies, dtype=body.dtype)  # a sum is made in the dtype that its terms add up in
             if body == target:
                 results.append(node)
@@ -89,13 +94,13 @@ def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
     return config.with_placement(REPLICAS, Partial(op if op == "sum" or dtype.is_floating_point else "max"))
 
 
-def _scattered(param: DistConfig, axis: str) -> DistConfig:
+def _scattered(param: DistConfig, axis: str, shape: Sequence[Any]) -> DistConfig:
     """Where a ZeRO-2 or 3 gradient ends: dim 0 cut over the data axes, whether or not the parameter is."""
     used = [name for joined in param.shard_axes for name in joined.split(".")]
     there = all(any(param.mesh.inside(name, one) for one in used) for name in axis.split("."))
     if not axis or not param.ndim or there:
         return param
-    return replace(param, dims=((*param.dims[0], AxisShard(axis)), *param.dims[1:])).whole()
+    return replace(param, dims=((*param.dims[0], AxisShard(axis)), *param.dims[1:])).whole(shape)
 
 
 def _reduce(

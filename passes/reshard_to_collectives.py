@@ -15,8 +15,9 @@ reduce_scatter n(K-1), all_to_all n(K-1)/K, shard and partial 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -42,7 +43,7 @@ class ReshardToCollectives:
         for node in graph.graph.find_nodes(op="call_function", target=c.reshard):
             value: fx.Node = node.args[0]  # type: ignore[assignment]
             with graph.graph.inserting_before(node):
-                for op, args, dist in steps(dist_of(value), dist_of(node)):
+                for op, args, dist in steps(dist_of(value), dist_of(node), tensor_of(node).shape):
                     value = insert(
                         graph.graph,
                         op,
@@ -58,30 +59,46 @@ class ReshardToCollectives:
             graph.graph.erase_node(node)
 
 
-def steps(source: DistConfig, target: DistConfig) -> list[Step]:
-    """The single-axis steps from `source` to `target`. Raises PlacementError where there is no way (R -> P)."""
+def steps(source: DistConfig, target: DistConfig, shape: Sequence[Any]) -> list[Step]:
+    """The single-axis steps from `source` to `target`, two placements of a tensor of `shape`. Raises PlacementError
+    where there is no way (R -> P).
+    """
     names = {name for dist in (source, target) for name in (*dist.shard_axes, *(axis for axis, _ in dist.partial))}
     if not any(":" in name for name in names):
         return _single_steps(source, target)
     parts = source.mesh.parts(part for name in names for part in name.split("."))
-    found = _together(source.mesh, _single_steps(source.in_parts(parts), target.in_parts(parts)))
-    return [(op, args, dist.whole()) for op, args, dist in found]
+    begin = source.in_parts(parts, shape)
+    found = _together(begin, _single_steps(begin, target.in_parts(parts, shape)), shape)
+    return [(op, args, dist.whole(shape)) for op, args, dist in found]
 
 
-def _together(mesh: Mesh, steps: list[Step]) -> list[Step]:
-    """Steps that do the same on neighbouring parts of an axis, one after the other, as one on both."""
+def _together(begin: DistConfig, steps: list[Step], shape: Sequence[Any]) -> list[Step]:
+    """Steps that do the same on neighbouring parts of an axis, one after the other, as one on both, where the dim that
+    they are about divides by all: its padding would lie otherwise.
+    """
     found: list[Step] = []
+    before = begin  # of the last step that was found
     for op, args, dist in steps:
-        last = found[-1] if found and found[-1][0] is op and found[-1][1][1:] == args[1:] else None
-        here = args[0]
-        # A gather undoes the innermost cut first; what cuts or scatters makes the outermost first.
-        outer, inner = (here, last[1][0]) if last and op is c.all_gather else (last[1][0] if last else "", here)
-        joint = mesh.joint(outer, inner) if last and op in (c.all_gather, c.reduce_scatter, c.shard) else None
+        alike = bool(found) and found[-1][0] is op and found[-1][1][1:] == args[1:]
+        joint = None
+        if alike and op in _DIM:
+            last, dim = found[-1][1][0], args[_DIM[op]]
+            # A gather undoes the innermost cut first; what cuts or scatters makes the outermost first.
+            outer, inner, finer = (args[0], last, before) if op is c.all_gather else (last, args[0], dist)
+            joint = begin.mesh.joint(outer, inner) if finer.divides(dim, shape[dim]) else None
         if joint:
             found[-1] = (op, (joint, *args[1:]), dist)
-        else:
-            found.append((op, (_joined(mesh, here), *args[1:]) if op is c.all_reduce else args, dist))
+            continue
+        before = found[-1][2] if found else begin
+        found.append((op, (_joined(begin.mesh, args[0]), *args[1:]) if op is c.all_reduce else args, dist))
     return found
+
+
+_DIM = {
+    c.all_gather: 1,
+    c.shard: 1,
+    c.reduce_scatter: 2,
+}  # which argument is the dim, of steps on one that may be joined
 
 
 def _joined(mesh: Mesh, names: str) -> str:

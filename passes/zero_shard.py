@@ -15,9 +15,9 @@ Cost per rank and step: level 1, 2 as much as an all-reduce of the gradients; le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -51,7 +51,7 @@ class ZeroShard:
             if level < max(1, self.params_from) or not axis:
                 continue
             compute = dist_of(node)
-            stored = shard_over(compute, axis)
+            stored = shard_over(compute, axis, info.meta.shape)
             node.meta["dist"] = stored
             if level < 3:
                 _gather(graph.graph, node, info.fqn, compute, list(node.users), "prologue", "params")
@@ -84,9 +84,9 @@ def _released_blocks(graph: AnnotatedGraph, blocks: Mapping[str, str]) -> set[st
     }
 
 
-def shard_over(config: DistConfig, axis: str) -> DistConfig:
-    """`config` with dim 0 also cut by `axis`, inside its other cuts."""
-    return replace(config, dims=((*config.dims[0], AxisShard(axis)), *config.dims[1:])).whole()
+def shard_over(config: DistConfig, axis: str, shape: Sequence[Any]) -> DistConfig:
+    """`config` of a tensor of `shape` with dim 0 also cut by `axis`, inside its other cuts."""
+    return replace(config, dims=((*config.dims[0], AxisShard(axis)), *config.dims[1:])).whole(shape)
 
 
 def _gather(

@@ -311,10 +311,10 @@ def _result_config(
         return combine(target, meta, dict.fromkeys(axes, cut), token, {a: whole_axis(a) for a in axes})
     if kind in ("loss", "grad"):
         parts = [atom for atom in graph.strategy.atoms if ":" in atom]
-        for axis, op in made.in_parts(parts).partial:
+        for axis, op in made.in_parts(parts, tensor_of(node).shape).partial:
             if target.placement(axis) == R:
                 target = target.with_placement(axis, Partial(op))
-        target = target.whole() if parts else target
+        target = target.whole(tensor_of(node).shape) if parts else target
     return target
 
 
@@ -340,7 +340,7 @@ def combine(
 
     for axis in sorted((axis for axis, place in placements.items() if place != R), key=turn):
         base = base.with_placement(axis, placements[axis])
-    return base.whole() if any(":" in axis for axis in placements) else base
+    return base.whole(meta.shape) if any(":" in axis for axis in placements) else base
 
 
 def degrees_product(strategy: Strategy) -> int:

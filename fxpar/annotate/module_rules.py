@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpar.errors import RuleGlobError, RuleHeadsError
+from fxpar.ir.axes import USES
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.strategy import Strategy
@@ -58,5 +59,5 @@ def check_heads(graph: AnnotatedGraph, uncut: Mapping[fx.Node, tuple[int, int]])
 def _divides(axis: str, degree: int, heads: int, kv_heads: int) -> bool:
     """Whether attention with so many heads runs on so many ranks without doing work twice."""
     shared = heads // kv_heads
-    narrow = axis == "tp" and degree % kv_heads == 0 and shared % (degree // kv_heads) == 0
+    narrow = USES[axis] == "weights" and degree % kv_heads == 0 and shared % (degree // kv_heads) == 0
     return kv_heads % degree == 0 or shared % degree == 0 or narrow

@@ -82,7 +82,7 @@ def _steps(
     graph: AnnotatedGraph, meta: TensorMeta, source: DistConfig, target: DistConfig, dims: dict[sympy.Symbol, int]
 ) -> Iterator[StepTaken]:
     current = source
-    for op, args, made in steps(source, target):
+    for op, args, made in steps(source, target, meta.shape):
         sent = TensorMeta(current.local_shape(meta.shape), meta.dtype)
         kind, axis = getattr(op, "__name__", str(op)), args[0]
         if kind == "all_reduce" and args[1] == "logsumexp":

@@ -215,23 +215,38 @@ class DistConfig:
         """Whether nothing but the axis, whole or in parts, makes the cut."""
         return all(self.mesh.inside(name, axis) for name in cut.axis.split("."))
 
-    def in_parts(self, parts: Iterable[str]) -> DistConfig:
-        """The same with each axis that has parts among `parts` (of one axis outermost first) written as these."""
+    def in_parts(self, parts: Iterable[str], shape: Sequence[Any]) -> DistConfig:
+        """The same with each axis that has parts among `parts` (of one axis outermost first) written as these. Raises
+        PlacementError where such an axis pads a dim of `shape`: its parts would pad it otherwise.
+        """
         known = list(parts)
 
         def split(name: str) -> list[str]:
             return [part for part in known if part != name and self.mesh.inside(part, name)] or [name]
 
         dims = tuple(tuple(AxisShard(a, e.sections) for e in entries for a in split(e.axis)) for entries in self.dims)
+        for d, (before, after) in enumerate(zip(self.dims, dims, strict=True)):
+            if len(before) < len(after) and not self.divides(d, shape[d]):
+                raise PlacementError(
+                    f"{self}: dim {d} of size {shape[d]} is padded, and its axes are not written in parts"
+                )
         return replace(self, dims=dims, partial=tuple((part, op) for name, op in self.partial for part in split(name)))
 
-    def whole(self) -> DistConfig:
+    def whole(self, shape: Sequence[Any]) -> DistConfig:
         """The same with neighbouring parts of an axis that place the tensor alike written as one: the one way in which
-        a graph has it.
+        a graph has it. Where a dim of `shape` does not divide, parts one after the other pad otherwise than one axis.
         """
-        dims = tuple(tuple(_merged(self.mesh, [(e.axis, e.sections) for e in entries])) for entries in self.dims)
-        partial = tuple(_merged(self.mesh, list(self.partial)))
-        return replace(self, dims=tuple(tuple(AxisShard(*e) for e in entries) for entries in dims), partial=partial)
+        dims = tuple(
+            tuple(AxisShard(*e) for e in _merged(self.mesh, [(e.axis, e.sections) for e in entries]))
+            if self.divides(d, shape[d])
+            else entries
+            for d, entries in enumerate(self.dims)
+        )
+        return replace(self, dims=dims, partial=tuple(_merged(self.mesh, list(self.partial))))
+
+    def divides(self, dim: int, size: Any) -> bool:
+        """Whether all pieces of a dim of this size are equal. One with dynamic dims is padded so that they are."""
+        return not isinstance(size, int) or size % self.degrees(dim) == 0
 
     @property
     def is_partial(self) -> bool:

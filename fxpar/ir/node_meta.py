@@ -38,7 +38,8 @@ NodeMeta = TypedDict(
         "pass": str,  # name of the pass that made the node; nodes of the capture have none
         # Of the placement search: nodes that decide together.
         "class": tuple[Any, ...],
-        "variant": tuple[str, ...],
+        "variant": tuple[Any, ...],
+        "rule": int | None,
     },
     total=False,
 )

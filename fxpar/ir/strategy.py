@@ -90,9 +90,9 @@ class Strategy:
             raise StrategySyntaxError(repr(text), repr(text), "it is not text")
         outside, inside = _split_rules(text.strip())
         axis_text, *flags = outside.split("+")
-        found = _parse_flags(text, flags)
+        axes, found = _parse_axes(text, axis_text), _parse_flags(text, flags)
         rules = () if inside is None else _parse_rules(text, inside)
-        strategy = cls(_parse_axes(text, axis_text), **found, overrides=tuple((overrides or {}).items()), rules=rules)
+        strategy = cls(axes, **found, overrides=tuple((overrides or {}).items()), rules=rules)
         if strategy.world > MOST_RANKS:
             raise StrategySyntaxError(text, axis_text, f"{strategy.world:,} ranks are more than {MOST_RANKS:,}")
         if rules:

@@ -60,7 +60,7 @@ class ParamLayout:
         for fqn, param in self.params.items():
             # A tied gradient is summed over its stages; the first one keeps it.
             first = param.copies[0]
-            params[fqn] = replace(param, copies=(_scatter(first) if param.shape else first,))
+            params[fqn] = replace(param, copies=(_scatter(first, param.shape) if param.shape else first,))
         return replace(self, name=f"{self.name} gradients", params=params)
 
     def bytes_of_rank(self, rank: int) -> int:
@@ -79,9 +79,9 @@ class ParamLayout:
         return max((self.bytes_of_rank(rank) for rank in starts), default=0)
 
 
-def _scatter(dist: DistConfig) -> DistConfig:
+def _scatter(dist: DistConfig, shape: tuple[int, ...]) -> DistConfig:
     axes = [a for a in data_axes(dist.mesh.axes) if not any(dist.mesh.overlap(a, used) for used in _used(dist))]
-    return shard_over(dist, ".".join(axes)) if axes else dist
+    return shard_over(dist, ".".join(axes), shape) if axes else dist
 
 
 def _used(dist: DistConfig) -> set[str]:

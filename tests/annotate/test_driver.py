@@ -302,11 +302,12 @@ def test_context_cuts_tokens_outside_of_tensor():
     mesh, token = Mesh((("cp", 2), ("tp", 2))), dim_symbol("T")
     base = DistConfig.replicated(mesh, 1)
     both = {"tp": Shard(0), "cp": Shard(0)}
-    tokens = combine(base, TensorMeta((token,), torch.int64), both, token)
-    heads = combine(base, TensorMeta((8,), torch.int64), both, token)
+    roles = {"tp": "tp", "cp": "cp"}
+    tokens = combine(base, TensorMeta((token,), torch.int64), both, token, roles)
+    heads = combine(base, TensorMeta((8,), torch.int64), both, token, roles)
     assert [e.axis for e in tokens.dims[0]] == ["cp", "tp"]
     assert [e.axis for e in heads.dims[0]] == ["tp", "cp"]
-    assert combine(base, TensorMeta((8,), torch.int64), {"tp": R}, token) == base
+    assert combine(base, TensorMeta((8,), torch.int64), {"tp": R}, token, roles) == base
 
 
 @pytest.mark.parametrize(("how", "kv_heads"), [("split", 2), ("chunk", 4), ("view", 4)])

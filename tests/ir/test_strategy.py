@@ -173,7 +173,7 @@ def test_what_axes_are_used_for(text, replicas, pipeline_size, model_axes, token
     assert (strategy.model_axes, strategy.token_axes) == (model_axes, token_axes)
 
 
-NAMES_AXES = {"fxpar/ir/strategy.py", "fxpar/annotate/roles.py"}
+NAMES_AXES = {"fxpar/ir/axes.py", "fxpar/annotate/roles.py"}
 
 
 def test_no_other_file_knows_axes_by_name():
