@@ -66,11 +66,8 @@ class ReduceGradients:
                 continue
             target = DistConfig.replicated(body.mesh, body.ndim, body.dtype)
             if out.kind == "grad" and not self.whole:
-                lies = (
-                    _scattered(stored[out.fqn], graph.strategy.data_axes_of(out.fqn), tensor_of(node).shape)
-                    if early
-                    else stored[out.fqn]
-                )
+                axes, shape = graph.strategy.data_axes_of(out.fqn), tensor_of(node).shape
+                lies = _scattered(stored[out.fqn], axes, shape) if early else stored[out.fqn]
                 target = replace(lies, dtype=body.dtype)  # a sum is made in the dtype that its terms add up in
             if body == target:
                 results.append(node)

@@ -227,9 +227,7 @@ class DistConfig:
         dims = tuple(tuple(AxisShard(a, e.sections) for e in entries for a in split(e.axis)) for entries in self.dims)
         for d, (before, after) in enumerate(zip(self.dims, dims, strict=True)):
             if len(before) < len(after) and not self.divides(d, shape[d]):
-                raise PlacementError(
-                    f"{self}: dim {d} of size {shape[d]} is padded, and its axes are not written in parts"
-                )
+                raise PlacementError(f"{self}: dim {d} of size {shape[d]} is padded, so no axis of it splits in parts")
         return replace(self, dims=dims, partial=tuple((part, op) for name, op in self.partial for part in split(name)))
 
     def whole(self, shape: Sequence[Any]) -> DistConfig:

@@ -5,21 +5,23 @@ are mixed.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fxpar.checking import CheckResult
 from fxpar.errors import RuleConflictError, RuleGlobError, RuleHeadsError
+from fxpar.ir.fqn import starred
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.runtime.micro import as_one_sequence
 from tests.captured import Captured, gpt, llama
-from tests.repeat import crossed
+from tests.repeat import crossed, examples
 from tests.stages.models import Model, loaded, random_model
 
 
@@ -150,12 +152,16 @@ def ruled(draw, globs: list[str]) -> str:
     return str(Strategy((*outer, *axes()), draw(st.booleans()), zero, rules=tuple(rules)))
 
 
+# 97 rows of a table do not divide: on two halves of an axis they are padded otherwise than on all of it.
+@example("tp4+sp[*.attention: cp4; layers.0.attention_norm: tp2.cp2]")
+@settings(max_examples=examples(10))
 @given(ruled(["*.attention", "*.ffn", "embedding", "head", "norm", "layers.0.attention_norm"]))
 def test_any_rules(strategy):
     """Heads are many enough for all of them."""
     assert_exact(llama(layers=1, heads=8, kv_heads=8, dim=32).check(strategy))
 
 
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 10**6), strategy=ruled(["layers.{0-2}", "layers.{3-4}", "layers.5", "embedding", "weights"]))
 def test_any_rules_on_any_program(seed, strategy):
     """Random programs, in which a rule matches what it happens to match."""
@@ -187,19 +193,22 @@ def test_rules_that_do_not_fit_the_model(strategy, error, why):
     assert why in str(raised.value)
 
 
-def collectives(strategy: str) -> dict[str, int]:
-    """How many of each kind run per micro-batch on two layers."""
-    found: dict[str, int] = {}
-    for comm in lower(model("hf:llama").graph, strategy).communications():
-        if comm.part == "body":
-            found[comm.kind] = found.get(comm.kind, 0) + 1
-    return found
+def collectives(strategy: str) -> Counter[tuple[str, str, bool]]:
+    """Kind, module, and whether it is of the backward, of all that run per micro-batch."""
+    comms = lower(model("hf:llama").graph, strategy).communications()
+    return Counter((comm.kind, starred(comm.fqn), comm.backward) for comm in comms if comm.part == "body")
+
+
+def inside(found: Counter[tuple[str, str, bool]], module: str) -> Counter[tuple[str, str, bool]]:
+    return Counter({key: count for key, count in found.items() if module in key[1]})
 
 
 def test_a_change_of_role_costs_nothing():
-    """Between modules tokens lie alike under tp+sp and cp: beside cp attention the rest sends what it sends anyway."""
+    """Between modules tokens lie alike under tp+sp and cp: attention sends what it sends under cp, and the rest what it
+    sends under tp+sp, without what brings tokens to attention and back there.
+    """
     mixed, tp, cp = (collectives(s) for s in ("tp4+sp[*.self_attn: cp4]", "tp4+sp", "cp4"))
-    assert mixed["all_to_all"] == cp["all_to_all"]
-    # Attention of two layers under tp: tokens gathered for it, and again for its weights; what it makes is scattered.
-    assert tp["all_gather"] - mixed["all_gather"] == 6
-    assert tp["reduce_scatter"] - mixed["reduce_scatter"] == 4
+    assert inside(mixed, "self_attn") == inside(cp, "self_attn")
+    rest = mixed - inside(mixed, "self_attn")
+    assert rest == tp - inside(tp, "self_attn") - inside(tp, "input_layernorm")
+    assert sum(inside(cp, "self_attn").values()) == 16
