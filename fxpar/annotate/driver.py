@@ -21,27 +21,25 @@ from typing import Any, ClassVar
 import sympy
 from torch import fx
 
-from fxpar.annotate.module_rules import check_heads, check_rules
+from fxpar.annotate.module_rules import check_rules
+from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut
 from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
 from fxpar.annotate.problem import AxisProblem, build
 from fxpar.annotate.roles import Policy, check_options, policy_of
 from fxpar.annotate.solve import AxisSearch, Demand, Search
-from fxpar.errors import NotYetError, warn
+from fxpar.errors import NotYetError
 from fxpar.flow import padding_hazard, token_symbol
 from fxpar.ir.axes import ROLE_AXES, USES, whole_axis
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
-from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, is_backward, source_of, tensor_metas, tensor_of, whole_meta
+from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
-from fxpar.ops.traits import BATCHED_PRODUCTS
 from fxpar.rules.option import Option
-from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
 from fxpar.rules.view import Sizes, is_op, resolve
 
-Choice = Mapping[fx.Node, Option]  # on one axis
 SENT = ("sent", "sent_grad")
 
 
@@ -153,9 +151,9 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
         choices[axis] = _spread(searches[-1])
         others.append((choices[axis], policy.degree))
     _write(graph, choices, token)
-    _note_attention(graph, choices)
-    _note_uncut(graph, choices)
-    _note_missing_rules(graph)
+    note_attention(graph, choices)
+    note_uncut(graph, choices)
+    note_missing_rules(graph)
     if token is not None:
         graph.divisors[str(token)] = strategy.token_parts
     graph.timings["annotate_cpu_s"] = time.process_time() - started
@@ -346,64 +344,6 @@ def combine(
 def degrees_product(strategy: Strategy) -> int:
     """What divides by all degrees inside of a replica, also after a cut by each of them."""
     return math.prod(map(strategy.degree, strategy.model_axes)) ** 2
-
-
-def _note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
-    """Say where heads did not divide and what was done instead; once for all layers, and alike on all stages."""
-    uncut: dict[fx.Node, tuple[int, int]] = {}
-    for axis, choice in choices.items():
-        degree = graph.strategy.degree(axis)
-        places: set[tuple[str, str]] = set()
-        for node, option in choice.items():
-            if any(isinstance(p, Shard) for p in option.inputs):
-                continue
-            if node.target is own.attention.default:
-                heads, kv_heads = (int(tensor_of(node.args[i]).shape[1]) for i in (0, 1))  # type: ignore[union-attr]
-                uncut[node] = heads, kv_heads
-                places.add((starred(fqn_of(node)), f"{heads} query and {kv_heads} key-value heads are"))
-            elif (count := _heads_of_scores(node)) % degree:
-                places.add((starred(fqn_of(node)), f"{count} head{'s are' if count != 1 else ' is'}"))
-        for fqn, heads in sorted(places):
-            graph.notes.append(
-                f"{axis} does not shard the attention of {fqn or 'the root module'}: {heads} not divisible by "
-                f"{axis}={degree}, so every {axis} rank runs all of them"
-            )
-    check_heads(graph, uncut)
-
-
-def _heads_of_scores(node: fx.Node) -> int:
-    """Heads of `q @ k.T` in attention that is written out, a forward product of [heads, T, T]; 0 of any other op."""
-    if node.target not in BATCHED_PRODUCTS or is_backward(node):
-        return 0
-    heads, *rows = tensor_of(node).shape
-    return heads if isinstance(heads, int) and not any(isinstance(size, int) for size in rows) else 0
-
-
-def _note_uncut(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
-    """Say where an axis that cuts weights cuts none."""
-    params = [n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "param"]
-    for axis, choice in choices.items():
-        if USES[whole_axis(axis)] == "weights" and params and all(choice[node].outputs[0] == R for node in params):
-            none = f": no parameter has a dim that {graph.strategy.degree(axis)} ranks can share"
-            graph.notes.append(
-                f"{axis} shards no parameter{'' if graph.strategy.overrides else none}, so every {axis} rank holds "
-                "all of them and does all the work"
-            )
-
-
-def _note_missing_rules(graph: AnnotatedGraph) -> None:
-    """Warn of ops that run replicated only because nobody wrote their rule."""
-    if not graph.strategy.model_axes:
-        return
-    missing = defaultdict(list)
-    for node in graph.graph.nodes:
-        if is_op(node) and rule_of(node.target) is None and node.target not in REPLICATED_ON_PURPOSE:
-            missing[str(node.target)].append(node)
-    for name, nodes in missing.items():
-        where = source_of(nodes[0]) or fqn_of(nodes[0]) or "the model"
-        note = f"op {name} ({len(nodes)}x, first at {where}) has no sharding rule: it runs replicated"
-        graph.notes.append(note)
-        warn(note)
 
 
 __all__ = ["Annotate", "annotate", "annotate_and_search", "combine", "search_placements", "unplaced"]

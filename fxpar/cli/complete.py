@@ -7,7 +7,7 @@ from pathlib import Path
 from fxpar.cli.names import EXAMPLE_NAMES, SUFFIX
 from fxpar.ir.axes import AXES
 from fxpar.ir.pass_names import LADDER, PASSES
-from fxpar.ir.strategy import FLAGS
+from fxpar.ir.strategy_text import FLAGS
 
 _HF = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "phi3")  # the ones that people try first
 

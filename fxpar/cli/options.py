@@ -11,7 +11,7 @@ import typer
 
 from fxpar.cli.names import SUFFIX
 from fxpar.ir.module_rules import split_outside
-from fxpar.ir.strategy import MOST_RANKS
+from fxpar.ir.strategy_text import MOST_RANKS
 
 _MODEL_HELP = (
     "hf:TYPE, hf:TYPE@SIZE or hf:./FOLDER (transformers), pkg.module:function, file.py:function, or llama, gpt, vit, "

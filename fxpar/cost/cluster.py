@@ -11,7 +11,7 @@ from typing import Any
 
 from fxpar.cost.device import CPU, GPU, Device, check_keys, check_numbers
 from fxpar.errors import ClusterError
-from fxpar.ir.strategy import MOST_RANKS
+from fxpar.ir.strategy_text import MOST_RANKS
 from fxpar.ir.written import read
 
 _SHIPPED = Path(__file__).parent / "clusters"

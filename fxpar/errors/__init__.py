@@ -14,5 +14,6 @@ from fxpar.errors.compiling import *
 from fxpar.errors.looking import *
 from fxpar.errors.planning import *
 from fxpar.errors.running import *
+from fxpar.errors.strategies import *
 from fxpar.errors.switching import *
 from fxpar.errors.training import *

@@ -35,7 +35,8 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.remat import Remat
 from fxpar.ir.serialize import target_name
-from fxpar.ir.strategy import Pipeline, Strategy
+from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy_text import Pipeline
 from fxpar.torch_api.expressions import expression_classes
 
 # Equal values of these are stored once.

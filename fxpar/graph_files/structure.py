@@ -22,7 +22,8 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import NodeMeta, dist_of, dists_of, is_size, local_meta, tensor_of, wanted_dists, whole_meta
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.serialize import OpOverload
-from fxpar.ir.strategy import MOST_RANKS, Strategy
+from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy_text import MOST_RANKS
 from fxpar.torch_api.schemas import schema_of
 
 _META = get_type_hints(NodeMeta)

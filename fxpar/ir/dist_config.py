@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fxpar.errors import PlacementError
+from fxpar.ir.dtype_names import parse_dtype_name, short_dtype
 from fxpar.ir.mesh import Mesh, sub_axis
 from fxpar.ir.runs import cut, put
 
@@ -338,7 +339,7 @@ class DistConfig:
             Mesh.from_json(data),
             tuple(tuple(AxisShard(a, tuple(s)) for a, s in entries) for entries in data["dims"]),
             tuple((a, op) for a, op in data["partial"]),
-            _dtype(data["dtype"]) if data["dtype"] else None,
+            parse_dtype_name(data["dtype"]) if data["dtype"] else None,
         )
 
     def describe(self, shape: Iterable[object] | None = None) -> str:
@@ -377,38 +378,7 @@ def _with_sub_axes(names: list[str]) -> Iterable[tuple[str, str]]:
     return itertools.combinations(names, 2) if any(":" in name for name in names) else ()
 
 
-_SHORT = {
-    "float64": "f64",
-    "float32": "f32",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint8": "u8",
-    "bool": "b8",
-}
-
-
 def _cat(pieces: list[torch.Tensor], dim: int) -> torch.Tensor:
     import torch
 
     return torch.cat(pieces, dim)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise PlacementError(f"torch.{name} is not a dtype")
-    return found
-
-
-def short_dtype(dtype: torch.dtype | None) -> str:
-    """`bf16` for torch.bfloat16 and so on; empty for None."""
-    if dtype is None:
-        return ""
-    name = str(dtype).removeprefix("torch.")
-    return _SHORT.get(name, name)

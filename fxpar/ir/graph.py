@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import DimNameError
-from fxpar.ir.dist_config import DistConfig, short_dtype
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.dtype_names import short_dtype
 from fxpar.ir.strategy import Strategy
 
 aten = torch.ops.aten

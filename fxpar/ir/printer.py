@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.ir.dist_config import DistConfig, short_dtype
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.dtype_names import short_dtype
 from fxpar.ir.exec_graph import PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import block_of, starred
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta, run_sizes

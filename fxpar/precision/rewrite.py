@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PrecisionDtypeError
-from fxpar.ir.dist_config import short_dtype
+from fxpar.ir.dtype_names import short_dtype
 from fxpar.ir.graph import LogicalGraph, Output
 from fxpar.ir.node_meta import is_backward, tensor_metas, tensor_of
 from fxpar.ops.traits import FACTORIES, is_elementwise

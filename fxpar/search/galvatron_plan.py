@@ -11,7 +11,8 @@ from typing import Literal
 from fxpar.ir.axes import REPLICAS, ROLE_AXES, STAGES
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.remat import Remat
-from fxpar.ir.strategy import SINGLE, Pipeline, Strategy, of_degrees
+from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
+from fxpar.ir.strategy_text import Pipeline
 from fxpar.search.json_file import JsonFile
 
 _PER_LAYER = ("tp_sizes_enc", "dp_types_enc", "use_sp", "checkpoint", "cp_sizes_enc", "tp_consecutive_flags")

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from fxpar.ir.axes import REPLICAS, STAGES
 from fxpar.ir.remat import Remat
-from fxpar.ir.strategy import Pipeline, Strategy, of_degrees
+from fxpar.ir.strategy import Strategy, of_degrees
+from fxpar.ir.strategy_text import Pipeline
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
 # ZeRO level, and what is recomputed. `selective` gathers again what sequence parallelism has gathered: under large tp

@@ -12,7 +12,8 @@ from torch import fx
 
 from fxpar.cost.calls import node_costs
 from fxpar.cost.ops import SizesAt, flops, local_metas
-from fxpar.ir.dist_config import DistConfig, short_dtype
+from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.dtype_names import short_dtype
 from fxpar.ir.exec_graph import Communication, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, source_of

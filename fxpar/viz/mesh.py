@@ -12,7 +12,7 @@ from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.ir.axes import STAGES
-from fxpar.ir.dist_config import short_dtype
+from fxpar.ir.dtype_names import short_dtype
 from fxpar.ir.fqn import numbers_in, starred, with_numbers
 from fxpar.ir.strategy import Strategy
 from fxpar.store import home_layout, param_specs, wire_layout

@@ -13,18 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.errors import PlacementError
-from fxpar.ir.dist_config import (
-    AxisShard,
-    DistConfig,
-    OuterShard,
-    P,
-    Partial,
-    R,
-    Shard,
-    chunk,
-    normalize_sections,
-    short_dtype,
-)
+from fxpar.ir.dist_config import AxisShard, DistConfig, OuterShard, P, Partial, R, Shard, chunk, normalize_sections
+from fxpar.ir.dtype_names import short_dtype
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.runs import section_sizes
 from tests.placements import configs, held, meshes, placed, placed_mesh

@@ -17,7 +17,8 @@ from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSi
 from fxpar.ir.axes import AXES
 from fxpar.ir.dist_config import R, Shard
 from fxpar.ir.remat import Remat
-from fxpar.ir.strategy import MOST_RANKS, SCHEDULES, Pipeline, Strategy, parse_override
+from fxpar.ir.strategy import Strategy, parse_override
+from fxpar.ir.strategy_text import MOST_RANKS, SCHEDULES, Pipeline
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 

@@ -17,7 +17,8 @@ from fxpar.checking import CheckResult, local_params, run_world
 from fxpar.checking import driver as checking
 from fxpar.errors import MicroBatchError, NotAChainError, UnknownCutError
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ir.strategy import SCHEDULES, Strategy
+from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy_text import SCHEDULES
 from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import ThreadChannels, ThreadWorld

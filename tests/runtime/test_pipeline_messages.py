@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpar.checking.driver as checking
-from fxpar.ir.strategy import SCHEDULES
+from fxpar.ir.strategy_text import SCHEDULES
 from fxpar.lowering import lower
 from fxpar.runtime.channels import PendingMessage, ThreadChannels, ThreadWorld
 from fxpar.runtime.stage import BoundStage

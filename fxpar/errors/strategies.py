@@ -1,0 +1,77 @@
+"""Errors of strategies: their text, their rules, their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fxpar.errors.base import FxparError, nearest
+
+
+def _near_modules(glob: str, modules: Iterable[str]) -> str:
+    """What may have been meant with a glob over modules that matches none."""
+    known = sorted(modules)
+    ends = {f"*.{name.rpartition('.')[2]}" for name in known if "." in name}
+    some = f". Modules are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
+    return nearest(glob, [*known, *sorted(ends)]) or some
+
+
+class StrategySyntaxError(FxparError):
+    """A strategy string does not parse."""
+
+    def __init__(self, text: str, part: str, why: str) -> None:
+        super().__init__(
+            f"strategy {text!r}: {why} (at {part!r}). A strategy is axes joined by '.', then flags joined by '+', "
+            "for example 'dp2.tp4+sp+zero1'."
+        )
+
+
+class RuleConflictError(FxparError):
+    """Two rules of a strategy say different things of one module."""
+
+    def __init__(self, module: str, what: str, rules: Iterable[str]) -> None:
+        both = " and ".join(map(repr, rules))
+        super().__init__(f"two rules say the {what} of module {module!r}: {both}. Narrow one of the globs.")
+
+
+class RuleGlobError(FxparError):
+    """A rule of a strategy whose glob matches no module."""
+
+    def __init__(self, glob: str, modules: Iterable[str]) -> None:
+        super().__init__(f"rule {glob!r} of the strategy matches no module of the model{_near_modules(glob, modules)}")
+
+
+class RuleHeadsError(FxparError):
+    """A rule cuts attention in more parts than its heads divide in."""
+
+    def __init__(self, rule: str, module: str, heads: int, kv_heads: int, axis: str, nearest_axis: str) -> None:
+        super().__init__(
+            f"rule {rule!r}: the attention of {module!r} has {heads} query and {kv_heads} key-value heads, which "
+            f"{axis} does not divide. The nearest that does is {nearest_axis}."
+        )
+
+
+class WorldSizeError(FxparError):
+    """The degrees of a strategy do not multiply to the number of ranks."""
+
+    def __init__(self, strategy: str, product: int, world: int) -> None:
+        super().__init__(
+            f"strategy {strategy!r} needs {product} ranks (the product of its degrees), but the world has {world}. "
+            f"Change a degree so that the product is {world}, or use {product} ranks."
+        )
+
+
+class UnequalWorldsError(FxparError):
+    """Strategies between which weights move do not have equally many ranks."""
+
+    def __init__(self, ranks: Mapping[str, int]) -> None:
+        sizes = ", ".join(f"{strategy!r} has {count}" for strategy, count in ranks.items())
+        super().__init__(
+            f"strategies that take turns run on the same ranks, but {sizes}. Change degrees so that products are equal"
+        )
+
+
+class RematGlobError(FxparError):
+    """A glob in remat(...) that matches no module."""
+
+    def __init__(self, glob: str, modules: Iterable[str]) -> None:
+        super().__init__(f"remat({glob}): {glob!r} matches no module of the model{_near_modules(glob, modules)}")

@@ -1,0 +1,174 @@
+"""The text of a strategy, part by part: axes, flags, rules; see `fxpar.ir.strategy` for the grammar."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxpar.errors import StrategySyntaxError, nearest
+from fxpar.ir.axes import AXES, ROLE_AXES
+from fxpar.ir.module_rules import Axes, ModuleRule, check_glob
+from fxpar.ir.remat import REMAT, Remat, parse_remat
+
+MOST_RANKS = 2**20  # more are a slip of the finger
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut", "role")
+_AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
+_SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
+_CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
+_ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
+_ROLE = re.compile(r"(\w+)=(\w+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of a pp axis run. `virtual` stages per rank (interleaved_1f1b only); stage i + 1 begins with
+    module `cuts[i]`, by default stages are balanced.
+    """
+
+    schedule: str = "1f1b"
+    virtual: int = 1
+    cuts: tuple[str, ...] = ()
+
+    def flags(self) -> list[str]:
+        """As flags of a strategy; what is the default is left out."""
+        found = [] if self.schedule == "1f1b" else [self.schedule]
+        found = [f"{self.schedule}({self.virtual})"] if self.virtual > 1 else found
+        return found + ([f"cut({'|'.join(self.cuts)})"] if self.cuts else [])
+
+
+def split_rules(text: str) -> tuple[str, str | None]:
+    """What stands in front of the brackets at the end, and in them (None without brackets)."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "[" and not depth:
+            if not text.endswith("]"):
+                raise StrategySyntaxError(text, text[at:], "the brackets with the rules are closed at the end")
+            return text[:at], text[at + 1 : -1]
+    return text, None
+
+
+def parse_rules(text: str, inside: str) -> tuple[ModuleRule, ...]:
+    rules: list[ModuleRule] = []
+    for part in filter(None, map(str.strip, inside.split(";"))):
+        glob, colon, roles = map(str.strip, part.partition(":"))
+        if not colon or not roles:
+            raise StrategySyntaxError(text, part, "a rule is a glob of modules, ':' and roles, such as *.mlp: tp4+sp")
+        check_glob(text, glob)
+        if glob in {rule.glob for rule in rules}:
+            raise StrategySyntaxError(text, part, f"there are two rules for {glob!r}")
+        axis_text, *flags = roles.split("+")
+        axes = parse_axes(text, axis_text) if axis_text else ()
+        wrong = next((name for name, _ in axes if name not in ROLE_AXES), "")
+        if wrong:
+            why = f"axes of a rule are those inside of a replica, {' and '.join(ROLE_AXES)}; {wrong} is of all modules"
+            raise StrategySyntaxError(text, part, why)
+        rules.append(_parse_rule(text, part, glob, axes, flags))
+    if not rules:
+        raise StrategySyntaxError(text, "[]", "there are no rules in the brackets")
+    return tuple(rules)
+
+
+def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -> ModuleRule:
+    zero = [int(flag[-1]) for flag in flags if re.fullmatch("zero[0-3]", flag)]
+    found = parse_flags(text, [flag for flag in flags if not re.fullmatch("zero[0-3]", flag)])
+    if len(zero) > 1:
+        raise StrategySyntaxError(text, part, "one ZeRO level at a time")
+    if any(_SCHEDULE.fullmatch(flag) or _CUT.fullmatch(flag) or _ROLES.fullmatch(flag) for flag in flags):
+        raise StrategySyntaxError(text, part, "a schedule, cuts and role(...) are of all modules; write them in front")
+    if found["sp"] and not axes:
+        raise StrategySyntaxError(text, part, "sp goes with axes, such as tp4+sp")
+    remat = found["remat"]
+    if remat is None and any(flag.startswith("remat") for flag in flags):
+        remat = Remat("none")
+    if remat is not None and remat.mode not in ("full", "selective", "none"):
+        raise StrategySyntaxError(
+            text, part, "a rule recomputes all of its modules: remat, remat(selective), or remat(none)"
+        )
+    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat)
+
+
+def parse_axes(text: str, axis_text: str) -> Axes:
+    axes: list[tuple[str, int]] = []
+    for part in axis_text.split("."):
+        match = _AXIS.fullmatch(part)
+        if not match and re.fullmatch(r"[a-z]+[0-9]+", part, re.ASCII):
+            raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
+        if not match:
+            raise StrategySyntaxError(text, part, "an axis is a name and a degree, such as dp2")
+        name, degree = match[1], int(match[2])
+        if name not in AXES:
+            why = f"unknown axis {name!r}{nearest(name, AXES) or '.'} Axes are {', '.join(AXES)}"
+            raise StrategySyntaxError(text, part, why)
+        if name in dict(axes):
+            raise StrategySyntaxError(text, part, f"axis {name!r} is given twice")
+        if degree < 1:
+            raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
+        axes.append((name, degree))
+    return tuple(axes)
+
+
+def parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
+    """The fields of a strategy that flags say."""
+    zero, sp = 0, False
+    remats: list[Remat | None] = []
+    schedules: list[Pipeline] = []
+    cuts: list[tuple[str, ...]] = []
+    roles: list[tuple[tuple[str, str], ...]] = []
+    for flag in flags:
+        if flag in ("zero1", "zero2", "zero3"):
+            if zero:
+                raise StrategySyntaxError(text, flag, "one ZeRO level at a time")
+            zero = int(flag[-1])
+        elif flag == "sp":
+            if sp:
+                raise StrategySyntaxError(text, flag, "flag 'sp' is given twice")
+            sp = True
+        elif match := REMAT.fullmatch(flag):
+            if remats:
+                raise StrategySyntaxError(text, flag, "flag 'remat' is given twice")
+            remats.append(parse_remat(text, flag, match[1]))
+        elif match := _SCHEDULE.fullmatch(flag):
+            schedules.append(_parse_schedule(text, flag, match[1], match[2]))
+        elif match := _CUT.fullmatch(flag):
+            cuts.append(tuple(word.strip() for word in match[1].split("|")))
+        elif match := _ROLES.fullmatch(flag):
+            roles.append(tuple(_parse_role(text, flag, word.strip()) for word in match[1].split("|")))
+        elif not flag:
+            raise StrategySyntaxError(text, "+", f"there is no flag behind a '+'. Flags are {', '.join(FLAGS)}")
+        else:
+            why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
+            raise StrategySyntaxError(text, flag, why)
+    for name, given in (("a schedule", schedules), ("flag 'cut'", cuts), ("flag 'role'", roles)):
+        if len(given) > 1:
+            raise StrategySyntaxError(text, text, f"{name} is given twice")
+    pipeline = replace(schedules[0] if schedules else Pipeline(), cuts=cuts[0] if cuts else ())
+    return {
+        "zero": zero,
+        "sp": sp,
+        "remat": remats[0] if remats else None,
+        "pipeline": pipeline,
+        "roles": roles[0] if roles else (),
+    }
+
+
+def _parse_role(text: str, flag: str, word: str) -> tuple[str, str]:
+    match = _ROLE.fullmatch(word)
+    if not match:
+        raise StrategySyntaxError(
+            text, flag, f"{word!r} is not an axis and role; write role(tp=name), a name of letters, digits and _"
+        )
+    return match[1], match[2]
+
+
+def _parse_schedule(text: str, flag: str, kind: str, count: str | None) -> Pipeline:
+    if kind != "interleaved_1f1b":
+        if count is not None:
+            raise StrategySyntaxError(text, flag, "only interleaved_1f1b(2) has several stages per rank")
+        return Pipeline(kind)
+    virtual = 2 if count is None else int(count)
+    if virtual < 2:
+        raise StrategySyntaxError(text, flag, "interleaved_1f1b needs 2 or more stages per rank; else write 1f1b")
+    return Pipeline(kind, virtual)
