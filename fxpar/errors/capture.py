@@ -93,10 +93,9 @@ class LossCallError(CaptureError):
     """The loss function fails on what it is called with, such as one that takes logits and labels."""
 
     def __init__(self, why: str, given: str, line: str | None) -> None:
-        super().__init__(
-            f"the loss function failed{_at(None, line)}: {why}. fxpar calls it with the model and the batch, "
-            f"loss(model, batch), and the batch is {given}. Let it call the model and return the sum of the losses"
-        )
+        called = f"fxpar calls it with the model and the batch, loss(model, batch), and the batch is {given}"
+        do = "Let it call the model and return the sum of the losses"
+        super().__init__(f"the loss function failed{_at(None, line)}: {why}. {called}. {do}")
 
 
 class MetricError(CaptureError):

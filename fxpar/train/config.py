@@ -1,7 +1,6 @@
 """The configuration of a run: a TOML file, and `--set section.key=value` on top of it, as frozen dataclasses.
 
-`docs/train.md` lists every key. Paths are relative to the current folder. What needs torch is imported where it is
-used: a file that is not there, or a key that is wrong, is told without.
+`docs/train.md` lists every key. Paths are relative to the current folder. What needs torch is imported where it is used.
 """
 
 from __future__ import annotations
@@ -231,10 +230,9 @@ def read_config(path: str | Path, assignments: Sequence[str] = (), launched: int
     """Read and check a file. Raises ConfigFileError and what `parse_config` raises."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except IsADirectoryError as error:
-        raise ConfigFileError(str(path), "it is a folder; name the TOML file, such as run.toml") from error
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
+        why = "it is a folder; name the TOML file, such as run.toml" if isinstance(error, IsADirectoryError) else why
         raise ConfigFileError(str(path), f"{why}{_if_a_model(str(path))}") from error
     return parse_config(text, str(path), Path(path).stem, assignments, launched)
 
