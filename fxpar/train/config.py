@@ -1,6 +1,6 @@
 """The configuration of a run: a TOML file, and `--set section.key=value` on top of it, as frozen dataclasses.
 
-`docs/train.md` lists every key. Paths are relative to the current folder. What needs torch is imported where it is used.
+`docs/train.md` lists every key. Paths are relative to the current folder. Torch is imported where it is needed only.
 """
 
 from __future__ import annotations
