@@ -14,8 +14,7 @@ from typing import Any, Literal
 from fxpar.batching import length_groups
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
-from fxpar.ir.strategy import Strategy
-from fxpar.ir.strategy_text import MOST_RANKS
+from fxpar.ir.strategy import MOST_RANKS, Strategy
 from fxpar.ir.written import LONGEST, OutOfBoundsError, read
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, auto_problems, group_problems, read_strategies
