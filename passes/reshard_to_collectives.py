@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpar.errors import PlacementError
 from fxpar.ir import collectives as c
+from fxpar.ir.axes import whole_axis
 from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.mesh import Mesh
@@ -66,10 +67,21 @@ def steps(source: DistConfig, target: DistConfig, shape: Sequence[Any]) -> list[
     names = {name for dist in (source, target) for name in (*dist.shard_axes, *(axis for axis, _ in dist.partial))}
     if not any(":" in name for name in names):
         return _single_steps(source, target)
+    padded = {
+        whole_axis(name)
+        for dist in (source, target)
+        for d, entries in enumerate(dist.dims)
+        if not dist.divides(d, shape[d])
+        for entry in entries
+        for name in entry.axis.split(".")
+    }
     parts = source.mesh.parts(part for name in names for part in name.split("."))
-    begin = source.in_parts(parts, shape)
-    found = _together(begin, _single_steps(begin, target.in_parts(parts, shape)), shape)
-    return [(op, args, dist.whole(shape)) for op, args, dist in found]
+    parts = [part for part in parts if whole_axis(part) not in padded]  # whose parts would pad otherwise
+    begin = source.in_parts(parts)
+    found = _together(begin, _single_steps(begin, target.in_parts(parts)), shape)
+    return [(op, args, dist.whole(shape)) for op, args, dist in found[:-1]] + [
+        (*last[:2], target) for last in found[-1:]
+    ]
 
 
 def _together(begin: DistConfig, steps: list[Step], shape: Sequence[Any]) -> list[Step]:

@@ -141,7 +141,8 @@ def _refused_input(found: AxisSearch, entry: OpClass) -> Iterator[Refused]:
     """Dims of an input that the axis does not cut."""
     (shape,) = entry.view.outputs
     offered = {o.outputs[0].dim for o in entry.options if isinstance(o.outputs[0], Shard)}
-    fixed = found.policy.overrides.get(entry.nodes[0].name) if isinstance(found.policy, TensorAxis) else None
+    role = found.policy.of(entry)
+    fixed = role.overrides.get(entry.nodes[0].name) if isinstance(role, TensorAxis) else None
     for dim, size in enumerate(shape):
         if dim not in offered:
             yield Refused(str(Shard(dim)), _why_whole(found, entry, dim, size, fixed))
@@ -155,9 +156,10 @@ def _why_whole(found: AxisSearch, entry: OpClass, dim: int, size: int, fixed: Pl
     is_param = input_kind(entry.nodes[0]) == "param"
     if fixed is not None:
         return f"an override sets {fixed}"
-    if isinstance(found.policy, ContextAxis) and is_param:
+    role = found.policy.of(entry)
+    if isinstance(role, ContextAxis) and is_param:
         return "cp shards tokens; every rank has the whole parameter"
-    if entry.token[0][dim] and isinstance(found.policy, TensorAxis) and not found.policy.cuts_tokens:
+    if entry.token[0][dim] and isinstance(role, TensorAxis) and not role.cuts_tokens:
         return "it shards tokens, which tp does only with +sp"
     if is_param or entry.token[0][dim]:
         return f"size {size} is not divisible by {axis}={degree}"

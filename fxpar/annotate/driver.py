@@ -192,7 +192,8 @@ def _label_rules(graph: AnnotatedGraph) -> None:
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "call_function"):
             continue
-        rule = node.meta["rule"] = strategy.rule_of(fqns.get(node, fqn_of(node)))
+        module = fqns[node].rpartition(".")[0] if node in fqns else fqn_of(node)
+        rule = node.meta["rule"] = strategy.rule_of(module)
         if node in fqns:
             node.meta["class"] = (*node.meta["class"], rule)
         node.meta["variant"] = (*node.meta.get("variant", ()), rule)
@@ -309,7 +310,7 @@ def _result_config(
         return combine(target, meta, dict.fromkeys(axes, cut), token, {a: whole_axis(a) for a in axes})
     if kind in ("loss", "grad"):
         parts = [atom for atom in graph.strategy.atoms if ":" in atom]
-        for axis, op in made.in_parts(parts, tensor_of(node).shape).partial:
+        for axis, op in made.in_parts(parts).partial:
             if target.placement(axis) == R:
                 target = target.with_placement(axis, Partial(op))
         target = target.whole(tensor_of(node).shape) if parts else target

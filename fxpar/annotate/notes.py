@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpar.annotate.module_rules import check_heads
 from fxpar.errors import warn
-from fxpar.ir.axes import USES, whole_axis
+from fxpar.ir.axes import USES
 from fxpar.ir.dist_config import R, Shard
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import AnnotatedGraph
@@ -57,7 +57,8 @@ def note_uncut(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
     """Say where an axis that cuts weights cuts none."""
     params = [n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "param"]
     for axis, choice in choices.items():
-        if USES[whole_axis(axis)] == "weights" and params and all(choice[node].outputs[0] == R for node in params):
+        for_weights = all(USES[name] == "weights" for name in graph.strategy.atoms[axis])
+        if for_weights and params and all(choice[node].outputs[0] == R for node in params):
             none = f": no parameter has a dim that {graph.strategy.degree(axis)} ranks can share"
             graph.notes.append(
                 f"{axis} shards no parameter{'' if graph.strategy.overrides else none}, so every {axis} rank holds "

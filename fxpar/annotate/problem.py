@@ -41,6 +41,10 @@ class OpClass:
 class AxisPolicy(Protocol):
     """What one mesh axis is for."""
 
+    def of(self, entry: OpClass) -> AxisPolicy:
+        """What it is for in the module that a class belongs to."""
+        ...
+
     def seeds(self, entry: OpClass, result: int) -> list[int]:
         """Dims of a result that the axis wants to cut for its own sake."""
         ...

@@ -213,7 +213,8 @@ def _value(value: Document, stage: int | None, width: int | None) -> Iterator[St
 
 def _axis(axis: Document, width: int | None) -> Iterator[Styled]:
     together = f", decided for {len(axis['together'])} nodes together" if len(axis["together"]) > 1 else ""
-    yield from _said(f"{axis['axis']}{axis['degree']}: {axis['chosen']}{together}", width, 2, "bold")
+    name = axis["axis"] if ":" in axis["axis"] else f"{axis['axis']}{axis['degree']}"  # of a part it says the degree
+    yield from _said(f"{name}: {axis['chosen']}{together}", width, 2, "bold")
     if axis["renames"]:
         yield from _said(
             "a view is sharded like its operand; a price is that of also having the result this way", width, 4

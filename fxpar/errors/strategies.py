@@ -46,7 +46,8 @@ class RuleHeadsError(FxparError):
     def __init__(self, rule: str, module: str, heads: int, kv_heads: int, axis: str, nearest_axis: str) -> None:
         super().__init__(
             f"rule {rule!r}: the attention of {module!r} has {heads} query and {kv_heads} key-value heads, which "
-            f"{axis} does not divide. The nearest that does is {nearest_axis}."
+            f"cannot be shared evenly under {axis}. The nearest degree is {nearest_axis}; other axes of the rule take "
+            "the other ranks."
         )
 
 

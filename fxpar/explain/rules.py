@@ -25,9 +25,11 @@ def rules_document(program: Program, found: Sequence[CollectiveTraffic]) -> Docu
 def _rule(program: Program, index: int) -> Document:
     """How many modules a rule matches, and of how many parameters it has the last word."""
     strategy, rule = program.strategy, program.strategy.rules[index]
-    fqns = [info.fqn for info in program.inputs if info.kind == "param"]
-    modules = {".".join(fqn.split(".")[:end]) for fqn in fqns for end in range(1, fqn.count(".") + 1)}
-    decides = sum(any(strategy.rule_of(fqn, what) == index for what in rule.says) for fqn in fqns)
+    params = [info for info in program.inputs if info.kind == "param"]
+    names = [name.split(".") for info in params for name in (info.fqn, *info.aliases)]
+    modules = {".".join(parts[:end]) for parts in names for end in range(1, len(parts))}
+    owners = [info.fqn.rpartition(".")[0] for info in params]
+    decides = sum(any(strategy.rule_of(owner, what) == index for what in rule.says) for owner in owners)
     return {"rule": str(rule), "modules": sum(map(rule.matches, modules)), "params": decides}
 
 

@@ -216,9 +216,9 @@ class DistConfig:
         """Whether nothing but the axis, whole or in parts, makes the cut."""
         return all(self.mesh.inside(name, axis) for name in cut.axis.split("."))
 
-    def in_parts(self, parts: Iterable[str], shape: Sequence[Any]) -> DistConfig:
-        """The same with each axis that has parts among `parts` (of one axis outermost first) written as these. Raises
-        PlacementError where such an axis pads a dim of `shape`: its parts would pad it otherwise.
+    def in_parts(self, parts: Iterable[str]) -> DistConfig:
+        """The same with each axis that has parts among `parts` (of one axis outermost first) written as these. It is
+        the same only where the dims that it cuts divide.
         """
         known = list(parts)
 
@@ -226,9 +226,6 @@ class DistConfig:
             return [part for part in known if part != name and self.mesh.inside(part, name)] or [name]
 
         dims = tuple(tuple(AxisShard(a, e.sections) for e in entries for a in split(e.axis)) for entries in self.dims)
-        for d, (before, after) in enumerate(zip(self.dims, dims, strict=True)):
-            if len(before) < len(after) and not self.divides(d, shape[d]):
-                raise PlacementError(f"{self}: dim {d} of size {shape[d]} is padded, so no axis of it splits in parts")
         return replace(self, dims=dims, partial=tuple((part, op) for name, op in self.partial for part in split(name)))
 
     def whole(self, shape: Sequence[Any]) -> DistConfig:

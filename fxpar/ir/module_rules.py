@@ -28,6 +28,8 @@ Axes = tuple[tuple[str, int], ...]
 _WORD = re.compile(r"[\w.*?{},-]+", re.ASCII)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)-(\d+)")
+_MOST_NUMBERS = 10_000  # of a range
+_MOST_STARS = 6  # each multiplies the ways in which a glob may match
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,26 @@ def split_outside(text: str, separator: str) -> list[str]:
 
 def check_glob(text: str, glob: str) -> None:
     """Raise StrategySyntaxError for what is no glob over modules."""
-    if not _WORD.fullmatch(glob) or "{" in _BRACES.sub("", glob) or "}" in _BRACES.sub("", glob):
-        raise StrategySyntaxError(
-            text, glob, "a rule begins with a glob of modules, such as *.self_attn or layers.{0-7}"
-        )
+    rest = _BRACES.sub("", glob)
+    if not _WORD.fullmatch(glob) or "{" in rest or "}" in rest:
+        why = "a rule begins with a glob of modules, such as *.self_attn or layers.{0-7}"
+        raise StrategySyntaxError(text, glob, why)
+    if glob.count("*") > _MOST_STARS:
+        raise StrategySyntaxError(text, glob, f"a glob has at most {_MOST_STARS} stars")
+    for inside in _BRACES.findall(glob):
+        words = [word.strip() for word in inside.split(",")]
+        if not all(words):
+            raise StrategySyntaxError(
+                text, f"{{{inside}}}", "write what may stand there, such as {embed,head} or {0-7}"
+            )
+        for match in filter(None, map(_RANGE.fullmatch, words)):
+            if max(map(len, match.groups())) > 9 or not 0 <= int(match[2]) - int(match[1]) < _MOST_NUMBERS:
+                why = f"a range is from a smaller number to a larger one, {_MOST_NUMBERS:,} at most, such as {{0-7}}"
+                raise StrategySyntaxError(text, f"{{{inside}}}", why)
 
 
 def governing(rules: Sequence[ModuleRule], fqn: str, what: str) -> int | None:
-    """The index of the rule that says `what` (roles, zero or remat) of the module `fqn`, or of the one around it that
+    """The index of the rule that says `what` (roles, zero or remat) of the module `fqn` ("" for the root), or of the one around it that
     is nearest; None where none does. Raises RuleConflictError where two do.
     """
     parts = fqn.split(".")

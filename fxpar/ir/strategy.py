@@ -146,7 +146,7 @@ class Strategy:
         return sp or USES[self.axis_in(atom, rule)] == "tokens"
 
     def rule_of(self, fqn: str, what: str = "roles") -> int | None:
-        """The rule for a module or parameter, see `fxpar.ir.module_rules.governing`. Raises RuleConflictError."""
+        """The rule for a module, see `fxpar.ir.module_rules.governing`. Raises RuleConflictError."""
         if not self.rules:
             return None
         if (fqn, what) not in self._found_rules:
@@ -169,14 +169,14 @@ class Strategy:
         """
         if not self.rules:
             return ".".join(self.data_axes)
-        rule = self.rule_of(fqn)
+        rule = self.rule_of(fqn.rpartition(".")[0])
         inside = [atom for atom in self.atoms if USES[self.axis_in(atom, rule)] == "tokens"]
         names = [REPLICAS] * (self.replicas > 1) + inside
         return joined(sorted(names, key=self.mesh.stride, reverse=True), self.atoms)
 
     def zero_of(self, fqn: str) -> int:
         """The ZeRO level of a parameter."""
-        level = None if (rule := self.rule_of(fqn, "zero")) is None else self.rules[rule].zero
+        level = None if (rule := self.rule_of(fqn.rpartition(".")[0], "zero")) is None else self.rules[rule].zero
         return self.zero if level is None else level
 
     @property

@@ -45,7 +45,12 @@ def split_rules(text: str) -> tuple[str, str | None]:
         depth += (letter == "(") - (letter == ")")
         if letter == "[" and not depth:
             if not text.endswith("]"):
-                raise StrategySyntaxError(text, text[at:], "the brackets with the rules are closed at the end")
+                why = (
+                    "flags of the strategy stand in front of the rules"
+                    if "]" in text[at:]
+                    else "']' is missing at its end"
+                )
+                raise StrategySyntaxError(text, text[at:], why)
             return text[:at], text[at + 1 : -1]
     return text, None
 
@@ -59,6 +64,8 @@ def parse_rules(text: str, inside: str) -> tuple[ModuleRule, ...]:
         check_glob(text, glob)
         if glob in {rule.glob for rule in rules}:
             raise StrategySyntaxError(text, part, f"there are two rules for {glob!r}")
+        if ":" in roles:
+            raise StrategySyntaxError(text, part, "rules are separated by ';'")
         axis_text, *flags = roles.split("+")
         axes = parse_axes(text, axis_text) if axis_text else ()
         wrong = next((name for name, _ in axes if name not in ROLE_AXES), "")

@@ -48,7 +48,7 @@ def chosen_by_module(graph: AnnotatedGraph, dims: Mapping[sympy.Symbol, int]) ->
 
 def _outermost(rule: ModuleRule, place: str) -> str:
     """The outermost module that the rule matches, of those around a place."""
-    return next(module for module in prefixes(place) if rule.matches(module))
+    return next((module for module in prefixes(place) if rule.matches(module)), "")
 
 
 def choose(graph: AnnotatedGraph, remat: Remat, dims: Mapping[sympy.Symbol, int]) -> frozenset[fx.Node]:

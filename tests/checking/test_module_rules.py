@@ -126,7 +126,7 @@ def assert_exact(result: CheckResult) -> None:
 @pytest.mark.parametrize(("template", "name"), crossed(STRATEGIES, list(PARTS)))
 def test_gradients_are_those_of_one_device(template, name):
     if "tp3" in template:
-        with pytest.raises(RuleHeadsError, match=r"which tp3 does not divide\. The nearest that does is tp[24]"):
+        with pytest.raises(RuleHeadsError, match=r"cannot be shared evenly under tp3\. The nearest degree is tp[24];"):
             lower(model(name).graph, parted(template, name))
         return
     assert_exact(model(name).check(parted(template, name)))
@@ -183,7 +183,7 @@ def test_any_rules_on_any_program(seed, strategy):
             "tp16[*.attention: cp16]",
             RuleHeadsError,
             "rule '*.attention: cp16': the attention of 'layers.0.attention' has 8 query and 4 key-value heads, which "
-            "cp16 does not divide. The nearest that does is cp4.",
+            "cannot be shared evenly under cp16. The nearest degree is cp4;",
         ),
     ],
 )
@@ -191,6 +191,19 @@ def test_rules_that_do_not_fit_the_model(strategy, error, why):
     with pytest.raises(error) as raised:
         lower(model("llama").graph, strategy)
     assert why in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["tp2[*: +remat]", "tp4+sp[embedding: tp2.cp2+zero3]", "tp4[*.ffn: tp2.cp2+zero1]"]
+)
+def test_dims_that_do_not_divide(strategy):
+    """97 rows of a table and 37 columns, and everything recomputed that is in no module either."""
+    assert_exact(llama(layers=1, heads=8, kv_heads=8, dim=32, ffn=37).check(strategy))
+
+
+def test_what_is_for_tokens_everywhere_need_not_cut_weights():
+    program = lower(model("llama").graph, "tp4+sp[*: cp2.tp2]")
+    assert not any("shards no parameter" in note for note in program.notes)
 
 
 def collectives(strategy: str) -> Counter[tuple[str, str, bool]]:

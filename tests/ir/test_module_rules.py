@@ -84,6 +84,13 @@ def test_the_innermost_module_decides():
     assert governing(rules, "", "roles") is None
 
 
+def test_globs_are_over_modules():
+    """Not over parameters, whose last name is none of a module; `*` is the root too."""
+    strategy = Strategy.parse("tp2[*.w*: cp2+zero3]")
+    assert [strategy.zero_of(fqn) for fqn in ("a.weight", "a.wide.weight", "weight")] == [0, 3, 0]
+    assert Strategy.parse("tp2[*: +zero1]").zero_of("weight") == 1
+
+
 @pytest.mark.parametrize(
     ("glob", "yes", "no"),
     [
@@ -124,11 +131,18 @@ def test_two_rules_for_one_module():
         ("tp2[*.mlp: +remat(20MB)]", "a rule recomputes all of its modules"),
         ("tp2[*.mlp: +zero1+zero3]", "one ZeRO level at a time"),
         ("tp2[*.mlp: tp2; *.mlp: cp2]", "there are two rules for '*.mlp'"),
-        ("tp2[*.mlp: cp2", "the brackets with the rules are closed at the end"),
-        ("tp2[*.mlp: cp2]+sp", "the brackets with the rules are closed at the end"),
+        ("tp2[*.mlp: cp2", "']' is missing at its end"),
+        ("tp2[*.mlp: cp2]+sp", "flags of the strategy stand in front of the rules"),
+        ("tp2[*.mlp: cp2, *.attn: tp2]", "rules are separated by ';'"),
         ("tp2[{a: cp2]", "a rule begins with a glob of modules"),
         ("tp2[*.m lp: cp2]", "a rule begins with a glob of modules"),
         ("tp2[*.mlp: tq2]", "unknown axis 'tq'"),
+        ("tp2[layers.{0-999999999}: cp2]", "a range is from a smaller number to a larger one, 10,000 at most"),
+        ("tp2[layers.{0-" + "9" * 5000 + "}: cp2]", "a range is from a smaller number to a larger one"),
+        ("tp2[layers.{5-2}: cp2]", "a range is from a smaller number to a larger one"),
+        ("tp2[{a,}: cp2]", "write what may stand there"),
+        ("tp2[{}: cp2]", "write what may stand there"),
+        ("tp2[" + "*" * 31 + "x: cp2]", "a glob has at most 6 stars"),
     ],
 )
 def test_bad_rules(text, why):
