@@ -93,8 +93,8 @@ def check_glob(text: str, glob: str) -> None:
 
 
 def governing(rules: Sequence[ModuleRule], fqn: str, what: str) -> int | None:
-    """The index of the rule that says `what` (roles, zero or remat) of the module `fqn` ("" for the root), or of the one around it that
-    is nearest; None where none does. Raises RuleConflictError where two do.
+    """The index of the rule that says `what` (roles, zero or remat) of the module `fqn` ("" for the root), or of the
+    nearest one around it; None where none does. Raises RuleConflictError where two do.
     """
     parts = fqn.split(".")
     for end in range(len(parts), 0, -1):
