@@ -45,11 +45,8 @@ def split_rules(text: str) -> tuple[str, str | None]:
         depth += (letter == "(") - (letter == ")")
         if letter == "[" and not depth:
             if not text.endswith("]"):
-                why = (
-                    "flags of the strategy stand in front of the rules"
-                    if "]" in text[at:]
-                    else "']' is missing at its end"
-                )
+                closed = "]" in text[at:]
+                why = "flags of the strategy stand in front of the rules" if closed else "']' is missing at its end"
                 raise StrategySyntaxError(text, text[at:], why)
             return text[:at], text[at + 1 : -1]
     return text, None
