@@ -85,6 +85,8 @@ def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Docume
             decided, text = decided_by(program.strategy, info), stored.dist.describe(stored.meta.shape)
             key = (starred(info.fqn), text, decided.get("glob"))
             first = {"name": key[0], "count": 0, "stored": text, "cut_by": sorted(_axes(stored.dist))}
+            over = program.strategy.data_axes_of(info.fqn) if program.strategy.zero_of(info.fqn) else ""
+            first["work_cut_by"] = sorted(_axes(stored.dist, but=over))
             row = rows.setdefault(key, {**first, "override": key[2]})
             row["count"] += info.fqn not in seen
             seen.add(info.fqn)
@@ -123,16 +125,18 @@ def _weight_bytes(program: Program) -> int:
     return max(held.values(), default=0)
 
 
-def _axes(dist: DistConfig) -> set[str]:
-    """The axes of the mesh that cut a tensor; of a sub-axis, the axis."""
-    return {dist.mesh.part(name).axis for axis in dist.shard_axes for name in axis.split(".")}
+def _axes(dist: DistConfig, but: str = "") -> set[str]:
+    """The axes of the mesh that cut a tensor; of a sub-axis, the axis. Without the cut over the axes `but` (ZeRO)."""
+    cuts = [axis for axis in dist.shard_axes if axis != but]
+    return {dist.mesh.part(name).axis for axis in cuts for name in axis.split(".")}
 
 
 def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
     """One line on what an axis is for here."""
     count = sum(p["count"] for p in params)
     cut = sum(p["count"] for p in params if axis in p["cut_by"])
-    zero = f"; ZeRO-{strategy.zero} shards {cut} of {count} stored parameters over them" if strategy.zero else ""
+    level = f"ZeRO-{strategy.zero}" if strategy.zero == strategy.most_zero else "ZeRO"
+    zero = f"; {level} shards {cut} of {count} stored parameters over them" if strategy.most_zero else ""
     match USES[axis]:
         case "replicas":
             return f"data-parallel replicas, each with its own micro-batch; gradients are summed over them{zero}"
@@ -143,7 +147,8 @@ def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
             return f"shards the tokens of a micro-batch; attention is sharded by heads where they divide evenly{zero}"
         case _:
             sp = "; +sp: tokens are sharded where no weight is involved" if strategy.sp else ""
-            return f"shards {cut} of {count} parameters and the work on them{sp}"
+            work = sum(p["count"] for p in params if axis in p["work_cut_by"])
+            return f"shards {work} of {count} parameters and the work on them{sp}"
 
 
 __all__ = ["summary_document"]

@@ -81,6 +81,15 @@ def require_ranks() -> None:
         )
 
 
+def require_backend(device: torch.device) -> None:
+    """Raise ParallelizeError for several ranks with GPU tensors on gloo, which sends none from one rank to another."""
+    if device.type == "cuda" and dist.get_world_size() > 1 and "cuda:gloo" in str(dist.get_backend_config()):
+        raise ParallelizeError(
+            "the model is on a GPU, and the process group sends GPU tensors with gloo, which cannot. Call "
+            "torch.distributed.init_process_group() without a backend, or with 'cpu:gloo,cuda:nccl'"
+        )
+
+
 def _open(
     module: nn.Module,
     strategies: Mapping[int, Strategy | str],
@@ -91,6 +100,7 @@ def _open(
 ) -> Session:
     decided = decide(module, strategies, loss, example, options)
     compiled = decided.compiled
+    require_backend(decided.device)
     if dist.get_rank() == 0:
         tell(decided, options)
     plain = _plain_strategy(options, decided.groups, decided.names)

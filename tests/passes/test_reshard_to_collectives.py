@@ -168,7 +168,9 @@ def test_every_step_is_a_placement_on_the_way(example):
         axis = args[0]
         assert dist.local_shape(shape)
         changed = {name for name, _ in lies(here) ^ lies(dist)}
-        assert changed <= set(axis.split(".")), "one step works on the axes that it names"
+        named = axis.split(".")
+        on_them = all(any(source.mesh.inside(name, one) for one in named) for name in changed)
+        assert on_them, "one step works on the axes that it names, whole or in parts"
         here = dist
     assert (here.dims, here.partial) == (target.dims, target.partial)
     assert len(found) <= 2 * len({name for name, _ in lies(source) | lies(target)}) + 1

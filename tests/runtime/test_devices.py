@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fxpar.batching.documents import cut_in_documents, mark_documents
+from fxpar.errors import ParallelizeError
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.bound import bind
 from fxpar.runtime.micro import as_one_sequence, local_batch
+from fxpar.runtime.opening import require_backend
 from fxpar.runtime.padding import pad
 from fxpar.tracer import capture
 from fxpar.transport.groups import ProcessGroups
@@ -51,6 +53,26 @@ def captured(model: str) -> tuple[LogicalGraph, Any]:
 
 def _moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(ELSEWHERE) for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("backends", "ranks", "is_refused"),
+    [
+        ("cpu:gloo,cuda:gloo", 2, True),
+        ("cpu:gloo,cuda:nccl", 2, False),
+        ("cpu:gloo,cuda:gloo", 1, False),
+    ],
+)
+def test_gloo_sends_no_gpu_tensors(backends, ranks, is_refused, monkeypatch):
+    """Told before anything is sent: gloo ends the process there."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    require_backend(torch.device("cpu"))
+    if not is_refused:
+        require_backend(torch.device("cuda"))
+        return
+    with pytest.raises(ParallelizeError, match="sends GPU tensors with gloo"):
+        require_backend(torch.device("cuda"))
 
 
 def test_what_a_check_adds_to_a_row_lies_where_the_row_does():
