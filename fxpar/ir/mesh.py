@@ -125,7 +125,7 @@ class Mesh:
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """The parts that the axes are made of from which `names` have sub-axes, outermost first: each name is some of
-        them, or has none.
+        them, or has none. An axis has none either if its sub-axes cut through each other (2 x 3 and 3 x 2).
         """
         steps: dict[str, set[int]] = {}
         for name in names:
@@ -135,6 +135,7 @@ class Mesh:
         return [
             sub_axis(axis, self._degrees[axis] // high, high // low)
             for axis, found in steps.items()
+            if not any(high % low for low, high in itertools.pairwise(sorted(found)))
             for low, high in reversed(list(itertools.pairwise(sorted(found))))
         ]
 

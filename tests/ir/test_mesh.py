@@ -192,3 +192,18 @@ def test_text_and_hash():
 def test_size_and_shape():
     mesh = Mesh((("dp", 2), ("pp", 1), ("tp", 3)))
     assert (mesh.size, mesh.shape, mesh.names) == (6, (2, 1, 3), ("dp", "pp", "tp"))
+
+
+def test_parts_of_axes():
+    mesh = Mesh((("dp", 2), ("tp", 8)))
+    assert mesh.parts(["tp:(1)2", "dp", "tp:(4)2"]) == ["tp:(1)2", "tp:(2)2", "tp:(4)2"]
+    assert mesh.parts(["tp", "dp"]) == []
+    assert Mesh((("tp", 6),)).parts(["tp:(1)2", "tp:(1)3"]) == [], "neither is made of the other's parts"
+    assert [mesh.joint("tp:(1)2", "tp:(2)2"), mesh.joint("tp:(1)2", "tp:(2)4")] == ["tp:(1)4", "tp"]
+    assert mesh.joint("tp:(1)2", "tp:(4)2") is None
+    assert mesh.joint("dp", "tp:(1)2") is None
+    assert [mesh.inside("tp:(2)2", "tp:(1)4"), mesh.inside("tp:(4)2", "tp:(1)4"), mesh.inside("tp", "tp")] == [
+        True,
+        False,
+        True,
+    ]
