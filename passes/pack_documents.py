@@ -28,13 +28,13 @@ from torch import fx
 from fxpar.errors import PackingError
 from fxpar.flow import TokenFlow, in_words, token_flow
 from fxpar.ir.copies import copy_graph
-from fxpar.ir.graph import Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
+from fxpar.ir.graph import DOCUMENTS, Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
 from fxpar.ir.node_meta import is_size, size_of, tensor_of
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
 
-DOCUMENTS, POSITIONS = "document_ids", "document_positions"
+POSITIONS = "document_positions"
 _TOKENS = "T"
 
 

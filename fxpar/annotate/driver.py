@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import sympy
 from torch import fx
 
+from fxpar.annotate.bins import check_bins
 from fxpar.annotate.module_rules import check_rules
 from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut
 from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
@@ -100,6 +101,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
 def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[AnnotatedGraph, tuple[AxisSearch, ...]]:
     """As `annotate`, and the search of each axis that cuts something; their classes hold nodes of the copy."""
     check_rules(logical, strategy)
+    check_bins(logical, strategy)
     graph = unplaced(logical, strategy)
     searches = search_placements(graph)
     graph.passes.append(Annotate.name)
@@ -144,7 +146,7 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
     choices: dict[str, Choice] = {}
     others: list[tuple[Choice, int]] = []
     for axis in strategy.model_axes:
-        policy = policy_of(strategy, axis, overrides, token)
+        policy = policy_of(strategy, axis, overrides, token, graph.bins > 1)
         problem = build(graph.graph, sizes, policy.degree, others, policy, token)
         check_options(strategy, axis, problem)
         searches.append(_search(axis, policy, problem, _demands(graph, problem, token, axis, policy)))
@@ -249,10 +251,10 @@ def _spread(found: AxisSearch) -> Choice:
 
 def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Symbol | None) -> None:
     """Put DistConfigs on all nodes from the choices of all axes."""
-    mesh = graph.strategy.mesh
+    mesh, bins = graph.strategy.mesh, graph.strategy.bin_axes
 
     def config(meta: TensorMeta, placements: Mapping[str, Placement], roles: Mapping[str, str] | None) -> DistConfig:
-        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token, roles)
+        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token, roles, bins)
 
     def roles_of(rule: int | None, chosen: Mapping[str, Option]) -> Mapping[str, str] | None:
         """Cuts in sections, and those that leave ranks over, are right in the order in which they were found; then all
@@ -307,7 +309,7 @@ def _result_config(
         meta = tensor_of(node)
         cut = boundary_placement(meta, token, True)
         axes = graph.strategy.token_axes
-        return combine(target, meta, dict.fromkeys(axes, cut), token, {a: whole_axis(a) for a in axes})
+        return combine(target, meta, dict.fromkeys(axes, cut), token, {a: whole_axis(a) for a in axes}, graph.strategy.bin_axes)
     if kind in ("loss", "grad"):
         parts = [atom for atom in graph.strategy.atoms if ":" in atom]
         for axis, op in made.in_parts(parts).partial:
@@ -323,9 +325,10 @@ def combine(
     placements: Mapping[str, Placement],
     token: sympy.Symbol | None,
     roles: Mapping[str, str] | None,
+    bins: Collection[str],
 ) -> DistConfig:
     """The placements of all axes on one tensor. What cuts weights cuts first, but on a token dim last, as a piece on a
-    context axis is a run of tokens. `roles` are the axes that each is for where the tensor is, None for the order of
+    context axis is a run of tokens; what cuts `bins` goes first of all, so that no document is cut. `roles` are the axes that each is for where the tensor is, None for the order of
     the search; in pieces of tokens all modules agree.
     """
     cut = {axis: place for axis, place in placements.items() if isinstance(place, Shard | OuterShard)}
@@ -334,7 +337,7 @@ def combine(
         place, here = cut.get(axis), base.mesh.place(axis)
         size = meta.shape[place.dim] if place else 1
         if not isinstance(size, int) and token in size.free_symbols:
-            return -ROLE_AXES.index(whole_axis(axis)), here
+            return (-len(ROLE_AXES) if axis in bins else -ROLE_AXES.index(whole_axis(axis))), here
         return (ROLE_AXES.index(roles[axis]), here) if roles else (0, (0, 0))
 
     for axis in sorted((axis for axis, place in placements.items() if place != R), key=turn):

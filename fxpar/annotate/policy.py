@@ -9,6 +9,7 @@ from typing import Self
 
 import sympy
 
+from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.narrow import narrow_classes
 from fxpar.annotate.problem import AxisProblem, OpClass
@@ -21,7 +22,7 @@ from fxpar.ir.node_meta import input_kind, is_backward, tensor_metas, tensor_of
 from fxpar.ir.strategy import Strategy, parse_override
 from fxpar.ops.traits import ATTENTION, is_product, is_view
 from fxpar.rules.option import Option
-from fxpar.rules.own_ops import attention_options, narrow_attention
+from fxpar.rules.own_ops import attention_by_tokens, attention_options, narrow_attention
 from fxpar.rules.table import own, passing
 
 # A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
@@ -215,6 +216,17 @@ class ContextAxis(ModelAxis):
         return 0.0 if _is_cut(option) else WHOLE_WORK * _work_bytes(problem, entry)
 
 
+@dataclass(frozen=True)
+class RowsAxis(ContextAxis):
+    """rows: as cp, but tokens are cut between documents, so attention keeps them cut and sends nothing."""
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
+        by_tokens = attention_by_tokens(entry.view) if entry.view.target in ATTENTION else None
+        if by_tokens is not None and all(map(reads_bins, entry.nodes)):
+            return [by_tokens]
+        return super().extra(problem, entry)
+
+
 def grad_cost(nbytes: int, placement: Placement, degree: int) -> float:
     """A gradient that stays partial is reduced later, together with others: no launch of its own."""
     if isinstance(placement, Partial):
@@ -250,6 +262,7 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
 __all__ = [
     "ContextAxis",
     "ModelAxis",
+    "RowsAxis",
     "TensorAxis",
     "boundary_placement",
     "grad_cost",

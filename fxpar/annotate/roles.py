@@ -1,7 +1,8 @@
-"""Roles by name: what a strategy uses its tp or cp axis for. `tp` and `cp` themselves are fxpar's.
+"""Roles by name: what a strategy uses its tp, cp or rows axis for. `tp`, `cp` and `rows` are fxpar's.
 
 Other packages add roles through the entry-point group `fxpar.roles`; a strategy names them, `tp4+role(tp=my_role)`. A
-role is a class of policies: one that derives from `TensorAxis` is for tp, one that derives from `ContextAxis` for cp.
+role is a class of policies: one that derives from `TensorAxis` is for tp, one that derives from `ContextAxis` for cp,
+one that derives from `RowsAxis` for rows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 import sympy
 
 from fxpar.annotate.narrow import narrow_classes
-from fxpar.annotate.policy import ContextAxis, TensorAxis
+from fxpar.annotate.policy import ContextAxis, RowsAxis, TensorAxis
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.errors import RoleContractError, UnknownRoleError
+from fxpar.ir.axes import BINS
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, Replicate, Shard
 from fxpar.ir.registry import Registry
 from fxpar.ir.strategy import Strategy
@@ -22,7 +24,7 @@ from fxpar.rules.option import Option, OpView
 
 Role = TensorAxis | ContextAxis
 # What an axis is used for unless the strategy names another role, and what such another role derives from.
-BASES: dict[str, type[Role]] = {"tp": TensorAxis, "cp": ContextAxis}
+BASES: dict[str, type[Role]] = {"tp": TensorAxis, "cp": ContextAxis, BINS: RowsAxis}
 BUILTIN = {axis: f"{base.__module__}:{base.__name__}" for axis, base in BASES.items()}
 ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
 
@@ -64,15 +66,20 @@ class ByModule:
 Policy = Role | ByModule
 
 
-def policy_of(strategy: Strategy, axis: str, overrides: Mapping[str, Placement], token: sympy.Symbol | None) -> Policy:
-    """What `axis` is used for; `overrides` are by placeholder name, `token` is the symbol of the token dim.
+def policy_of(
+    strategy: Strategy, axis: str, overrides: Mapping[str, Placement], token: sympy.Symbol | None, in_bins: bool
+) -> Policy:
+    """What `axis` is used for; `overrides` are by placeholder name, `token` is the symbol of the token dim. Without
+    documents packed `in_bins`, rows is as cp.
 
     Raises UnknownRoleError, RoleContractError, DuplicateNameError, EntryLoadError.
     """
 
     def role(rule: int | None) -> Role:
         cuts_tokens = strategy.cuts_tokens_in(axis, rule)
-        return _class(strategy, strategy.axis_in(axis, rule))(strategy.degree(axis), cuts_tokens, overrides, token)
+        found = _class(strategy, strategy.axis_in(axis, rule))
+        found = found if in_bins or not issubclass(found, RowsAxis) else ContextAxis
+        return found(strategy.degree(axis), cuts_tokens, overrides, token)
 
     others = {index: role(index) for index, rule in enumerate(strategy.rules) if rule.axes}
     return ByModule(role(None), others) if others else role(None)

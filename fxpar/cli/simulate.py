@@ -14,7 +14,7 @@ from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
-from fxpar.passes.pack_documents import DOCUMENTS
+from fxpar.ir.graph import DOCUMENTS
 from fxpar.search.chosen import of_ranks
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.pricing import PricedSet, SetPricer

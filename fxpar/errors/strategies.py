@@ -51,6 +51,16 @@ class RuleHeadsError(FxparError):
         )
 
 
+class BinsError(FxparError):
+    """A strategy packs documents in bins, and the model cannot have them."""
+
+    def __init__(self, strategy: str, model: str, why: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: rows packs the documents of a micro-batch in bins, which model {model!r} cannot "
+            f"have: {why}. Use cp in place of rows."
+        )
+
+
 class WorldSizeError(FxparError):
     """The degrees of a strategy do not multiply to the number of ranks."""
 

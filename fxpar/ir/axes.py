@@ -7,10 +7,18 @@ from typing import Literal
 
 Use = Literal["replicas", "stages", "tokens", "weights", "experts"]
 # What each axis is used for. Only this file and the policies of axes (`fxpar.annotate.policy`) know axes by name.
-USES: dict[str, Use] = {"dp": "replicas", "pp": "stages", "cp": "tokens", "tp": "weights", "ep": "experts"}
+USES: dict[str, Use] = {
+    "dp": "replicas",
+    "pp": "stages",
+    "cp": "tokens",
+    "tp": "weights",
+    "rows": "tokens",
+    "ep": "experts",
+}
 AXES = tuple(USES)
 REPLICAS, STAGES = "dp", "pp"
-ROLE_AXES = ("tp", "cp")  # inside of a replica, in the order in which placements are searched
+ROLE_AXES = ("tp", "cp", "rows")  # inside of a replica, in the order in which placements are searched
+BINS = "rows"  # the axis that cuts tokens between documents: a replica packs a bin for each of its coordinates
 
 
 def whole_axis(name: str) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from fxpar.ir.content import content
 from fxpar.ir.copies import copy_graph, copy_node
 from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta, run_dims
+from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta, bins_of, run_dims
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
 from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data
@@ -166,6 +166,11 @@ class Program(ABC):
     def mesh(self) -> Mesh:
         """The ranks that run it."""
         return self.strategy.mesh
+
+    @property
+    def bins(self) -> int:
+        """In how many bins of equal length the documents of a row come; none crosses two."""
+        return bins_of(self.strategy, self.outputs)
 
     @property
     def placed(self) -> tuple[Program, ...]:

@@ -6,7 +6,7 @@ Both hold `torch.fx` graphs; what their nodes say of themselves is in node_meta.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -24,6 +24,7 @@ aten = torch.ops.aten
 Size = int | sympy.Expr
 # A batch input that fxpar adds where a model drops out, shaped like the token ids (`fxpar.ops.dropout.token_numbers`).
 TOKEN_NUMBERS = "token_numbers"
+DOCUMENTS = "document_ids"  # the key of a batch that marks the documents of a row
 COUNT = ":count"  # behind the name of a metric: what it is divided by in the end
 
 InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
@@ -286,6 +287,13 @@ class ForwardGraph(LogicalGraph):
     structure: CallStructure = field(kw_only=True)
 
 
+def bins_of(strategy: Strategy, outputs: Sequence[Output]) -> int:
+    """In how many bins of equal length the documents of a row come: as the strategy says, but where a user calls the
+    model, as values must come out as they went in.
+    """
+    return 1 if any(out.kind == "value" for out in outputs) else strategy.bins
+
+
 @dataclass
 class AnnotatedGraph:
     """A replica's graph on its way to an `ExecGraph`: every value has a `DistConfig` for one strategy.
@@ -317,6 +325,11 @@ class AnnotatedGraph:
     def results(self) -> tuple[fx.Node, ...]:
         (output,) = self.graph.find_nodes(op="output")
         return tuple(output.args[0])
+
+    @property
+    def bins(self) -> int:
+        """In how many bins the documents of a row come."""
+        return bins_of(self.strategy, self.outputs)
 
     @property
     def is_local(self) -> bool:

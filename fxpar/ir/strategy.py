@@ -4,9 +4,9 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 
     dp2.tp4+sp+zero1     2 replicas of a 4-way tensor-parallel model, sequence parallel, ZeRO-1
 
-Axes: dp (data), pp (pipeline), cp (context: tokens), tp (tensor), ep (expert). Flags: sp (Megatron sequence parallel on
-the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp and cp), remat or
-remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
+Axes: dp (data), pp (pipeline), cp (context: tokens), rows (tokens, packed so that no document is cut), tp (tensor), ep
+(expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp, cp and rows), remat
+or remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
 `Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where
 another package says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise
 (see `fxpar.ir.module_rules`):
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError
-from fxpar.ir.axes import REPLICAS, ROLE_AXES, STAGES, USES, data_axes
+from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined
@@ -212,6 +212,17 @@ class Strategy:
         cut = [a for a in self.atoms if any(self.cuts_tokens_in(a, layout) for layout in layouts)]
         return math.prod(map(self.degree, cut))
 
+    @property
+    def bins(self) -> int:
+        """In how many bins of equal length the documents of a micro-batch are packed; none crosses two."""
+        return math.prod(map(self.degree, self.bin_axes))
+
+    @property
+    def bin_axes(self) -> tuple[str, ...]:
+        """Axes and sub-axes over which bins are cut: those that are rows in any module."""
+        layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
+        return tuple(atom for atom in self.atoms if any(self.axis_in(atom, layout) == BINS for layout in layouts))
+
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
         rules = tuple(replace(rule, zero=None, remat=None) for rule in self.rules if rule.axes)
@@ -243,7 +254,7 @@ SINGLE = Strategy(((REPLICAS, 1),))  # one rank
 
 def of_degrees(replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int = 1, zero: int = 0) -> Strategy:
     """With the axes of these uses that have a degree above 1; sp wherever weights are cut."""
-    weight_axis, token_axis = ROLE_AXES
+    weight_axis, token_axis, *_ = ROLE_AXES
     degrees = ((REPLICAS, replicas), (STAGES, stages), (token_axis, tokens), (weight_axis, weights))
     axes = tuple((name, degree) for name, degree in degrees if degree > 1)
     return Strategy(axes or SINGLE.axes, sp=weights > 1, zero=zero)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxpar.annotate.bins import check_bins
 from fxpar.annotate.module_rules import check_rules
 from fxpar.errors import GivenPassesError, NotYetError, VerifyError
 from fxpar.flow import padding_hazard
@@ -70,7 +71,7 @@ def lower(
     A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
 
     Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, GivenPassesError,
-    RuleGlobError, RuleConflictError, RuleHeadsError, the PassContractError for what is no pass, the errors of
+    RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, the PassContractError for what is no pass, the errors of
     `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
@@ -82,6 +83,7 @@ def lower(
         raise GivenPassesError(given)
     ladder = default_passes(**options) if passes is None else checked_ladder(passes)
     check_rules(logical, strategy)
+    check_bins(logical, strategy)
     if strategy.pipeline_size > 1:
         return lower_pipeline(logical, strategy, ladder, on_pass, verified)
     started = time.process_time()
@@ -108,6 +110,7 @@ def graphs_after(
     """
     ladder = default_passes(storage, for_store=for_store) if passes is None else passes
     check_rules(logical, strategy)
+    check_bins(logical, strategy)
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last)[0]
         return
@@ -160,6 +163,7 @@ def lower_forward(
     if strategy.pipeline_size > 1:
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
     check_rules(logical, strategy)
+    check_bins(logical, strategy)
     ladder = default_passes(for_store=not whole)
     if whole:
         ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.driver import degrees_product
 from fxpar.errors import VerifyError
+from fxpar.ir.axes import BINS
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
@@ -24,7 +26,7 @@ from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
 from fxpar.ops.traits import ATTENTION
 from fxpar.rules.option import Cut, Option, Seed, replicated
-from fxpar.rules.own_ops import attention_options, narrow_attention
+from fxpar.rules.own_ops import attention_by_tokens, attention_options, narrow_attention
 from fxpar.rules.table import options, passing
 from fxpar.rules.view import Sizes, call_key, is_op, make_view
 from fxpar.torch_api.schemas import schema_of
@@ -160,7 +162,8 @@ def _check_op(
     after: str,
 ) -> None:
     made = dists_of(node)
-    key = (node.target, tensor_metas(node), wanted, made, *call_key(node))
+    bins = node.target in ATTENTION and reads_bins(node)
+    key = (node.target, tensor_metas(node), wanted, made, node.meta.get("rule") if bins else None, *call_key(node))
     if key in known:
         return
     others: list[tuple[dict[fx.Node, Option], int]] = []
@@ -170,7 +173,8 @@ def _check_op(
             tuple(c.placement(axis) if c is not None else R for c in made),
         )
         view, _ = make_view(node, sizes, others)
-        if not legal(view, option, strategy.degree(axis)):
+        in_bins = bins and strategy.axis_in(axis, node.meta.get("rule")) == BINS and option == attention_by_tokens(view)
+        if not (in_bins or legal(view, option, strategy.degree(axis))):
             raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
         others.append(({node: option}, strategy.degree(axis)))
     known.add(key)

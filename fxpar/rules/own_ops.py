@@ -39,6 +39,20 @@ def narrow_attention(op: OpView, degree: int) -> Option | None:
     return nest(outer, inner, kv_heads) if inner else None
 
 
+def attention_by_tokens(op: OpView) -> Option | None:
+    """The option where tokens are cut between documents, so that no query has a key on another rank. Whether they are
+    is not seen here: `fxpar.annotate.bins`. None where something else than documents says who sees whom.
+    """
+    documents, mask = _documents_and_mask(op)
+    queries, keys = (op.inputs[1], op.inputs[2]) if _backward(op) else (op.inputs[0], op.inputs[1])
+    if documents is None or mask is not None or queries[2] != keys[2]:
+        return None
+    inputs: list = [R] * len(op.inputs)
+    inputs[: 6 if _backward(op) else 3] = [Shard(2)] * (6 if _backward(op) else 3)
+    inputs[documents] = Shard(1)
+    return Option(tuple(inputs), (Shard(2),) * len(op.outputs))
+
+
 def _touches(option: Option, seed: Seed, shard: Shard) -> bool:
     return option.at(seed) == shard
 

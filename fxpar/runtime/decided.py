@@ -19,7 +19,7 @@ from fxpar.flow import with_packing
 from fxpar.ir.graph import TOKEN_NUMBERS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.passes.pack_documents import DOCUMENTS
+from fxpar.ir.graph import DOCUMENTS
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import (
     CompiledModel,

@@ -1,19 +1,24 @@
 """Pad a batch so that its token count divides by what a strategy needs; padding changes neither loss nor gradients.
 
-Padding goes to the end, as a document of its own that no real token sees, with labels that the loss ignores.
+Padding goes to the end, as a document of its own that no real token sees, with labels that the loss ignores. Where a
+strategy packs documents in bins, each bin is padded at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from fxpar.batching.documents import document_starts
+from fxpar.batching.packing import SequenceItem, longest_first, spread
 from fxpar.errors import PadError
 from fxpar.flow import padding_of
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import Dim, Input
+from fxpar.ir.graph import DOCUMENTS, Dim, Input, dim_symbol
+from fxpar.tracer.dynamic import TOKENS
 
 
 def _constant(value: int) -> Callable[[Tensor, int, int], Tensor]:
@@ -35,8 +40,8 @@ def _restart(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _next_document(x: Tensor, dim: int, count: int) -> Tensor:
-    """One id beyond the last."""
-    return (x.narrow(dim, x.shape[dim] - 1, 1) + 1).repeat_interleave(count, dim)
+    """One id beyond all that there are."""
+    return (x.amax(dim, keepdim=True) + 1).repeat_interleave(count, dim)
 
 
 # Batch keys whose padding counts up; in all others it is one number, which the flow of tokens reckons with.
@@ -100,6 +105,55 @@ def pad_batch(
     return padded
 
 
-def pad(program: Program, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`batch` padded as `program` needs it. Raises PadError where the model would see the padding."""
+def pad(program: Program, batch: Mapping[str, Tensor], bins: Sequence[int] = ()) -> dict[str, Tensor]:
+    """`batch` padded as `program` needs it. `bins` are the tokens of each bin, which follow each other in the row;
+    by default a row's documents are put into as many as the program has. Raises PadError where the model would see the
+    padding.
+    """
+    if program.bins > 1:
+        batch = _pad_bins(program, *((batch, bins) if bins else _in_bins(program, batch)))
     return pad_batch(program.inputs, program.dims, program.divisors, batch, hazard=program.padding_hazard)
+
+
+def _token_dims(program: Program, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
+    """Each key of the batch that has tokens, with the dim that they are in."""
+    token = dim_symbol(TOKENS)
+    for info in program.inputs:
+        if info.kind == "batch" and info.fqn in batch:
+            yield from ((info.fqn, d) for d, size in enumerate(info.meta.shape) if size == token)
+
+
+def _in_bins(program: Program, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[int]]:
+    """A row with its documents in another order, bin by bin, and the tokens of each bin."""
+    key, dim = next(_token_dims(program, batch))
+    count, device = batch[key].shape[dim], batch[key].device
+    starts = document_starts(batch)
+    begins = [0] if starts is None else torch.nonzero(starts).flatten().tolist()
+    lengths = [end - begin for begin, end in pairwise([*begins, count])]
+    documents = longest_first(SequenceItem(i, length, length) for i, length in enumerate(lengths))
+    shares = [sorted(item.index for item in share) for share in spread(documents, program.bins)]
+    places = [torch.arange(begins[i], begins[i] + lengths[i], device=device) for share in shares for i in share]
+    order, found = torch.cat(places), dict(batch)
+    for key, dim in _token_dims(program, batch):
+        found[key] = found[key].index_select(dim, order)
+    return found, [sum(lengths[i] for i in share) for share in shares]
+
+
+def _pad_bins(program: Program, batch: Mapping[str, Tensor], bins: Sequence[int]) -> dict[str, Tensor]:
+    """A row whose bins have equal length, each padded with a document of its own."""
+    multiple = program.divisors[TOKENS] // program.bins
+    length = max(bins) + -max(bins) % multiple
+    found = dict(batch)
+    if program.padding_hazard is not None and any(tokens != length for tokens in bins):
+        raise PadError("input_ids", f"bins of {', '.join(map(str, bins))} tokens become equal", program.padding_hazard)
+    for key, dim in _token_dims(program, batch):
+        value, begin, parts = found[key], 0, []
+        rule = _COUNTING.get(key) or _constant(padding_of(key, value.dtype) or 0)
+        for number, tokens in enumerate(bins):
+            parts.append(value.narrow(dim, begin, tokens))
+            if tokens < length:
+                made = rule(value, dim, length - tokens)
+                parts.append(made + number if key == DOCUMENTS else made)
+            begin += tokens
+        found[key] = torch.cat(parts, dim)
+    return found

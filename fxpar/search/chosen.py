@@ -15,7 +15,7 @@ from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower, outline
-from fxpar.passes.pack_documents import DOCUMENTS
+from fxpar.ir.graph import DOCUMENTS
 from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth, Lower, extrapolated
