@@ -36,7 +36,11 @@ def check_bins(logical: LogicalGraph, strategy: Strategy) -> None:
         raise BinsError(str(strategy), logical.name, "its batch has no dim of tokens")
     if logical.packing is None:
         flow = token_flow(logical, token, "documents")
-        why = in_words(flow.hazard) if flow.hazard else "it was captured for one sequence per row; pack_documents packs it"
+        why = (
+            in_words(flow.hazard)
+            if flow.hazard
+            else "it was captured for one sequence per row; pack_documents packs it"
+        )
         raise BinsError(str(strategy), logical.name, f"its documents see each other: {why}" if flow.hazard else why)
     if logical.packing.padding_hazard:
         raise BinsError(str(strategy), logical.name, f"bins are padded, and {logical.packing.padding_hazard}")

@@ -309,7 +309,9 @@ def _result_config(
         meta = tensor_of(node)
         cut = boundary_placement(meta, token, True)
         axes = graph.strategy.token_axes
-        return combine(target, meta, dict.fromkeys(axes, cut), token, {a: whole_axis(a) for a in axes}, graph.strategy.bin_axes)
+        return combine(
+            target, meta, dict.fromkeys(axes, cut), token, {a: whole_axis(a) for a in axes}, graph.strategy.bin_axes
+        )
     if kind in ("loss", "grad"):
         parts = [atom for atom in graph.strategy.atoms if ":" in atom]
         for axis, op in made.in_parts(parts).partial:
@@ -328,8 +330,8 @@ def combine(
     bins: Collection[str],
 ) -> DistConfig:
     """The placements of all axes on one tensor. What cuts weights cuts first, but on a token dim last, as a piece on a
-    context axis is a run of tokens; what cuts `bins` goes first of all, so that no document is cut. `roles` are the axes that each is for where the tensor is, None for the order of
-    the search; in pieces of tokens all modules agree.
+    context axis is a run of tokens; what cuts `bins` goes first of all, so that no document is cut. `roles` are the
+    axes that each is for where the tensor is, None for the order of the search; in pieces of tokens all modules agree.
     """
     cut = {axis: place for axis, place in placements.items() if isinstance(place, Shard | OuterShard)}
 

@@ -3,8 +3,8 @@
 Two cases, by what the replicas wait for:
 
     free        a replica's time is the sum over its micro-batches; the group ends with the slowest replica
-    lock step   (ZeRO-2 and 3) micro-batches at one position run side by side; the group's time is the sum over
-                positions of the dearest one there
+    lock step   (ZeRO-2 and 3, and the bins of a replica) micro-batches at one position run side by side; the group's
+                time is the sum over positions of the dearest one there
 
 A micro-batch costs `fixed` plus what its sequences cost. In a pipeline the time to fill and drain it is added, which is
 the shorter the smaller the largest micro-batch is (see `GroupCost`); so sequences are cut into more micro-batches than
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heapreplace
 from itertools import accumulate, pairwise
@@ -47,6 +48,9 @@ def share_out(items: Sequence[SequenceItem], rule: PackingRule) -> list[Share]:
 
     Micro-batches hold at most `rule.budget` tokens, which the longest sequence must not exceed.
     """
+    if rule.bins > 1 and not rule.lockstep:
+        shares = spread(items, rule.replicas // rule.bins) if rule.replicas > rule.bins else [items]
+        return [bins for share in shares for bins in share_out(share, _of_replica(rule))]
     if not rule.packed:
         singles = [as_bin([item]) for item in items]
         shares = deal(singles, rule.replicas) if rule.lockstep else _spread_bins(singles, rule)
@@ -63,10 +67,18 @@ def share_out(items: Sequence[SequenceItem], rule: PackingRule) -> list[Share]:
 
 def makespan(shares: Sequence[Sequence[Bin]], rule: PackingRule) -> int:
     """Time of a group in ticks."""
+    if rule.bins > 1 and not rule.lockstep:
+        firsts = range(0, len(shares), rule.bins)
+        return max(makespan(shares[first : first + rule.bins], _of_replica(rule)) for first in firsts)
     if rule.lockstep:
         slots = max(map(len, shares), default=0)
         return rule.time([max(s[k].cost for s in shares if k < len(s)) for k in range(slots)])
     return max((_load(share, rule) for share in shares), default=0)
+
+
+def _of_replica(rule: PackingRule) -> PackingRule:
+    """The rule for the bins of one replica."""
+    return replace(rule, replicas=rule.bins, bins=1, lockstep=True)
 
 
 def shared_makespan(shares: Sequence[Sequence[Bin]], rule: PackingRule) -> int:

@@ -21,8 +21,8 @@ from fxpar.ir.written import LONGEST, brief
 class LengthGroup:
     """Sequences of up to `limit` tokens run under `strategy`.
 
-    `token_budget` is the most tokens that one micro-batch of one replica may have; it is at least `limit`. Lengths are
-    multiples of `multiple`: a strategy that cuts tokens needs it of a model that would see padding.
+    `token_budget` is the most tokens that one micro-batch of one replica may have; each of its bins holds `limit`.
+    Lengths are multiples of `multiple`: a strategy that cuts tokens needs it of a model that would see padding.
     """
 
     limit: int
@@ -38,6 +38,11 @@ class LengthGroup:
     def replicas(self) -> int:
         """Data-parallel replicas, each with micro-batches of its own."""
         return self.strategy.replicas
+
+    @property
+    def bin_budget(self) -> int:
+        """The most tokens of a bin, of which a micro-batch may have several of equal length."""
+        return self.token_budget // self.strategy.bins
 
     @property
     def lockstep(self) -> bool:
@@ -58,9 +63,9 @@ def length_groups(
     """The groups of `strategies` (longest sequence in tokens -> strategy), sorted by limit.
 
     `token_budget` is the most tokens of one micro-batch of one replica: one number for all groups, or a number by
-    limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of
-    full length per micro-batch, but at least its own limit. A rank of a pipeline holds a stages-th of the layers, of as
-    many micro-batches as there are stages: pp does not divide the tokens.
+    limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of full
+    length per micro-batch, or in each bin of one, but at least its own limit. A rank of a pipeline holds a stages-th of
+    the layers, of as many micro-batches as there are stages: pp does not divide the tokens.
 
     Raises StrategiesTypeError, NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a
     strategy that does not take all `world` ranks), TokenBudgetError, UnknownBudgetError.
@@ -102,7 +107,7 @@ def _budget(
     if budget is None:
         longest = max(parsed)
         ranks, ranks_of_longest = (s.world // s.replicas // s.pipeline_size for s in (strategy, parsed[longest]))
-        return max(limit, longest * ranks // ranks_of_longest)
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < limit:
-        raise TokenBudgetError(budget, limit, str(strategy))
+        return max(limit * strategy.bins, longest * parsed[longest].bins * ranks // ranks_of_longest)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < limit * strategy.bins:
+        raise TokenBudgetError(budget, limit, str(strategy), strategy.bins)
     return budget

@@ -16,10 +16,11 @@ Member = tuple[int, int]  # a sequence: its index in the mini-batch, its tokens
 
 
 def rule_of(group: LengthGroup, cost: GroupCost, packed: bool) -> PackingRule:
-    """How a group runs."""
+    """How a group runs. Where each sequence runs alone there are no bins to pack."""
+    bins = group.strategy.bins if packed else 1
     return PackingRule(
-        group.replicas,
-        group.token_budget,
+        group.replicas * bins,
+        group.token_budget // bins,
         ticks(cost.fixed_s),
         lockstep=group.lockstep,
         packed=packed,
@@ -27,6 +28,7 @@ def rule_of(group: LengthGroup, cost: GroupCost, packed: bool) -> PackingRule:
         virtual=cost.virtual,
         shared_by=cost.shared_by,
         zero_bubble=cost.schedule == "zb_h1",
+        bins=bins,
     )
 
 
@@ -39,9 +41,9 @@ class Load:
 
     @classmethod
     def of(cls, members: Iterable[Member], rule: PackingRule, cost: GroupCost) -> Load:
-        """These sequences in a group that runs so."""
+        """These sequences in a group that runs so. What shares a bin is the work of some ranks of a replica alone."""
         found = list(members)
-        by_length = {length: ticks(cost.sequence_s(length)) for length in {length for _, length in found}}
+        by_length = {length: rule.bins * ticks(cost.sequence_s(length)) for length in {n for _, n in found}}
         return cls(tuple(longest_first(SequenceItem(i, length, by_length[length]) for i, length in found)), rule)
 
     @property

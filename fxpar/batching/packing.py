@@ -25,7 +25,8 @@ def ticks(seconds: float) -> int:
 class PackingRule:
     """How a group runs: `budget` is the most tokens of a micro-batch, `fixed` its fixed cost in ticks; `stages`,
     `virtual` and `shared_by` as in `GroupCost`, `zero_bubble` for its zb_h1. Without `packed` each sequence is a
-    micro-batch of its own.
+    micro-batch of its own. Where a micro-batch is packed in several `bins`, `replicas` are those of all replicas, and
+    `budget` is of a bin: every `bins` of them that follow each other run side by side.
     """
 
     replicas: int
@@ -37,6 +38,7 @@ class PackingRule:
     virtual: int = 1
     shared_by: float = 1.0
     zero_bubble: bool = False
+    bins: int = 1
 
     @property
     def unit(self) -> int:

@@ -15,10 +15,13 @@ _RIGHT = (0, 1, 3, 4, 6, 7)
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One run of an ExecGraph on one replica: indices into the mini-batch in the order of packing, and their tokens."""
+    """One run of an ExecGraph on one replica: indices into the mini-batch in the order of packing, and their tokens.
+    Where the strategy packs bins, `bins` is how many of the sequences each has; they follow each other.
+    """
 
     sequences: tuple[int, ...]
     tokens: int
+    bins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class BatchPlan:
 
     def fingerprint(self) -> str:
         """Hash of who runs what; ranks whose hashes differ would deadlock."""
-        chosen = [(g.group, [[m.sequences for m in micros] for micros in g.replicas]) for g in self.groups]
+        chosen = [(g.group, [[(m.sequences, m.bins) for m in micros] for micros in g.replicas]) for g in self.groups]
         return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.loads import Load, Member, rule_of
-from fxpar.batching.packing import TICKS_PER_S, PackingRule, ticks
+from fxpar.batching.packing import TICKS_PER_S, Bin, PackingRule, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
 from fxpar.batching.riding import Choice, with_riders
 from fxpar.cost.group_cost import GroupCost
@@ -210,12 +211,21 @@ class _Planner:
         return self._loads[first, into]
 
     def _group_plan(self, number: int, load: Load) -> GroupPlan:
+        bins = load.rule.bins
         replicas = tuple(
-            tuple(MicroBatch(tuple(item.index for item in one.items), one.tokens) for one in share)
-            for share in load.shares
+            tuple(map(_micro_batch, zip_longest(*load.shares[first : first + bins])))
+            for first in range(0, len(load.shares), bins)
         )
         group, timed = self.groups[number], (load.time / TICKS_PER_S, load.bound / TICKS_PER_S)
         return GroupPlan(number, replicas, *timed, group.lockstep, str(group.strategy), group.limit)
+
+
+def _micro_batch(bins: Sequence[Bin | None]) -> MicroBatch:
+    """Of the bins that run at the same time; the last ones of a replica may be empty."""
+    items = [one.items if one else () for one in bins]
+    counts = tuple(map(len, items)) if len(bins) > 1 else ()
+    indices = tuple(item.index for some in items for item in some)
+    return MicroBatch(indices, sum(one.tokens for one in bins if one), counts)
 
 
 def _ranges(running: Running) -> Iterator[tuple[int, int]]:

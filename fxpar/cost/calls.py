@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta
+from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, SWEEPS
 
@@ -158,16 +158,23 @@ class _Walk:
         if kind == "attention" and (block := self.cluster.sustained.attention_block_of(_dtype(node))):
             counts = tuple(flops(node, sizes, block) for sizes in self._samples)
         moved = tuple(self._bytes_of(meta) for meta in touched(node))
-        key = kind, counts, moved, SWEEPS.get(node.target, 1), _dtype(node)
+        key = kind, counts, moved, SWEEPS.get(node.target, 1), _dtype(node), _bins(node)
         if key not in self._kernels:
             self._kernels[key] = self._kernel_costs(*key)
         return kind, self._kernels[key]
 
     def _kernel_costs(
-        self, kind: Kind, counts: Counts, moved: tuple[Counts, ...], sweeps: int, dtype: torch.dtype
+        self, kind: Kind, counts: Counts, moved: tuple[Counts, ...], sweeps: int, dtype: torch.dtype, bins: int
     ) -> tuple[Polynomial, ...]:
-        """Seconds, bytes and operations."""
-        work, tensors, device = self._fit(counts), [self._fit(one) for one in moved], self.cluster.sustained
+        """Seconds, bytes and operations. A document lies in one of `bins`, so of T tokens it has not T * T / bins**2
+        pairs on a rank: it has all of them on one, and none on the others.
+        """
+        work = self._fit(counts)
+        work, tensors, device = (
+            replace(work, c2=work.c2 * bins),
+            [self._fit(one) for one in moved],
+            self.cluster.sustained,
+        )
         rates = [device.bytes_per_s_of(one.at(NOMINAL_TOKENS)) for one in tensors]
         total = sum(tensors, Polynomial()) * sweeps
         seconds = Polynomial(device.launch_s)
@@ -190,6 +197,12 @@ class _Walk:
 
     def _fit(self, counts: Sequence[Fraction | int]) -> Polynomial:
         return fitted(counts, self._samples[0])
+
+
+def _bins(node: fx.Node) -> int:
+    """In how many parts attention cuts tokens: documents are packed so that it may."""
+    wanted = wanted_dists(node) if node.target in ATTENTION else ()
+    return wanted[ATTENTION[node.target]].degrees(2) if wanted else 1  # type: ignore[bad-index]
 
 
 def _looks(node: fx.Node) -> tuple[Any, ...] | None:

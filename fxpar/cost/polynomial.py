@@ -134,7 +134,7 @@ class Sequences:
 
 
 def sequences_of(program: Program, sizes: Mapping[str, int]) -> Sequences:
-    """Of `program` with its dynamic dims at `sizes` by name: rows of equal length."""
+    """Of `program` with its dynamic dims at `sizes` by name: rows, or bins of them, of equal length."""
     batch = {info.fqn: info.meta for info in program.inputs if info.kind == "batch"}
     ids = next((batch[key] for key in TOKEN_KEYS if key in batch), None)
     dim = token_dim(program)
@@ -144,7 +144,7 @@ def sequences_of(program: Program, sizes: Mapping[str, int]) -> Sequences:
     for other in program.dims:
         if ids is not None and other is not dim and any(other.symbol == size for size in ids.shape):
             times *= max(1, sizes[other.name] // base_rows(program, other))
-    lengths = (sizes[dim.name],) * times
+    lengths = (sizes[dim.name] // program.bins,) * (times * program.bins)
     if ids is None or not sum(lengths):
         return Sequences(lengths)
     return Sequences(lengths, max(1, ids.numel({d.symbol: sizes[d.name] for d in program.dims}) // sum(lengths)))

@@ -51,10 +51,11 @@ class StrategyWorldsError(FxparError):
 class TokenBudgetError(FxparError):
     """A token budget that cannot hold the longest sequence of its group."""
 
-    def __init__(self, budget: object, limit: int, strategy: str) -> None:
+    def __init__(self, budget: object, limit: int, strategy: str, bins: int = 1) -> None:
+        each = f", in each of the {bins} bins of a micro-batch" if bins > 1 else ""
         super().__init__(
-            f"the token budget {budget!r} of strategy {strategy!r} must be an integer and at least {limit}, the "
-            "longest sequence that the strategy takes. Raise the budget or lower the limit"
+            f"the token budget {budget!r} of strategy {strategy!r} must be an integer and at least {limit * bins}: the "
+            f"longest sequence that the strategy takes has {limit}{each}. Raise the budget or lower the limit"
         )
 
 

@@ -5,11 +5,11 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
     dp2.tp4+sp+zero1     2 replicas of a 4-way tensor-parallel model, sequence parallel, ZeRO-1
 
 Axes: dp (data), pp (pipeline), cp (context: tokens), rows (tokens, packed so that no document is cut), tp (tensor), ep
-(expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp, cp and rows), remat
-or remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
-`Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where
-another package says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise
-(see `fxpar.ir.module_rules`):
+(expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients |
++ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b |
+zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name)
+(what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in brackets at the end say
+what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 """

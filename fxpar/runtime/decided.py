@@ -16,10 +16,9 @@ from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import LimitBranchError, ParallelizeError, warn
 from fxpar.flow import with_packing
-from fxpar.ir.graph import TOKEN_NUMBERS, TensorMeta
+from fxpar.ir.graph import DOCUMENTS, TOKEN_NUMBERS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.graph import DOCUMENTS
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import (
     CompiledModel,

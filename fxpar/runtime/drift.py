@@ -142,7 +142,7 @@ class Drift:
     def _may(self, limits: Sequence[int]) -> bool:
         """Whether each group holds its longest sequence, and there is memory for it."""
         groups = self.engine.with_limits(limits)
-        if any(group.token_budget < group.limit for group in groups):
+        if any(group.bin_budget < group.limit for group in groups):
             return False
         return all(new <= old.limit for new, old in zip(limits, self.engine.opened, strict=True)) or self.fits(groups)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ def row_of(program: Program, sequences: Sequence[Tokens], micro: MicroBatch) -> 
     """The batch of a micro-batch, padded as the program needs it."""
     row = collate(sequences, micro, batch_keys(program))
     lengths = [(i, sequence_length(sequences[i])) for i in micro.sequences]
-    return pad(program, with_token_numbers(program.inputs, row, lengths))
+    left = iter(lengths)
+    bins = [sum(length for _, length in islice(left, count)) for count in micro.bins]
+    return pad(program, with_token_numbers(program.inputs, row, lengths), bins)
 
 
 def with_token_numbers(

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from fxpar.annotate import AnnotateOnce
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import DOCUMENTS, LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower, outline
-from fxpar.ir.graph import DOCUMENTS
 from fxpar.search.driver import Found, Problem, Said, find_plan
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth, Lower, extrapolated

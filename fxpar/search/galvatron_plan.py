@@ -69,8 +69,8 @@ def as_strategy(plan: GalvatronPlan, layers: str = "model.layers") -> Strategy:
     """The plan as one strategy of fxpar's: what the ends have for the whole model, and a rule for each run of layers
     that has something else. `layers` is the FQN of the list of layers.
 
-    Replicas are as many as all layers have. Where a layer has more, its replicas share the tokens of one (cp): the work
-    and the weights are divided as in the plan, but attention swaps tokens for heads.
+    Replicas are as many as all layers have. Where a layer has more, they are the bins of one (rows): the work and the
+    weights are divided as in the plan, and documents are not cut.
     """
     replicas = math.gcd(plan.ends.dp, *(layer.dp for layer in plan.layers))
     schedule = "1f1b" if plan.ends.stages == 1 else plan.schedule
@@ -96,8 +96,8 @@ def as_strategy(plan: GalvatronPlan, layers: str = "model.layers") -> Strategy:
 
 def _roles(layer: LayerStrategy, replicas: int) -> tuple[tuple[tuple[str, int], ...], bool]:
     """The axes inside of a replica, and whether tokens are cut beside weights."""
-    weights, tokens = ROLE_AXES
-    degrees = ((tokens, layer.dp // replicas * layer.ulysses), (weights, layer.tp))
+    weights, tokens, bins = ROLE_AXES
+    degrees = ((bins, layer.dp // replicas), (tokens, layer.ulysses), (weights, layer.tp))
     return tuple(axis for axis in degrees if axis[1] > 1), layer.tp > 1
 
 

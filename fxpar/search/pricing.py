@@ -106,17 +106,18 @@ class SetPricer:
     def needs(self, chosen: Sequence[tuple[int, Priced]]) -> list[int]:
         """Bytes that each group of a set needs for one sequence of its limit."""
         weights = max(one.stays.weight_bytes for _, one in chosen)
-        found = [(one, one.memory(limit)) for limit, one in chosen]
+        found = [(one, one.memory(limit * one.strategy.bins)) for limit, one in chosen]
         return [m.stays_bytes + weights + m.beside_bytes + _beyond(one, chosen, False) for one, m in found]
 
     def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
         """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
-        most = max(limit, self.largest) if self.packed else limit
+        least = limit * one.strategy.bins
+        most = max(least, self.largest) if self.packed else least
         if self.memory_bytes is None:
             return most
         room = self.memory_bytes - one.stays.stays_bytes - shared_bytes
-        tokens = one.most_tokens(limit, room, most)
-        return one.settled_tokens(limit, room, tokens) if settle and tokens is not None else tokens
+        tokens = one.most_tokens(least, room, most)
+        return one.settled_tokens(least, room, tokens) if settle and tokens is not None else tokens
 
     def budgets(self, one: Priced, edges: Sequence[int]) -> list[int | None]:
         """Tokens of a micro-batch of a candidate alone, by limit: what it could have at best in a set."""

@@ -49,7 +49,7 @@ def faster_alone(engine: Engine, batches: Sequence[Sequence[int]]) -> Faster | N
         mine = [g for g, other in enumerate(engine.names) if other == name]
         g = max(mine, key=lambda g: engine.groups[g].token_budget)
         group = replace(engine.groups[g], limit=longest)
-        if group.token_budget >= longest and all(group.takes(n) for lengths in batches for n in lengths):
+        if group.bin_budget >= longest and all(group.takes(n) for lengths in batches for n in lengths):
             found[name] = sum(_alone_s(engine, g, group, n) for n in batches)
     best = min(found, key=found.__getitem__, default="")
     if not best or together < _WORTH_SAYING * found[best]:
