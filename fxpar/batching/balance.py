@@ -50,7 +50,9 @@ def share_out(items: Sequence[SequenceItem], rule: PackingRule) -> list[Share]:
     """
     if rule.bins > 1 and not rule.lockstep:
         shares = spread(items, rule.replicas // rule.bins) if rule.replicas > rule.bins else [items]
-        return [bins for share in shares for bins in share_out(share, _of_replica(rule))]
+        return [
+            each for share in shares for each in (share_out(share, _of_replica(rule)) if share else [[]] * rule.bins)
+        ]
     if not rule.packed:
         singles = [as_bin([item]) for item in items]
         shares = deal(singles, rule.replicas) if rule.lockstep else _spread_bins(singles, rule)

@@ -97,7 +97,10 @@ class BatchPlan:
 
     def fingerprint(self) -> str:
         """Hash of who runs what; ranks whose hashes differ would deadlock."""
-        chosen = [(g.group, [[(m.sequences, m.bins) for m in micros] for micros in g.replicas]) for g in self.groups]
+        chosen = [
+            (g.group, [[(m.sequences, m.bins) if m.bins else m.sequences for m in ms] for ms in g.replicas])
+            for g in self.groups
+        ]
         return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, length_groups
+from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, length_groups
+from fxpar.ir.strategy import Strategy
 
 LINEAR = GroupCost(0.0, 1e-6, 0.0)
 SQUARE = GroupCost(1e-3, 1e-6, 1e-9)
 CHOICES = ("dp4", "dp2.tp2", "tp4", "cp4", "dp4+zero2", "dp2.cp2+zero3", "dp4+zero1", "dp2.pp2", "pp4", "dp2.pp2+zero2")
+IN_BINS = ("rows4", "dp2.rows2", "dp2.rows2+zero2", "pp2.rows2", "rows2.tp2")
 
 
 def no_switches(order: tuple[int, ...], run_s: tuple[float, ...]) -> float:
@@ -27,10 +29,17 @@ def one_group(
 
 def seconds(group: GroupPlan, cost: GroupCost, lengths: Sequence[int]) -> float:
     """Time of a group worked out anew."""
-    runs = [[cost.seconds([lengths[i] for i in micro.sequences]) for micro in micros] for micros in group.replicas]
+    runs = [[_run_s(micro, cost, lengths) for micro in micros] for micros in group.replicas]
     if group.lockstep:
         runs = [[max(column) for column in itertools.zip_longest(*runs, fillvalue=0.0)]]
     return max(_with_bubble(times, cost) for times in runs)
+
+
+def _run_s(micro: MicroBatch, cost: GroupCost, lengths: Sequence[int]) -> float:
+    """Of bins that run side by side, each on its share of the ranks, the dearest counts."""
+    left = iter(micro.sequences)
+    bins = [[lengths[i] for i in itertools.islice(left, count)] for count in micro.bins or [len(micro.sequences)]]
+    return cost.fixed_s + len(bins) * max(cost.seconds(one) - cost.fixed_s for one in bins)
 
 
 def _with_bubble(times: Sequence[float], cost: GroupCost) -> float:
@@ -46,7 +55,11 @@ def _with_bubble(times: Sequence[float], cost: GroupCost) -> float:
 
 
 def check_plan(
-    plan: BatchPlan, lengths: Sequence[int], groups: Sequence[LengthGroup], costs: Sequence[GroupCost]
+    plan: BatchPlan,
+    lengths: Sequence[int],
+    groups: Sequence[LengthGroup],
+    costs: Sequence[GroupCost],
+    packed: bool = True,
 ) -> None:
     """What holds for every plan."""
     placed = [i for group in plan.groups for micro in group.micro_batches() for i in micro.sequences]
@@ -61,6 +74,11 @@ def check_plan(
         assert part.sequences
         for micro in part.micro_batches():
             assert micro.sequences
+            left, bins = iter(micro.sequences), group.strategy.bins if packed else 1
+            assert len(micro.bins) == (bins if bins > 1 else 0)
+            for count in micro.bins:
+                assert sum(lengths[i] for i in itertools.islice(left, count)) <= group.token_budget // bins
+            assert not list(left) or not micro.bins
             assert micro.tokens == sum(lengths[i] for i in micro.sequences) <= group.token_budget
         for i in part.sequences:
             assert group.takes(lengths[i])
@@ -74,14 +92,15 @@ def check_plan(
 
 
 @st.composite
-def mini_batches(draw, most: int = 40) -> tuple[list[int], tuple[LengthGroup, ...], list[GroupCost]]:
+def mini_batches(
+    draw, most: int = 40, choices: Sequence[str] = CHOICES
+) -> tuple[list[int], tuple[LengthGroup, ...], list[GroupCost]]:
     """Lengths, groups and costs that fit together."""
     limits = sorted(draw(st.sets(st.integers(1, 60), min_size=1, max_size=4)))
-    groups = length_groups(
-        {limit: draw(st.sampled_from(CHOICES)) for limit in limits},
-        world=4,
-        token_budget=draw(st.one_of(st.none(), st.integers(limits[-1], 150))),
-    )
+    strategies = {limit: draw(st.sampled_from(choices)) for limit in limits}
+    bins = max(Strategy.parse(strategy).bins for strategy in strategies.values())
+    budget = draw(st.one_of(st.none(), st.integers(limits[-1], 150).map(lambda tokens: bins * tokens)))
+    groups = length_groups(strategies, world=4, token_budget=budget)
     coefficient = st.sampled_from([0.0, 1e-6, 3e-5, 1e-3])
     costs = [
         GroupCost(

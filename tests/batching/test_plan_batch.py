@@ -19,6 +19,7 @@ from fxpar.batching import GroupCost, length_groups, plan_batch, planner
 from fxpar.batching.loads import Load
 from fxpar.errors import EmptyMiniBatchError, GroupCostsError, SequenceError, SequenceTooLongError
 from tests.batching.planning import (
+    IN_BINS,
     LINEAR,
     SQUARE,
     best_free,
@@ -39,10 +40,29 @@ ROOT = str(Path(__file__).resolve().parents[2])
 def test_every_sequence_runs_once_within_the_budget(case, packed, merge, hop_s):
     lengths, groups, costs = case
     plan = plan_batch(lengths, groups, costs, lambda order, run_s: hop_s * len(order), packed=packed, merge=merge)
-    check_plan(plan, lengths, groups, costs)
+    check_plan(plan, lengths, groups, costs, packed)
     assert merge or not plan.merged
     if not packed:
         assert all(len(micro.sequences) == 1 for group in plan.groups for micro in group.micro_batches())
+
+
+@given(mini_batches(choices=[*IN_BINS, "dp4"]), st.booleans(), st.sampled_from([0.0, 1e-2]))
+@settings(max_examples=examples(40))
+def test_bins_hold_whole_sequences_and_the_dearest_counts(case, packed, hop_s):
+    lengths, groups, costs = case
+    plan = plan_batch(lengths, groups, costs, lambda order, run_s: hop_s * len(order), packed=packed)
+    check_plan(plan, lengths, groups, costs, packed)
+
+
+def test_bins_of_a_micro_batch_are_even():
+    """Four long sequences and eight short ones: each of two bins gets two and four, in as few runs as the budget has
+    room for.
+    """
+    groups = one_group("rows4", limit=100, budget=1200)
+    plan = plan_batch([100] * 4 + [50] * 8, groups, [LINEAR], no_switches)
+    ((micro,),) = plan.groups[0].replicas
+    assert micro.bins == (3, 3, 3, 3)
+    assert plan.predicted_s == pytest.approx(4 * 200e-6)
 
 
 @given(mini_batches())
