@@ -143,6 +143,8 @@ def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
         case "stages":
             plan = strategy.pipeline
             return f"splits the model into {strategy.stages} stages, run with schedule {plan.schedule}"
+        case "tokens" if axis in strategy.bin_axes:
+            return f"shards the tokens of a micro-batch, packed in bins that no document crosses{zero}"
         case "tokens":
             return f"shards the tokens of a micro-batch; attention is sharded by heads where they divide evenly{zero}"
         case _:

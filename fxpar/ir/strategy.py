@@ -265,7 +265,7 @@ def _check_roles(text: str, strategy: Strategy) -> None:
     axes = [axis for axis, _ in strategy.roles]
     for axis in axes:
         if axis not in ROLE_AXES:
-            raise StrategySyntaxError(text, f"{axis}=", f"axes with a role are {' and '.join(ROLE_AXES)}")
+            raise StrategySyntaxError(text, f"{axis}=", f"axes with a role are {', '.join(ROLE_AXES)}")
         if axis not in dict(strategy.axes):
             raise StrategySyntaxError(text, f"{axis}=", f"it needs a {axis} axis, such as {axis}2")
         if axes.count(axis) > 1:

@@ -67,7 +67,7 @@ def parse_rules(text: str, inside: str) -> tuple[ModuleRule, ...]:
         axes = parse_axes(text, axis_text) if axis_text else ()
         wrong = next((name for name, _ in axes if name not in ROLE_AXES), "")
         if wrong:
-            why = f"axes of a rule are those inside of a replica, {' and '.join(ROLE_AXES)}; {wrong} is of all modules"
+            why = f"axes of a rule are those inside of a replica, {', '.join(ROLE_AXES)}; {wrong} is of all modules"
             raise StrategySyntaxError(text, part, why)
         rules.append(_parse_rule(text, part, glob, axes, flags))
     if not rules:

@@ -6,21 +6,26 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from fxpar import losses
 from fxpar.checking import CheckResult
-from fxpar.errors import RuleConflictError, RuleGlobError, RuleHeadsError
+from fxpar.errors import BinsError, RuleConflictError, RuleGlobError, RuleHeadsError
 from fxpar.ir.fqn import starred
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
+from fxpar.models.llama import Llama, LlamaOptions
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.runtime.micro import as_one_sequence
-from tests.captured import Captured, gpt, llama
+from tests.captured import Captured, gpt, llama, take, tokens
 from tests.repeat import crossed, examples
 from tests.stages.models import Model, loaded, random_model
 
@@ -61,7 +66,17 @@ STRATEGIES = [
     "tp2+sp[{b}.{{0-1}}: cp2; {a}: tp2]",
     "dp2.tp2+sp[{a}: cp2]",
     "dp2.cp2[{f}: tp2+sp; {e}: tp2]",
+    "rows2",
+    "dp2.rows2+zero3",
+    "tp2+sp[{a}: rows2]",
+    "tp4+sp[{a}: rows4]",
+    "rows2[{f}: tp2+sp]",
+    "cp4[{a}: rows4; {e}: tp4]",
     # degrees
+    "tp4+sp[{a}: rows2.tp2]",
+    "cp2.tp2+sp[{a}: rows2.cp2; {f}: tp4]",
+    "rows2.cp2[{f}: tp4+sp; {a}: cp4+remat]",
+    "rows4[{a}: cp2.tp2; {b}.0: rows2.tp2+zero3]",
     "tp4+sp[{a}: cp2.tp2]",
     "tp4[{a}: tp2.cp2]",
     "cp4[{f}: cp2.tp2]",
@@ -95,6 +110,7 @@ STRATEGIES = [
     "dp2.pp2+zero2[{b}.0: +zero3]",
     "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
     "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
+    "pp2.tp2+sp[{a}: rows2; {b}.1: cp2]",
 ]
 
 
@@ -139,7 +155,7 @@ def ruled(draw, globs: list[str]) -> str:
 
     def axes() -> tuple[tuple[str, int], ...]:
         first = draw(st.sampled_from([d for d in (1, 2, 4, 8) if d <= world]))
-        names = draw(st.permutations(["tp", "cp"]))
+        names = draw(st.permutations(["tp", "cp", "rows"]))
         return tuple((n, d) for n, d in ((names[0], first), (names[1], world // first)) if d > 1)
 
     rules = []
@@ -167,7 +183,7 @@ def test_any_rules_on_any_program(seed, strategy):
     """Random programs, in which a rule matches what it happens to match."""
     try:
         result = with_checks(random_model(seed)).check(strategy)
-    except (RuleGlobError, RuleHeadsError):
+    except (BinsError, RuleGlobError, RuleHeadsError):
         return
     assert_exact(result)
 
@@ -206,14 +222,44 @@ def test_what_is_for_tokens_everywhere_need_not_cut_weights():
     assert not any("shards no parameter" in note for note in program.notes)
 
 
-def collectives(strategy: str) -> Counter[tuple[str, str, bool]]:
-    """Kind, module, and whether it is of the backward, of all that run per micro-batch."""
-    comms = lower(model("hf:llama").graph, strategy).communications()
+def of_documents(*lengths: int) -> dict[str, Tensor]:
+    """A row of documents of these lengths."""
+    ids, labels = (torch.randint(97, (1, sum(lengths))) for _ in range(2))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    marks = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "document_ids": marks}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["rows2", "rows4", "tp4+sp[*.attention: rows4]", "dp2.rows2.cp2[*.ffn: tp4]", "pp2.rows4"]
+)
+def test_many_documents_in_few_bins(strategy):
+    """Also fewer documents than bins, one that is longer than all others, and bins of no document."""
+    torch.manual_seed(0)
+    rows = [of_documents(5, 9, 2, 7, 4, 1, 6), of_documents(3, 3), of_documents(40, 1, 2, 3, 1)]
+    found = take(Llama(LlamaOptions(2, 32, 8, 4, 48, 97)), losses.causal_lm, tokens(97, 13))
+    assert_exact(replace(found, batches=tuple(rows)).check(strategy))
+
+
+def collectives(strategy: str, rows: bool = False) -> Counter[tuple[str, str, bool]]:
+    """Kind, module, and whether it is of the backward, of all that run per micro-batch, with one sequence per row or
+    with `rows` of documents.
+    """
+    graph = model("hf:llama").graph
+    comms = lower(pack_documents(graph) if rows else graph, strategy).communications()
     return Counter((comm.kind, starred(comm.fqn), comm.backward) for comm in comms if comm.part == "body")
 
 
 def inside(found: Counter[tuple[str, str, bool]], module: str) -> Counter[tuple[str, str, bool]]:
     return Counter({key: count for key, count in found.items() if module in key[1]})
+
+
+def test_attention_in_bins_sends_nothing():
+    """tp+sp leaves tokens as rows wants them: what is left is what the rest sends under tp+sp."""
+    mixed, tp = (collectives(s, rows=True) for s in ("tp4+sp[*.self_attn: rows4]", "tp4+sp"))
+    assert not inside(mixed, "self_attn")
+    assert not mixed - tp
+    assert sum(mixed.values()) < sum(tp.values())
 
 
 def test_a_change_of_role_costs_nothing():

@@ -8,8 +8,10 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.models import load
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.tracer import capture
 
 LAYERS, DIM, HEADS, FFN, VOCAB = 2, 512, 8, 1376, 4096
@@ -29,4 +31,4 @@ def graph() -> LogicalGraph:
 
 @functools.cache
 def program(strategy: str) -> TrainGraph:
-    return lower(graph(), strategy)
+    return lower(pack_documents(graph()) if Strategy.parse(strategy).bins > 1 else graph(), strategy)

@@ -28,6 +28,16 @@ def test_a_replica_of_four_ranks_is_four_times_as_fast():
     assert two.per_square_s == pytest.approx(one.per_square_s / 2)
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("rows4", 4), ("tp4[*.attention: rows2.tp2]", 4), ("dp2.rows2", 2)])
+def test_a_document_in_a_bin_is_the_work_of_its_ranks_alone(strategy, ranks):
+    """The other ranks have as much from documents of theirs: in the mean each pays its share of a document, as if heads
+    were cut.
+    """
+    fast = ClusterSpec(1, 4, 1e9, 1e9, 0.0, device=replace(DEVICE, launch_us=0.0))
+    one, bins = group_cost(program("dp4"), fast), group_cost(program(strategy), fast)
+    assert bins.per_square_s == pytest.approx(one.per_square_s / ranks)
+
+
 @given(st.lists(st.integers(1, 10**6), max_size=5), st.integers(1, 10**6))
 def test_cost_is_monotone(lengths, more):
     cost = group_cost_of_tp()

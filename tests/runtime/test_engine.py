@@ -137,6 +137,11 @@ MORE_OPTIONS = {
 FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
     **{name: Case(BATCHES, options, small) for name, options in OPTIONS.items()},
+    "documents in bins": Case(
+        BATCHES,
+        {"strategies": {16: "rows4+zero1", 64: "dp2.rows2+zero2", 512: "tp4+sp[*.attention: rows2.tp2]"}},
+        shallow,
+    ),
     "few sequences": Case([*(sequences(11, lengths) for lengths in FEW), sequences(12)], make=shallow),
     "fused optimizer": Case(
         [sequences(seed, (5, 60, 33, 17, 130, 8)) for seed in range(3)], make=shallow, optimizer={"fused": True}

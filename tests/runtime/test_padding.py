@@ -1,4 +1,4 @@
-"""Padding a batch: to the end, as a document of its own, without a trace in loss or gradients."""
+"""Padding a batch: to the end, or that of each bin, as a document of its own, without a trace in loss or gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxpar import losses
 from fxpar.errors import PadError
 from fxpar.ir.graph import Dim, Input, TensorMeta, dim_symbol
-from fxpar.runtime.padding import batch_dims, pad_batch
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.lowering import lower
+from fxpar.passes.pack_documents import pack_documents
+from fxpar.runtime.padding import batch_dims, pad, pad_batch
 from tests.captured import Captured, llama, take, tokens
 from tests.repeat import crossed, thinned
 
@@ -201,3 +206,60 @@ def masked() -> Captured:
 def test_dense_masks_are_padded_and_exact(strategy):
     result = masked().check(strategy)
     assert result.ok, result
+
+
+@functools.cache
+def in_bins(strategy: str) -> TrainGraph:
+    return lower(pack_documents(llama().graph), strategy)
+
+
+def documents(*lengths: int) -> dict[str, Tensor]:
+    """A row whose tokens all differ, with the marks of its documents."""
+    marks = torch.repeat_interleave(torch.arange(len(lengths)) * 7 + 3, torch.tensor(lengths))[None]
+    ids = torch.arange(1, sum(lengths) + 1)[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {
+        "input_ids": ids,
+        "labels": ids + 1000,
+        "position_ids": positions,
+        "document_ids": marks,
+        "document_positions": positions,
+    }
+
+
+@given(
+    st.sampled_from(["rows2", "rows4", "rows2.cp2", "tp4+sp[*.attention: rows2.tp2]"]),
+    st.lists(st.integers(1, 20), min_size=1, max_size=8),
+)
+def test_a_row_in_bins(strategy, lengths):
+    """Each document whole in one bin, with all that belongs to its tokens; bins of one length, which every part of the
+    strategy divides; and padding that is a document of its own in each.
+    """
+    program, row = in_bins(strategy), documents(*lengths)
+    found = {key: value[0] for key, value in pad(program, row).items()}
+    bins = found["document_ids"].view(program.bins, -1)
+    assert bins.numel() % program.strategy.token_parts == 0
+    assert len({id for part in bins for id in part.tolist()}) == sum(len(set(part.tolist())) for part in bins)
+    real = found["input_ids"] != 0
+    assert sorted(found["input_ids"][real].tolist()) == row["input_ids"][0].tolist()
+    places = found["input_ids"][real] - 1
+    assert all(torch.equal(found[key][real], row[key][0, places]) for key in row)
+    assert not set(found["document_ids"][~real].tolist()) & set(row["document_ids"][0].tolist())
+    assert set(found["labels"][~real].tolist()) <= {-100}
+    for mark in set(found["document_ids"].tolist()):
+        place = (found["document_ids"] == mark).nonzero().flatten()
+        assert torch.equal(found["position_ids"][place], torch.arange(len(place)))
+        assert torch.equal(place, torch.arange(len(place)) + place[0])
+    fewest = max(max(lengths), -(-sum(lengths) // program.bins))  # longest first is 4/3 of the best at most
+    assert bins.shape[1] < fewest * 4 / 3 + program.strategy.token_parts
+
+
+def test_bins_that_are_given():
+    """The planner says how many tokens each has; they follow each other in the row."""
+    padded = pad(in_bins("rows2"), documents(2, 3, 1), [2, 4])
+    assert padded["input_ids"][0].tolist() == [1, 2, 0, 0, 3, 4, 5, 6]
+    assert padded["document_ids"][0].tolist() == [3, 3, 18, 18, 10, 10, 10, 17]
+    assert padded["position_ids"][0].tolist() == [0, 1, 0, 1, 0, 1, 2, 0]
+    padded = pad(in_bins("rows4"), documents(2, 3), [2, 0, 3, 0])
+    assert padded["input_ids"][0].tolist() == [1, 2, 0, 0, 0, 0, 3, 4, 5, 0, 0, 0]
+    assert padded["document_ids"][0].tolist() == [3, 3, 11, 12, 12, 12, 10, 10, 10, 14, 14, 14]
