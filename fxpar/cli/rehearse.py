@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxpar.errors import GraphFileError
 from fxpar.ir.columns import human_bytes
-from fxpar.ir.exec_graph import Program
+from fxpar.ir.exec_graph import Part, Program
 from fxpar.ir.graph import LogicalGraph, run_dims
 from fxpar.remat import run_on_meta, tensors_of
 
@@ -48,27 +48,37 @@ def check_batches(path: str, logical: LogicalGraph, batches: Sequence[Mapping[st
 def rehearse(path: str, graph: LogicalGraph | Program, dims: Mapping[sympy.Symbol, int]) -> None:
     """Run a graph without its data. Raises GraphFileError where memory would not do, or where torch refuses."""
     if isinstance(graph, LogicalGraph):
-        ranks, graphs = 1, [graph.gm.graph]
+        ranks, programs = 1, ({"": Part(graph.gm.graph, ())},)
     else:
-        ranks, graphs = graph.strategy.world, [part.graph for part in graph.parts.values()]
+        ranks, programs = graph.strategy.world, tuple(placed.parts for placed in graph.placed)
         dims = run_dims(graph, {symbol.name: size for symbol, size in dims.items()})
     if ranks > MOST_RANKS:
         raise GraphFileError(path, f"its {ranks:,} ranks are more than the {MOST_RANKS} that are run here", _AGAIN)
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    for each in graphs:
-        _rehearse(path, each, dims, limit)
+    for parts in programs:
+        results: dict[str, list[Any]] = {}
+        for name, part in parts.items():
+            places = zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=False)
+            made = {node: results[other][i] for node, (other, i) in places if other in results}
+            numbers = {node: value for node, value in made.items() if isinstance(value, int)}
+            results[name] = _rehearse(path, part.graph, dims, limit, numbers)
 
 
 _AGAIN = "Write it again with: fxpar dump MODEL -o FILE.fxpar"
 
 
-def _rehearse(path: str, graph: fx.Graph, dims: Mapping[sympy.Symbol, int], limit: int) -> None:
-    """Adds up what is alive, node by node."""
+def _rehearse(
+    path: str, graph: fx.Graph, dims: Mapping[sympy.Symbol, int], limit: int, numbers: Mapping[fx.Node, int]
+) -> list[Any]:
+    """Adds up what is alive, node by node. Returns the results that are numbers, at their places."""
+    found = dict(numbers)
     last = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
     held: dict[fx.Node, list[Any]] = {}
     users: Counter[int] = Counter()
     alive = 0
-    for node, value in run_on_meta(graph, dims):
+    for node, value in run_on_meta(graph, dims, numbers):
+        if isinstance(value, int):
+            found[node] = value
         held[node] = list({id(s): s for s in (t.untyped_storage() for t in tensors_of(value))}.values())
         for storage in held[node]:
             alive += storage.nbytes() if not users[id(storage)] else 0
@@ -82,3 +92,5 @@ def _rehearse(path: str, graph: fx.Graph, dims: Mapping[sympy.Symbol, int], limi
                 for storage in held.pop(operand, ()):
                     users[id(storage)] -= 1
                     alive -= storage.nbytes() if not users[id(storage)] else 0
+    (output,) = graph.find_nodes(op="output")
+    return [found.get(node) for node in output.args[0]]

@@ -88,16 +88,19 @@ def trace_and_compare(
 
 
 def run_on_meta(
-    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], coordinates: Mapping[str, int] | None = None
+    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], numbers: Mapping[fx.Node, int] | None = None
 ) -> Iterator[tuple[fx.Node, Any]]:
-    """Each node of a graph in turn with its value: tensors on the meta device, and integers. As `trace_storages`."""
-    values: dict[fx.Node, Any] = {}
+    """Each node of a graph in turn with its value: tensors on the meta device, and integers. As `trace_storages`.
+
+    `numbers` are placeholders that another part has computed: of a size, that is what a rank has of it.
+    """
+    values: dict[fx.Node, Any] = dict(numbers or {})
     for node in graph.nodes:
         if node.op != "output":
             with torch.no_grad():
-                made = _place(node, dims) if node.op == "placeholder" else _call(node, values, coordinates or {})
-            values[node] = made
-            yield node, made
+                if node not in values:
+                    values[node] = _place(node, dims) if node.op == "placeholder" else _call(node, values, {})
+            yield node, values[node]
 
 
 def saved_bytes(graph: fx.Graph, storages: Storages) -> int:

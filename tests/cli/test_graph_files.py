@@ -90,6 +90,13 @@ def test_check_finds_a_broken_graph(files, tmp_path):
     assert "0 of 1 strategies agree" in out
 
 
+def test_check_of_stages_that_cut_tokens(tmp_path):
+    """The backward of a stage gets sizes from its forward: those of a rank's own tokens."""
+    assert fxpar("dump", "llama", "-s", "pp2.rows2", "-o", tmp_path / "stages.fxpar")[0] == 0
+    status, _, err = fxpar("check", tmp_path / "stages.fxpar")
+    assert status == 0, err
+
+
 def test_from_pass_to_pass(files, tmp_path):
     """Dumped after a pass, one pass by hand, the others by `check` or `dump`: what `lower` makes."""
     middle, after = tmp_path / "middle.fxpar", tmp_path / "after.fxpar"

@@ -56,7 +56,9 @@ def test_a_logical_graph_comes_back(model, tmp_path):
     assert all(torch.equal(read.constants[name], value) for name, value in graph.constants.items())
 
 
-@pytest.mark.parametrize("text", ["tp2+sp+remat", "tp4", "cp2", "dp2.cp2.tp2+sp+zero3", "pp2.dp2+zb_h1"])
+@pytest.mark.parametrize(
+    "text", ["tp2+sp+remat", "tp4", "cp2", "dp2.cp2.tp2+sp+zero3", "pp2.dp2+zb_h1", "tp4[*.attention: cp2.tp2+zero1]"]
+)
 def test_a_lowered_graph_comes_back(text, tmp_path):
     program = lower(llama(layers=2 if "pp2" in text else 1).graph, text)
     read = again(program, tmp_path)
