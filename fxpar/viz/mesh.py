@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.explain.roles import module_roles
 from fxpar.ir.axes import STAGES
 from fxpar.ir.dtype_names import short_dtype
+from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import numbers_in, starred, with_numbers
 from fxpar.ir.strategy import Strategy
 from fxpar.store import home_layout, param_specs, wire_layout
@@ -53,7 +55,8 @@ def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
     parameters. Raises ClusterError if the cluster is too small for a strategy.
 
     `kinds[k]` are parameters, `placements[p]` ways to cut one; `placed[k]` of a layout is the placement of kind k.
-    Boxes are flat: start and stop of each dim. The switches to a strategy stand under it.
+    Boxes are flat: start and stop of each dim. The switches to a strategy stand under it, and for one with rules what
+    its modules use the ranks for.
     """
     layouts = {view.strategy: layout_of(view.stored or view.graph, view.strategy) for view in views}
     if not layouts or not any(layout.params for layout in layouts.values()):
@@ -80,10 +83,17 @@ def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
                 "coordinates": coordinates(view.graph.strategy),
                 "placed": placed[i],
                 "switches": switches.get(view.strategy, []),
+                "roles": roles_json(view.graph) if view.graph.strategy.rules else None,
             }
             for i, view in enumerate(views)
         },
     }
+
+
+def roles_json(program: Program) -> dict[str, Any]:
+    """Who uses which axes for what: `atoms` inside of a replica, and a row for modules that do the same."""
+    rows = [[r.modules, r.count, r.roles, r.zero, r.remat] for r in module_roles(program)]
+    return {"atoms": list(program.strategy.atoms), "modules": rows}
 
 
 def parameter_kinds(layouts: Sequence[ParamLayout]) -> list[ParamKind]:

@@ -65,6 +65,13 @@ def test_bins_of_a_micro_batch_are_even():
     assert plan.predicted_s == pytest.approx(4 * 200e-6)
 
 
+def test_a_budget_is_that_of_all_bins():
+    """Two of four sequences fit in a bin of 100 tokens only where they have 50."""
+    for length, runs in ((50, 1), (51, 2)):
+        plan = plan_batch([length] * 4, one_group("rows2", 100, 200, world=2), [LINEAR], no_switches)
+        assert len(plan.groups[0].replicas[0]) == runs
+
+
 @given(mini_batches())
 @settings(max_examples=examples(20))
 def test_planning_again_gives_the_same(case):

@@ -262,6 +262,13 @@ def test_attention_in_bins_sends_nothing():
     assert sum(mixed.values()) < sum(tp.values())
 
 
+@pytest.mark.parametrize("roles", ["rows2.tp2", "tp2.rows2"])
+def test_bins_are_cut_first(roles):
+    """Then terms of a sum over heads become the tokens of a rank in one step, wherever rows stands."""
+    found = inside(collectives(f"tp4+sp[*.self_attn: {roles}]", rows=True), "self_attn")
+    assert {kind for kind, _, _ in found} == {"reduce_scatter"}
+
+
 def test_a_change_of_role_costs_nothing():
     """Between modules tokens lie alike under tp+sp and cp: attention sends what it sends under cp, and the rest what it
     sends under tp+sp, without what brings tokens to attention and back there.

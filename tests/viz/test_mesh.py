@@ -114,6 +114,16 @@ def test_one_strategy_has_no_switch():
     assert alone["home"]["world"] == 4
 
 
+def test_what_modules_use_the_ranks_for():
+    section = mesh_section(views("tp4+sp[*.attention: cp2.tp2+zero1; layers.1: +remat]"))
+    ((name, view),) = section["by_strategy"].items()
+    assert view["roles"]["atoms"] == ["tp:(1)2", "tp:(2)2"]
+    rows = {row[0]: row[1:] for row in json.loads(json.dumps(view["roles"]["modules"]))}
+    assert rows["layers.1.attention"] == [1, ["cp", "tp"], 1, "remat"]
+    assert rows["layers.0.ffn"] == [1, ["tp+sp", "tp+sp"], 0, ""]
+    assert mesh_section(views("dp2.tp2+sp"))["by_strategy"]["dp2.tp2+sp"]["roles"] is None
+
+
 def test_strategies_of_different_worlds():
     found = mesh_section([viewed("dp2.tp2+sp"), viewed("tp2+zero3")])
     assert found["cluster"]["assumed"]

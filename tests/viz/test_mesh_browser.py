@@ -67,6 +67,18 @@ def test_another_parameter_redraws(mesh):
     assert pressed.get_attribute("title") == "norm.weight"
 
 
+def test_roles_of_modules(browser, tmp_path):
+    views = [viewed("tp4+sp[*.attention: cp2.tp2]")]
+    page = tmp_path / "roles.html"
+    page.write_text(page_html(view_document("llama", views, {"mesh": mesh_section(views)})), encoding="utf-8")
+    open_page(browser, page)
+    tab = open_tab(browser, "mesh")
+    assert len(find(tab, "[data-roles] tbody tr")) == 7
+    assert [one.get_attribute("data-role") for one in find(tab, "[data-roles] [data-role]")][:4] == [*["tp+sp"] * 4]
+    assert "cp" in text(tab, "[data-roles] .mesh-role.cp")
+    assert console_errors(browser) == []
+
+
 def test_filter(mesh):
     box = mesh.find_element("id", "mesh-filter")
     box.send_keys("layers.1.ffn.up")

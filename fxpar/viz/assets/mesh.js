@@ -299,6 +299,17 @@
     return getting ?? Math.max(0, placement.of_rank.findIndex((piece) => piece >= 0));
   }
 
+  // Which modules use which ranks for what.
+  function roles(found) {
+    const cell = (role) => el("span", { class: `mesh-role ${role.split("+")[0]}`, "data-role": role }, role);
+    const rows = found.modules.map(([modules, number, uses, zero, remat]) => [
+      el("span", { class: "mono" }, broken(modules || "all modules")), number > 1 ? `× ${number}` : "",
+      ...uses.map(cell), zero ? `ZeRO-${zero}` : "", remat]);
+    const columns = [{ title: "modules" }, { title: "" }, ...found.atoms.map((atom) => ({ title: atom })), { title: "" }, { title: "" }];
+    return el("div", { class: "card", "data-roles": found.modules.length }, el("h2", {}, "What modules use the ranks for"),
+      table(columns, rows, {}));
+  }
+
   function main(section, view, root) {
     const strategy = fxpar.strategy();
     const flow = view.switches.find((one) => one.from === state.from) ?? view.switches[0];
@@ -309,6 +320,7 @@
     root.append(head(section, view), el("div", { class: "mesh-pair" },
       layoutCard(section, section.by_strategy[other] ? other : "home", before, false),
       layoutCard(section, strategy, view, Boolean(flow))));
+    if (view.roles) root.append(roles(view.roles));
     if (!flow) return;
     root.append(el("div", { class: "mesh-flow" },
       el("div", { class: "mesh-main" }, el("div", { class: "card" }, el("h2", {}, `Switch from ${flow.from} to ${flow.to}`), numbers(flow)),
