@@ -17,18 +17,32 @@ from pathlib import Path
 
 import torch
 
-CAPTURE_TARGET_S, LOWER_TARGET_S, MEMORY_TARGET_GB = 20.0, 8.0, 2.0
+CAPTURE_TARGET_S, LOWER_TARGET_S, MEMORY_TARGET_GB, RULES_TARGET = 20.0, 8.0, 2.0, 1.5
+UNIFORM = "dp4.tp8+sp"
+RULES = (
+    "model.layers.{0-7}.self_attn: cp2.tp4",
+    "model.layers.{8-15}.self_attn: cp4.tp2",
+    "model.layers.{16-23}.self_attn: cp8",
+    "model.layers.{0-7}.mlp: +remat",
+    "model.layers.{8-15}.mlp: cp2.tp4+sp",
+    "model.layers.{16-23}: +zero3",
+    "model.embed_tokens: tp8",
+    "lm_head: cp2.tp4",
+)
+RULED = f"{UNIFORM}[{'; '.join(RULES)}]"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--strategies", nargs="*", default=["dp4.tp8", "dp4.tp8+sp", "dp4.tp8+sp+zero3", "cp4.tp8+sp"])
-    parser.add_argument("--tiny", action="store_true", help="one layer, one strategy, to see that it runs")
+    parser.add_argument(
+        "--strategies", nargs="*", default=["dp4.tp8", UNIFORM, "dp4.tp8+sp+zero3", "cp4.tp8+sp", RULED]
+    )
+    parser.add_argument("--tiny", action="store_true", help="one layer, two strategies, to see that it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     if args.tiny:
-        args.layers, args.strategies = 1, ["dp4.tp8+sp"]
+        args.layers, args.strategies = 1, [UNIFORM, f"{UNIFORM}[*.self_attn: cp2.tp4]"]
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import fxpar
@@ -58,7 +72,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append((f"lower {strategy}", time.process_time() - begun, LOWER_TARGET_S, program.node_count, counts))
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for name, seconds, target, nodes, counts in rows:
-        print(f"{name:24} {seconds:6.2f} CPU s (target <= {target:4.0f})  {nodes:6} nodes  {counts}")
+        short = name if "[" not in name else f"{name.partition('[')[0]}[{name.count(':')} rule{'s' * (name.count(':') > 1)}]"
+        print(f"{short:24} {seconds:6.2f} CPU s (target <= {target:4.0f})  {nodes:6} nodes  {counts}")
+    capture_s, *lower_s = (seconds for _, seconds, *_ in rows)
+    took = dict(zip(args.strategies, lower_s, strict=True))
+    for strategy in args.strategies if UNIFORM in took else ():
+        if "[" in strategy:
+            with_capture = (capture_s + took[strategy]) / (capture_s + took[UNIFORM])
+            alone = took[strategy] / took[UNIFORM]
+            print(
+                f"rules over {UNIFORM}: {with_capture:.2f} (target <= {RULES_TARGET}); without the capture {alone:.2f}"
+            )
     print(f"peak resident memory {peak_gb:.2f} GB (target <= {MEMORY_TARGET_GB})")
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "peak_gb": peak_gb}, indent=1))
