@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append((f"lower {strategy}", time.process_time() - begun, LOWER_TARGET_S, program.node_count, counts))
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for name, seconds, target, nodes, counts in rows:
-        short = name if "[" not in name else f"{name.partition('[')[0]}[{name.count(':')} rule{'s' * (name.count(':') > 1)}]"
+        rules = name.count(":")
+        short = f"{name.partition('[')[0]}[{rules} rule{'s' * (rules > 1)}]" if rules else name
         print(f"{short:24} {seconds:6.2f} CPU s (target <= {target:4.0f})  {nodes:6} nodes  {counts}")
     capture_s, *lower_s = (seconds for _, seconds, *_ in rows)
     took = dict(zip(args.strategies, lower_s, strict=True))

@@ -327,7 +327,7 @@ def combine(
     placements: Mapping[str, Placement],
     token: sympy.Symbol | None,
     roles: Mapping[str, str] | None,
-    bins: Collection[str],
+    bins: Collection[str] = (),
 ) -> DistConfig:
     """The placements of all axes on one tensor. What cuts weights cuts first, but on a token dim last, as a piece on a
     context axis is a run of tokens; what cuts `bins` goes first of all, so that no document is cut. `roles` are the

@@ -12,7 +12,7 @@ import sympy
 from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
 from fxpar.annotate.narrow import narrow_classes
-from fxpar.annotate.problem import AxisProblem, OpClass
+from fxpar.annotate.problem import RECEIVED, AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
 from fxpar.errors import OverrideError
 from fxpar.errors.base import nearest_name
@@ -50,8 +50,6 @@ def cut_kinds(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool
 
 # Inputs that come in whole on every rank of a replica: any piece of them costs nothing.
 _WHOLE_INPUTS = ("batch", "tangent")
-# What another pipeline stage sends comes as `boundary_placement` says.
-RECEIVED = ("received", "received_grad")
 
 
 def boundary_placement(meta: TensorMeta, token: sympy.Symbol | None, cut: bool) -> Placement:

@@ -22,6 +22,9 @@ from fxpar.rules.option import Cut, Option, OpView, Seed, divides
 from fxpar.rules.table import options
 from fxpar.rules.view import Sizes, is_op, made_shapes, make_view
 
+# What another pipeline stage sends; it comes as `fxpar.annotate.policy.boundary_placement` says.
+RECEIVED = ("received", "received_grad")
+
 
 @dataclass
 class OpClass:

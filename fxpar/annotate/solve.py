@@ -15,7 +15,7 @@ import numpy as np
 
 from fxpar.annotate.contract import Alias, Result, expand, find_aliases, resolve_want
 from fxpar.annotate.cost import LAUNCH_BYTES, Cost, reshard_bytes
-from fxpar.annotate.problem import AxisPolicy, AxisProblem, OpClass
+from fxpar.annotate.problem import RECEIVED, AxisPolicy, AxisProblem, OpClass
 from fxpar.errors import PlacementError
 from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.node_meta import input_kind, tensor_metas
@@ -249,8 +249,10 @@ class Search:
             if not np.isfinite(price):
                 continue
             penalty = 0.0
-            if entry.view.target == "input" and not isinstance(placement, Shard | OuterShard):
+            given = entry.view.target == "input" and input_kind(entry.nodes[0]) not in RECEIVED
+            if given and not isinstance(placement, Shard | OuterShard):
                 # Gathering an input again is for overrides only, where one cuts a weight as no op can work with it.
+                # What another stage sends is an activation like any other.
                 penalty = (FORCED - 1) * price
             elif is_weight(entry):
                 continue  # a weight that is whole is whole for a reason

@@ -307,6 +307,8 @@ def test_context_cuts_tokens_outside_of_tensor():
     heads = combine(base, TensorMeta((8,), torch.int64), both, token, roles)
     assert [e.axis for e in tokens.dims[0]] == ["cp", "tp"]
     assert [e.axis for e in heads.dims[0]] == ["tp", "cp"]
+    in_bins = combine(base, TensorMeta((token,), torch.int64), both, token, roles, ["tp"])
+    assert [e.axis for e in in_bins.dims[0]] == ["tp", "cp"]
     assert combine(base, TensorMeta((8,), torch.int64), {"tp": R}, token, roles) == base
 
 

@@ -139,6 +139,15 @@ def test_each_stage_has_its_own_collectives():
     assert {kind: collectives[kind] for kind in counted} == counted
 
 
+def test_what_another_stage_sends_is_gathered_like_any_activation():
+    """Stages of one layer, whose last product would else be cut otherwise than those of other layers, so as not to
+    gather the gradient that comes in: both stages send what one program of two layers sends.
+    """
+    staged, whole = (lower(llama(layers=2).graph, strategy).collectives() for strategy in ("pp2.tp2+sp", "tp2+sp"))
+    assert "all_to_all" not in staged
+    assert staged["all_gather"] + staged["reduce_scatter"] == whole["all_gather"] + whole["reduce_scatter"]
+
+
 def test_data_parallel_gradients_are_reduced_per_stage():
     for stage in lowered("dp2.pp2").stages:
         assert [kinds(part) for part in stage.parts.values()] == [{}, {}, {}, {"all_reduce": 1}]
