@@ -5,6 +5,7 @@ are mixed.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.runtime.micro import as_one_sequence
 from tests.captured import Captured, gpt, llama
-from tests.repeat import crossed, examples
+from tests.repeat import crossed, examples, thinned
 from tests.stages.models import Model, loaded, random_model
 
 
@@ -50,27 +51,18 @@ OPTIONS = {"hf:gpt2": {"n_head": 8}}
 STRATEGIES = [
     # roles
     "tp2+sp[{a}: cp2]",
-    "tp2[{a}: cp2]",
-    "cp2[{f}: tp2]",
-    "cp2[{f}: tp2+sp]",
     "tp4+sp[{a}: cp4]",
     "tp4+sp[{f}: cp4]",
     "cp4[{a}: tp4+sp; {f}: tp4]",
-    "cp4[{e}: tp4]",
-    "tp4[{b}.0: cp4]",
     "tp2+sp[{b}.{{0-1}}: cp2; {a}: tp2]",
-    "dp2.tp2+sp[{a}: cp2]",
     "dp2.cp2[{f}: tp2+sp; {e}: tp2]",
     # degrees
-    "tp4+sp[{a}: cp2.tp2]",
     "tp4[{a}: tp2.cp2]",
     "cp4[{f}: cp2.tp2]",
-    "cp2.tp2+sp[{f}: tp4+sp]",
     "cp2.tp2+sp[{f}: tp4+sp; {a}: cp4]",
     "cp2.tp2[{a}: tp4; {f}: cp4]",
     "tp2.cp2[{a}: cp2.tp2+sp]",
     "cp4[{a}: tp2.cp2; {f}: tp4; {e}: cp2.tp2]",
-    "tp8+sp[{a}: cp2.tp4]",
     "tp8+sp[{a}: cp2.tp4+sp; {f}: cp4.tp2]",
     "cp8[{a}: cp2.tp4; {f}: tp8+sp]",
     "tp6+sp[{a}: cp2.tp3; {f}: cp6]",
@@ -80,7 +72,6 @@ STRATEGIES = [
     "dp2.tp2+sp+zero2[{a}: cp2]",
     "dp2.cp2+zero3[{f}: tp2]",
     "dp2.tp2+sp[{a}: cp2+zero3; {f}: +zero1]",
-    "cp4[{a}: tp2.cp2+zero3]",
     "cp4+zero3[{a}: tp2.cp2; {f}: tp4+sp]",
     "dp2.cp4+zero1[{a}: cp2.tp2+zero2]",
     # recomputation
@@ -95,6 +86,20 @@ STRATEGIES = [
     "dp2.pp2+zero2[{b}.0: +zero3]",
     "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
     "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
+]
+
+# Each is part of one above, which has the same change of roles and something more. Nightly: they say which part fails.
+COVERED = [
+    "tp2[{a}: cp2]",
+    "cp2[{f}: tp2]",
+    "cp2[{f}: tp2+sp]",
+    "cp4[{e}: tp4]",
+    "tp4[{b}.0: cp4]",
+    "dp2.tp2+sp[{a}: cp2]",
+    "tp4+sp[{a}: cp2.tp2]",
+    "cp2.tp2+sp[{f}: tp4+sp]",
+    "tp8+sp[{a}: cp2.tp4]",
+    "cp4[{a}: tp2.cp2+zero3]",
 ]
 
 
@@ -123,7 +128,10 @@ def assert_exact(result: CheckResult) -> None:
     assert max(result.loss_rel_err, result.grad_max_rel_err) <= 1e-10
 
 
-@pytest.mark.parametrize(("template", "name"), crossed(STRATEGIES, list(PARTS)))
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [*crossed(STRATEGIES, list(PARTS)), *thinned(itertools.product(COVERED, PARTS), [])],
+)
 def test_gradients_are_those_of_one_device(template, name):
     if "tp3" in template:
         with pytest.raises(RuleHeadsError, match=r"cannot be shared evenly under tp3\. The nearest degree is tp[24];"):
