@@ -9,8 +9,8 @@ RUN := OMP_NUM_THREADS=1 $(PY)
 # The many processes of a test run read the bytecode that the first one wrote.
 export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
-# A file's tests share captured models and worlds: one worker runs them all.
-PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
+# A file's tests share captured models and worlds: one worker runs them all, the longest files first (tests/conftest.py).
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Where tests share nothing, whoever is idle takes one.
 PYTEST_ALONE = $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 PYTEST_ARGS ?=

@@ -58,7 +58,6 @@ STRATEGIES = [
     "dp2.cp2[{f}: tp2+sp; {e}: tp2]",
     # degrees
     "tp4[{a}: tp2.cp2]",
-    "cp4[{f}: cp2.tp2]",
     "cp2.tp2+sp[{f}: tp4+sp; {a}: cp4]",
     "cp2.tp2[{a}: tp4; {f}: cp4]",
     "tp2.cp2[{a}: cp2.tp2+sp]",
@@ -75,13 +74,11 @@ STRATEGIES = [
     "cp4+zero3[{a}: tp2.cp2; {f}: tp4+sp]",
     "dp2.cp4+zero1[{a}: cp2.tp2+zero2]",
     # recomputation
-    "tp2+sp[{b}.0: +remat]",
     "dp2+remat[{b}.1: +remat(none)]",
     "tp2+sp[{a}: cp2+remat; {f}: +remat(selective)]",
     "dp2+zero3[{f}: +remat; {b}.0: +zero1]",
     "cp2+remat(selective)[{b}.0: +remat(keep_comm); {f}: tp2]",
     # stages
-    "pp2.tp2+sp[{a}: cp2]",
     "pp2.cp2+zb_h1[{b}.0: tp2+sp; {b}.1: +remat]",
     "dp2.pp2+zero2[{b}.0: +zero3]",
     "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
@@ -100,6 +97,9 @@ COVERED = [
     "cp2.tp2+sp[{f}: tp4+sp]",
     "tp8+sp[{a}: cp2.tp4]",
     "cp4[{a}: tp2.cp2+zero3]",
+    "cp4[{f}: cp2.tp2]",
+    "pp2.tp2+sp[{a}: cp2]",
+    "tp2+sp[{b}.0: +remat]",
 ]
 
 

@@ -28,7 +28,7 @@ from .runs import SWITCHING, command, recipe, shallow, train
 pytestmark = pytest.mark.titan
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", thinned([1, 2], [2]))  # of one rank: `test_strategies_from_the_command_line`
 def test_off_is_stock_to_the_bit(world, tmp_path):
     def off():
         config = recipe("llama3", None)
