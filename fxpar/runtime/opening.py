@@ -75,8 +75,8 @@ def open_session(
 
 @contextmanager
 def explained_before(options: ParallelizeOptions) -> Iterator[None]:
-    """In the block, where ranks exchange what `open_session` starts a monitor after, an error that a lost peer caused is
-    explained by a monitor that begins now.
+    """In the block, before `open_session` starts a monitor, an error that a lost peer caused is explained by one that
+    begins now.
     """
     try:
         yield
