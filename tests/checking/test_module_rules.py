@@ -162,7 +162,7 @@ def ruled(draw, globs: list[str]) -> str:
 
 # 97 rows of a table do not divide: on two halves of an axis they are padded otherwise than on all of it.
 @example("tp4+sp[*.attention: cp4; layers.0.attention_norm: tp2.cp2]")
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(5))
 @given(ruled(["*.attention", "*.ffn", "embedding", "head", "norm", "layers.0.attention_norm"]))
 def test_any_rules(strategy):
     """Heads are many enough for all of them."""
